@@ -170,7 +170,7 @@ def _make_context(
 
     `told`: the errors of values that differ between ranks, by id of the parameter.
     """
-    settings, policy = asked.settings, asked.settings.resolved_policy()
+    settings, policy = asked.settings, asked.policy
     precision = settings.resolved_precision()
     device = next(model.parameters()).device
     spec = CommSpec(

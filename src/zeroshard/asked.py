@@ -23,7 +23,9 @@ from zeroshard.checks import (
 from zeroshard.comm.agree import REMEDY, Groups, agree, differing, through
 from zeroshard.comm.device_mesh import Seat
 from zeroshard.config import AUTO, Config
+from zeroshard.core.accumulation import least_budget, resting_whole
 from zeroshard.core.placement import Mesh
+from zeroshard.core.policy import Policy
 from zeroshard.core.precision import dtype_name
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError, ZeroshardError
@@ -32,7 +34,7 @@ from zeroshard.nn.deferred import (
     refuse_inside,
 )
 from zeroshard.nn.placed import check_dtensors
-from zeroshard.runtime.build import Dtypes, compute_dtypes
+from zeroshard.runtime.build import Dtypes, compute_dtypes, gradient_bytes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
 from zeroshard.state.local import local_of, part_of, whole_shape
 
@@ -43,7 +45,7 @@ _log = logging.getLogger("zeroshard")
 # settings that must be the same on every rank
 _COMPARED = (
     "prefetch_bytes", "strict", "verify_every", "broadcast_buffers", "gradient_clipping",
-    "loss_scale",
+    "loss_scale", "accumulation_budget",
 )  # fmt: skip
 
 
@@ -52,6 +54,7 @@ class Asked:
     """This rank's settings, checked, and not yet compared with the other ranks'."""
 
     settings: Config
+    policy: Policy  # of the settings, with the units whose gradients rest whole
     mesh: Mesh
     dtypes: Dtypes
     plans: list[UnitPlan]
@@ -197,6 +200,7 @@ def _checked(
     check_codecs(model, dtypes, settings)
     plans = partition_units(model, settings.units, own_meshes=[own.pattern for own in seat.own])
     check_own_meshes(model, plans, seat, mesh, settings, sync_from)
+    policy = _budgeted(settings, plans, mesh, seat, dtypes)
     groups = {own.pattern: own.holders.groups for own in seat.own}
     within = {
         _initial(name): groups[plan.pattern]
@@ -211,8 +215,35 @@ def _checked(
     parts = frozenset(_initial(name) for name, p in named if part_of(name, p).axes)
     if values and any(fingerprint_of(parameter) is not None for parameter in model.parameters()):
         deferred = report | {"a deferred model": "yes"}
-        return Asked(settings, mesh, dtypes, plans, common, deferred, values, parts, within)
-    return Asked(settings, mesh, dtypes, plans, common, report | values, {}, parts, within)
+        return Asked(settings, policy, mesh, dtypes, plans, common, deferred, values, parts, within)
+    return Asked(settings, policy, mesh, dtypes, plans, common, report | values, {}, parts, within)
+
+
+def _budgeted(
+    settings: Config, plans: list[UnitPlan], mesh: Mesh, seat: Seat, dtypes: Dtypes
+) -> Policy:
+    """Return the row in force, in which the gradients of some units rest whole where
+    `accumulation_budget` holds them. Raises ConfigError where it holds none.
+    """
+    policy, budget = settings.resolved_policy(), settings.accumulation_budget
+    if budget is None:
+        return policy
+    assert isinstance(budget, int), budget  # Config has read it
+    meshes = {own.pattern: own.holders.mesh(mesh) for own in seat.own} | {"": mesh}
+    precision, align = settings.resolved_precision(), settings.comm.codecs().align
+    sizes = []
+    for plan in plans:
+        cell, over = policy.cells(plan.name).grad, meshes[plan.pattern]
+        sizes.append(gradient_bytes(plan, cell, over, dtypes, precision, align))
+    resting = resting_whole(sizes, budget)
+    if not resting and any(unit.extra for unit in sizes):  # one rank has nothing to reduce
+        shards = sum(unit.shard for unit in sizes)
+        raise ConfigError(
+            f"accumulation_budget={budget} bytes holds no unit: the shards of all gradients take"
+            f" {shards}, and with the smallest unit's whole gradient {least_budget(sizes)}: give"
+            " as many, or leave it out"
+        )
+    return policy.with_whole_gradients(resting)
 
 
 def _first_report(seat: Seat, sync_from: int | None) -> dict[str, str]:

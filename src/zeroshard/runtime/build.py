@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from zeroshard.core.accumulation import UnitGradient
 from zeroshard.core.layout import Layout
-from zeroshard.core.placement import Cells, Scope, Tier
+from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.memory import return_freed_memory
 from zeroshard.runtime.bucket import PartialSum
@@ -34,7 +35,7 @@ from zeroshard.state.local import local_of
 from zeroshard.state.state import State
 from zeroshard.tier.store import Storage, Store
 
-__all__ = ["Context", "Dtypes", "build_units", "compute_dtypes", "make_master"]
+__all__ = ["Context", "Dtypes", "build_units", "compute_dtypes", "gradient_bytes", "make_master"]
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,8 @@ def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
 
 
 def _plan_segments(plan: UnitPlan, context: Context) -> list[SegmentPlan]:
-    groups: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
-    for name, parameter in plan.parameters.items():
-        groups.setdefault((context.dtypes.of[id(parameter)], parameter.requires_grad), {})[name] = (
-            parameter
-        )
     out = []
-    for (dtype, trainable), members in groups.items():
+    for (dtype, trainable), members in _groups(plan, context.dtypes).items():
         key = f"{plan.name}:{dtype_name(dtype)}{'' if trainable else ':frozen'}"
         shapes = [(name, tuple(local_of(p).shape)) for name, p in members.items()]
         layout = Layout.build(shapes, context.mesh, align=context.options.codecs.align)
@@ -124,6 +120,31 @@ def _plan_segments(plan: UnitPlan, context: Context) -> list[SegmentPlan]:
             )
         )
     return out
+
+
+def _groups(
+    plan: UnitPlan, dtypes: Dtypes
+) -> dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]]:
+    """Return the parameters of each segment, by dtype and whether it is trained."""
+    groups: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+    for name, parameter in plan.parameters.items():
+        groups.setdefault((dtypes.of[id(parameter)], parameter.requires_grad), {})[name] = parameter
+    return groups
+
+
+def gradient_bytes(
+    plan: UnitPlan, cell: Cell, mesh: Mesh, dtypes: Dtypes, precision: Precision, align: int
+) -> UnitGradient:
+    """Return the bytes of a unit's gradient between micro-batches: whole, and as `cell` says."""
+    whole = part = 0
+    for (dtype, trainable), members in _groups(plan, dtypes).items():
+        if trainable:
+            shapes = [(name, tuple(local_of(p).shape)) for name, p in members.items()]
+            layout, size = Layout.build(shapes, mesh, align=align), precision.at(dtype).accumulate
+            spans = [layout.span(rank, layout.scope(cell)) for rank in range(mesh.size)]
+            whole += layout.numel * size.itemsize
+            part += max(stop - start for start, stop in spans) * size.itemsize
+    return UnitGradient(plan.name, whole, part)
 
 
 def _split(plans: Sequence[SegmentPlan], tiering: Tiering) -> list[Splits]:
