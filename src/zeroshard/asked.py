@@ -38,7 +38,7 @@ from zeroshard.runtime.build import Dtypes, compute_dtypes, gradient_bytes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
 from zeroshard.state.local import local_of, part_of, whole_shape
 
-__all__ = ["Asked", "compared", "told_by_id", "understood"]
+__all__ = ["Asked", "budgeted", "compared", "told_by_id", "understood"]
 
 _log = logging.getLogger("zeroshard")
 
@@ -54,7 +54,6 @@ class Asked:
     """This rank's settings, checked, and not yet compared with the other ranks'."""
 
     settings: Config
-    policy: Policy  # of the settings, with the units whose gradients rest whole
     mesh: Mesh
     dtypes: Dtypes
     plans: list[UnitPlan]
@@ -200,7 +199,7 @@ def _checked(
     check_codecs(model, dtypes, settings)
     plans = partition_units(model, settings.units, own_meshes=[own.pattern for own in seat.own])
     check_own_meshes(model, plans, seat, mesh, settings, sync_from)
-    policy = _budgeted(settings, plans, mesh, seat, dtypes)
+    budgeted(settings, plans, mesh, seat, dtypes)
     groups = {own.pattern: own.holders.groups for own in seat.own}
     within = {
         _initial(name): groups[plan.pattern]
@@ -215,11 +214,11 @@ def _checked(
     parts = frozenset(_initial(name) for name, p in named if part_of(name, p).axes)
     if values and any(fingerprint_of(parameter) is not None for parameter in model.parameters()):
         deferred = report | {"a deferred model": "yes"}
-        return Asked(settings, policy, mesh, dtypes, plans, common, deferred, values, parts, within)
-    return Asked(settings, policy, mesh, dtypes, plans, common, report | values, {}, parts, within)
+        return Asked(settings, mesh, dtypes, plans, common, deferred, values, parts, within)
+    return Asked(settings, mesh, dtypes, plans, common, report | values, {}, parts, within)
 
 
-def _budgeted(
+def budgeted(
     settings: Config, plans: list[UnitPlan], mesh: Mesh, seat: Seat, dtypes: Dtypes
 ) -> Policy:
     """Return the row in force, in which the gradients of some units rest whole where

@@ -10,7 +10,7 @@ unit order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -322,5 +322,13 @@ def _gradient_path(
         return State(store.allocate(f"{plan.key} partial gradient", numel, precision.accumulate))
 
     summed = SummedGradient(plan, flat, context, place)
-    partial = PartialSum(plan, flat, context, make_partial)
-    return GradientPath(plan, flat, context, summed=summed, partial=partial)
+    whole = partial = PartialSum(plan, flat, context, make_partial)
+    if not partial.of_micro_batches:
+        numel, cells = plan.layout.numel, replace(plan.cells, grad=Cell.parse("P P"))
+        whole = PartialSum(
+            replace(plan, cells=cells),
+            flat,
+            context,
+            lambda: State.of(context.memory.empty(numel, precision.accumulate)),
+        )
+    return GradientPath(plan, flat, context, summed=summed, partial=partial, whole=whole)

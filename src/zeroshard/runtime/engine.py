@@ -28,6 +28,7 @@ from zeroshard.core.sizes import parse_bytes
 from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
 from zeroshard.optim.sharded import ShardedOptimizer, check_parameters
 from zeroshard.runtime.access import StateAccess
+from zeroshard.runtime.accumulate import Accumulate, Accumulated, LossFn, check_accumulate
 from zeroshard.runtime.build import Context, make_master
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.forked import refuse_in_children
@@ -243,6 +244,37 @@ class Engine:
         """
         return self._backward.running_as(sync=False)
 
+    def accumulate(
+        self,
+        batches: Iterable[Any],
+        loss_fn: LossFn,
+        *,
+        tier: str = "device",
+        disk_path: str | None = None,
+    ) -> Accumulated:
+        """Run the forwards and backwards of all `batches`, with ``engine.backward(loss_fn(batch))``
+        for each in effect, but all of them through one unit before the next: weights are gathered,
+        and read where they rest, twice per step however many batches there are, and gradients
+        reduced once.
+
+        `loss_fn` runs the model on one batch, in a thread of its own, and returns the loss. Blocks
+        run twice, as under activation checkpointing; their inputs rest on `tier` ("device", "host",
+        or "disk" in the directory `disk_path`). Clip and step follow as usual; inside ``no_sync()``
+        more may come before. Bits are those of ``zero1`` inside ``no_sync()``, but for parameters
+        that several blocks use and for randomness (docs/accumulation.md). Collective; the numbers
+        of batches need not be the same on all ranks.
+
+        Raises ConfigError for what cannot run so, StateError where batches use different modules;
+        after an exception call ``engine.reset()``.
+        """
+        self._states.check_open()
+        following = self._states.following
+        check_accumulate(self._hooks, followed=following is not None and following.is_on)
+        shelf = self._context.tiering.shelves(tier, disk_path)
+        return Accumulate(self._hooks, self._context, self._scaler, shelf).run(
+            list(batches), loss_fn
+        )
+
     @contextmanager
     def join(self) -> Iterator[None]:
         """Train on uneven numbers of batches: in this context a rank whose loop has ended
@@ -302,7 +334,19 @@ class Engine:
             "no_sync": str(no_sync),
         }
         try:
-            following = self._follower(schedule, budget, no_sync)
+            if (other := self._states.following) is not None and other.is_on:
+                raise ConfigError(
+                    f"the engine follows a {type(other.schedule).__name__} already: end that"
+                    " with the remove() of what engine.follow() has returned"
+                )
+            room = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
+            units = units_of(schedule, roots_of(self.module), self._weights.units)
+            check_mesh(schedule, self._context.mesh.others)
+            if room is not None:
+                check_budget(room, units, self.policy.name)
+            following = Following(
+                schedule, units, self._weights, self._backward, self._scaler, Terms(room, no_sync)
+            )
             report["n_microbatches"] = str(schedule._n_microbatches)
             report["scale_grads"] = str(schedule.scale_grads)
         except ZeroshardError as refused:
@@ -312,20 +356,6 @@ class Engine:
         self._context.axes.share(None, _FOLLOW, common=report)
         self._states.follow(following)
         return following
-
-    def _follower(self, schedule: Any, budget: int | str | None, no_sync: bool) -> Following:
-        if (other := self._states.following) is not None and other.is_on:
-            raise ConfigError(
-                f"the engine follows a {type(other.schedule).__name__} already: end that"
-                " with the remove() of what engine.follow() has returned"
-            )
-        room = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
-        units = units_of(schedule, roots_of(self.module), self._weights.units)
-        check_mesh(schedule, self._context.mesh.others)
-        if room is not None:
-            check_budget(room, units, self.policy.name)
-        terms = Terms(room, no_sync)
-        return Following(schedule, units, self._weights, self._backward, self._scaler, terms)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients so that their 2-norm over all ranks is at most `max_norm`.
