@@ -36,6 +36,7 @@ from benchmarks.model import GPT, Batches
 from benchmarks.plan import Size
 from benchmarks.results import machine_facts
 from zeroshard.core.sizes import parse_bytes
+from zeroshard.runtime.engine import states_of
 from zeroshard.tier import disk
 
 __all__ = ["Contender", "Options", "main", "measure"]
@@ -52,7 +53,7 @@ class Options:
     rounds: int = 5
     layers: int = 8
     width: int = 256
-    context: int = 64
+    context: int = 16
     pace: int | None = None  # bytes per second
 
 
@@ -133,6 +134,7 @@ class _Trained:
         losses = self._gradients(batches)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        states_of(self._engine).join_step()  # it would go on into the other's step
         if number:
             self.out.step_s.append(time.perf_counter() - began)
         self.out.read_bytes = counted.bytes["read"] - before["read"]
@@ -148,7 +150,7 @@ class _Trained:
             with self._engine.no_sync() if batch is not batches[-1] else nullcontext():
                 loss = self._model(*batch)
                 self._engine.backward(loss)
-            losses.append(float(loss))
+            losses.append(loss.item())
         return losses
 
     def close(self) -> None:
