@@ -38,6 +38,7 @@ LAYERS = {
     "config": 4,
     "api": 5,
     "asked": 5,
+    "batches": 5,
     "checks": 5,
     "activations": 5,
     "planning": 5,

@@ -256,7 +256,36 @@ def orders() -> str:
     return picture.text()
 
 
-DRAWINGS = {"table": table, "route": route, "lanes": lanes, "tiers": tiers, "orders": orders}
+def uneven() -> str:
+    """Draw a step of a fast rank and one of half its speed, with equal batches and unequal ones."""
+    picture = Picture(820, 244, "Equal batches wait for the slow rank; unequal ones end together")
+    scale, begin = 80.0, 120.0
+    cases = (("equal", 3, 3), ("batch_shares", 4, 2))  # samples of the fast rank and the slow one
+    for row, (name, fast, slow) in enumerate(cases):
+        y = 8 + 104 * row
+        picture.words(4, y + 46, name, size=14, bold=True)
+        ends = max(fast, 2 * slow)
+        for rank, (samples, time) in enumerate(((fast, fast), (slow, 2 * slow))):
+            top = y + 42 * rank
+            each = scale * time / samples
+            for number in range(samples):
+                picture.label(begin + each * number, top, each - 3, 36, "sample", "own")
+            if time < ends:
+                picture.label(
+                    begin + scale * time, top, scale * (ends - time) - 3, 36, "waits", "none"
+                )
+        picture.label(begin + scale * ends, y, 66, 78, "reduce,|step", "sum")
+    picture.words(
+        begin, 228, "Six samples on a fast rank (above) and one of half its speed. Gradients are"
+        " weighted 1/2, 1/2 and 2/3, 1/3.", size=12, colour="soft",
+    )  # fmt: skip
+    return picture.text()
+
+
+DRAWINGS = {
+    "table": table, "route": route, "lanes": lanes, "tiers": tiers, "uneven": uneven,
+    "orders": orders,
+}  # fmt: skip
 
 
 def write() -> None:

@@ -20,6 +20,7 @@ from zeroshard._version import __version__
 if TYPE_CHECKING:
     from zeroshard import nn
     from zeroshard.api import deferred_init, init_distributed, materialize, shard
+    from zeroshard.batches import UnevenBatchSampler
     from zeroshard.checkpoint.load import Restored, latest_step, load
     from zeroshard.checkpoint.pretrained import LoadReport, load_pretrained
     from zeroshard.checkpoint.save import Saver, save
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         Offload,
         read_deepspeed,
     )
+    from zeroshard.core.batch_shares import split_batch
     from zeroshard.core.policy import Policy
     from zeroshard.core.precision import Precision
     from zeroshard.errors import (
@@ -83,6 +85,7 @@ __all__ = [
     "StorageError",
     "TrafficReport",
     "Training",
+    "UnevenBatchSampler",
     "ZeroshardError",
     "__version__",
     "deferred_init",
@@ -97,10 +100,12 @@ __all__ = [
     "read_deepspeed",
     "save",
     "shard",
+    "split_batch",
 ]
 
 _HOMES = {
     "zeroshard.api": ("deferred_init", "init_distributed", "materialize", "shard"),
+    "zeroshard.batches": ("UnevenBatchSampler",),
     "zeroshard.checkpoint.load": ("Restored", "latest_step", "load"),
     "zeroshard.checkpoint.save": ("Saver", "save"),
     "zeroshard.checkpoint.pretrained": ("LoadReport", "load_pretrained"),
@@ -114,6 +119,7 @@ _HOMES = {
         "Offload",
         "read_deepspeed",
     ),
+    "zeroshard.core.batch_shares": ("split_batch",),
     "zeroshard.core.policy": ("Policy",),
     "zeroshard.core.precision": ("Precision",),
     "zeroshard.errors": (

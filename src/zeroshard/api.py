@@ -210,6 +210,7 @@ def _make_context(
             loss_scaler=settings.loss_scaler(),
             trains=trains,
             codecs=settings.comm.codecs(),
+            batch_shares=settings.unequal_shares(asked.mesh.size),
         ),
         prepare=lambda tensors: _prepare(tensors, transport, sync_from),
         tiering=tiering,

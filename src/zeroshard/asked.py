@@ -45,7 +45,7 @@ _log = logging.getLogger("zeroshard")
 # settings that must be the same on every rank
 _COMPARED = (
     "prefetch_bytes", "strict", "verify_every", "broadcast_buffers", "gradient_clipping",
-    "loss_scale", "accumulation_budget",
+    "loss_scale", "batch_shares", "accumulation_budget",
 )  # fmt: skip
 
 
@@ -180,6 +180,7 @@ def _checked(
     world = 1 if seat.group is None else seat.group.size()
     settings.refuse_unsupported()
     settings.batch_sizes(world)
+    settings.unequal_shares(world)
     node_size = node_size_of(settings, seat.dims)
     mesh = Mesh.of(world, node_size, seat.dims.others)
     check_nodes(mesh, settings)

@@ -480,6 +480,40 @@ def test_ranks_may_have_different_numbers_of_micro_batches() -> None:
     assert run_ranks(2, _uneven) == [[], []]
 
 
+def _weighted(rank: int, world: int, precision: str) -> list[str]:
+    """Micro-batches of 3, 2 and 1 samples, which count as many."""
+    states, means = [], []
+    for row, vertical in (("zero1", False), ("zero3", True)):
+        model, optimizer, engine = make_sharded(row, precision=precision)
+        for step in range(2):
+            batches = [
+                tuple(part[: 3 - micro] for part in one)
+                for micro, one in enumerate(_data(rank, step))
+            ]
+            if vertical:
+                done = engine.accumulate(batches, lambda one, m=model: (m(*one), len(one[0])))
+                means.append(done.loss.item())
+                assert done.weights == (3.0, 2.0, 1.0)
+            total = 0.0
+            for one in () if vertical else batches:
+                with engine.no_sync() if one is not batches[-1] else nullcontext():
+                    loss = model(*one)
+                    engine.backward(loss, weight=len(one[0]))
+                total += loss.item() * len(one[0]) / 6
+            means.append(total)
+            engine.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(_ended(engine))
+    told = [] if abs(means[0] - means[2]) < 1e-3 else [f"the mean loss is {means}"]
+    return told + differences(states[1], states[0], "accumulate", "the plain loop")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_losses_count_their_samples_with_the_bits_of_weighted_backwards(precision: str) -> None:
+    assert run_ranks(2, _weighted, precision) == [[], []]
+
+
 # ------------------------------------------------------------------------------------------- errors
 
 

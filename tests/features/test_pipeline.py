@@ -469,6 +469,13 @@ def _outside(own: Piped) -> None:
     own.stages[0].submod(x).sum().backward()
 
 
+def _weighted(own: Piped) -> None:
+    own.engine.follow(own.schedule)
+    own.run(0, 8)
+    x = tokens(0, 0, 2)[0] if own.pp == 0 else torch.ones(2, 6, 8, requires_grad=True)
+    own.engine.backward(own.stages[0].submod(x).sum(), weight=2)
+
+
 def _other_scale(own: Piped) -> None:
     own.engine.follow(own.schedule).remove()
     following = own.engine.follow(own.schedule)
@@ -497,6 +504,7 @@ BAD: list[tuple[Callable[[Piped], None], str]] = [
     (_small, "budget=100 bytes is below stage [01], whose weights take [0-9]+: give as many"),
     (_no_unit, "budget='2' has no unit"),
     (_outside, r"a backward outside of Schedule1F1B.step\(\), which the engine follows"),
+    (_weighted, r"a backward outside of Schedule1F1B.step\(\), which the engine follows"),
     (_other_scale, "scale_grads divides these gradients by 1, and those that rest here by 4"),
     (_joins, r"join\(\) cannot shadow a schedule"),
     (_differs, "no_sync differs along the mesh"),

@@ -230,6 +230,16 @@ def test_arguments_that_cannot_act_on_a_sharded_model_are_refused_by_name(name: 
         _completed(zs.Config(), SimpleNamespace(fp16=False, bf16=False, **{name: "full_shard"}))
 
 
+def test_batch_shares_are_refused_where_the_trainer_cuts_the_batches() -> None:
+    from types import SimpleNamespace
+
+    import zeroshard as zs
+    from zeroshard.integrations.transformers import _completed
+
+    with pytest.raises(zs.ConfigError, match="batch_shares has no place in ZeroTrainer"):
+        _completed(zs.Config(batch_shares=[0.5, 0.5]), SimpleNamespace(fp16=False, bf16=False))
+
+
 _ADAMW = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 
 

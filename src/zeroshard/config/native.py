@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, get_args
@@ -22,6 +23,7 @@ from zeroshard.config.deepspeed.reading import Reading, is_deepspeed, read
 from zeroshard.config.reading import nearest, parse_json, read_json
 from zeroshard.config.sections import Comm, LossScale, Offload, State
 from zeroshard.config.strict import Strict, one_line
+from zeroshard.core.batch_shares import check_shares, unequal
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
 from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
@@ -108,6 +110,11 @@ class Config(Strict):
     gradient_accumulation_steps: int | None = Field(
         default=None, ge=1, description="The forwards of a step."
     )
+    batch_shares: Sequence[float] | None = Field(
+        default=None,
+        description="What the mean loss of each data parallel rank counts, in rank order, with the"
+        " sum 1: the part of a global batch that it computes (default: all the same).",
+    )
 
     @field_validator("stage")
     @classmethod
@@ -132,6 +139,17 @@ class Config(Strict):
                 " zeroshard.Precision"
             )
         return precision
+
+    @field_validator("batch_shares")
+    @classmethod
+    def _shares_of_one(cls, shares: Sequence[float] | None) -> tuple[float, ...] | None:
+        if shares is None:
+            return None
+        try:
+            check_shares(shares)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return tuple(shares)
 
     @field_validator("accumulation_budget")
     @classmethod
@@ -197,6 +215,18 @@ class Config(Strict):
                 f" gradient_accumulation_steps={steps} x {num_ranks} ranks"
             )
         return total, micro, steps
+
+    def unequal_shares(self, num_ranks: int) -> tuple[float, ...]:
+        """Return what the loss of each rank counts, empty where all count the same. Raises
+        ConfigError where `num_ranks` have other shares than there are.
+        """
+        shares = self.batch_shares or ()
+        if shares and len(shares) != num_ranks:
+            raise ConfigError(
+                f"batch_shares has {len(shares)} numbers for {num_ranks} data parallel ranks: give"
+                " one per rank, in rank order"
+            )
+        return unequal(shares)
 
     def refuse_unsupported(self) -> None:
         """Raise ConfigError for options that this version does not support."""
@@ -301,6 +331,7 @@ class ShardOptions(TypedDict, total=False):
     train_batch_size: int | None
     train_micro_batch_size_per_gpu: int | None
     gradient_accumulation_steps: int | None
+    batch_shares: Sequence[float] | None
 
 
 @dataclass(frozen=True)

@@ -255,6 +255,11 @@ def _completed(config: zs.Config, args: Any) -> zs.Config:
     for name, reason in _REFUSED.items():
         if getattr(args, name, None):
             raise zs.ConfigError(f"args.{name} has no effect under ZeroTrainer, {reason}")
+    if config.batch_shares is not None:
+        raise zs.ConfigError(
+            "batch_shares has no place in ZeroTrainer: the Trainer gives every rank as many samples"
+            " and weighs their losses itself; leave it out"
+        )
     changes: dict[str, Any] = {"gradient_clipping": None}  # the Trainer clips
     given = config.model_fields_set
     for precision in ("bf16", "fp16"):

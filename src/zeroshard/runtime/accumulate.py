@@ -42,11 +42,12 @@ from zeroshard.runtime.sections import Section, sections_of
 from zeroshard.runtime.shelf import Shelf
 from zeroshard.runtime.stages import Stages
 from zeroshard.runtime.unit import Unit, Use
+from zeroshard.runtime.weighting import weighed
 
 __all__ = ["Accumulate", "Accumulated", "LossFn", "check_accumulate"]
 
 # of a batch: its loss, 0-d, or the loss and what it counts
-LossFn = Callable[[Any], torch.Tensor | tuple[torch.Tensor, float]]
+LossFn = Callable[[Any], torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,16 @@ class Accumulated:
     """The losses of the micro-batches of one ``engine.accumulate()``, on this rank."""
 
     losses: torch.Tensor  # [micro-batches], without gradients
+    weights: tuple[float, ...] | None  # what they count; None where `loss_fn` has not said
 
     @property
     def loss(self) -> torch.Tensor:
-        """Their mean, 0-d."""
-        return self.losses.mean()
+        """Their mean, 0-d: with weights that over all samples or tokens of this rank."""
+        if self.weights is None:
+            return self.losses.mean()
+        weights = self.losses.new_tensor(self.weights)
+        counted = torch.where(weights > 0, self.losses * weights, 0.0)
+        return counted.sum() / weights.sum()
 
 
 class Accumulate:
@@ -83,6 +89,8 @@ class Accumulate:
         self._trained = [unit for unit in self._weights.units if unit.trainable]
         self._held: tuple[Unit, ...] = ()  # by the section that runs
         self._losses: list[torch.Tensor] = []
+        self._counts: list[float | None] = []  # what they count
+        self._factors: list[float] = []  # by which their gradients are multiplied
         self._left: Counter[Unit] = Counter()  # sections to come in the backward
 
     def run(self, batches: Sequence[Any], loss_fn: LossFn) -> Accumulated:
@@ -94,13 +102,13 @@ class Accumulate:
             for index, batch in enumerate(batches)
         ]
         with ExitStack() as stack:
-            stack.enter_context(self._backward.running_as(scaled=self._scaler is not None))
             stack.enter_context(self._in_forward())
             stack.enter_context(self._stopping())
             for one in micro_batches:
                 stack.callback(one.end)
             self._backward_of(self._forward(micro_batches, stack))
-        return Accumulated(torch.stack(self._losses))
+        told = [weight for weight in self._counts if weight is not None]
+        return Accumulated(torch.stack(self._losses), tuple(told) or None)
 
     @contextmanager
     def _in_forward(self) -> Iterator[None]:
@@ -182,9 +190,8 @@ class Accumulate:
         while True:
             visits = _alike(calls)
             if not visits:  # nothing of the model has run
-                stack.enter_context(self._backward.of_schedule(self._trained, gathers=True))
                 for one in micro_batches:
-                    self._take_loss(one)
+                    self._take_loss(one, stack)
                 break
             self._enter(visits[0].section, "forward")
             calls = []
@@ -193,11 +200,9 @@ class Accumulate:
                 calls.append(self._go_on(one))
                 if calls[0] is not None:
                     continue
-                if one.index == 0:
-                    stack.enter_context(self._backward.of_schedule(self._trained, gathers=True))
                 _alike(calls)
-                self._take_loss(one)
-                self._backward_in(visit, checks=one.index == 0)
+                self._take_loss(one, stack)
+                self._backward_in(visit, one.index)
             rounds.append(visits)
             if calls[0] is None:
                 break
@@ -214,21 +219,22 @@ class Accumulate:
 
     # ------------------------------------------------------------------ backward
 
-    def _take_loss(self, one: MicroBatch[Visit]) -> None:
+    def _take_loss(self, one: MicroBatch[Visit], stack: ExitStack) -> None:
         """The run of a micro-batch has ended: run the backward of its loss, down to the last
-        section.
+        section. That of the first one begins the backward of all, on `stack`.
         """
-        loss = one.take()
-        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
-            shown = f"a tensor {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-            raise ConfigError(
-                f"loss_fn has returned {shown}: engine.accumulate() takes a loss, a 0-d tensor that"
-                " needs gradients"
-            )
+        loss, weight = _told(one.take())
+        with weighed(self._backward, self._scaler, weight) as scaled:
+            self._factors.append(self._backward.manner.factor)
+            count = self._backward.manner.weight
+            if one.index:
+                self._backward.accumulation.weigh(count)
+            else:
+                stack.enter_context(self._backward.of_schedule(self._trained, gathers=True))
+            # kept: the graphs of other sections' inputs meet this one
+            torch.autograd.backward([scaled(loss)], retain_graph=True)
         self._losses.append(loss.detach())
-        scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
-        # kept: the graphs of other sections' inputs meet this one
-        torch.autograd.backward([scaled], retain_graph=True)
+        self._counts.append(count)
 
     def _backward_of(self, rounds: list[list[Visit]]) -> None:
         """Run the backward of all sections but the last."""
@@ -236,14 +242,16 @@ class Accumulate:
             visits = rounds.pop()
             if any(visit.needs_backward for visit in visits):
                 self._enter(visits[0].section, "backward")
-            for visit, after in zip(visits, [*visits[1:], None], strict=True):
-                if after is not None:
-                    after.ahead()
-                self._backward_in(visit, checks=visit is visits[0])
+            for index, visit in enumerate(visits):
+                if visit is not visits[-1]:
+                    visits[index + 1].ahead()
+                self._backward_in(visit, index)
             self._complete(visits)
 
-    def _backward_in(self, visit: Visit, *, checks: bool) -> None:
-        visit.backward(partial(self._watch, visit.section.units), checks=checks)
+    def _backward_in(self, visit: Visit, index: int) -> None:
+        """Run the backward of micro-batch `index` in one section."""
+        with self._backward.running_as(factor=self._factors[index]):
+            visit.backward(partial(self._watch, visit.section.units), checks=index == 0)
 
     def _complete(self, visits: Sequence[Visit]) -> None:
         """Hand over the units that no section to come uses, but those around, which the graphs
@@ -272,6 +280,21 @@ def _alike(calls: Sequence[Visit | None]) -> list[Visit]:
                 " order; run others with no_sync()"
             )
     return [call for call in calls if call is not None]
+
+
+def _told(result: Any) -> tuple[torch.Tensor, float | torch.Tensor | None]:
+    """Return the loss and what it counts, of what `loss_fn` has returned. Raises ConfigError."""
+    weight = None
+    if isinstance(result, tuple) and len(result) == 2:
+        result, weight = result
+    if not isinstance(result, torch.Tensor) or result.dim() or not result.requires_grad:
+        is_tensor = isinstance(result, torch.Tensor)
+        shown = f"a tensor {list(result.shape)}" if is_tensor else repr(result)
+        raise ConfigError(
+            f"loss_fn has returned {shown}: engine.accumulate() takes a loss, a 0-d tensor that"
+            " needs gradients, or a pair of one and the number of samples or tokens that it counts"
+        )
+    return result, weight
 
 
 def check_accumulate(hooks: Hooks, *, followed: bool) -> None:

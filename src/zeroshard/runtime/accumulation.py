@@ -1,5 +1,5 @@
-"""The gradients since the user cleared them: whether any rest here, of how many micro-batches, and
-whether they have been averaged.
+"""The gradients since the user cleared them: whether any rest here, of how many micro-batches, of
+which weights, and whether they have been averaged.
 
     backward --add--> a sum --finalized--> an average --add--> a sum ... --clear--> nothing
 
@@ -9,12 +9,19 @@ a step (finalize.py).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+from zeroshard.core.digest import holders
 from zeroshard.errors import StateError
 
-__all__ = ["UNKNOWN", "Accumulation"]
+__all__ = ["UNKNOWN", "WEIGHTED", "Accumulation", "total_weight"]
 
 # micro-batches of a rank that cannot tell whether all gradients were cleared
 UNKNOWN = (1 << 32) - 1
+# kinds of backwards, a bit each
+UNWEIGHTED, WEIGHTED = 1, 2
+_KINDS = ("no backward", "none with a weight", "all with a weight", "some with a weight")
 
 
 class Accumulation:
@@ -26,6 +33,13 @@ class Accumulation:
         self.scaled = False  # whether the loss of these gradients was scaled
         self.divisor = 1  # by which the step divides them, beside the number of ranks
         self.micro_batches = 0  # backwards
+        self.kinds = 0  # of backwards: UNWEIGHTED, WEIGHTED or both
+        self.weight = 0.0  # the sum of their weights; NaN where one is negative or not finite
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the step divides by the weights of all ranks."""
+        return self.kinds == WEIGHTED
 
     def check(self, *, scaled: bool, divisor: int = 1) -> None:
         """Raise StateError where a backward of a `scaled` loss, or of another, cannot be added, or
@@ -43,11 +57,20 @@ class Accumulation:
                 " same scale_grads, or call zero_grad() between them"
             )
 
-    def add(self, *, scaled: bool, divisor: int = 1) -> None:
-        """A backward begins."""
+    def add(self, *, scaled: bool, divisor: int = 1, weight: float | None = None) -> None:
+        """A backward begins, which counts `weight` (None: as any other)."""
+        self.weigh(weight)
         self.micro_batches += self.micro_batches != UNKNOWN
         self.has_gradient = self.changed = True
         self.scaled, self.divisor = scaled, divisor
+
+    def weigh(self, weight: float | None) -> None:
+        """A backward that has begun brings gradients of a loss that counts `weight`, too."""
+        if weight is None:
+            self.kinds |= UNWEIGHTED
+        else:
+            self.kinds |= WEIGHTED
+            self.weight += weight if 0.0 <= weight < math.inf else math.nan
 
     def finalized(self) -> None:
         """The gradients have been averaged, or stepped."""
@@ -57,4 +80,34 @@ class Accumulation:
         """No gradient rests here any more; `micro_batches` UNKNOWN: others may have some."""
         self.has_gradient = self.scaled = False
         self.changed, self.divisor = True, 1
+        self.kinds, self.weight = 0, 0.0
         self.micro_batches = micro_batches
+
+
+def total_weight(kinds: Sequence[int], weights: Sequence[float]) -> float | None:
+    """Return the sum of all ranks' `weights`, in rank order; None where no backward had one.
+
+    Raises StateError where only some of the backwards had one (`kinds`, of every rank), for weights
+    that are negative or not finite, and for a sum of 0.
+    """
+    if not any(kind & WEIGHTED for kind in kinds):
+        return None
+    if any(kind & UNWEIGHTED for kind in kinds):
+        raise StateError(
+            "backwards with a weight and without one cannot be added"
+            f" ({holders([_KINDS[kind] for kind in kinds])}): give every engine.backward() of a"
+            " step a weight on every rank, or none, and call zero_grad() between the steps"
+        )
+    total = sum(weights)
+    if not math.isfinite(total):
+        wrong = [str(rank) for rank, weight in enumerate(weights) if not math.isfinite(weight)]
+        raise StateError(
+            f"a weight of engine.backward() on rank {', '.join(wrong) or 'all'} is negative or not"
+            " finite: give the number of samples or tokens of which the loss is the mean"
+        )
+    if not total:
+        raise StateError(
+            "the weights of all backwards of this step are 0 on every rank, so there is nothing to"
+            " average: call zero_grad() and go on with the next batch"
+        )
+    return total

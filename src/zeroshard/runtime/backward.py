@@ -86,6 +86,8 @@ class Manner:
     sync: bool = True  # False inside no_sync()
     scaled: bool = False  # inside engine.backward()
     divisor: int = 1  # by which the step divides, beside the number of ranks
+    weight: float | None = None  # of engine.backward(weight=): what the backward counts
+    factor: float = 1.0  # by which gradients are multiplied as they enter their buffer
     refused: str | None = None  # why a backward that no schedule runs is refused
 
 
@@ -151,14 +153,15 @@ class _Pass:
 class Backward:
     """One engine's gradients, from the first hook of a backward to the optimizer's step."""
 
-    def __init__(self, weights: Weights, reductions: Reductions) -> None:
+    def __init__(self, weights: Weights, reductions: Reductions, manner: Manner) -> None:
+        """`manner`: that of a plain ``loss.backward()``."""
         self.optimizer: ShardedOptimizer | None = None
         self.accumulation = Accumulation()
         self.decisions = Decisions()
         self.reductions = reductions
         self.saved = SavedTensors(weights)
         self._weights = weights
-        self.manner = Manner()
+        self.manner = manner
         self.announce: Callable[[str, Any], None] | None = None  # inside join()
         self._pass = _Pass()
         self._trainable = [unit for unit in weights.units if unit.trainable]
@@ -349,8 +352,9 @@ class Backward:
         grad = grad.detach() if grad.requires_grad else grad
         if leaf.to_local is not None:
             grad = leaf.to_local(grad)
-        sync, room = self.manner.sync, self.reductions.make_room
-        leaf.path.add(leaf.index, grad, sync=sync, more=self._pass.gathers, make_room=room)
+        manner, room = self.manner, self.reductions.make_room
+        more = self._pass.gathers
+        leaf.path.add(leaf.index, grad, manner.factor, sync=manner.sync, more=more, make_room=room)
         del grad
         self._pass.took(unit, leaf.parameter)
         if unit.pending <= 0:
@@ -376,8 +380,12 @@ class Backward:
         manner = self.manner
         if units is None or units:
             self.accumulation.check(scaled=manner.scaled, divisor=manner.divisor)
-            self.tell("backward", {"sync": manner.sync, "scaled": manner.scaled})
-            self.accumulation.add(scaled=manner.scaled, divisor=manner.divisor)
+            weighted = manner.weight is not None
+            told = {"sync": manner.sync, "scaled": manner.scaled, "weighted": weighted}
+            self.tell("backward", told)
+            self.accumulation.add(
+                scaled=manner.scaled, divisor=manner.divisor, weight=manner.weight
+            )
         self._pass = _Pass(retains=retains, brings=brings, gathers=gathers, units=units)
         self._weights.begin("backward")
         # released parameters are asked for what they answer anyway
@@ -421,11 +429,11 @@ class Backward:
                 self._pass.reduced.add(unit.index)
         self.reductions.advance()
 
-    def shadow(self, *, sync: bool, scaled: bool) -> None:
+    def shadow(self, *, sync: bool, scaled: bool, weighted: bool) -> None:
         """Take part in a backward of the other ranks, without one of our own: gather what they
         gather, contribute zeros.
         """
-        with self.running_as(sync=sync, scaled=scaled):
+        with self.running_as(sync=sync, scaled=scaled, weight=0.0 if weighted else None):
             self._begin(brings=True)
             for unit in self._weights.shadow("backward"):
                 # at once, as they do: they may wait for our part before they gather on

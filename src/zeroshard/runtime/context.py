@@ -75,6 +75,7 @@ class Options:
     loss_scaler: LossScaler | None  # of fp16
     trains: bool  # an optimizer is there, or will be: masters are kept
     codecs: Codecs = field(default_factory=Codecs)
+    batch_shares: tuple[float, ...] = ()  # what a rank's loss counts; empty: all the same
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,6 @@ class Context:
     def transports(self) -> Transports:
         """All transports of the engine."""
         return Transports(self.transport, tuple(one.transport for one in self.own.values()))
-
-    @property
-    def num_contributors(self) -> int:
-        """The ranks whose batches a gradient is a sum of, by which an average divides: all data
-        parallel ranks, since tokens of all of them pass through experts that some hold.
-        """
-        return sum(map(len, self.holders.groups))
 
     def close(self) -> None:
         """Release transports, sockets and stores."""

@@ -45,6 +45,7 @@ from zeroshard.runtime.rest import Rest, RestingPiece
 from zeroshard.runtime.stages import roots_of
 from zeroshard.runtime.trace import tracing
 from zeroshard.runtime.units import UnitPlan, named_parameters_once
+from zeroshard.runtime.weighting import weighed
 from zeroshard.runtime.whole import Whole
 
 __all__ = [
@@ -231,12 +232,25 @@ class Engine:
 
     # ------------------------------------------------------------------ a step
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """Run the backward of `loss` (0-d); in fp16 of the scaled loss."""
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: float | torch.Tensor | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Run the backward of `loss` (0-d); in fp16 of the scaled loss.
+
+        With a `weight` on every backward since ``zero_grad()``, on every rank, the gradient of the
+        step is the sum of weights x gradients over ranks and micro-batches, divided by the sum of
+        weights: where `loss` is the mean over `weight` samples or tokens, that of the mean over all
+        of them. Do not divide such a loss by the number of micro-batches. 0 counts nothing, even of
+        a loss that is NaN. A tensor (0-d) is read by the host. Without `weight`, ranks count the
+        same, or as ``batch_shares`` says, and micro-batches are added.
+        """
         self._states.check_open()
-        with self._backward.running_as(scaled=self._scaler is not None):
-            scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
-            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        with weighed(self._backward, self._scaler, weight) as scaled:
+            scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Say that more micro-batches follow before the step: gradients rest where the policy's
@@ -257,12 +271,13 @@ class Engine:
         and read where they rest, twice per step however many batches there are, and gradients
         reduced once.
 
-        `loss_fn` runs the model on one batch, in a thread of its own, and returns the loss. Blocks
-        run twice, as under activation checkpointing; their inputs rest on `tier` ("device", "host",
-        or "disk" in the directory `disk_path`). Clip and step follow as usual; inside ``no_sync()``
-        more may come before. Bits are those of ``zero1`` inside ``no_sync()``, but for parameters
-        that several blocks use and for randomness (docs/accumulation.md). Collective; the numbers
-        of batches need not be the same on all ranks.
+        `loss_fn` runs the model on one batch, in a thread of its own, and returns the loss, or the
+        loss and its weight: the samples or tokens of which it is the mean. Blocks run twice, as
+        under activation checkpointing; their inputs rest on `tier` ("device", "host", or "disk" in
+        the directory `disk_path`). Clip and step follow as usual; inside ``no_sync()`` more may
+        come before. Bits are those of ``zero1`` inside ``no_sync()``, but for parameters that
+        several blocks use and for randomness (docs/accumulation.md). Collective; the numbers of
+        batches need not be the same on all ranks.
 
         Raises ConfigError for what cannot run so, StateError where batches use different modules;
         after an exception call ``engine.reset()``.

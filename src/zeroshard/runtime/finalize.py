@@ -2,7 +2,8 @@
 last backward and the optimizer's step.
 
     wait for the reduces . divide . gather the averages (rows that step everything everywhere)
-    . exchange once: digest, decisions (decisions.py), used parameters, overflow
+    . exchange once: digest, decisions (decisions.py), used parameters, overflow, weights
+    . divide by the weights of all ranks, where backwards had any
 
 and all of it again after one more reduce where any rank says that gradients rest there which none
 has taken: every backward ran inside ``no_sync``, or a gradient came after its unit was handed over.
@@ -35,7 +36,7 @@ from zeroshard.core.digest import Digest, first_difference, holders
 from zeroshard.core.launched import heartbeat
 from zeroshard.errors import PlanMismatch, StateError
 from zeroshard.optim.scaler import LossScaler
-from zeroshard.runtime.accumulation import UNKNOWN
+from zeroshard.runtime.accumulation import UNKNOWN, total_weight
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.decisions import first_disagreement
@@ -48,7 +49,8 @@ _log = logging.getLogger("zeroshard")
 _STEP = "optimizer.step() or clip_grad_norm_()"
 _NORM = "the norm of the gradient"
 _BAD = "the search for a gradient that is not finite"
-_HEAD = struct.Struct("<QQI?")  # digest, digest of the decisions, micro-batches, unreduced
+# digest, digest of the decisions, micro-batches, unreduced, kinds of backwards, their weight
+_HEAD = struct.Struct("<QQI?Bd")
 
 
 @dataclass(frozen=True)
@@ -67,19 +69,29 @@ class _Answer:
     micro_batches: int
     used: int  # a bit per trainable parameter: whether it has a gradient
     unreduced: bool  # gradients rest there that no reduce over all ranks has taken
+    kinds: int  # of backwards, with a weight or without
+    weight: float  # the sum of their weights
     bad: str  # the first segment whose average is not finite, or ""
 
     def pack(self, width: int) -> bytes:
         """Return it as bytes, `used` in `width` of them."""
-        head = _HEAD.pack(self.digest, self.decisions, self.micro_batches, self.unreduced)
+        head = _HEAD.pack(
+            self.digest,
+            self.decisions,
+            self.micro_batches,
+            self.unreduced,
+            self.kinds,
+            self.weight,
+        )
         return head + self.used.to_bytes(width, "little") + self.bad.encode()
 
     @classmethod
     def unpack(cls, payload: bytes, width: int) -> _Answer:
-        digest, decisions, micro_batches, unreduced = _HEAD.unpack_from(payload)
+        digest, decisions, count, unreduced, kinds, weight = _HEAD.unpack_from(payload)
         stop = _HEAD.size + width
         used = int.from_bytes(payload[_HEAD.size : stop], "little")
-        return cls(digest, decisions, micro_batches, used, unreduced, payload[stop:].decode())
+        bad = payload[stop:].decode()
+        return cls(digest, decisions, count, used, unreduced, kinds, weight, bad)
 
 
 class Finalizer:
@@ -102,6 +114,9 @@ class Finalizer:
         self._probe = context.streams.probe
         self._digest = digest
         self._scaler = scaler
+        # of all ranks' losses where they have none of their own: shares add up to 1. All ranks
+        # count for every parameter: tokens of all pass through experts that some hold
+        self._weight = 1 if context.options.batch_shares else context.transport.size
         self._faults = context.faults
         self._bad_steps = bad_steps
         self._bad_in_a_row = 0
@@ -119,9 +134,9 @@ class Finalizer:
 
         Raises StorageError where a rank could not read or write one.
         Raises StateError when no rank has a gradient, PlanMismatch when the ranks did different
-        things, and StateError naming a parameter after three steps in a row without finite
-        gradients (with fp16: once its scale can fall no further), earlier where a released
-        parameter was read.
+        things, StateError where only some backwards had a weight, and StateError naming a parameter
+        after three steps in a row without finite gradients (with fp16: once its scale can fall no
+        further), earlier where a released parameter was read.
         """
         backward = self._backward
         backward.collect_dropped()
@@ -133,7 +148,10 @@ class Finalizer:
                 backward.flush()
                 answers = self._average_and_compare()
             united = self._unite(answers)
-        culprits = self._culprits(answers, united)
+            weight = total_weight([one.kinds for one in answers], [one.weight for one in answers])
+        culprits = self._culprits(answers, united, weight)
+        if weight is not None:
+            self._divide(weight)
         self._count_bad(culprits)
         backward.accumulation.finalized()
         self._result = Finalized(not culprits)
@@ -149,18 +167,28 @@ class Finalizer:
         backward = self._backward
         self._digest.enter("step", "")
         unreduced = backward.has_unreduced
-        scale = self._loss_scale() * backward.accumulation.divisor
+        divisor = self._loss_scale() * backward.accumulation.divisor
+        if not backward.accumulation.is_weighted:
+            divisor *= self._weight
         backward.reductions.wait()
         sums = [path.summed for path in backward.paths()]
         averaged = [] if unreduced else sums
-        bad = [summed.key for summed in averaged if not summed.average(scale)]
+        bad = [summed.key for summed in averaged if not summed.average(divisor)]
         backward.reductions.gather_averages([summed for summed in sums if summed.gathers_averages])
-        bad += self._read(averaged, scale)
+        bad += self._read(averaged, divisor)
         bad.append(backward.saved.read_released or "")
         self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step
         return self._compare(unreduced, bad[0])
 
-    def _read(self, averaged: Sequence[SummedGradient], scale: float) -> list[str]:
+    def _divide(self, weight: float) -> None:
+        """Divide by the weights of all ranks, which are known now."""
+        sums = [path.summed for path in self._backward.paths()]
+        for summed in sums:
+            summed.divide(weight)
+        if asked := [one for summed in sums for one in summed.asked()]:
+            read_squares(asked)
+
+    def _read(self, averaged: Sequence[SummedGradient], divisor: float) -> list[str]:
         """Read once what is to be known of averages on an accelerator; return the keys of those
         that are not finite.
         """
@@ -168,14 +196,23 @@ class Finalizer:
         waiting = [summed for summed, each in asked.items() if each]
         if waiting:
             read_squares([one for each in asked.values() for one in each])
-        return [summed.key for summed in waiting if not summed.average(scale)]
+        return [summed.key for summed in waiting if not summed.average(divisor)]
 
     def _compare(self, unreduced: bool, bad: str) -> list[_Answer]:
         """Exchange answers, of whose digests and decisions none may differ."""
         used = [flag for path in self._backward.paths() for flag in path.used]
         bits = sum(1 << index for index, flag in enumerate(used) if flag)
-        decisions, count = self._backward.decisions, self._backward.accumulation.micro_batches
-        mine = _Answer(self._digest.value(), decisions.digest(), count, bits, unreduced, bad)
+        decisions, here = self._backward.decisions, self._backward.accumulation
+        mine = _Answer(
+            self._digest.value(),
+            decisions.digest(),
+            here.micro_batches,
+            bits,
+            unreduced,
+            here.kinds,
+            here.weight,
+            bad,
+        )
         width = (len(used) + 7) // 8
         recording = self._probe.recording
         since = None if recording is None else recording.now()
@@ -226,10 +263,10 @@ class Finalizer:
             self._backward.seal()
         return united
 
-    def _culprits(self, answers: Sequence[_Answer], united: int) -> list[str]:
+    def _culprits(self, answers: Sequence[_Answer], united: int, weight: float | None) -> list[str]:
         """Return the segments whose averages are not finite, one of every group that has any.
         Raises PlanMismatch where groups are in different steps, and where replicas have done
-        different things or have gradients of different parameters.
+        different things or have gradients of different parameters, or weights.
         """
         scale = 1.0 if self._scaler is None else self._scaler.scale
         found = self._axes.share(
@@ -240,6 +277,7 @@ class Finalizer:
                 "what was reduced": f"{self._digest.reduced():016x}",
                 "what was decided": f"{answers[0].decisions:016x}",
                 "the parameters with gradients": f"{united.bit_count()} ({hash(united):x})",
+                "the weights of the losses": str(weight),
             },
         )
         return [bad for bad in found if bad]

@@ -9,7 +9,8 @@ what comes; a rank without data answers "ended" and does its share of it::
     rank 1   F forward   B backward   S step   ended: gathers   ended: zeros   ended: steps   ended
 
 The gradient is divided by all ranks, those without data included (DDP's
-``divide_by_initial_world_size``). A shadowed clip or step takes the options of the param groups
+``divide_by_initial_world_size``); with weights (``engine.backward(loss, weight=n)``) by those of
+the batches that there are. A shadowed clip or step takes the options of the param groups
 (lr, betas, ...) from the lowest rank with data, whose scheduler is the one that goes on.
 
 Invariant: the ranks with data do the same things in the same order, else PlanMismatch on every
@@ -98,7 +99,7 @@ class Join:
         if what == "forward":
             self._loop.shadow_forward()
         elif what == "backward":
-            self._backward.shadow(sync=argument["sync"], scaled=argument["scaled"])
+            self._backward.shadow(**argument)
         elif what == "clip":
             self._finalizer.clip(argument)
         else:

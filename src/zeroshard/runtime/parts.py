@@ -10,7 +10,7 @@ from zeroshard.core.digest import Digest
 from zeroshard.memory import Trimmer
 from zeroshard.optim.runner import StepOptions
 from zeroshard.optim.state_dicts import PartialState
-from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.backward import Backward, Manner
 from zeroshard.runtime.budget import Budget
 from zeroshard.runtime.build import Context, build_units
 from zeroshard.runtime.reductions import Reductions
@@ -50,7 +50,9 @@ def make_weights_and_gradients(
         ordered=ordered,
         trimmer=context.tiering.trimmer() if context.device.type == "cpu" else Trimmer(None),
     )
-    return weights, Backward(weights, reductions)
+    shares = context.options.batch_shares
+    manner = Manner(factor=shares[context.transport.rank]) if shares else Manner()
+    return weights, Backward(weights, reductions, manner)
 
 
 def step_settings(context: Context, units: Sequence[Unit]) -> tuple[PartialState, StepOptions]:

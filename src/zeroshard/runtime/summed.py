@@ -4,6 +4,7 @@ reads.
     reduce --(+=)--> sum over ranks and micro-batches     [own)  of what this rank steps
            average   / ranks / loss scale                 [own)
            gather_averages                                all of it, where every rank steps it all
+           divide    / weights, where backwards had any   all of it
            scale     x clip                               all of it
 
 It is a *sum* until ``average`` divides it, once, and one again where a reduce follows without
@@ -52,7 +53,6 @@ class SummedGradient:
         self._flat = flat
         self._place = place
         self._transport = context.transport
-        self._num_contributors = context.num_contributors
         self.rank = rank  # among the ranks that have these parameters
         self._streams = context.streams
         self._memory = context.memory
@@ -133,15 +133,22 @@ class SummedGradient:
 
     # ------------------------------------------------------------------ from sum to average
 
-    def average(self, loss_scale: float) -> bool:
-        """Divide our slice of the sum by the number of data parallel ranks and by `loss_scale` (a
-        power of two); return whether all of it is finite, as far as the host knows.
+    def average(self, divisor: float) -> bool:
+        """Divide our slice of the sum by `divisor`; return whether all of it is finite, as far as
+        the host knows.
         """
         resting = self.resting()
         if resting is None:
             return True
         self._streams.write(f"{self.key}.resting")
-        return resting.average(self.own, self._num_contributors * loss_scale)
+        return resting.average(self.own, divisor)
+
+    def divide(self, weight: float) -> None:
+        """Divide all that rests here by the sum of weights, after `gather_averages`."""
+        resting = self.resting()
+        if resting is not None:
+            self._streams.write(f"{self.key}.resting")
+            resting.divide(weight)
 
     @property
     def gathers_averages(self) -> bool:

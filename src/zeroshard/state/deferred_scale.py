@@ -17,10 +17,11 @@ __all__ = ["DeferredScale"]
 class DeferredScale:
     """Divisions and multiplications that a sum at rest still lacks."""
 
-    __slots__ = ("_pending", "divided_by")
+    __slots__ = ("_pending", "_weight", "divided_by")
 
     def __init__(self) -> None:
         self.divided_by = 0.0  # the ranks and the loss scale, once averaged; 0 while it is a sum
+        self._weight = 0.0  # part of that: the sum of weights, once divided by it
         self._pending: list[tuple[str, float]] = []
 
     @property
@@ -34,6 +35,13 @@ class DeferredScale:
             self.divided_by = divisor
             if divisor != 1.0:
                 self._pending.append(("div", divisor))
+
+    def divide(self, weight: float) -> None:
+        """Divide the average by the sum of weights, once."""
+        if not self._weight:
+            self._weight = weight
+            self.divided_by *= weight
+            self._pending.append(("div", weight))
 
     def multiply(self, factor: float) -> None:
         """Multiply by `factor`."""
@@ -50,4 +58,4 @@ class DeferredScale:
 
     def reset(self) -> None:
         """Note that it is a sum again, with nothing pending."""
-        self._pending, self.divided_by = [], 0.0
+        self._pending, self._weight, self.divided_by = [], 0.0, 0.0

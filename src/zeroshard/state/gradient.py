@@ -232,6 +232,15 @@ class RestingGradient:
         # the sum of all numbers may have overflowed by itself
         return self._passed.is_finite() or self.is_finite(*own)
 
+    def divide(self, weight: float) -> None:
+        """Divide the average by the sum of weights, which the ranks have exchanged since, once."""
+        self._wait_for_reader()
+        self._squares.clear()
+        self.scaling.divide(weight)
+        if self.on_device:
+            self.scaling.apply_to(self.state.whole)
+            self.scaling.applied()
+
     def _apply_here(self, mine: torch.Tensor) -> bool:
         """Apply what is pending to `mine`, a chunk at a time, and return whether it is finite."""
         if reads_wait(mine):

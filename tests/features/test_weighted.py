@@ -1,0 +1,401 @@
+"""Micro-batches of unequal size: ``engine.backward(loss, weight=n)`` and ``batch_shares``.
+
+The gradient of the concatenated batch, in the order that docs/design/weights-of-losses.md defines,
+which the reference here forms by hand: it computes the gradients of all ranks in each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import zeroshard as zs
+from tests.support.harness import RankError, run_ranks
+from tests.support.training import (
+    ROWS,
+    VOCABULARY,
+    State,
+    differences,
+    final_state,
+    make_model,
+    make_sharded,
+    two_groups,
+)
+
+STEPS = 3
+# samples of each rank in each micro-batch of a step; none: the mean over nothing is NaN
+SIZES = [[3, 1], [2, 0], [5, 4]]
+FULL = [[1, 1], [2, 2], [4, 4]]
+SHARES = {2: [0.3, 0.7], 3: [0.1, 0.3, 0.6]}
+
+
+def _batch(rank: int, step: int, micro: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
+    tokens = torch.randint(0, VOCABULARY, (size, 9), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _gradients(
+    model: nn.Module, step: int, micro: int, sizes: Sequence[int], factors: Sequence[float]
+) -> list[list[torch.Tensor]]:
+    """Return each rank's gradients times its factor, zeros where that is 0."""
+    out = []
+    for rank, (size, factor) in enumerate(zip(sizes, factors, strict=True)):
+        loss = model(*_batch(rank, step, micro, size))
+        assert math.isnan(loss) == (size == 0)
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        out.append([grad * factor if factor else torch.zeros_like(grad) for grad in grads])
+    return out
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _by_hand(world: int, *, shares: Sequence[float] = (), micro_batches_first: bool) -> State:
+    """Train with the defined order of sums; weights are samples, or `shares` where given."""
+    model = make_model()
+    optimizer = two_groups(model)
+    sizes = list(zip(*(FULL if shares else SIZES)[:world], strict=True))  # by micro-batch
+    for step in range(STEPS):
+        micros = [_gradients(model, step, m, sizes[m], shares or sizes[m]) for m in range(2)]
+        for index, parameter in enumerate(model.parameters()):
+            of = [[micros[m][rank][index] for rank in range(world)] for m in range(2)]
+            if micro_batches_first:
+                total = _sum([of[0][rank] + of[1][rank] for rank in range(world)])
+            else:
+                total = _sum(of[0]) + _sum(of[1])
+            weight = 1 if shares else sum(map(sum, SIZES[:world]))
+            parameter.grad = total / weight
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _train(
+    rank: int, row: str, *, no_sync: bool, weighted: bool, clip: float | None = None, **options: Any
+) -> State:
+    """Train in a row, each loss by its samples, or (not `weighted`) by a plain backward."""
+    model, optimizer, engine = make_sharded(row, **options)
+    for step in range(STEPS):
+        for micro in range(2):
+            hold = engine.no_sync() if no_sync and not micro else contextlib.nullcontext()
+            size = (SIZES if weighted else FULL)[rank][micro]
+            with hold:
+                loss = model(*_batch(rank, step, micro, size))
+                if weighted:
+                    engine.backward(loss, weight=size if step else torch.tensor(size))
+                else:
+                    loss.backward()
+        if clip is not None:
+            engine.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.steps_skipped == 0
+    return final_state(model, engine)
+
+
+def _in_the_defined_order(rank: int, world: int) -> dict[str, list[str]]:
+    ranks_first = _by_hand(world, micro_batches_first=False)
+    micro_batches_first = _by_hand(world, micro_batches_first=True)
+    assert differences(ranks_first, micro_batches_first), "two orders that cannot be told apart"
+    out = {}
+    for row in ROWS:
+        out[row] = differences(_train(rank, row, no_sync=False, weighted=True), ranks_first)
+        held = micro_batches_first if row in ("ddp", "zero1") else ranks_first
+        out[f"{row} no_sync"] = differences(_train(rank, row, no_sync=True, weighted=True), held)
+    return out
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_weighted_losses_give_the_bits_of_the_defined_order_in_every_row(world: int) -> None:
+    for found in run_ranks(world, _in_the_defined_order, timeout=100):
+        assert not any(found.values()), found
+
+
+def _by_shares(rank: int, world: int) -> dict[str, list[str]]:
+    expected = _by_hand(world, shares=SHARES[world], micro_batches_first=False)
+    options = {"no_sync": False, "weighted": False, "batch_shares": SHARES[world]}
+    return {row: differences(_train(rank, row, **options), expected) for row in ROWS}
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_plain_backward_under_batch_shares_counts_its_share_in_every_row(world: int) -> None:
+    for found in run_ranks(world, _by_shares, timeout=100):
+        assert not any(found.values()), found
+
+
+def _concatenated(rank: int, world: int, row: str, options: dict[str, Any]) -> dict[str, float]:
+    """Return how far gradients and norm are from those of one batch of all samples."""
+    plain = make_model()
+    everything = [
+        _batch(r, 0, m, SIZES[r][m]) for m in range(2) for r in range(world) if SIZES[r][m]
+    ]
+    plain(*(torch.cat(parts) for parts in zip(*everything, strict=True))).backward()
+    norm = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+    model, _, engine = make_sharded(row, **options)
+    for micro in range(2):
+        loss = model(*_batch(rank, 0, micro, SIZES[rank][micro]))
+        engine.backward(loss, weight=8 * SIZES[rank][micro])
+    out = {"norm": float(engine.clip_grad_norm_(0.1) / norm - 1)}
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        ours = engine.full_grad(parameter)
+        assert ours is not None and other.grad is not None
+        expected = other.grad * (0.1 / norm)
+        out[name] = float((ours - expected).abs().max() / expected.abs().max())
+    engine.close()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "tolerance"),
+    [
+        ("zero3", {}, 2e-6),
+        ("ddp", {}, 2e-6),
+        ("zero2", {"offload": {"grad": "host", "optimizer": "host"}}, 2e-6),
+        ("zero3", {"precision": "bf16"}, 0.05),
+        ("zero1", {"precision": "fp16", "loss_scale": {"initial": 256.0}}, 0.02),
+    ],
+    ids=["zero3", "ddp", "host", "bf16", "fp16"],
+)
+def test_the_gradient_is_that_of_the_concatenated_batch(
+    row: str, options: dict[str, Any], tolerance: float
+) -> None:
+    for far in run_ranks(2, _concatenated, row, options):
+        assert all(abs(distance) < tolerance for distance in far.values()), far
+
+
+FP16: dict[str, Any] = {"precision": "fp16", "loss_scale": {"initial": 256.0}}
+HOST = {"grad": "host", "optimizer": "host"}
+PAIRS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
+    "clipped": ("zero3", {}, "ddp", {}),
+    "host": ("zero2", {"offload": HOST}, "zero2", {}),
+    "a part on the host": ("zero3", {"offload": {**HOST, "fraction": 0.5}}, "zero3", {}),
+    "verified": ("zero1", {"verify_every": 1}, "zero3", {}),
+    "bf16": ("zero3", {"precision": "bf16"}, "ddp", {"precision": "bf16"}),
+    "fp16": ("zero2", FP16, "zero3", FP16),
+}
+
+
+def _pair(rank: int, world: int, names: Sequence[str]) -> dict[str, list[str]]:
+    out = {}
+    for name in names:
+        row, options, other, others = PAIRS[name]
+        ours = _train(rank, row, no_sync=False, weighted=True, clip=0.1, **options)
+        theirs = _train(rank, other, no_sync=False, weighted=True, clip=0.1, **others)
+        out[name] = differences(ours, theirs, row, other)
+    return out
+
+
+def test_clips_tiers_and_precisions_keep_the_bits_of_weighted_losses() -> None:
+    for found in run_ranks(2, _pair, list(PAIRS), timeout=100):
+        assert not any(found.values()), found
+
+
+def _equal(rank: int, world: int) -> dict[str, list[str]]:
+    """Train without weights, with equal ones of 4, and with equal shares."""
+    states = {}
+    for name, weight, shares in (
+        ("plain", None, None),
+        ("weights", 4, None),
+        ("shares", None, [0.5, 0.5]),
+    ):
+        model, optimizer, engine = make_sharded("zero2", batch_shares=shares)
+        for step in range(STEPS):
+            engine.backward(model(*_batch(rank, step, 0, 3)), weight=weight)
+            engine.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        states[name] = final_state(model, engine)
+    return {name: differences(state, states["plain"], name) for name, state in states.items()}
+
+
+def test_equal_weights_of_a_power_of_two_and_equal_shares_change_no_bit() -> None:
+    for found in run_ranks(2, _equal):
+        assert not any(found.values()), found
+
+
+def _kept(rank: int, world: int, row: str, offload: dict[str, str]) -> list[str]:
+    """Look at the gradient between two weighted backwards: the sum goes on as if it had not been
+    averaged, to fp32 tolerance.
+    """
+    grads = []
+    for looks in (True, False):
+        model, _, engine = make_sharded(row, offload=offload or None)
+        for micro, weight in enumerate((3, 4 - rank)):
+            engine.backward(model(*_batch(rank, 0, micro, 2)), weight=weight)
+            if looks:
+                engine.full_grad(model.head.weight)
+                engine.clip_grad_norm_(1e9)
+        grads.append([engine.full_grad(parameter) for parameter in model.parameters()])
+        engine.close()
+    return [
+        f"{float((a - b).abs().max())}"
+        for a, b in zip(*grads, strict=True)
+        if not torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+    ]
+
+
+@pytest.mark.parametrize(("row", "offload"), [("ddp", {}), ("zero2", HOST)], ids=["ddp", "host"])
+def test_more_weighted_losses_are_added_to_an_average(row: str, offload: dict[str, str]) -> None:
+    assert run_ranks(2, _kept, row, offload) == [[], []]
+
+
+def _overflows(rank: int, world: int) -> None:
+    """A gradient of one rank overflows: every rank skips the step. With the weight 0 it counts
+    nothing.
+    """
+    model, optimizer, engine = make_sharded("zero3", precision="fp16")
+    before = engine.full_state_dict(rank0_only=False)
+    for weight, skipped in ((3, 1), (0, 1)):
+        loss = model(*_batch(rank, 0, 0, 2)) * (float("inf") if rank else 1.0)
+        engine.backward(loss, weight=weight if rank else 5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert engine.steps_skipped == skipped
+        changed = differences(engine.full_state_dict(rank0_only=False), before)
+        assert bool(changed) == (weight == 0)
+    engine.close()
+
+
+def test_a_weighted_gradient_that_overflows_skips_the_step_unless_it_counts_nothing() -> None:
+    run_ranks(2, _overflows)
+
+
+def _joins(rank: int, world: int) -> list[str]:
+    """Rank 0 has one batch, rank 1 two: the second step is rank 1's own gradient."""
+    model, optimizer, engine = make_sharded("zero2")
+    with engine.join():
+        for step in range(1 + rank):
+            engine.backward(model(*_batch(rank, step, 0, 2)), weight=2)
+            optimizer.step()
+            optimizer.zero_grad()
+    plain = make_model()
+    other = two_groups(plain)
+    for step in range(2):
+        parts = [_batch(r, step, 0, 2) for r in range(step, 2)]
+        plain(*(torch.cat(part) for part in zip(*parts, strict=True))).backward()
+        other.step()
+        other.zero_grad()
+    ours = final_state(model, engine)
+    return [
+        name
+        for name, value in plain.state_dict().items()
+        if not torch.allclose(ours[name], value, rtol=1e-3, atol=1e-4)
+    ]
+
+
+def test_join_averages_weighted_losses_over_the_batches_that_there_are() -> None:
+    assert run_ranks(2, _joins) == [[], []]
+
+
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "one rank": (
+        lambda rank, micro: 2 if rank else None,
+        "backwards with a weight and without one cannot be added (rank 0: none with a weight;"
+        " rank 1: all with a weight)",
+    ),
+    "one micro-batch": (
+        lambda rank, micro: 2 if micro else None,
+        "backwards with a weight and without one cannot be added (ranks 0, 1: some with a weight)",
+    ),
+    "negative": (
+        lambda rank, micro: -1 if rank and micro else 2,
+        "a weight of engine.backward() on rank 1 is negative or not finite",
+    ),
+    "nan": (
+        lambda rank, micro: 2 if rank else math.nan,
+        "a weight of engine.backward() on rank 0 is negative or not finite",
+    ),
+    "nothing": (lambda rank, micro: 0, "the weights of all backwards of this step are 0"),
+}
+
+
+def _mistake(rank: int, world: int) -> dict[str, str]:
+    """Return what each mistake is answered with, and go on after it."""
+    model, optimizer, engine = make_sharded("zero3")
+    answers = {}
+    for name, (weight_of, _) in MISTAKES.items():
+        for micro in range(2):
+            loss = model(*_batch(rank, 0, micro, 2))
+            engine.backward(loss, weight=weight_of(rank, micro))
+        with pytest.raises(zs.StateError) as raised:
+            engine.clip_grad_norm_(1.0)
+        answers[name] = str(raised.value)
+        optimizer.zero_grad()
+        engine.backward(model(*_batch(rank, 1, 0, 2)), weight=1 + rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.steps_skipped == 0
+    engine.close()
+    return answers
+
+
+def test_mistakes_with_weights_are_one_line_the_same_on_every_rank() -> None:
+    first, second = run_ranks(2, _mistake)
+    assert first == second
+    for name, (_, line) in MISTAKES.items():
+        assert line in first[name] and "\n" not in first[name], first[name]
+
+
+def _refused(rank: int, world: int, shares: list[list[float]]) -> None:
+    make_sharded("zero3", batch_shares=shares[rank])
+
+
+@pytest.mark.parametrize(
+    ("shares", "line"),
+    [
+        ([[0.5, 0.6]] * 2, "batch_shares [0.5, 0.6] add up to 1.1, not to 1"),
+        ([[0.5, 0.25, 0.25]] * 2, "batch_shares has 3 numbers for 2 data parallel ranks"),
+        ([[0.5, 0.5], [0.4, 0.6]], "batch_shares"),
+    ],
+    ids=["no sum", "too many", "different"],
+)
+def test_batch_shares_that_cannot_be_are_refused_on_every_rank(
+    shares: list[list[float]], line: str
+) -> None:
+    with pytest.raises(RankError) as raised:
+        run_ranks(2, _refused, shares)
+    assert len(raised.value.errors) == 2
+    assert all(line in failure.message for failure in raised.value.errors.values())
+
+
+def _loads(rank: int, world: int) -> list[str]:
+    """Train with the sampler's batches beside one process that has whole ones."""
+    data = TensorDataset(*_batch(0, 0, 0, 22))
+    states = []
+    for shares in ([0.25, 0.75], [1.0]):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        alone = len(shares) == 1
+        sampler = zs.UnevenBatchSampler(data, 8, shares, 0 if alone else rank, seed=5)
+        loader = DataLoader(data, batch_sampler=sampler)
+        engine = None if alone else zs.shard(model, optimizer, policy="zero2", batch_shares=shares)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for number, (x, y) in enumerate(loader, 1):
+                loss = model(x, y)
+                if engine is not None and (epoch or number == len(loader)):
+                    assert number < len(loader) or len(x) == (2, 4)[rank], "of 6"
+                    engine.backward(loss, weight=len(x))
+                else:
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        states.append(final_state(model, engine))
+    ours, whole = states
+    return [n for n in whole if not torch.allclose(ours[n], whole[n], rtol=1e-4, atol=1e-6)]
+
+
+def test_uneven_batches_train_as_whole_batches_in_one_process() -> None:
+    assert run_ranks(2, _loads) == [[], []]
