@@ -68,7 +68,7 @@ def _one_step(
         "grads": {name: grad for name, grad in grads.items() if grad is not None},
         "moved": moved.total - moved.bytes.get("exchange", 0),
         "rested": rested,
-        "whole": [name for name in names if engine.policy.cells(name).grad.is_partial],
+        "whole": [name for name in names if str(engine.policy.cells(name).grad) == "P P"],
         "names": names,
         "formula": _formula(engine, mesh, micro_batches),
         "peak": peak,
@@ -83,7 +83,7 @@ def _by_name(engine: zs.Engine) -> dict[str, Any]:
 
 
 def _formula(engine: zs.Engine, mesh: Mesh, micro_batches: int) -> float:
-    """Return the closed form of the bytes of a step's gathers and reduces, unit by unit."""
+    """Return the closed form of the bytes of a step before the optimizer's, unit by unit."""
     forms = [
         engine.policy.wire_bytes(
             numel=sum(segment.flat.layout.numel for segment in unit.trainable),
@@ -95,7 +95,8 @@ def _formula(engine: zs.Engine, mesh: Mesh, micro_batches: int) -> float:
         )
         for unit in inside.units(engine)
     ]
-    return sum(form.gather.total + form.reduce.total for form in forms)
+    averages = engine.policy.name == "mics"  # several ranks step the same, and gather them before
+    return sum(form.total if averages else form.total - form.publish.total for form in forms)
 
 
 def _by_budget(rank: int, world: int, row: str, micro_batches: int) -> list[dict[str, Any]]:

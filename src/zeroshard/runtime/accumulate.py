@@ -38,6 +38,7 @@ from zeroshard.runtime.context import Context
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.micro_batches import MicroBatch, this_micro_batch
 from zeroshard.runtime.prefetch import Phase
+from zeroshard.runtime.recomputed import is_checkpointed
 from zeroshard.runtime.sections import Section, sections_of
 from zeroshard.runtime.shelf import Shelf
 from zeroshard.runtime.stages import Stages
@@ -145,10 +146,11 @@ class Accumulate:
         here = this_micro_batch()
         if here is None:
             return forward(*args, **kwargs)
-        if torch._C._current_graph_task_id() >= 0:
-            raise StateError(
-                f"module {section.name!r} is called inside a backward, which engine.accumulate()"
-                " drives itself: take the activation checkpoint around it off"
+        if is_checkpointed():
+            raise ConfigError(
+                f"module {section.name!r} runs inside a reentrant checkpoint, which would run it"
+                " again for each micro-batch by itself: pass use_reentrant=False, or leave the"
+                " checkpoint out"
             )
         visit = Visit(section, forward, (args, kwargs), self._shelf(), self._device)
         here.pause(visit)
