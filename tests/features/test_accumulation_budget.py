@@ -52,13 +52,17 @@ def _one_step(
     optimizer.step()
     optimizer.zero_grad()
     engine.reset_traffic()
-    rested, peak = 0, 0
-    for micro in range(micro_batches):
-        with engine.no_sync() if micro < micro_batches - 1 else nullcontext():
-            model(*batch(rank, micro)).backward()
-        if micro < micro_batches - 1:
-            rested = max(rested, engine.memory().at_rest["grad"])
-        peak = max(peak, engine.memory().at_rest["grad"])
+    rested, seen = 0, [0]
+
+    def note(what: str, name: str) -> None:
+        seen.append(engine.memory().at_rest["grad"] + inside.gradient_buffer_bytes(engine))
+
+    with inside.traced(engine, note):
+        for micro in range(micro_batches):
+            with engine.no_sync() if micro < micro_batches - 1 else nullcontext():
+                model(*batch(rank, micro)).backward()
+            if micro < micro_batches - 1:
+                rested = max(rested, engine.memory().at_rest["grad"])
     engine.clip_grad_norm_(1e9)  # what is under way has come
     moved = engine.traffic()
     grads = {name: engine.full_grad(p) for name, p in model.named_parameters()}
@@ -71,7 +75,7 @@ def _one_step(
         "whole": [name for name in names if str(engine.policy.cells(name).grad) == "P P"],
         "names": names,
         "formula": _formula(engine, mesh, micro_batches),
-        "peak": peak,
+        "peak": max(seen),
         "largest": inside.largest_unit_bytes(engine),
     }
     engine.close()

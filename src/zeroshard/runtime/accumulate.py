@@ -244,9 +244,10 @@ class Accumulate:
             visits = rounds.pop()
             if any(visit.needs_backward for visit in visits):
                 self._enter(visits[0].section, "backward")
+            coming = [*visits[1:], *(rounds[-1][:1] if rounds else ())]
             for index, visit in enumerate(visits):
-                if visit is not visits[-1]:
-                    visits[index + 1].ahead()
+                for after in coming[index : index + 1]:
+                    after.ahead()
                 self._backward_in(visit, index)
             self._complete(visits)
 

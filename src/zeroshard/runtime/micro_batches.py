@@ -72,7 +72,10 @@ class MicroBatch(Generic[_Call]):
         self._error: BaseException | None = None
         self._ending = False
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._device = device
+        self._stream: Any = None  # the context of the accelerator's stream, and of its device
+        if device.type != "cpu":
+            accelerator = torch.get_device_module(device)
+            self._stream = accelerator.stream(accelerator.current_stream(device))
         self._autocast = Autocast(device)
         self._modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._thread = threading.Thread(
@@ -120,8 +123,8 @@ class MicroBatch(Generic[_Call]):
         _here.set(self)
         try:
             with ExitStack() as stack:
-                if self._device.type != "cpu":
-                    stack.enter_context(torch.get_device_module(self._device).device(self._device))
+                if self._stream is not None:
+                    stack.enter_context(self._stream)
                 stack.enter_context(self._autocast.entered())
                 for mode in self._modes:  # not entered, which would change the mode itself
                     _push_mode(mode)  # type: ignore[no-untyped-call]

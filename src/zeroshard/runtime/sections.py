@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
@@ -35,7 +36,7 @@ class Section:
     module: nn.Module
     units: tuple[Unit, ...]
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether any of its parameters has a gradient."""
         return any(parameter.requires_grad for parameter in self.module.parameters())
