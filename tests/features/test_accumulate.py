@@ -17,7 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
+from tests.features.test_experts import _batch, _mesh, _sharded
 from tests.support import inside
+from tests.support.experts import Stacked
 from tests.support.harness import run_ranks
 from tests.support.training import (
     Net,
@@ -427,6 +429,35 @@ def _llama(rank: int, world: int) -> list[str]:
 def test_a_llama_of_transformers_has_the_same_bits() -> None:
     pytest.importorskip("transformers")
     assert run_ranks(2, _llama) == [[], []]
+
+
+def _experts(rank: int, world: int) -> list[str]:
+    """Experts that ranks divide inside of blocks, which exchange tokens in both runs."""
+    states = []
+    for row, vertical, options in (
+        ("zero1", False, {}),
+        ("zero3", True, {}),
+        ("zero3", False, {"accumulation_budget": "1GiB"}),
+    ):
+        model, optimizer, engine = _sharded(Stacked, _mesh(), row, **options)
+        for step in range(2):
+            batches = [_batch(rank, 3 * step + micro) for micro in range(3)]
+            if vertical:
+                engine.accumulate(batches, partial(_loss_of, model))
+            for one in () if vertical else batches:
+                with engine.no_sync() if one is not batches[-1] else nullcontext():
+                    engine.backward(model(*one))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert bool(engine.policy.units) == bool(options)
+        states.append(_ended(engine))
+    told = differences(states[1], states[0], "accumulate", "the plain loop")
+    return told + differences(states[2], states[0], "whole gradients", "zero1")
+
+
+@pytest.mark.slow
+def test_experts_with_a_mesh_of_their_own_have_the_same_bits() -> None:
+    assert run_ranks(4, _experts) == [[]] * 4
 
 
 # ----------------------------------------------------------------------------------- other programs
