@@ -247,7 +247,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, default=4, help="an even number: half are throttled")
-    parser.add_argument("--batch", type=int, default=192, help="samples of all ranks together")
+    parser.add_argument("--batch", type=int, default=384, help="samples of all ranks together")
     parser.add_argument("--row", default="zero2", help="of the table of policies")
     parser.add_argument("--rounds", type=int, default=12, help="turns of each contender")
     parser.add_argument("--steps", type=int, default=2, help="of a turn")

@@ -43,6 +43,7 @@ LAYERS = {
     "activations": 5,
     "planning": 5,
     "auto": 5,
+    "hetero": 5,
     "zeroshard": 5,  # the package itself names what api.py offers
     "launch": 6,
     "integrations": 6,

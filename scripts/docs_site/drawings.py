@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the pictures of docs/img: the table of rows, a unit's route, the lanes, the tiers.
+"""Draw the pictures of docs/img: the table of rows, a unit's route, the lanes, the tiers, shares.
 
     python -m scripts.docs_site.drawings         # write the SVG files
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from zeroshard.core.placement import Cell, Scope
 from zeroshard.core.policy import ROWS
+from zeroshard.core.shares import deal, shares_of
 
 __all__ = ["DRAWINGS", "write"]
 
@@ -282,9 +283,36 @@ def uneven() -> str:
     return picture.text()
 
 
+def shares() -> str:
+    """Draw three segments that two ranks share, 1 to 3, beside what they gather and compute."""
+    picture = Picture(800, 236, "Shares: who rests which blocks, and what stays the same")
+    numbers, block, blocks, left = shares_of([0.25, 0.75]), 17, (10, 14, 8), 96
+    assert numbers is not None
+    dealt, x = [0, 0], left
+    rows = (("rank 0", "rests a quarter"), ("rank 1", "rests the rest"), ("both", "in use"))
+    for row, (name, about) in enumerate(rows):
+        picture.words(4, 57 + 62 * row, name, size=14, bold=True)
+        picture.words(4, 73 + 62 * row, about, size=11, colour="soft")
+    for number, count in enumerate(blocks):
+        mine = deal(numbers, dealt, count)
+        picture.words(x, 24, f"unit {number}: {count} blocks, {mine[0]} + {mine[1]}", bold=True)
+        for row, (first, own) in enumerate(((0, mine[0]), (mine[0], mine[1]), (0, count))):
+            picture.box(x, 40 + 62 * row, block * count, 38)
+            fill = "own" if row < 2 else "all"
+            for index in range(first, first + own):
+                picture.box(x + block * index + 2, 42 + 62 * row, block - 4, 34, fill, "none")
+        dealt = [have + more for have, more in zip(dealt, mine, strict=True)]
+        x += block * count + 26
+    picture.words(
+        left, 224, f"{dealt[0]} and {dealt[1]} of {sum(dealt)} blocks after three units. Every rank"
+        " gathers all of a unit, and computes its own batches.", size=12, colour="soft",
+    )  # fmt: skip
+    return picture.text()
+
+
 DRAWINGS = {
-    "table": table, "route": route, "lanes": lanes, "tiers": tiers, "uneven": uneven,
-    "orders": orders,
+    "table": table, "route": route, "lanes": lanes, "tiers": tiers, "shares": shares,
+    "uneven": uneven, "orders": orders,
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.asked import Asked, budgeted, compared, told_by_id, understood
+from zeroshard.asked import Asked, compared, policy_of, told_by_id, understood
 from zeroshard.comm.agree import agree, through
 from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.everyone import Everyone
@@ -171,8 +171,7 @@ def _make_context(
 
     `told`: the errors of values that differ between ranks, by id of the parameter.
     """
-    settings = asked.settings
-    policy = budgeted(settings, asked.plans, asked.mesh, seat, asked.dtypes)
+    settings, policy = asked.settings, policy_of(asked, seat)
     precision = settings.resolved_precision()
     device = next(model.parameters()).device
     spec = CommSpec(
@@ -187,7 +186,7 @@ def _make_context(
         pool_bytes=_pool_bytes(asked, ""),
     )
     with seat.axes.telling("shard()"):
-        tiering = _make_tiering(settings, model, seat.group, device)
+        tiering = _make_tiering(asked, model, seat.group, device)
         transport = make_transport(seat.group, device, spec)
     axes = seat.axes.connected(spec, transport.traffic)
     context = Context(
@@ -201,7 +200,7 @@ def _make_context(
         streams=make_streams(device),
         meter=MemoryCounter(),
         memory=DeviceMemory(device, Pages(), tiering.link),
-        faults=Faults(transport, active=bool(tiering.stores), differing=told),
+        faults=Faults(transport, active=bool(tiering.away), differing=told),
         options=Options(
             strict=settings.strict,
             verify_every=settings.verify_every,
@@ -211,6 +210,7 @@ def _make_context(
             trains=trains,
             codecs=settings.comm.codecs(),
             batch_shares=settings.unequal_shares(asked.mesh.size),
+            shares=asked.shares,
         ),
         prepare=lambda tensors: _prepare(tensors, transport, sync_from),
         tiering=tiering,
@@ -242,24 +242,25 @@ def _pool_bytes(asked: Asked, pattern: str) -> int:
 
 
 def _make_tiering(
-    settings: Config, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device
+    asked: Asked, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device
 ) -> Tiering:
     """Make the configured stores. An unusable disk raises StorageError on every rank."""
-    offload = settings.offload
+    offload, away = asked.settings.offload, asked.common.offload.away
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
+    tiers = set().union(*offload.away.values())
     link = link_of(device) if offload.link is None else offload.link
     stores: dict[Tier, Store] = {}
     error: StorageError | None = None
     try:
-        if Tier.HOST in offload.away.values():
+        if Tier.HOST in tiers:
             stores[Tier.HOST] = HostStore(device, link=link)
-        if Tier.DISK in offload.away.values():
+        if Tier.DISK in tiers:
             assert offload.disk_path is not None
             directory = SwapDirectory(offload.disk_path, rank=rank)
             stores[Tier.DISK] = DiskStore(directory, device, verify=offload.verify, link=link)
     except StorageError as failed:
         error = failed
-    if offload.away:
+    if away:  # on any rank
         try:
             agree(through(group), {}, call="shard()", error=error, refusal=StorageError)
         except StorageError:
@@ -268,10 +269,12 @@ def _make_tiering(
             raise
     fractions, automatic, least = offload.fractions(), offload.fraction == "auto", 0.0
     if automatic:
-        least = _no_room_for(model, device, world)
+        share = 1 / world if asked.shares is None else float(asked.shares[rank])
+        least = _no_room_for(model, device, share)
         fractions["optimizer"] = fractions["grad"] = first_fraction(device, link, least=least)
     return Tiering(
         stores=stores,
+        away={state: tuple(asked.common.offload.tiers(state)) for state in away},
         fractions=fractions,
         least=least,
         link=link,
@@ -282,13 +285,13 @@ def _make_tiering(
     )
 
 
-def _no_room_for(model: nn.Module, device: torch.device, world: int) -> float:
-    """Return the share of the optimizer's state that half of the free memory cannot hold."""
-    if device.type == "cpu":
+def _no_room_for(model: nn.Module, device: torch.device, share: float) -> float:
+    """Return the part of the optimizer's state that half of the free memory cannot hold."""
+    if device.type == "cpu" or not share:
         return 0.0
     free, _ = torch.get_device_module(device).mem_get_info(device)
     numel = sum(local_of(p).numel() for p in model.parameters() if p.requires_grad)
-    return max(0.0, 1.0 - 0.5 * float(free) / (12 * numel / world))
+    return max(0.0, 1.0 - 0.5 * float(free) / (12 * numel * share))
 
 
 def _prepare(tensors: Iterable[torch.Tensor], transport: Transport, source: int | None) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from zeroshard.checks import (
     check_model,
     check_nodes,
     check_own_meshes,
+    check_per_rank,
     check_precision,
     node_size_of,
 )
@@ -27,6 +29,7 @@ from zeroshard.core.accumulation import least_budget, resting_whole
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import dtype_name
+from zeroshard.core.shares import Dealer, Shares, shares_of
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError, ZeroshardError
 from zeroshard.nn.deferred import (
@@ -38,7 +41,7 @@ from zeroshard.runtime.build import Dtypes, compute_dtypes, gradient_bytes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
 from zeroshard.state.local import local_of, part_of, whole_shape
 
-__all__ = ["Asked", "budgeted", "compared", "told_by_id", "understood"]
+__all__ = ["Asked", "compared", "policy_of", "told_by_id", "understood"]
 
 _log = logging.getLogger("zeroshard")
 
@@ -53,7 +56,9 @@ _COMPARED = (
 class Asked:
     """This rank's settings, checked, and not yet compared with the other ranks'."""
 
-    settings: Config
+    settings: Config  # with this rank's own tiers
+    common: Config  # as it was given, the same on every rank
+    shares: Shares | None  # of the data parallel ranks; None: equal
     mesh: Mesh
     dtypes: Dtypes
     plans: list[UnitPlan]
@@ -98,20 +103,23 @@ def understood(
     seat: Seat,
     sync_from: int | None,
 ) -> tuple[Asked | None, ZeroshardError | None]:
-    """Return what is asked for, checked, or why this rank refuses. Collective for policy="auto"
-    alone.
+    """Return what is asked for, checked, or why this rank refuses. Collective for policy="auto",
+    and shares="memory" and "auto", alone.
     """
     try:
         settings = build()
     except ZeroshardError as refused:
         return None, refused
-    everyone = None
+    everyone, shares = None, settings.shares
     if settings.policy == AUTO:
         everyone = _facts(model, optimizer, settings, seat, sync_from)
+    elif isinstance(shares, str):
+        shares = _measured(model, optimizer, settings, seat, sync_from)
     try:
         if everyone is not None:
             settings = _chosen(model, optimizer, settings, seat, everyone)
-        return _checked(model, optimizer, settings, seat, sync_from), None
+        numbers = None if shares is None or isinstance(shares, str) else shares
+        return _checked(model, optimizer, settings, numbers, seat, sync_from), None
     except ZeroshardError as refused:
         return None, refused
 
@@ -146,6 +154,40 @@ def _facts(
     return [json.loads(one) for one in everyone]
 
 
+def _measured(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Config,
+    seat: Seat,
+    sync_from: int | None,
+) -> tuple[float, ...]:
+    """Return the shares that follow the ranks' memory; rank 0 logs why. Collective.
+
+    Raises this rank's error, another's, or PlanMismatch where not all ranks ask for them.
+    """
+    from zeroshard.hetero import resolved
+
+    assert isinstance(settings.shares, str)
+    world = 1 if seat.group is None else seat.group.size()
+    error, report = None, _first_report(seat, sync_from)
+    try:
+        check_per_rank(settings, world, seat)
+        refuse_inside("shard()")
+        check_model(model, optimizer)
+        report |= _shares_report(settings, seat)
+    except ZeroshardError as refused:
+        error = refused
+    with seat.axes.telling("shard()"):
+        agree(through(seat.group), report, call="shard()", error=error, remedy=REMEDY)
+        named = [p for p in model.parameters() if fingerprint_of(p) is None]
+        own_bytes = sum(local_of(p).nbytes for p in named)
+        device = next(model.parameters()).device
+        numbers, told = resolved(settings.shares, seat.group, device, own_bytes)
+    if seat.rank == 0:
+        _log.info("%s", told)
+    return numbers
+
+
 def _chosen(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -172,15 +214,18 @@ def _chosen(
 def _checked(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    settings: Config,
+    common: Config,
+    shares: Sequence[float] | None,
     seat: Seat,
     sync_from: int | None,
 ) -> Asked:
     """Check everything on this rank. Nothing is changed or sent. Raises ConfigError."""
     world = 1 if seat.group is None else seat.group.size()
-    settings.refuse_unsupported()
-    settings.batch_sizes(world)
-    settings.unequal_shares(world)
+    common.refuse_unsupported()
+    check_per_rank(common, world, seat)
+    common.batch_sizes(world)
+    common.unequal_shares(world)
+    settings = common.at(seat.rank)
     node_size = node_size_of(settings, seat.dims)
     mesh = Mesh.of(world, node_size, seat.dims.others)
     check_nodes(mesh, settings)
@@ -200,7 +245,8 @@ def _checked(
     check_codecs(model, dtypes, settings)
     plans = partition_units(model, settings.units, own_meshes=[own.pattern for own in seat.own])
     check_own_meshes(model, plans, seat, mesh, settings, sync_from)
-    budgeted(settings, plans, mesh, seat, dtypes)
+    cut = None if shares is None else shares_of(shares)
+    _budgeted(settings, cut, plans, mesh, seat, dtypes)
     groups = {own.pattern: own.holders.groups for own in seat.own}
     within = {
         _initial(name): groups[plan.pattern]
@@ -208,19 +254,31 @@ def _checked(
         if plan.pattern
         for name in plan.parameters
     }
-    common = _first_report(seat, sync_from) | _settings_report(settings, node_size)
+    same = _first_report(seat, sync_from) | _settings_report(common, seat, node_size)
     report = _report(model, optimizer, dtypes, plans)
     values = _initial_values(model) if sync_from is None else {}
     named = named_parameters_once(model).items()
     parts = frozenset(_initial(name) for name, p in named if part_of(name, p).axes)
     if values and any(fingerprint_of(parameter) is not None for parameter in model.parameters()):
         deferred = report | {"a deferred model": "yes"}
-        return Asked(settings, mesh, dtypes, plans, common, deferred, values, parts, within)
-    return Asked(settings, mesh, dtypes, plans, common, report | values, {}, parts, within)
+    else:
+        deferred, values = report | values, {}
+    return Asked(settings, common, cut, mesh, dtypes, plans, same, deferred, values, parts, within)
 
 
-def budgeted(
-    settings: Config, plans: list[UnitPlan], mesh: Mesh, seat: Seat, dtypes: Dtypes
+def policy_of(asked: Asked, seat: Seat) -> Policy:
+    """Return the row in force, in which gradients rest whole as far as the budget goes."""
+    settings, shares = asked.settings, asked.shares
+    return _budgeted(settings, shares, asked.plans, asked.mesh, seat, asked.dtypes)
+
+
+def _budgeted(
+    settings: Config,
+    shares: Shares | None,
+    plans: list[UnitPlan],
+    mesh: Mesh,
+    seat: Seat,
+    dtypes: Dtypes,
 ) -> Policy:
     """Return the row in force, in which the gradients of some units rest whole where
     `accumulation_budget` holds them. Raises ConfigError where it holds none.
@@ -230,11 +288,14 @@ def budgeted(
         return policy
     assert isinstance(budget, int), budget  # Config has read it
     meshes = {own.pattern: own.holders.mesh(mesh) for own in seat.own} | {"": mesh}
-    precision, align = settings.resolved_precision(), settings.comm.codecs().align
-    sizes = []
-    for plan in plans:
-        cell, over = policy.cells(plan.name).grad, meshes[plan.pattern]
-        sizes.append(gradient_bytes(plan, cell, over, dtypes, precision, align))
+    sizes_of = partial(
+        gradient_bytes,
+        dtypes=dtypes,
+        precision=settings.resolved_precision(),
+        dealer=Dealer(shares),
+        align=settings.comm.codecs().align,
+    )
+    sizes = [sizes_of(plan, policy.cells(plan.name).grad, meshes[plan.pattern]) for plan in plans]
     resting = resting_whole(sizes, budget)
     if not resting and any(unit.extra for unit in sizes):  # one rank has nothing to reduce
         shards = sum(unit.shard for unit in sizes)
@@ -243,7 +304,10 @@ def budgeted(
             f" {shards}, and with the smallest unit's whole gradient {least_budget(sizes)}: give"
             " as many, or leave it out"
         )
-    return policy.with_whole_gradients(resting)
+    try:
+        return policy.with_whole_gradients(resting)
+    except ValueError as error:
+        raise ConfigError(f"accumulation_budget={budget}: {error}") from None
 
 
 def _first_report(seat: Seat, sync_from: int | None) -> dict[str, str]:
@@ -252,10 +316,15 @@ def _first_report(seat: Seat, sync_from: int | None) -> dict[str, str]:
     return mesh | {"sync_from": str(sync_from)}
 
 
-def _settings_report(settings: Config, node_size: int | None) -> dict[str, str]:
+def _shares_report(settings: Config, seat: Seat) -> dict[str, str]:
+    """Return how the report of settings begins: with what is compared before ranks are measured."""
+    policy = settings.at(seat.rank).resolved_policy().name
+    return {"policy": policy, "shares": str(settings.shares)}
+
+
+def _settings_report(settings: Config, seat: Seat, node_size: int | None) -> dict[str, str]:
     """Return the settings that must be equal on all ranks, in order of importance."""
-    report = {
-        "policy": settings.resolved_policy().name,
+    report = _shares_report(settings, seat) | {
         "precision": settings.resolved_precision().describe(),
         "comm": settings.comm.model_dump_json(),
         "comm.node_size": str(node_size),

@@ -12,7 +12,7 @@ from zeroshard.comm.codec import DTYPES as CODED
 from zeroshard.comm.device_mesh import Seat
 from zeroshard.config import Config
 from zeroshard.core.dims import Dims
-from zeroshard.core.placement import Mesh
+from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.errors import ConfigError
 from zeroshard.memory import check_device
@@ -28,6 +28,7 @@ __all__ = [
     "check_model",
     "check_nodes",
     "check_own_meshes",
+    "check_per_rank",
     "check_precision",
     "node_size_of",
 ]
@@ -179,6 +180,45 @@ def check_nodes(mesh: Mesh, settings: Config) -> None:
         raise ConfigError(
             "comm.grad_codec='bf16' rounds sums over one node on their way to others: all"
             f" {mesh.size} ranks are one; set comm.node_size"
+        )
+
+
+def check_per_rank(settings: Config, world: int, seat: Seat) -> None:
+    """Raise ConfigError for shares, or tiers per rank, that do not fit the `world` data parallel
+    ranks.
+    """
+    shares, by_rank = settings.shares, settings.offload.by_rank
+    counts = {f"offload.{state}": count for state, count in by_rank.items()}
+    if shares is not None and not isinstance(shares, str):
+        counts["shares"] = len(shares)
+    for name, count in counts.items():
+        if count != world:
+            raise ConfigError(
+                f"{name} is given for {count} ranks, and there are {world} data parallel ranks"
+            )
+    given = (["shares"] if shares is not None else []) + [f"offload.{state}" for state in by_rank]
+    if given and seat.own:
+        raise ConfigError(
+            f"{given[0]} per rank is not supported beside mesh_of, where ranks hold other"
+            " parameters: leave one of them out"
+        )
+    policies = [settings.at(rank).resolved_policy() for rank in range(world if by_rank else 1)]
+    optims = [cells.optim for cells in policies[0].all_cells]
+    if by_rank and not all(optim.scope is Scope.SHARD for optim in optims):
+        raise ConfigError(
+            f"{given[-1]} per rank needs a row that shards the optimizer's state over all ranks"
+            f" (zero1, zero2, zero3, hpz, hfsdp), not {policies[0].name!r}"
+        )
+    sharded = any(optim.is_sharded for optim in optims)
+    if shares is not None and not sharded:
+        raise ConfigError(
+            f"shares has no effect with policy={policies[0].name!r}: every rank keeps everything;"
+            " take zero1, zero2 or zero3"
+        )
+    if isinstance(shares, str) and seat.dims.others:
+        raise ConfigError(
+            f"shares={shares!r} measures data parallel ranks, which would cut other stages and"
+            " replicas differently: give a number per data parallel rank"
         )
 
 

@@ -137,6 +137,20 @@ def test_the_host_waits_once_per_step_for_the_device(row: str, precision: str) -
             assert sanitizer.host_waits == WAITS
 
 
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_the_norm_of_weighted_losses_is_one_wait_more(row: str) -> None:
+    with _watched() as sanitizer:
+        training = _Training(row, ROWS[row], "fp32")
+        assert training.engine is not None
+        for clips in (False, True):
+            training.engine.backward(training.forward(), weight=3)
+            sanitizer.host_waits.clear()
+            if clips:
+                training.engine.clip_grad_norm_(1e-3)
+            training.update()
+            assert sanitizer.host_waits == (1 + clips) * WAITS
+
+
 @pytest.mark.parametrize("comm", [{"ordered": True}, {"grad_codec": "int8"}], ids=str)
 @pytest.mark.parametrize("fused", [True, False])
 def test_nor_more_often_with_a_codec_or_an_order_or_without_a_fused_optimizer(

@@ -22,6 +22,7 @@ from tests.support.harness import run_ranks
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.core.placement import Mesh, Scope, Tier
 from zeroshard.core.policy import ROWS
+from zeroshard.core.shares import shares_of
 from zeroshard.planner.checkpoint import checkpoint_bytes
 from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
 from zeroshard.planning import shape_of_module
@@ -80,6 +81,7 @@ class Case:
     fraction: float = 1.0
     optimizer: str = "adam"
     precision: str = "bf16"
+    shares: tuple[float, ...] | None = None
 
     @property
     def is_possible(self) -> bool:
@@ -148,6 +150,7 @@ def _sharded(
         precision=zs.Precision(case.precision, accumulate=case.precision),
         offload=case.offload(path),
         comm=comm,
+        shares=case.shares,
         stall_timeout_s=20,
     )
 
@@ -155,7 +158,8 @@ def _sharded(
 def _pairs(rank: int, case: Case, path: Path) -> list[tuple[str, Any, Any]]:
     """Train one case; return what was planned and what the engine reports where they differ."""
     (world, node_size), training, model = case.ranks, case.training, case.build()
-    laid_out = LaidOut(shape_of_module(model, training), Mesh.of(world, node_size), training.align)
+    mesh, cut = Mesh.of(world, node_size), case.shares and shares_of(case.shares)
+    laid_out = LaidOut(shape_of_module(model, training), mesh, training.align, cut)
     policy, family = ROWS[case.row].tiered(*MIXES[case.mix]), FAMILIES[case.model]
     optimizer = case.optimize(model)
     comm = zs.Comm(transport="gloo", node_size=node_size, **training.comm())
@@ -177,7 +181,7 @@ def _pairs(rank: int, case: Case, path: Path) -> list[tuple[str, Any, Any]]:
 
     rest = rest_bytes(laid_out, policy, training, rank)
     planned = {s: {t.value: n for t, n in by.items()} for s, by in rest.items() if by}
-    links = traffic_bytes(laid_out, policy, training)
+    links = traffic_bytes(laid_out, policy, training, rank=rank)
     small = report.bytes.get("exchange", 0)
     between = sum(n for kind, n in report.between_nodes.items() if kind != "exchange")
     compared = (
@@ -207,7 +211,7 @@ def _covering(cases: Sequence[Case]) -> list[Case]:
     """
 
     def choices(case: Case) -> set[tuple[Any, ...]]:
-        alone = ("fraction", "optimizer", "precision")
+        alone = ("fraction", "optimizer", "precision", "shares")
         chosen = [(name, value) for name, value in vars(case).items() if name not in alone]
         return {*combinations(chosen, 2), *((name, getattr(case, name)) for name in alone)}
 
@@ -228,6 +232,22 @@ def test_predicted_bytes_are_the_engines(
     cases = [case for case in covering if case.ranks == ranks]
     assert cases
     for differences in run_ranks(ranks[0], _compare, cases, tmp_path, timeout=1500):
+        assert not differences, differences[0]
+
+
+def test_predicted_bytes_are_the_engines_with_unequal_shares(tmp_path: Path) -> None:
+    few, codes = (0.05, 0.0, 0.6, 0.35), 5
+    rows = [(row, number % 2 * 2) for number, row in enumerate(ROWS) if row != "ddp"]
+    cases = [
+        Case((4, nodes or None), MODELS[0], row, fraction=1.0, precision="fp32", shares=few)
+        for row, nodes in [*rows, *((row, 2 - nodes) for row, nodes in rows[-3:])]
+    ]
+    cases += [
+        Case((4, 2), MODELS[0], "zero3", codec=codes, shares=few),
+        Case((4, 2), MODELS[1], "zero3", mix=3, fraction=0.4, shares=few),
+        Case((4, None), MODELS[1], "zero3", mix=4, optimizer="momentum", shares=few[::-1]),
+    ]
+    for differences in run_ranks(4, _compare, cases, tmp_path, timeout=300):
         assert not differences, differences[0]
 
 

@@ -44,6 +44,7 @@ def draw(seed: int) -> Program:
 def _drawn(seed: int) -> Program:
     rng = random.Random(seed)
     program = _with_options(Program(seed), rng)
+    program = replace(program, shares=_shares(seed, program.world))
     layers = tuple(_layer(rng, index) for index in range(rng.randint(1, 4)))
     program = replace(program, layers=layers)
     branches = rng.random() < 0.15
@@ -91,6 +92,16 @@ def _with_options(program: Program, rng: random.Random) -> Program:
         parameter_hooks=rng.random() < 0.1,
         input_grad=rng.random() < 0.4,
     )
+
+
+def _shares(seed: int, world: int) -> tuple[float, ...] | None:
+    """Draw shares from numbers of their own, so that older seeds keep their programs."""
+    rng = random.Random(f"shares of {seed}")
+    tenths = sorted(rng.randint(0, 10) for _ in range(world - 1))
+    if rng.random() < 0.7:
+        return None
+    ends = zip([0, *tenths], [*tenths, 10], strict=True)
+    return tuple((stop - start) / 10 for start, stop in ends)
 
 
 def _layer(rng: random.Random, index: int) -> Layer:
@@ -189,6 +200,7 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "verify": _plain(verify_every=None),
     "strict": _plain(strict=False),
     "prefetch": _plain(prefetch_bytes=None),
+    "shares": _plain(shares=None),
     "optimizers": _plain(optimizer="sgd"),
     "groups": _plain(groups=False),
     "schedule": _plain(schedule=False),

@@ -77,6 +77,7 @@ class Program:
     strict: bool = False
     verify_every: int | None = None
     prefetch_bytes: int | None = None
+    shares: tuple[float, ...] | None = None
     weight_codec: str | None = None
     grad_codec: str | None = None
     optimizer: str = "adamw"
@@ -147,6 +148,8 @@ def repair(program: Program) -> Program:
         program = replace(program, weight_codec=None)
     if program.world == 1:
         program = replace(program, node_size=None, weight_codec=None, grad_codec=None)
+    if program.row == "ddp" or len(program.shares or ()) != program.world:
+        program = replace(program, shares=None)
     if program.coded and program.optimizer not in ("sgd", "adamw"):
         # others make small errors of a gradient large
         program = replace(program, optimizer="adamw")

@@ -129,7 +129,7 @@ def _options(program: Program, model: nn.Module, path: str) -> dict[str, Any]:
                 **disk,
             }
         )
-    for name in ("strict", "verify_every", "prefetch_bytes"):
+    for name in ("strict", "verify_every", "prefetch_bytes", "shares"):
         if getattr(program, name) is not None:
             options[name] = getattr(program, name)
     is_unit = functools.partial(_is_unit, program)

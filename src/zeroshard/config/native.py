@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,9 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from zeroshard.config.deepspeed.reading import Reading, is_deepspeed, read
 from zeroshard.config.reading import nearest, parse_json, read_json
 from zeroshard.config.sections import Comm, LossScale, Offload, State
+from zeroshard.config.shares import check_shares
 from zeroshard.config.strict import Strict, one_line
-from zeroshard.core.batch_shares import check_shares, unequal
+from zeroshard.core.batch_shares import check_batch_shares, unequal
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
 from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
@@ -58,6 +59,11 @@ class Config(Strict):
     )
     offload: Offload = Field(
         default=Offload(), description="On which tier (device, host, disk) each state rests."
+    )
+    shares: Sequence[float] | Literal["memory", "auto"] | None = Field(
+        default=None,
+        description="The share of what is sharded that each data parallel rank keeps, numbers that"
+        " sum to 1; memory follows their free memory, auto measures them (default: equal).",
     )
     comm: Comm = Field(default=Comm(), description="How bytes travel.")
     loss_scale: LossScale | None = Field(
@@ -130,6 +136,11 @@ class Config(Strict):
             row(policy)
         return policy
 
+    @field_validator("shares", mode="before")
+    @classmethod
+    def _known_shares(cls, shares: Any) -> Any:
+        return check_shares(shares)
+
     @field_validator("precision")
     @classmethod
     def _known_precision(cls, precision: str | Precision) -> str | Precision:
@@ -146,7 +157,7 @@ class Config(Strict):
         if shares is None:
             return None
         try:
-            check_shares(shares)
+            check_batch_shares(shares)
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return tuple(shares)
@@ -166,6 +177,11 @@ class Config(Strict):
             raise ValueError(
                 f"stage={self.stage} and policy={name!r} were both given: one of them decides"
             )
+        if self.policy == AUTO and (self.shares is not None or self.offload.by_rank):
+            raise ValueError(
+                "policy='auto' plans ranks that are alike, without shares or tiers per rank: name a"
+                " row"
+            )
         return self
 
     def resolved_policy(self) -> Policy:
@@ -184,6 +200,11 @@ class Config(Strict):
             return policy.tiered(weight, grad, optimizer)
         except ValueError as error:
             raise ConfigError(f"policy={policy.name!r} with this offload: {error}") from None
+
+    def at(self, rank: int) -> Config:
+        """Return what data parallel rank number `rank` does: its own tiers, where ranks differ."""
+        offload = self.offload.at(rank)
+        return self if offload is self.offload else self.model_copy(update={"offload": offload})
 
     def resolved_precision(self) -> Precision:
         """Return the dtypes in force."""
@@ -238,7 +259,7 @@ class Config(Strict):
         self.loss_scaler()
 
     def _check_codecs(self) -> None:
-        comm, policy = self.comm, self.resolved_policy()
+        comm, policy = self.comm, self.at(0).resolved_policy()
         codecs = comm.codecs()
         shards_all = all(cells.weight.scope is Scope.SHARD for cells in policy.all_cells)
         for setting in ("weight_codec", "frozen_codec"):
@@ -319,6 +340,7 @@ class ShardOptions(TypedDict, total=False):
 
     precision: str | Precision | None
     offload: Offload | dict[str, Any] | None
+    shares: Sequence[float] | Literal["memory", "auto"] | None
     comm: Comm | dict[str, Any] | None
     loss_scale: LossScale | dict[str, Any] | None
     prefetch_bytes: int | None

@@ -137,9 +137,15 @@ class Offload(Strict):
 
     section = "offload"
 
-    weight: TierName = Field(default="device", description="The tier of weights.")
-    grad: TierName = Field(default="device", description="The tier of gradients.")
-    optimizer: TierName = Field(
+    weight: TierName | tuple[TierName, ...] = Field(
+        default="device",
+        description="The tier of weights, one name or (as for the next two) one per data parallel"
+        " rank.",
+    )
+    grad: TierName | tuple[TierName, ...] = Field(
+        default="device", description="The tier of gradients."
+    )
+    optimizer: TierName | tuple[TierName, ...] = Field(
         default="device", description="The tier of masters and moments, and where they are stepped."
     )
     fraction: _Share | dict[State, _Share] | Literal["auto"] = Field(
@@ -167,11 +173,12 @@ class Offload(Strict):
     @field_validator("weight", "grad", "optimizer", mode="before")
     @classmethod
     def _known_tier(cls, tier: Any, info: ValidationInfo) -> Any:
-        if tier not in get_args(TierName):
-            raise ValueError(
-                f"offload.{info.field_name}={tier!r} is not a tier: 'device', 'host' (the memory of"
-                " the CPU) or 'disk' (NVMe)"
-            )
+        for one in tier if isinstance(tier, (list, tuple)) and tier else [tier]:
+            if one not in get_args(TierName):
+                raise ValueError(
+                    f"offload.{info.field_name}={one!r} is not a tier: 'device', 'host' (the memory"
+                    " of the CPU) or 'disk' (NVMe)"
+                )
         return tier
 
     @field_validator("fraction")
@@ -188,15 +195,32 @@ class Offload(Strict):
                 )
         return fraction
 
+    def tiers(self, state: State) -> tuple[Tier, ...]:
+        """Return the tiers of one state: one, or those of all ranks."""
+        named = getattr(self, state)
+        return (Tier(named),) if isinstance(named, str) else tuple(map(Tier, named))
+
     def tier(self, state: State) -> Tier:
-        """Return the tier of one state."""
-        return Tier(getattr(self, state))
+        """Return the tier of one state, where ranks do not differ (`at`)."""
+        (tier,) = self.tiers(state)
+        return tier
+
+    def at(self, rank: int) -> Offload:
+        """Return the tiers of data parallel rank number `rank`."""
+        own: dict[str, str] = {s: self.tiers(s)[rank].value for s in self.by_rank}
+        return self.model_copy(update=own) if own else self
 
     @property
-    def away(self) -> dict[str, Tier]:
-        """The states that leave the device."""
-        tiers = {state: Tier(getattr(self, state)) for state in get_args(State)}
-        return {state: tier for state, tier in tiers.items() if tier is not Tier.DEVICE}
+    def by_rank(self) -> dict[State, int]:
+        """The states whose tiers are given per rank, and for how many ranks."""
+        named = {state: getattr(self, state) for state in get_args(State)}
+        return {state: len(tiers) for state, tiers in named.items() if not isinstance(tiers, str)}
+
+    @property
+    def away(self) -> dict[State, frozenset[Tier]]:
+        """The states that leave the device on any rank, and for which tiers."""
+        tiers = {s: frozenset(self.tiers(s)) - {Tier.DEVICE} for s in get_args(State)}
+        return {state: others for state, others in tiers.items() if others}
 
     def fractions(self) -> dict[str, float]:
         """Return the share of each state that leaves the device ("auto" starts from 1)."""
@@ -220,7 +244,7 @@ class Offload(Strict):
                     raise ConfigError(
                         f"offload.fraction[{state!r}] has no effect: that state rests on the device"
                     )
-        on_disk = [state for state, tier in away.items() if tier is Tier.DISK]
+        on_disk = [state for state, tiers in away.items() if Tier.DISK in tiers]
         if on_disk and self.disk_path is None:
             raise ConfigError(
                 f"offload.{on_disk[0]}='disk' needs offload.disk_path, a directory on a local disk"
@@ -236,6 +260,11 @@ class Offload(Strict):
                 f" offload.optimizer='host', not {self.optimizer!r}"
             )
         if self.delayed_update is not None:
+            if "optimizer" in self.by_rank:
+                raise ConfigError(
+                    "offload.delayed_update with tiers per rank would apply some ranks' updates a"
+                    " step later than others': name one tier for offload.optimizer"
+                )
             if "optimizer" not in away:
                 raise ConfigError(
                     "offload.delayed_update has no effect while the optimizer's state rests on the"

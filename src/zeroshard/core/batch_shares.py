@@ -15,12 +15,12 @@ from fractions import Fraction
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["check_shares", "split_batch", "unequal"]
+__all__ = ["check_batch_shares", "split_batch", "unequal"]
 
 _TOLERANCE = 1e-6
 
 
-def check_shares(shares: Sequence[float]) -> None:
+def check_batch_shares(shares: Sequence[float]) -> None:
     """Raise ConfigError for `shares` that are not numbers >= 0 with the sum 1."""
     shown = ", ".join(f"{share:g}" for share in shares)
     if not shares or not all(0.0 <= share < math.inf for share in shares):
@@ -45,7 +45,7 @@ def split_batch(batch_size: int, shares: Sequence[float]) -> list[int]:
 
     Raises ConfigError for shares that are not numbers >= 0 with the sum 1.
     """
-    check_shares(shares)
+    check_batch_shares(shares)
     total = sum(map(Fraction, shares))
     exact = [batch_size * Fraction(share) / total for share in shares]
     sizes = [math.floor(size) for size in exact]

@@ -5,6 +5,10 @@ The mesh has M nodes of L ranks. A rank holds a SHARD of a buffer, 1/(M L), a NO
 all of it, FULL; a transition is a gather or a reduce between two of these scopes. One between SHARD
 and FULL is lowered flat (every rank from every rank) or in two levels, through NODE_SHARD. ZeRO,
 section 7; ZeRO++ (arXiv 2306.10209), section 3; MiCS (arXiv 2205.00119), section 3.
+
+Where ranks own unequal shares, a rank with the share s of a buffer, in a column with c and a node
+with n of it, receives 1 - s of it in a gather and s (M L - 1) in a reduce; `Portion` says s, c, n.
+The lowering does not depend on shares: all ranks take the same.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.core.placement import Cells, Mesh, Placement, Scope
+from zeroshard.core.placement import Cells, Mesh, Placement, Portion, Scope
 
 if TYPE_CHECKING:
     from zeroshard.core.precision import Precision
@@ -93,35 +97,59 @@ class Wires:
 
 
 def all_gather(
-    mesh: Mesh, source: Scope, target: Scope, whole: float, *, two_level: bool
+    mesh: Mesh,
+    source: Scope,
+    target: Scope,
+    whole: float,
+    *,
+    two_level: bool,
+    has: Portion | None = None,
 ) -> LinkBytes:
-    """Return the bytes that gathering `whole` bytes from `source` to `target` moves."""
+    """Return the bytes that gathering `whole` bytes from `source` to `target` moves to a rank
+    that `has` so much of it (default: an equal share).
+    """
     if mesh.num_nodes == 1:
         source = max(source, Scope.NODE_SHARD)
     if source >= target:
         return LinkBytes()
-    nodes, local = mesh.num_nodes, mesh.node_size
+    has = _equal(mesh) if has is None else has
+    per_part = whole / has.whole
     if source is Scope.SHARD and target is Scope.FULL and not two_level:
-        return LinkBytes(whole * (local - 1) / mesh.size, whole * (nodes - 1) / nodes)
-    between = whole * (nodes - 1) / mesh.size if source is Scope.SHARD else 0.0
-    inside = whole * (local - 1) / local if target is Scope.FULL else 0.0
-    return LinkBytes(inside, between)
+        return LinkBytes(has.node - has.own, has.whole - has.node) * per_part
+    between = has.column - has.own if source is Scope.SHARD else 0
+    inside = has.whole - has.column if target is Scope.FULL else 0
+    return LinkBytes(inside, between) * per_part
 
 
 def reduce_scatter(
-    mesh: Mesh, target: Scope, whole: float, hop: float, *, two_level: bool
+    mesh: Mesh,
+    target: Scope,
+    whole: float,
+    hop: float,
+    *,
+    two_level: bool,
+    has: Portion | None = None,
 ) -> LinkBytes:
-    """Return the bytes that summing buffers of `whole` bytes into `target` moves.
+    """Return the bytes that summing buffers of `whole` bytes into `target` moves to a rank that
+    is to have `has` of them (default: an equal share); `hop`: those of node sums.
 
     NODE_SHARD is the sum of one node's ranks only: a partial sum (P S).
     """
     nodes, local = mesh.num_nodes, mesh.node_size
-    inside = whole * (local - 1) / local
+    has = _equal(mesh) if has is None else has
+    per_part, hop_per_part = whole / has.whole, hop / has.whole
+    inside = per_part * has.column * (local - 1)
     if target is Scope.NODE_SHARD or nodes == 1:
         return LinkBytes(inside)
     if not two_level:
-        return LinkBytes(whole * (local - 1) / mesh.size, whole * (nodes - 1) / nodes)
-    return LinkBytes(inside, hop * (nodes - 1) / mesh.size)
+        own = per_part * has.own
+        return LinkBytes(own * (local - 1), own * local * (nodes - 1))
+    return LinkBytes(inside, hop_per_part * has.own * (nodes - 1))
+
+
+def _equal(mesh: Mesh) -> Portion:
+    """Return an equal share of a buffer of as many parts as ranks."""
+    return Portion(1, mesh.num_nodes, mesh.node_size, mesh.size)
 
 
 def cheapest(flat: LinkBytes, two_level: LinkBytes) -> bool:
@@ -132,46 +160,43 @@ def cheapest(flat: LinkBytes, two_level: LinkBytes) -> bool:
 def step_bytes(
     cells: Cells,
     *,
-    numel: int,
+    numel: float | Portion,
     mesh: Mesh,
     wires: Wires,
     micro_batches: int = 1,
     no_sync: bool = False,
     two_level: bool | None = None,
 ) -> WireBytes:
-    """Return the bytes per rank and step of `numel` parameters that rest in `cells`.
+    """Return the bytes per rank and step of parameters that rest in `cells`: `numel`, shared
+    equally, or this rank's portion of them.
 
     `micro_batches` forwards and backwards before the step; `no_sync`: all but the last ran inside
     ``engine.no_sync()``. `two_level` None takes the cheapest lowering of each transition.
     """
     weight, between, optim = cells.weight.scope, cells.between.scope, cells.optim.scope
-    psi, averages = numel * wires.weight, numel * wires.average
+    has = numel if isinstance(numel, Portion) else None
+    whole = numel.whole if isinstance(numel, Portion) else numel
+    psi, averages = whole * wires.weight, whole * wires.average
 
     def lowered(moved: Callable[..., LinkBytes], *args: Any) -> LinkBytes:
-        flat, deep = moved(mesh, *args, two_level=False), moved(mesh, *args, two_level=True)
-        return deep if (cheapest(flat, deep) if two_level is None else two_level) else flat
+        flat, deep = (moved(mesh, *args, two_level=levels) for levels in (False, True))
+        goes_deep = cheapest(flat, deep) if two_level is None else two_level
+        return moved(mesh, *args, two_level=goes_deep, has=has)
 
-    def gather(source: Scope, target: Scope, whole: float) -> LinkBytes:
-        return lowered(all_gather, source, target, whole)
+    def gather(source: Scope, target: Scope, num_bytes: float) -> LinkBytes:
+        return lowered(all_gather, source, target, num_bytes)
 
     def reduce(target: Scope) -> LinkBytes:
-        return lowered(reduce_scatter, target, numel * wires.grad, numel * wires.hop)
+        return lowered(reduce_scatter, target, whole * wires.grad, whole * wires.hop)
 
     gathers = (gather(weight, Scope.FULL, psi) + gather(between, Scope.FULL, psi)) * micro_batches
     # micro-batches whose sums over ranks wait for the last
     held_back = micro_batches - 1 if no_sync and cells.grad.is_partial else 0
     inside = reduce(Scope.NODE_SHARD) if cells.grad.local is Placement.SHARD else LinkBytes()
-    whole_sum = _whole_sum(cells, mesh, wires, numel, reduce)
+    whole_sum = reduce(Scope.SHARD)
+    if cells.grad.is_partial and cells.grad.local is Placement.SHARD:  # node sums are there
+        sums = whole * wires.grad, whole * wires.hop
+        whole_sum = reduce_scatter(mesh, Scope.SHARD, *sums, two_level=True, has=has)
     reduces = inside * held_back + whole_sum * (micro_batches - held_back)
     publish = gather(Scope.SHARD, optim, averages) + gather(optim, weight, psi)
     return WireBytes(gathers, reduces, publish)
-
-
-def _whole_sum(
-    cells: Cells, mesh: Mesh, wires: Wires, numel: int, reduce: Callable[[Scope], LinkBytes]
-) -> LinkBytes:
-    """Return the bytes of one sum over all ranks; existing node sums go in two levels."""
-    if cells.grad.is_partial and cells.grad.local is Placement.SHARD:
-        whole, hop = numel * wires.grad, numel * wires.hop
-        return reduce_scatter(mesh, Scope.SHARD, whole, hop, two_level=True)
-    return reduce(Scope.SHARD)

@@ -2,7 +2,7 @@
 
 A segment's parameters lie one after another in one buffer, each starting on a multiple of ``align``
 elements; the end is padded so that every share is a multiple of ``align`` too (ZeRO, section 5.2:
-equal partitions; here any contiguous aligned shares)::
+equal partitions; here any contiguous aligned shares, core/shares.py)::
 
       slot 0         slot 1      slot 2                 align = 4
     | a a a a | a a . . | b b b . | c c c c | c . . . | . . . . |
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 
-from zeroshard.core.placement import Cell, Mesh, Scope
+from zeroshard.core.placement import Cell, Mesh, Portion, Scope
 
 __all__ = ["ALIGN", "Layout", "Piece", "Range", "Slot", "end_of", "equal_shares", "round_up"]
 
@@ -123,13 +123,14 @@ class Layout:
         """Lay `named_shapes` out in order over the ranks of `mesh`; `shares` are elements per rank
         (default: equal).
         """
-        slots, offset = [], 0
-        for name, shape in named_shapes:
-            slot = Slot(name, tuple(shape), offset)
-            slots.append(slot)
-            offset = round_up(slot.stop, align)
+        slots, offset = _laid_out(named_shapes, align)
         cut = equal_shares(offset, mesh.size, align) if shares is None else tuple(shares)
-        return cls(tuple(slots), cut, mesh, align)
+        return cls(slots, cut, mesh, align)
+
+    @staticmethod
+    def num_blocks(named_shapes: Sequence[tuple[str, tuple[int, ...]]], align: int = ALIGN) -> int:
+        """Return how many blocks of `align` elements `named_shapes` take."""
+        return _laid_out(named_shapes, align)[1] // align
 
     def __post_init__(self) -> None:
         end = 0
@@ -177,6 +178,11 @@ class Layout:
         members = self.members(rank, scope)
         return self.ranges[members[0]][0], self.ranges[members[-1]][1]
 
+    def held(self, rank: int, cell: Cell) -> int:
+        """Return the elements of a state in `cell` that `rank` holds, padding included."""
+        start, stop = self.span(rank, self.scope(cell))
+        return stop - start
+
     @cached_property
     def gaps(self) -> tuple[Range, ...]:
         """The ranges of the buffer between and after the parameters."""
@@ -204,6 +210,24 @@ class Layout:
                 out.append(Piece(slot.name, index, *inside, start - low))
         return tuple(out)
 
+    def portion(self, rank: int) -> Portion:
+        """Return the elements that `rank`, its column and its node own."""
+        start, stop = self.span(rank, Scope.NODE_SHARD)
+        node = sum(self.shares[other] for other in self.mesh.node(rank))
+        return Portion(self.shares[rank], stop - start, node, self.numel)
+
     def replicated(self) -> Layout:
         """Return the same slots with one share, as one rank that owns everything sees them."""
         return Layout(self.slots, (self.numel,), Mesh(1, 1), self.align)
+
+
+def _laid_out(
+    named_shapes: Sequence[tuple[str, tuple[int, ...]]], align: int
+) -> tuple[tuple[Slot, ...], int]:
+    """Return `named_shapes` one after another, and where the next one would begin."""
+    slots, offset = [], 0
+    for name, shape in named_shapes:
+        slot = Slot(name, tuple(shape), offset)
+        slots.append(slot)
+        offset = round_up(slot.stop, align)
+    return tuple(slots), offset

@@ -25,6 +25,7 @@ __all__ = [
     "Move",
     "OtherAxis",
     "Placement",
+    "Portion",
     "Scope",
     "Tier",
     "moves",
@@ -62,6 +63,20 @@ class Move(Enum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     SLICE = "slice"
+
+
+@dataclass(frozen=True)
+class Portion:
+    """How much of a buffer, in one unit, a rank, its column and the ranks of its node own."""
+
+    own: float
+    column: float
+    node: float
+    whole: float
+
+    def held(self, scope: Scope) -> float:
+        """Return how much the rank holds in `scope`."""
+        return {Scope.SHARD: self.own, Scope.NODE_SHARD: self.column, Scope.FULL: self.whole}[scope]
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,10 @@ class Mesh:
     def size(self) -> int:
         """The number of data parallel ranks."""
         return self.num_nodes * self.node_size
+
+    def portion(self, whole: float) -> Portion:
+        """Return what every rank has of `whole` that is cut equally."""
+        return Portion(whole / self.size, whole / self.node_size, whole / self.num_nodes, whole)
 
     def same_node(self, rank: int, other: int) -> bool:
         """Whether two ranks are on one node."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from zeroshard.errors import ConfigError
 from zeroshard.launch.numbers import size_text, three_digits
 from zeroshard.launch.options import UsageError
+from zeroshard.launch.plan_uneven import is_uneven, memories_of, plan_and_print
 
 if TYPE_CHECKING:
     from zeroshard.planner import Axes, Machine, ModelShape, Plan, PlannedRow, Training
@@ -54,7 +55,8 @@ def add_parser(commands: Any) -> None:
     add("--gpu", metavar="NAME", help="preset (default H100; CPU, V100-32, ...)")
     add("--gpus", metavar="N", type=int, help="number of GPUs, or of ranks here (default 1)")
     add("--node-size", metavar="N", type=int, help="GPUs of one node")
-    add("--gpu-memory", metavar="SIZE", help="of one GPU: 32GiB")
+    add("--gpu-memory", metavar="SIZE", help="of one GPU: 32GiB, or of each: 24GiB,80GiB")
+    add("--shares", metavar="S", help="of the states of each GPU: 0.1,0.9, memory or auto")
     add("--host-memory", metavar="SIZE", help="of one node: 1TiB")
     add("--disk", metavar="SIZE", help="of one node: 3.2TB (default: none)")
     add("--network", metavar="SIZE", help="bytes a second of one GPU to other nodes: 25GB")
@@ -98,6 +100,11 @@ def _plan(arguments: argparse.Namespace) -> int:
             fraction=arguments.fraction,
             **_codecs(arguments.comm),
         )
+        if is_uneven(arguments):
+            memories = memories_of(arguments)
+            machine = _machine_of(arguments, arguments.gpus)
+            model = _describe(arguments, training)
+            return plan_and_print(arguments, model, machine, training, memories)
         if arguments.sweep is not None:
             return _sweep(arguments, training)
         if arguments.plot is not None:

@@ -13,6 +13,7 @@ checkpoint.py  bytes of a checkpoint; a model of how long saving and loading tak
 peak.py        peaks: a model, said in docs/planner.md
 simulate.py    one step, simulated: durations.py says how long its parts take, program.py in which
                order they are enqueued, lanes.py when they run
+uneven.py      ranks that are not alike: a line per row and rank
 plan.py        every row and tier mix, the recommendation, JSON, a configuration
 
 Invariant: exact.py asks core/ for every byte and adds up; nothing here knows a row by name, except

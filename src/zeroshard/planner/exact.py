@@ -21,6 +21,7 @@ from zeroshard.core.layout import ALIGN, Layout
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.route import Route, Routes, routes
+from zeroshard.core.shares import Dealer, Shares
 from zeroshard.core.split import splits
 from zeroshard.core.wire import Formats, Wire
 from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
@@ -47,8 +48,7 @@ class LaidOutGroup:
 
     def held(self, cell: Cell, rank: int) -> int:
         """Return the elements of a state in `cell` that `rank` holds, padding included."""
-        start, stop = self.layout.span(rank, self.layout.scope(cell))
-        return stop - start
+        return self.layout.held(rank, cell)
 
     def formats(self, cells: Cells, training: Training) -> Formats:
         """Return the formats of the group's states that rest in `cells`: weights that are not
@@ -73,26 +73,28 @@ class Cut:
 
 @dataclass(frozen=True)
 class LaidOut:
-    """A model's units on a mesh; shares are cut on multiples of `align` elements."""
+    """A model's units on a mesh; ranks own `shares` (None: equal ones), cut on multiples of
+    `align` elements.
+    """
 
     model: ModelShape
     mesh: Mesh
     align: int = ALIGN
+    shares: Shares | None = None
 
     @cached_property
     def groups(self) -> tuple[LaidOutGroup, ...]:
         """The groups of all units, those of equal units once."""
-        counts = Counter(self.alike)
+        counts, dealer = Counter(self.alike), Dealer(self.shares)
         return tuple(
-            LaidOutGroup(
-                group,
-                Layout.build(group.shapes, self.mesh, align=self.align),
-                counts[number],
-                number,
-            )
+            LaidOutGroup(group, self._layout(dealer, group), counts[number], number)
             for number in dict.fromkeys(self.alike)
             for group in self.model.units[number].groups
         )
+
+    def _layout(self, dealer: Dealer, group: GroupShape) -> Layout:
+        kind = (group.dtype, group.trained)
+        return dealer.layout(group.shapes, self.mesh, kind=kind, align=self.align)
 
     @cached_property
     def by_unit(self) -> tuple[tuple[LaidOutGroup, ...], ...]:
@@ -104,7 +106,11 @@ class LaidOut:
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """Of each unit the number of the first of the same shapes and passes."""
+        """Of each unit the number of the first of the same shapes and passes; unequal shares are
+        rounded otherwise from unit to unit.
+        """
+        if self.shares is not None:
+            return tuple(range(len(self.model.units)))
         first: dict[object, int] = {}
         keys = [(_key(unit), self.is_reached(at)) for at, unit in enumerate(self.model.units)]
         for number, key in enumerate(keys):
@@ -243,7 +249,7 @@ def _sums_in_place(one: LaidOutGroup, cut: Cut, cells: Cells, training: Training
     if one.layout.mesh.size > 1 or formats.reduce.dtype != formats.grad.dtype:
         return False
     waits = cells.grad.is_partial and one.layout.scope(cells.grad) is Scope.FULL
-    stays = cut.grad == one.held(cells.optim, 0)
+    stays = cut.grad == one.held(cells.optim, 0)  # the only rank
     return stays and (waits or training.micro_batches == 1)
 
 
@@ -268,15 +274,15 @@ def _moments(
 
 
 def step_routes(
-    laid_out: LaidOut, policy: Policy, training: Training
+    laid_out: LaidOut, policy: Policy, training: Training, rank: int = 0
 ) -> Iterator[tuple[LaidOutGroup, Routes, Route]]:
-    """Yield the routes of one step in order, group by group, each with all of its group's.
+    """Yield `rank`'s routes of one step in order, group by group, each with all of its group's.
 
     A group of which a fraction leaves nothing on another tier takes the routes of the device; one
     that is cut in two is taken to rest there as a whole.
     """
-    for one, cut in placed(laid_out, policy, training):
-        cells = _whole_cells(one, cut, policy.default)
+    for one, cut in placed(laid_out, policy, training, rank):
+        cells = _whole_cells(one, cut, policy.default, rank)
         group_routes = routes(cells, laid_out.mesh, one.formats(policy.default, training))
         for route in _unit_routes(laid_out, one, group_routes, training.micro_batches):
             yield one, group_routes, route
@@ -300,29 +306,35 @@ def _unit_routes(
         yield from [of.unshard_backward] * (again + is_reached)
 
 
-def _whole_cells(one: LaidOutGroup, cut: Cut, cells: Cells) -> Cells:
-    """Return the cells with the device as the tier of each state that rests there as a whole."""
+def _whole_cells(one: LaidOutGroup, cut: Cut, cells: Cells, rank: int = 0) -> Cells:
+    """Return the cells with the device as the tier of each state that rests there as a whole on
+    `rank`.
+    """
 
     def here(cell: Cell, split: int, numel: int) -> Cell:
         return replace(cell, tier=Tier.DEVICE) if split == numel else cell
 
-    stepped = one.held(cells.optim, 0)
+    stepped = one.held(cells.optim, rank)
     return replace(
         cells,
-        weight=here(cells.weight, cut.weight, one.held(cells.weight, 0)),
+        weight=here(cells.weight, cut.weight, one.held(cells.weight, rank)),
         grad=cells.grad if cells.grad.is_partial else here(cells.grad, cut.grad, stepped),
         optim=here(cells.optim, cut.optim, stepped),
     )
 
 
 def staged_routes(
-    laid_out: LaidOut, policy: Policy, training: Training, gathers: tuple[int, int]
+    laid_out: LaidOut,
+    policy: Policy,
+    training: Training,
+    gathers: tuple[int, int],
+    rank: int = 0,
 ) -> Iterator[tuple[LaidOutGroup, Routes, Route]]:
-    """Yield the routes of one step of a stage in a pipeline, group by group: it is gathered as
-    often before forwards and before backwards as `gathers` says, reduced as in `step_routes`.
+    """Yield `rank`'s routes of one step of a stage in a pipeline, group by group: it is gathered
+    as often before forwards and before backwards as `gathers` says, reduced as in `step_routes`.
     """
-    for one, cut in placed(laid_out, policy, training):
-        cells = _whole_cells(one, cut, policy.default)
+    for one, cut in placed(laid_out, policy, training, rank):
+        cells = _whole_cells(one, cut, policy.default, rank)
         of = routes(cells, laid_out.mesh, one.formats(policy.default, training))
         ahead, back = gathers
         for route in (*[of.unshard_forward] * ahead, *[of.unshard_backward] * back):
@@ -339,15 +351,17 @@ def traffic_bytes(
     policy: Policy,
     training: Training,
     gathers: tuple[int, int] | None = None,
+    rank: int = 0,
 ) -> LinkBytes:
-    """Return the payload that one rank receives per step, inside its node and from others;
+    """Return the payload that `rank` receives per step, inside its node and from others;
     `gathers`: of a stage in a pipeline, see `staged_routes`.
     """
     if gathers is None:
-        steps = step_routes(laid_out, policy, training)
+        steps = step_routes(laid_out, policy, training, rank)
     else:
-        steps = staged_routes(laid_out, policy, training, gathers)
-    return sum((route.bytes(one.layout.numel) * one.count for one, _, route in steps), LinkBytes())
+        steps = staged_routes(laid_out, policy, training, gathers, rank)
+    moved = (route.bytes(one.layout.portion(rank)) * one.count for one, _, route in steps)
+    return sum(moved, LinkBytes())
 
 
 def _key(unit: UnitShape) -> object:

@@ -195,8 +195,8 @@ class StateAccess:
 
     @property
     def rests_on_disk(self) -> bool:
-        """Whether any state rests on disk."""
-        return Tier.DISK in self._context.tiering.stores
+        """Whether any state rests on disk, on any rank."""
+        return any(Tier.DISK in tiers for tiers in self._context.tiering.away.values())
 
     @property
     def is_lost(self) -> bool:
@@ -329,7 +329,7 @@ class StateAccess:
         """
         self.check_open()
         self._faults.check(passes=False)
-        if self._context.steps_into_forward and self._context.tiering.stores:
+        if self._context.steps_into_forward and self._context.tiering.away:
             self.join_step()
             self._faults.agree()
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from zeroshard.core.accumulation import UnitGradient
-from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.precision import Precision, dtype_name
+from zeroshard.core.shares import Dealer
 from zeroshard.memory import return_freed_memory
 from zeroshard.runtime.bucket import PartialSum
 from zeroshard.runtime.context import Context, Dtypes, SegmentPlan
@@ -26,7 +26,6 @@ from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.summed import SummedGradient
-from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, holding_others
 from zeroshard.state.allocator import GradientAllocator
@@ -47,6 +46,7 @@ class Splits:
     weight: int
     grad: int
     optim: int
+    weights_stay: bool = True  # on the device as a whole, and on that of every other rank
 
 
 def compute_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
@@ -67,11 +67,12 @@ def compute_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
 
 def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
     """Take every planned unit's parameters over; afterwards they rest as the policy says."""
-    planned = [_plan_segments(plan, context.of(plan.pattern)) for plan in plans]
+    dealer = Dealer(context.options.shares)
+    planned = [_plan_segments(plan, context.of(plan.pattern), dealer) for plan in plans]
     splits = dict(
         zip(
             (p.key for group in planned for p in group),
-            _split([p for group in planned for p in group], context.tiering),
+            _split([p for group in planned for p in group], context),
             strict=True,
         )
     )
@@ -101,12 +102,13 @@ def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
     return units
 
 
-def _plan_segments(plan: UnitPlan, context: Context) -> list[SegmentPlan]:
+def _plan_segments(plan: UnitPlan, context: Context, dealer: Dealer) -> list[SegmentPlan]:
     out = []
     for (dtype, trainable), members in _groups(plan, context.dtypes).items():
         key = f"{plan.name}:{dtype_name(dtype)}{'' if trainable else ':frozen'}"
         shapes = [(name, tuple(local_of(p).shape)) for name, p in members.items()]
-        layout = Layout.build(shapes, context.mesh, align=context.options.codecs.align)
+        align = context.options.codecs.align
+        layout = dealer.layout(shapes, context.mesh, kind=(dtype, trainable), align=align)
         out.append(
             SegmentPlan(
                 key,
@@ -133,22 +135,32 @@ def _groups(
 
 
 def gradient_bytes(
-    plan: UnitPlan, cell: Cell, mesh: Mesh, dtypes: Dtypes, precision: Precision, align: int
+    plan: UnitPlan,
+    cell: Cell,
+    mesh: Mesh,
+    *,
+    dtypes: Dtypes,
+    precision: Precision,
+    dealer: Dealer,
+    align: int,
 ) -> UnitGradient:
-    """Return the bytes of a unit's gradient between micro-batches: whole, and as `cell` says."""
+    """Return the bytes of a unit's gradient between micro-batches: whole, and as `cell` says, on
+    the rank where they are most. `dealer` has laid out the units before.
+    """
     whole = part = 0
     for (dtype, trainable), members in _groups(plan, dtypes).items():
         if trainable:
             shapes = [(name, tuple(local_of(p).shape)) for name, p in members.items()]
-            layout, size = Layout.build(shapes, mesh, align=align), precision.at(dtype).accumulate
-            spans = [layout.span(rank, layout.scope(cell)) for rank in range(mesh.size)]
-            whole += layout.numel * size.itemsize
-            part += max(stop - start for start, stop in spans) * size.itemsize
+            layout = dealer.layout(shapes, mesh, kind=(dtype, trainable), align=align)
+            itemsize = precision.at(dtype).accumulate.itemsize
+            whole += layout.numel * itemsize
+            part += max(layout.held(rank, cell) for rank in range(mesh.size)) * itemsize
     return UnitGradient(plan.name, whole, part)
 
 
-def _split(plans: Sequence[SegmentPlan], tiering: Tiering) -> list[Splits]:
+def _split(plans: Sequence[SegmentPlan], context: Context) -> list[Splits]:
     """Return where each segment's states are cut between the device and other tiers."""
+    tiering = context.tiering
     weights = tiering.splits(
         "weight", [p.cells.weight.tier for p in plans], [p.num_weights for p in plans]
     )
@@ -160,10 +172,28 @@ def _split(plans: Sequence[SegmentPlan], tiering: Tiering) -> list[Splits]:
         "optimizer", [p.cells.optim.tier for p in trained], [p.num_stepped for p in trained]
     )
     stepped = {p.key: (grad, optim) for p, grad, optim in zip(trained, grads, optims, strict=True)}
+    stay = _stay_everywhere(plans, context)
     return [
-        Splits(weight, *stepped.get(p.key, (0, 0)))
-        for p, weight in zip(plans, weights, strict=True)
+        Splits(weight, *stepped.get(p.key, (0, 0)), weights_stay=stays)
+        for p, weight, stays in zip(plans, weights, stay, strict=True)
     ]
+
+
+def _stay_everywhere(plans: Sequence[SegmentPlan], context: Context) -> list[bool]:
+    """Return of which segments the weights rest on the device on every rank: only these have a
+    window, which all ranks make together.
+    """
+    tiering, out = context.tiering, [True] * len(plans)
+    alike = context.options.shares is None and not tiering.differs("weight")
+    for rank in range(context.mesh.size):
+        # where ranks are alike, each speaks for all, also of parameters with a mesh of their own
+        held = [p.layout.held(p.rank if alike else rank, p.cells.weight) for p in plans]
+        tier = tiering.tier_on(rank, "weight")
+        splits = tiering.splits("weight", [tier] * len(plans), held)
+        out = [stay and split == num for stay, split, num in zip(out, splits, held, strict=True)]
+        if alike:
+            break
+    return out
 
 
 class _Reserved:
@@ -240,7 +270,8 @@ def _build_segment(
 ) -> Segment:
     cells = plan.cells
     parameters = list(plan.members.values())
-    flat = FlatWeights(plan, context, _rest_of_weights(plan, splits, reserved, context))
+    rest = _rest_of_weights(plan, splits, reserved, context)
+    flat = FlatWeights(plan, context, rest, reads_first=not splits.weights_stay)
     grad = _gradient_path(plan, splits, flat, context) if plan.trainable else None
     segment = Segment(plan, flat, grad, split=splits.optim)
     if plan.trainable and context.options.trains:
@@ -269,7 +300,7 @@ def make_master(
 def _rest_of_weights(
     plan: SegmentPlan, splits: Splits, reserved: Mapping[Tier, Store], context: Context
 ) -> State | None:
-    """Return where this rank's weights rest, None for the device."""
+    """Return where this rank's weights rest, None for a window on the device."""
     tier, share = plan.cells.weight.tier, plan.num_weights
     codec = plan.codec(context)
     if (
@@ -277,21 +308,19 @@ def _rest_of_weights(
         and not plan.trainable
         and context.options.codecs.frozen is not None
         and tier is Tier.DEVICE
+        and splits.weights_stay  # else some ranks encode what they read
     ):
         return State(EncodedStorage(plan.key, share, plan.dtype, codec, context.device))
     store = reserved.get(tier)
-    if store is None or splits.weight == share:
+    if splits.weights_stay:
         return None
-    near = (
-        torch.zeros(splits.weight, dtype=plan.dtype, device=context.device)
-        if splits.weight
-        else None
-    )
-    return State.of(
-        near,
-        store.allocate(f"{plan.key} weights", share - splits.weight, plan.dtype),
-        link=context.tiering.link,
-    )
+    here, away = splits.weight, share - splits.weight
+    near = torch.zeros(here, dtype=plan.dtype, device=context.device) if here or not away else None
+    there = None
+    if away:
+        assert store is not None, (plan.key, tier)
+        there = store.allocate(f"{plan.key} weights", away, plan.dtype)
+    return State.of(near, there, link=context.tiering.link)
 
 
 def _gradient_path(

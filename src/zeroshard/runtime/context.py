@@ -31,6 +31,7 @@ from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
 from zeroshard.core.route import Routes, routes
+from zeroshard.core.shares import Shares
 from zeroshard.core.wire import Formats, Wire
 from zeroshard.memory import MemoryCounter
 from zeroshard.optim.scaler import LossScaler
@@ -76,6 +77,7 @@ class Options:
     trains: bool  # an optimizer is there, or will be: masters are kept
     codecs: Codecs = field(default_factory=Codecs)
     batch_shares: tuple[float, ...] = ()  # what a rank's loss counts; empty: all the same
+    shares: Shares | None = None  # of each rank, of what is sharded; None: equal
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,11 @@ class Context:
     def transports(self) -> Transports:
         """All transports of the engine."""
         return Transports(self.transport, tuple(one.transport for one in self.own.values()))
+
+    @property
+    def weights_leave(self) -> bool:
+        """Whether any weights rest on another tier than the device, on any rank."""
+        return self.policy.weights_leave_the_device or "weight" in self.tiering.away
 
     def close(self) -> None:
         """Release transports, sockets and stores."""
@@ -159,8 +166,7 @@ class SegmentPlan:
         return self._held(self.cells.weight)
 
     def _held(self, cell: Cell) -> int:
-        start, stop = self.layout.span(self.rank, self.layout.scope(cell))
-        return stop - start
+        return self.layout.held(self.rank, cell)
 
     @property
     def strides(self) -> list[tuple[int, ...]]:
@@ -195,8 +201,10 @@ class SegmentPlan:
         """Return the codec in which the gradients travel."""
         return context.options.codecs.grad if self.precision(context).wire in CODED else None
 
-    def routes(self, context: Context, rest: State) -> Routes:
-        """Return the routes of weights that rest as `rest` and of their gradients."""
+    def routes(self, context: Context, rest: State, *, reads: bool) -> Routes:
+        """Return the routes of weights that rest as `rest` and of their gradients; `reads`: the
+        weights of some rank rest on another tier, and its peers wait for its read as for theirs.
+        """
         precision, codec = self.precision(context), self.codec(context)
         grad_codec = self.grad_codec(context)
         transport = context.transport
@@ -211,8 +219,11 @@ class SegmentPlan:
             master=Wire.of(context.precision.master),
         )
         cells = self.cells
-        if rest.on_device:  # a fraction may leave a whole segment there
-            cells = replace(cells, weight=replace(cells.weight, tier=Tier.DEVICE))
+        # a fraction may leave a whole segment on the device; a rank whose own part is there reads
+        # as from any other tier
+        away = {Tier.DEVICE: Tier.HOST}.get(cells.weight.tier, cells.weight.tier)
+        tier = away if reads else Tier.DEVICE
+        cells = replace(cells, weight=replace(cells.weight, tier=tier))
         two_level = False if lowering is None else lowering.two_level
         return routes(cells, context.mesh, formats, two_level=two_level)
 

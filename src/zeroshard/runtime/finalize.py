@@ -182,11 +182,8 @@ class Finalizer:
 
     def _divide(self, weight: float) -> None:
         """Divide by the weights of all ranks, which are known now."""
-        sums = [path.summed for path in self._backward.paths()]
-        for summed in sums:
-            summed.divide(weight)
-        if asked := [one for summed in sums for one in summed.asked()]:
-            read_squares(asked)
+        for path in self._backward.paths():
+            path.summed.divide(weight)
 
     def _read(self, averaged: Sequence[SummedGradient], divisor: float) -> list[str]:
         """Read once what is to be known of averages on an accelerator; return the keys of those
@@ -376,6 +373,9 @@ class Finalizer:
         """
         self.finalize()
         with self._axes.telling(_NORM):
+            # on an accelerator, of averages that have been scaled since they were read
+            if asked := [one for path in self._backward.paths() for one in path.summed.asked()]:
+                read_squares(asked)
             local = [path.summed.squares(path.in_norm) for path in self._backward.paths()]
             self._faults.agree()
         size, paths = self._transport.size, self._backward.paths()

@@ -78,8 +78,17 @@ class _Reads:
 class FlatWeights:
     """The weights of one segment."""
 
-    def __init__(self, plan: SegmentPlan, context: Context, rest: State | None = None) -> None:
-        """Make them, zero-filled; `rest` where they do not rest in plain memory of the device."""
+    def __init__(
+        self,
+        plan: SegmentPlan,
+        context: Context,
+        rest: State | None = None,
+        *,
+        reads_first: bool = False,
+    ) -> None:
+        """Make them, zero-filled; `rest` where they do not rest in a window. `reads_first`: some
+        of them rest on another tier, on this rank or another.
+        """
         layout, cells, rank = plan.layout, plan.cells, plan.rank
         self.key = plan.key
         self.layout = layout
@@ -111,7 +120,7 @@ class FlatWeights:
             context.device,
             None if self.window is None else self.window.full,
         )
-        self.routes = plan.routes(context, rest)
+        self.routes = plan.routes(context, rest, reads=reads_first)
         # between forward and backward
         self.column = KeptColumn(
             plan.key,
@@ -183,15 +192,15 @@ class FlatWeights:
         """What streams call the memory at rest: the full buffer itself where it stays here."""
         return f"{self.key}.local" if self.buffer.is_ours else self.key
 
+    @property
+    def reads_first(self) -> bool:
+        """Whether a gather begins with a read of another tier, on this rank or another."""
+        return any(hop.kind is Kind.READ for hop in self.routes.unshard_forward)
+
     @cached_property
     def is_local(self) -> bool:
         """Whether gathering moves nothing (mapped memory or a single rank)."""
         return self.window is not None and self.window.aliased
-
-    @property
-    def rests_elsewhere(self) -> bool:
-        """Whether the weights rest on another tier than the device."""
-        return not self.rest.on_device and self.coded_rest is None
 
     @property
     def coded_rest(self) -> EncodedStorage | None:
@@ -254,7 +263,7 @@ class FlatWeights:
             route = self.routes.regather
         if self.coded_rest is not None:
             return route, self.coded_rest.encoded, self.rest_name
-        if self.rests_elsewhere:
+        if self.reads_first:
             return route, self.full, None  # it is read first
         return route, self.rest.whole, self.rest_name
 
@@ -269,7 +278,8 @@ class FlatWeights:
         recording = self.context.streams.probe.recording
         if recording is None:
             return self.window.gather()
-        num_bytes = self._start(raw=False)[0].bytes(self.layout.numel).total
+        portion = self.layout.portion(self.context.transport.rank)
+        num_bytes = self._start(raw=False)[0].bytes(portion).total
         if not num_bytes:
             return self.window.gather()  # a single rank
         operation = Operation("gather", Kind.ALL_GATHER.value, self.key, num_bytes)
@@ -292,9 +302,10 @@ class FlatWeights:
             return self._start_gather(hop, axes, here, source)
         since = recording.now()
         out, work = self._start_gather(hop, axes, here, source)
-        received = hop.link_bytes(self.layout.numel)
+        portion = self.layout.portion(self.context.transport.rank)
+        received = hop.link_bytes(portion)
         if len(axes) > 1:  # from this rank's column to the whole
-            received += replace(hop, source=hop.target, axis=axes[1]).link_bytes(self.layout.numel)
+            received += replace(hop, source=hop.target, axis=axes[1]).link_bytes(portion)
         operation = Operation(hop.lane, hop.kind.value, self.key, received.total)
         return out, recording.watch(work, operation, since)
 

@@ -227,7 +227,8 @@ class GradientPath:
         if recording is None or since is None:
             return work
         hops = [hop for hop in route if hop.kind is Kind.REDUCE_SCATTER]
-        received = sum(hop.link_bytes(self.flat.layout.numel).total for hop in hops)
+        portion = self.flat.layout.portion(self._transport.rank)
+        received = sum(hop.link_bytes(portion).total for hop in hops)
         operation = Operation("reduce", Kind.REDUCE_SCATTER.value, self.key, received)
         recording.rests(self.key, self.bytes_by_tier())
         return recording.watch(work, operation, since)

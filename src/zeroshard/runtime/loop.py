@@ -83,8 +83,8 @@ class Loop:
         self._saved = backward.saved
         self._beat = heartbeat()
         # elsewhere ranks may run forwards that the others do not
-        may_agree = context.policy.weights_leave_the_device or context.transport.size == 1
-        self._agrees = bool(context.tiering.stores) and may_agree
+        may_agree = context.weights_leave or context.transport.size == 1
+        self._agrees = bool(context.tiering.away) and may_agree
 
     @contextmanager
     def outside_sections(self) -> Iterator[None]:

@@ -30,7 +30,7 @@ def make_weights_and_gradients(
     # gathers need every rank: all gather the same units in the same order
     ordered = (
         not context.transport.one_sided
-        or context.policy.weights_leave_the_device
+        or context.weights_leave
         or any(unit.is_coded for unit in units)
     )
     reductions = Reductions(

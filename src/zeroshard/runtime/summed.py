@@ -178,9 +178,8 @@ class SummedGradient:
         work = gather_over(self._transport, axes, self.key, mine, layout.ranges, whole)
         if recording is None:
             return work
-        operation = Operation(
-            "reduce", Kind.ALL_GATHER.value, self.key, route.bytes(layout.numel).total
-        )
+        received = route.bytes(layout.portion(self.rank)).total
+        operation = Operation("reduce", Kind.ALL_GATHER.value, self.key, received)
         return recording.watch(work, operation, since)
 
     # ------------------------------------------------------------------ what is asked and done then

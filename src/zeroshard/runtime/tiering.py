@@ -26,7 +26,9 @@ STATES = ("weight", "grad", "optimizer")
 class Tiering:
     """Where states rest beyond the device: nowhere, by default."""
 
-    stores: Mapping[Tier, Store] = field(default_factory=dict)
+    stores: Mapping[Tier, Store] = field(default_factory=dict)  # of this rank
+    # the states that leave the device on any rank: their tier, or one per rank where ranks differ
+    away: Mapping[str, tuple[Tier, ...]] = field(default_factory=dict)
     # of "weight", "grad", "optimizer"; 1.0 where nothing is said
     fractions: Mapping[str, float] = field(default_factory=dict)
     link: Link = field(default_factory=Direct)
@@ -45,6 +47,15 @@ class Tiering:
     def store(self, tier: Tier) -> Store | None:
         """Return the store of `tier`, None for the device."""
         return None if tier is Tier.DEVICE else self.stores[tier]
+
+    def differs(self, state: str) -> bool:
+        """Whether ranks rest `state` on different tiers."""
+        return len(self.away.get(state, ())) > 1
+
+    def tier_on(self, rank: int, state: str) -> Tier:
+        """Return the tier on which `rank` rests `state`."""
+        tiers = self.away.get(state, (Tier.DEVICE,))
+        return tiers[rank % len(tiers)]
 
     def splits(self, state: str, tiers: Sequence[Tier], numels: Sequence[int]) -> list[int]:
         """Return, per segment of `numels` elements on this rank, how many of `state` rest on the

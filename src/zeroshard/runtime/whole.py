@@ -90,7 +90,7 @@ class Whole:
                 for unit in units:
                     unit.acquire(Use.USER)
                     self._weights.unshard(unit, "forward")
-                if any(segment.flat.rests_elsewhere for unit in units for segment in unit.segments):
+                if any(segment.flat.reads_first for unit in units for segment in unit.segments):
                     self._faults.agree()
                 yield
             finally:
@@ -286,8 +286,10 @@ class Whole:
         """Return every rank's slice of what `local`, of the range that this rank steps, is here;
         `local` itself where that is everything.
         """
-        layout, (start, stop) = segment.flat.layout, segment.flat.stepped
-        if stop - start == layout.numel:
+        layout, start = segment.flat.layout, segment.flat.stepped[0]
+        assert segment.grad is not None, segment.key
+        # not as many elements: one rank may own all of them
+        if len(segment.grad.summed.members) == layout.num_shards:
             return local
         low, high = segment.flat.own_span
         local = local[low - start : high - start]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard import ConfigError, UnevenBatchSampler, split_batch
-from zeroshard.core.batch_shares import check_shares, unequal
+from zeroshard.core.batch_shares import check_batch_shares, unequal
 
 parts = st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any)
 
@@ -92,7 +92,7 @@ def test_another_epoch_has_another_order() -> None:
 )
 def test_shares_that_are_none_are_refused(shares: list[float], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
-        check_shares(shares)
+        check_batch_shares(shares)
     with pytest.raises(ConfigError, match=line):
         UnevenBatchSampler(10, 4, shares, 0)
 

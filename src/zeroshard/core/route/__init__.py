@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from zeroshard.core.cost import LinkBytes, cheapest
-from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
+from zeroshard.core.placement import Cell, Cells, Mesh, Portion, Scope, Tier
 from zeroshard.core.route.hop import Axis, Hop, Kind, Lane, Place, TierBytes, When
 from zeroshard.core.wire import Formats, Wire
 
@@ -76,15 +76,17 @@ class Route:
             taken.add(When.HELD)
         return Route(self.name, tuple(hop for hop in self.hops if hop.when in taken))
 
-    def bytes(self, numel: int) -> LinkBytes:
-        """Return what one rank receives (and sends) for a buffer of `numel` elements."""
-        return sum((hop.link_bytes(numel) for hop in self.hops), LinkBytes())
+    def bytes(self, buffer: float | Portion) -> LinkBytes:
+        """Return what one rank receives for `buffer`: as many elements, shared equally, or its
+        portion of them.
+        """
+        return sum((hop.link_bytes(buffer) for hop in self.hops), LinkBytes())
 
-    def tier_bytes(self, numel: int) -> TierBytes:
+    def tier_bytes(self, buffer: float | Portion) -> TierBytes:
         """Return what one rank reads from other tiers and writes to them; of a reduce, ask the
         route that is `taken`.
         """
-        return sum((hop.tier_bytes(numel) for hop in self.hops), TierBytes())
+        return sum((hop.tier_bytes(buffer) for hop in self.hops), TierBytes())
 
     def __str__(self) -> str:
         return ", ".join([str(self.hops[0].source), *map(str, self.hops)]) if self.hops else "-"

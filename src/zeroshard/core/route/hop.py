@@ -1,7 +1,7 @@
 """One hop of a route: an operation on a buffer, with its lane and its bytes.
 
-A hop counts its bytes from the elements of the buffer, the ranks of its axis and its format; the
-closed forms of core/cost.py are not used here. It does not know rows nor cells.
+A hop counts its bytes from the elements of the buffer, how they are shared, the ranks of its axis
+and its format; the closed forms of core/cost.py are not used here. It does not know rows nor cells.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Literal
 
 from zeroshard.core.cost import LinkBytes
-from zeroshard.core.placement import Mesh, Scope, Tier
+from zeroshard.core.placement import Mesh, Portion, Scope, Tier
 from zeroshard.core.wire import Wire
 
 __all__ = ["Axis", "Hop", "Kind", "Lane", "Place", "TierBytes", "When"]
@@ -100,29 +100,43 @@ class Hop:
         """Where the buffer is afterwards; what is kept is a copy beside it."""
         return self.source if self.kind is Kind.KEEP else self.target
 
-    def held_bytes(self, place: Place, numel: int) -> float:
-        """Return the bytes of this rank's part, at `place`, of a buffer of `numel` elements."""
-        shards = {Scope.SHARD: self.mesh.size, Scope.NODE_SHARD: self.mesh.node_size, Scope.FULL: 1}
-        return numel * self.wire.bytes_per_element / shards[place.scope]
+    def _portion(self, buffer: float | Portion) -> Portion:
+        return buffer if isinstance(buffer, Portion) else self.mesh.portion(buffer)
 
-    def link_bytes(self, numel: int) -> LinkBytes:
-        """Return what this rank receives (and sends) for a buffer of `numel` elements.
+    def held_bytes(self, place: Place, buffer: float | Portion) -> float:
+        """Return the bytes of this rank's part, at `place`, of `buffer`: as many elements, shared
+        equally, or this rank's portion of them.
+        """
+        return self._portion(buffer).held(place.scope) * self.wire.bytes_per_element
+
+    def link_bytes(self, buffer: float | Portion) -> LinkBytes:
+        """Return what this rank receives for `buffer` (and, of equal shares, sends).
 
         Every other rank of the axis sends the part that it holds (a gather) or what this rank is
         to hold (a reduce).
         """
         if self.axis is None:
             return LinkBytes()
-        place = self.source if self.kind is Kind.ALL_GATHER else self.target
-        part = self.held_bytes(place, numel)
-        inside = 0 if self.axis is Axis.NODE else self.mesh.node_size - 1
-        return LinkBytes(part * inside, part * (self.axis.num_ranks(self.mesh) - 1 - inside))
+        has, nodes, local = self._portion(buffer), self.mesh.num_nodes, self.mesh.node_size
+        if self.kind is Kind.ALL_GATHER:
+            moved = {
+                Axis.FLAT: LinkBytes(has.node - has.own, has.whole - has.node),
+                Axis.LOCAL: LinkBytes(inside=has.whole - has.column),
+                Axis.NODE: LinkBytes(between=has.column - has.own),
+            }
+        else:
+            moved = {
+                Axis.FLAT: LinkBytes(has.own * (local - 1), has.own * local * (nodes - 1)),
+                Axis.LOCAL: LinkBytes(inside=has.column * (local - 1)),
+                Axis.NODE: LinkBytes(between=has.own * (nodes - 1)),
+            }
+        return moved[self.axis] * self.wire.bytes_per_element
 
-    def tier_bytes(self, numel: int) -> TierBytes:
+    def tier_bytes(self, buffer: float | Portion) -> TierBytes:
         """Return what this rank reads from other tiers and writes to them; adding to what is on
         disk does both.
         """
-        moved = self.held_bytes(self.target, numel)
+        moved = self.held_bytes(self.target, buffer)
         to_disk = self.kind is Kind.ADD and self.target.tier is Tier.DISK
         return TierBytes(
             moved if self.kind is Kind.READ or to_disk else 0.0,

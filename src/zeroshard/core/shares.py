@@ -1,0 +1,93 @@
+"""Unequal shares: how many elements of each segment every rank owns, dealt out in whole blocks.
+
+Shares are exact fractions of one, one per rank. A segment is cut into blocks of `align` elements,
+and blocks go to the ranks so that after every segment each rank has been dealt its share of all
+blocks so far, rounded down or up::
+
+    shares 0.5 0.3 0.2     segment 1: 3 blocks     2: 3 blocks     3: 4 blocks
+    dealt so far           2 1 0                   3 2 1           5 3 2
+    its share of all       1.5 .9 .6               3 1.8 1.2       5 3 2
+
+That is the chairman assignment problem (Tijdeman, Discrete Math. 32, 1980; apportionment with
+quota, Balinski and Young, 1975). Every block of a rank has a deadline, the count of blocks by which
+its share rounded down includes it. A segment first hands out the blocks that are due, and the ones
+that are left to the ranks whose next deadline comes first. No set of blocks that respects the
+shares rounded up serves more of the deadlines to come, so that none is ever missed.
+
+Invariants (tests/unit/core/test_shares.py): dealt blocks sum to the segment's; over any run of
+segments from the first, every rank is less than one block from its share; a share of 0 gets
+nothing; equal shares are ``layout.equal_shares``, padded as ever. Deterministic, in exact
+arithmetic: the same on every rank. Cost: O(ranks) per segment, no table of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from zeroshard.core.layout import ALIGN, Layout
+from zeroshard.core.placement import Mesh
+
+__all__ = ["Dealer", "Shares", "deal", "shares_of"]
+
+Shares = tuple[Fraction, ...]  # of one, one per rank; they sum to 1
+
+_SMALLEST = 10**9  # parts of one that numbers are rounded to: 0.1 is a tenth
+
+
+def shares_of(numbers: Sequence[float]) -> Shares | None:
+    """Return `numbers` (at least 0, not all of them 0; any sum) as shares; None where all are
+    equal.
+    """
+    parts = [Fraction(number).limit_denominator(_SMALLEST) for number in numbers]
+    total = sum(parts)
+    assert total > 0 and min(parts) >= 0, numbers
+    return None if len(set(parts)) == 1 else tuple(part / total for part in parts)
+
+
+def deal(shares: Shares, dealt: Sequence[int], num_blocks: int) -> tuple[int, ...]:
+    """Return how many blocks of the next segment, of `num_blocks`, each rank gets; `dealt`: of all
+    segments before.
+    """
+    total = sum(dealt) + num_blocks
+    quotas = [share * total for share in shares]
+    goal = [max(have, quota.__floor__()) for have, quota in zip(dealt, quotas, strict=True)]
+    open_to = [
+        rank for rank, quota in enumerate(quotas) if shares[rank] and goal[rank] < quota.__ceil__()
+    ]
+    # the block by which the next one of a rank is due
+    due = {rank: ((goal[rank] + 1) / shares[rank]).__ceil__() for rank in open_to}
+    left = total - sum(goal)
+    assert 0 <= left <= len(open_to), (shares, dealt, num_blocks)
+    for rank in sorted(open_to, key=lambda rank: (due[rank], rank))[:left]:
+        goal[rank] += 1
+    return tuple(after - before for after, before in zip(goal, dealt, strict=True))
+
+
+@dataclass
+class Dealer:
+    """Lays out the segments of a model, one after another, over ranks with `shares`, None: equal
+    ones. Segments of one kind (dtype, trained or not) share a count, so that the bytes of every
+    state follow the shares.
+    """
+
+    shares: Shares | None = None
+    _dealt: dict[Hashable, list[int]] = field(default_factory=dict)  # blocks, by kind
+
+    def layout(
+        self,
+        named_shapes: Sequence[tuple[str, tuple[int, ...]]],
+        mesh: Mesh,
+        *,
+        kind: Hashable,
+        align: int = ALIGN,
+    ) -> Layout:
+        """Return the layout of the next segment, which is of `kind`."""
+        if self.shares is None:
+            return Layout.build(named_shapes, mesh, align=align)
+        dealt = self._dealt.setdefault(kind, [0] * mesh.size)
+        num_blocks = Layout.num_blocks(named_shapes, align)
+        blocks = deal(self.shares, dealt, num_blocks)
+        self._dealt[kind] = [have + more for have, more in zip(dealt, blocks, strict=True)]
+        return Layout.build(named_shapes, mesh, align=align, shares=[one * align for one in blocks])

@@ -1,0 +1,124 @@
+"""``zeroshard plan --shares`` and unequal ``--gpu-memory``: a table per row, rank by rank."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from zeroshard.launch.numbers import three_digits
+from zeroshard.launch.options import UsageError
+
+if TYPE_CHECKING:
+    from zeroshard.planner import Machine, ModelShape, Training
+    from zeroshard.planner.uneven import UnevenRow
+
+__all__ = ["is_uneven", "memories_of", "plan_and_print"]
+
+
+def is_uneven(arguments: argparse.Namespace) -> bool:
+    """Whether the options describe ranks that are not alike."""
+    return arguments.shares is not None or "," in (arguments.gpu_memory or "")
+
+
+def memories_of(arguments: argparse.Namespace) -> list[int]:
+    """Return the memory of each GPU where several are given, and take them from the options.
+    Raises ConfigError, and UsageError for options that plan other things.
+    """
+    from zeroshard.core.sizes import parse_bytes
+
+    others = {"tp": (1,), "pp": (1,), "sweep": (None,), "plot": (None,), "write": (None,)}
+    for name, defaults in others.items():
+        if getattr(arguments, name) not in defaults:
+            raise UsageError(f"plan: --shares and unequal --gpu-memory plan every rank of one"
+                             f" machine: leave --{name} out")  # fmt: skip
+    texts = (arguments.gpu_memory or "").split(",")
+    if len(texts) == 1:
+        return []
+    arguments.gpu_memory = None
+    if arguments.gpus is None:
+        arguments.gpus = len(texts)
+    return [parse_bytes(text, "gpu_memory") for text in texts]
+
+
+def plan_and_print(
+    arguments: argparse.Namespace,
+    model: ModelShape,
+    machine: Machine,
+    training: Training,
+    memories: Sequence[int],
+) -> int:
+    """Plan every rank of every row, and print it."""
+    from zeroshard.planner.uneven import plan_uneven
+
+    shares: Any = arguments.shares
+    if shares not in (None, "memory", "auto"):
+        try:
+            shares = [float(text) for text in shares.split(",")]
+        except ValueError:
+            raise UsageError(
+                f"plan: --shares {shares!r} is not numbers such as 0.1,0.9, memory or auto"
+            ) from None
+    rows = plan_uneven(model, machine, training, shares=shares, gpu_memory=memories)
+    if arguments.json:
+        sizes = {"name": model.name, "parameters": model.numel}
+        print(json.dumps({"model": sizes, "rows": [row.to_dict() for row in rows]}, indent=1))
+    else:
+        _print(model, machine, rows)
+    return 0
+
+
+def _print(model: ModelShape, machine: Machine, rows: Sequence[UnevenRow]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(soft_wrap=True)
+    nodes = machine.gpus // machine.node_size
+    facts = f"{machine.gpus} x {machine.name} in {nodes} node(s) of {machine.node_size}"
+    for name, fact in (("model", f"{model.name}: {model.numel:,} parameters"), ("machine", facts)):
+        console.print(f"{name:9} {fact}", markup=False, highlight=False)
+    console.print("GB of each rank: at rest and received per step (exact), at peak (modelled)")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=0)
+    names = ("row", "elsewhere", "rank", "share", "rest", "peak", "of", "host", "disk", "moved")
+    for name in (*names, "fits"):
+        is_text = name in ("row", "elsewhere", "fits")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        for number, texts in enumerate(_lines(row)):
+            first = (row.row, _elsewhere(row)) if not number else ("", "")
+            table.add_row(*first, *texts, style="" if row.fits else "dim")
+    Console(width=110).print(table)
+
+
+def _lines(row: UnevenRow) -> list[list[str]]:
+    """Return a line per run of ranks that are alike."""
+    out = []
+    short = set(row.short)
+    for rank, group in groupby(enumerate(row.ranks), key=lambda pair: pair[1]):
+        numbers = [number for number, _ in group]
+        name = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        sizes = [rank.rest_bytes["device"], rank.peak_bytes["device"], rank.memory]
+        sizes += [rank.rest_bytes["host"], rank.rest_bytes["disk"], rank.traffic_bytes]
+        is_short = any(f"device memory of rank {number}" in short for number in numbers)
+        fits = "no: device memory" if is_short else "yes"
+        left = [one for one in row.short if " of node " in one]
+        if left and not is_short:
+            fits = f"no: {left[0]}"
+        texts = [three_digits(size / 1e9) for size in sizes]
+        out.append([name, f"{rank.share:.3g}", *texts, fits])
+    return out
+
+
+def _elsewhere(row: UnevenRow) -> str:
+    by_tier: dict[str, list[str]] = {}
+    for state, tier in row.tiers.items():
+        if tier != "device":
+            by_tier.setdefault(tier, []).append("optim" if state == "optimizer" else state)
+    parts = [
+        f"{'all' if len(states) == len(row.tiers) else '+'.join(states)} {tier}"
+        for tier, states in by_tier.items()
+    ]
+    return ", ".join(parts) or "-"

@@ -1,0 +1,109 @@
+"""Unequal shares: blocks dealt out segment by segment stay within one block of every rank's share,
+and equal shares change nothing.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from zeroshard.core.layout import ALIGN, Layout
+from zeroshard.core.placement import Mesh, Portion, Scope
+from zeroshard.core.shares import Dealer, Shares, deal, shares_of
+
+WEIGHTS = st.lists(st.integers(0, 50), min_size=1, max_size=7).filter(any)
+SEGMENTS = st.lists(st.integers(0, 40), min_size=1, max_size=30)
+SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=4)
+
+
+def exact(weights: list[int]) -> Shares:
+    return tuple(Fraction(weight, sum(weights)) for weight in weights)
+
+
+def test_the_example_of_the_docstring() -> None:
+    shares, dealt = shares_of([0.5, 0.3, 0.2]), [0, 0, 0]
+    assert shares is not None
+    seen = []
+    for num_blocks in (3, 3, 4):
+        dealt = [a + b for a, b in zip(dealt, deal(shares, dealt, num_blocks), strict=True)]
+        seen.append(dealt)
+    assert seen == [[2, 1, 0], [3, 2, 1], [5, 3, 2]]
+
+
+@given(WEIGHTS, SEGMENTS)
+@example([1, 1, 2], [1, 1, 1, 1])  # two ranks are due at once
+@example([1, 0, 9], [10] * 5)
+@example([3, 3, 1, 1, 1], [1] * 27)
+def test_after_every_segment_each_rank_is_within_one_block_of_its_share(
+    weights: list[int], segments: list[int]
+) -> None:
+    shares, dealt = exact(weights), [0] * len(weights)
+    for num_blocks in segments:
+        blocks = deal(shares, dealt, num_blocks)
+        assert sum(blocks) == num_blocks and min(blocks) >= 0
+        dealt = [have + more for have, more in zip(dealt, blocks, strict=True)]
+        for share, have in zip(shares, dealt, strict=True):
+            assert abs(have - share * sum(dealt)) < 1
+
+
+@given(WEIGHTS, SEGMENTS)
+def test_a_share_of_zero_gets_nothing(weights: list[int], segments: list[int]) -> None:
+    shares, dealt = exact(weights), [0] * len(weights)
+    for num_blocks in segments:
+        blocks = deal(shares, dealt, num_blocks)
+        dealt = [have + more for have, more in zip(dealt, blocks, strict=True)]
+        assert not any(have for have, weight in zip(dealt, weights, strict=True) if not weight)
+
+
+@given(WEIGHTS, st.lists(SHAPES, min_size=1, max_size=8), st.sampled_from([16, ALIGN, 256]))
+def test_layouts_are_aligned_and_follow_the_shares_by_kind(
+    weights: list[int], segments: list[list[tuple[int, ...]]], align: int
+) -> None:
+    shares, mesh = exact(weights), Mesh(1, len(weights))
+    dealer = Dealer(shares)
+    dealt = {"a": [0] * mesh.size, "b": [0] * mesh.size}
+    for number, shapes in enumerate(segments):
+        named = [(f"p{index}", shape) for index, shape in enumerate(shapes)]
+        kind = "ab"[number % 2]
+        layout = dealer.layout(named, mesh, kind=kind, align=align)
+        plain = Layout.build(named, Mesh(1, 1), align=align)
+        assert layout.slots == plain.slots  # where a parameter lies does not depend on shares
+        assert layout.numel == plain.numel  # and nothing is padded beyond the last block
+        assert all(share % align == 0 for share in layout.shares)
+        dealt[kind] = [have + more for have, more in zip(dealt[kind], layout.shares, strict=True)]
+        for share, have in zip(shares, dealt[kind], strict=True):
+            assert abs(have - share * sum(dealt[kind])) < align
+
+
+@given(st.integers(1, 6), SHAPES, st.floats(0.01, 10))
+def test_equal_shares_are_the_layout_without_shares(
+    ranks: int, shapes: list[tuple[int, ...]], each: float
+) -> None:
+    assert shares_of([each] * ranks) is None
+    named = [(f"p{index}", shape) for index, shape in enumerate(shapes)]
+    mesh = Mesh(1, ranks)
+    assert Dealer(None).layout(named, mesh, kind="any") == Layout.build(named, mesh)
+
+
+def test_numbers_mean_what_they_say_and_only_their_proportions_count() -> None:
+    assert shares_of([0.1, 0.9]) == (Fraction(1, 10), Fraction(9, 10))
+    assert shares_of([24 << 30, 72 << 30]) == (Fraction(1, 4), Fraction(3, 4))
+    assert shares_of([1 / 3, 1 / 3, 1 / 3]) is None
+
+
+@given(WEIGHTS.filter(lambda weights: len(weights) % 2 == 0), SHAPES)
+def test_a_portion_is_what_rank_column_and_node_own(
+    weights: list[int], shapes: list[tuple[int, ...]]
+) -> None:
+    mesh = Mesh(2, len(weights) // 2)
+    named = [(f"p{index}", shape) for index, shape in enumerate(shapes)]
+    layout = Dealer(exact(weights)).layout(named, mesh, kind="any")
+    for rank in range(mesh.size):
+        own = {scope: layout.span(rank, scope) for scope in Scope}
+        held = {scope: stop - start for scope, (start, stop) in own.items()}
+        node = sum(layout.shares[other] for other in mesh.node(rank))
+        portion = layout.portion(rank)
+        assert portion == Portion(held[Scope.SHARD], held[Scope.NODE_SHARD], node, held[Scope.FULL])
+        assert {scope: portion.held(scope) for scope in Scope} == held
