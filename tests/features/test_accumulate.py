@@ -147,7 +147,8 @@ def _kept_elsewhere(rank: int, world: int, path: str) -> list[str]:
         wide = {"tier": tier, "path": path if tier == "disk" else None}
         state, _ = _vertical(rank, "zero3", **wide)
         told += differences(state, expected, tier, "device")
-    return told
+    state, _ = _vertical(rank, "zero3", shares=[0.1, 0.9])
+    return told + differences(state, expected, "unequal shares", "equal ones")
 
 
 def test_activations_between_units_rest_on_the_host_or_on_disk(tmp_path: Any) -> None:

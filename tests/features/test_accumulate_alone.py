@@ -82,7 +82,16 @@ def test_models_without_blocks_with_tiles_and_with_checkpointed_blocks_have_the_
     assert differences(_steps(make, vertical=True), expected) == []
 
 
+class Cast(Net):
+    """Autocast inside the model, where only the threads of micro-batches come."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x, y)
+
+
 def test_autocast_reaches_blocks_in_both_runs() -> None:
+    assert differences(_steps(Cast, vertical=True), _steps(Cast, vertical=False)) == []
     around = partial(torch.autocast, "cpu", torch.bfloat16)
     expected = _steps(make_model, vertical=False, around=around)
     assert differences(_steps(make_model, vertical=True, around=around), expected) == []

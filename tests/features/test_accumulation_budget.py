@@ -202,13 +202,15 @@ def test_one_rank_takes_a_budget_that_its_script_gives_to_many() -> None:
 
 
 def _on_the_host(rank: int, world: int) -> list[str]:
-    """Whole gradients rest where the row's gradients do."""
+    """Whole gradients rest where the row's gradients do, and do not depend on shares."""
     out = []
-    for options in ({}, {"offload": zs.Offload(grad="host", optimizer="host")}):
+    tiers = zs.Offload(grad="host", optimizer="host")
+    for options in ({}, {"offload": tiers}, {"shares": [0.25, 0.75]}):
         step = _one_step(rank, "zero3", 3, MESHES["zero3"], accumulation_budget=10**8, **options)
         out.append(step["grads"])
-    return differences(out[1], out[0], "host", "device")
+    told = differences(out[1], out[0], "host", "device")
+    return told + differences(out[2], out[0], "unequal shares", "equal ones")
 
 
-def test_whole_gradients_rest_on_the_host_with_the_row() -> None:
+def test_whole_gradients_rest_on_the_host_with_the_row_and_beside_unequal_shares() -> None:
     assert run_ranks(2, _on_the_host) == [[], []]
