@@ -29,6 +29,7 @@ FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 PUBLIC = {
     "api.py shard",
     "config/native.py Config",
+    "config/native.py ShardOptions",
     *(f"checkpoint/{name}" for name in ("save.py save", "save.py __init__", "load.py load")),
 }
 # what a condition asks for when it reads the table again: tier, codec, placement or transport

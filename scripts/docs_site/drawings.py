@@ -375,6 +375,34 @@ def elastic() -> str:
     return picture.text()
 
 
+def orders() -> str:
+    """Draw two orders of three micro-batches in three units, and the reads of weights of each."""
+    picture = Picture(820, 262, "Two orders of three micro-batches in three units")
+    one_by_one = [(unit, micro) for micro in (1, 2, 3) for unit in "ABC"]
+    plain_backward = [(unit, micro) for micro in (1, 2, 3) for unit in "CBA"]
+    together = [(unit, micro) for unit in "ABC" for micro in (1, 2, 3)]
+    backward = [(unit, micro) for unit in "CBA" for micro in (1, 2, 3)]
+    for top, title, reads, halves in (
+        (8, "one micro-batch after another", "18 reads", (one_by_one, plain_backward)),
+        (140, "engine.accumulate(): one unit after another", "6 reads", (together, backward)),
+    ):
+        picture.words(8, top + 14, title, bold=True)
+        picture.words(812, top + 14, reads, colour="soft", anchor="end")
+        for half, order in enumerate(halves):
+            before = ""
+            for place, (unit, micro) in enumerate(order):
+                x = 8 + 412 * half + 43.5 * place
+                if unit != before:
+                    picture.label(x, top + 28, 40, 24, f"read {unit}", "sum")
+                    picture.arrow(x + 20, top + 53, x + 20, top + 66)
+                picture.label(x, top + 68, 40, 24, f"{unit} {micro}", "all")
+                before = unit
+            picture.words(
+                8 + 412 * half, top + 110, ("forward", "backward")[half], size=12, colour="soft"
+            )
+    return picture.text()
+
+
 DRAWINGS = {
     "table": table,
     "route": route,
@@ -385,6 +413,7 @@ DRAWINGS = {
     "inference": inference,
     "repartition": repartition,
     "elastic": elastic,
+    "orders": orders,
 }
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.asked import Asked, compared, told_by_id, understood
+from zeroshard.asked import Asked, compared, policy_of, told_by_id, understood
 from zeroshard.comm.agree import agree, through
 from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.everyone import Everyone
@@ -40,6 +40,7 @@ from zeroshard.nn.deferred import (
     deferred_init,
     materialize,
 )
+from zeroshard.nn.inputs import shelves
 from zeroshard.repartition import Repartition
 from zeroshard.runtime.balance import first_fraction
 from zeroshard.runtime.build import Context
@@ -186,7 +187,7 @@ def _make_context(
 
     `told`: the errors of values that differ between ranks, by id of the parameter.
     """
-    settings, policy = asked.settings, asked.settings.resolved_policy()
+    settings, policy = asked.settings, policy_of(asked, seat)
     precision = settings.resolved_precision()
     device = next(model.parameters()).device
     spec = CommSpec(
@@ -295,6 +296,7 @@ def _make_tiering(
         staging_bytes=offload.staging_bytes or Tiering.staging_bytes,
         automatic=automatic,
         delayed_update=offload.delayed_update,
+        shelves=shelves,
     )
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ from zeroshard.checks import (
 from zeroshard.comm.agree import REMEDY, Groups, agree, differing, through
 from zeroshard.comm.device_mesh import Seat
 from zeroshard.config import AUTO, Config
+from zeroshard.core.accumulation import least_budget, resting_whole
 from zeroshard.core.placement import Mesh
+from zeroshard.core.policy import Policy
 from zeroshard.core.precision import dtype_name
-from zeroshard.core.shares import Shares, shares_of
+from zeroshard.core.shares import Dealer, Shares, shares_of
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError, ZeroshardError
 from zeroshard.nn.deferred import (
@@ -34,18 +37,18 @@ from zeroshard.nn.deferred import (
     refuse_inside,
 )
 from zeroshard.nn.placed import check_dtensors
-from zeroshard.runtime.build import Dtypes, compute_dtypes
+from zeroshard.runtime.build import Dtypes, compute_dtypes, gradient_bytes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
 from zeroshard.state.local import local_of, part_of, whole_shape
 
-__all__ = ["Asked", "asked_again", "compared", "told_by_id", "understood"]
+__all__ = ["Asked", "asked_again", "compared", "policy_of", "told_by_id", "understood"]
 
 _log = logging.getLogger("zeroshard")
 
 # settings that must be the same on every rank
 _COMPARED = (
     "prefetch_bytes", "strict", "verify_every", "broadcast_buffers", "gradient_clipping",
-    "loss_scale", "batch_shares",
+    "loss_scale", "batch_shares", "accumulation_budget",
 )  # fmt: skip
 
 
@@ -242,6 +245,8 @@ def _checked(
     check_codecs(model, dtypes, settings)
     plans = partition_units(model, settings.units, own_meshes=[own.pattern for own in seat.own])
     check_own_meshes(model, plans, seat, mesh, settings, sync_from)
+    cut = None if shares is None else shares_of(shares)
+    _budgeted(settings, cut, plans, mesh, seat, dtypes)
     groups = {own.pattern: own.holders.groups for own in seat.own}
     within = {
         _initial(name): groups[plan.pattern]
@@ -258,7 +263,6 @@ def _checked(
         deferred = report | {"a deferred model": "yes"}
     else:
         deferred, values = report | values, {}
-    cut = None if shares is None else shares_of(shares)
     return Asked(settings, common, cut, mesh, dtypes, plans, same, deferred, values, parts, within)
 
 
@@ -278,9 +282,55 @@ def asked_again(asked: Asked, model: nn.Module, common: Config, seat: Seat) -> A
     if not isinstance(common.shares, str):
         shares = None if common.shares is None else shares_of(common.shares)
     report = _settings_report(common, seat, node_size)
-    return replace(
+    out = replace(
         asked, settings=settings, common=common, shares=shares, mesh=mesh, settings_report=report
     )
+    policy_of(out, seat)  # raises where the budget holds no unit
+    return out
+
+
+def policy_of(asked: Asked, seat: Seat) -> Policy:
+    """Return the row in force, in which gradients rest whole as far as the budget goes."""
+    settings, shares = asked.settings, asked.shares
+    return _budgeted(settings, shares, asked.plans, asked.mesh, seat, asked.dtypes)
+
+
+def _budgeted(
+    settings: Config,
+    shares: Shares | None,
+    plans: list[UnitPlan],
+    mesh: Mesh,
+    seat: Seat,
+    dtypes: Dtypes,
+) -> Policy:
+    """Return the row in force, in which the gradients of some units rest whole where
+    `accumulation_budget` holds them. Raises ConfigError where it holds none.
+    """
+    policy, budget = settings.resolved_policy(), settings.accumulation_budget
+    if budget is None:
+        return policy
+    assert isinstance(budget, int), budget  # Config has read it
+    meshes = {own.pattern: own.holders.mesh(mesh) for own in seat.own} | {"": mesh}
+    sizes_of = partial(
+        gradient_bytes,
+        dtypes=dtypes,
+        precision=settings.resolved_precision(),
+        dealer=Dealer(shares),
+        align=settings.comm.codecs().align,
+    )
+    sizes = [sizes_of(plan, policy.cells(plan.name).grad, meshes[plan.pattern]) for plan in plans]
+    resting = resting_whole(sizes, budget)
+    if not resting and any(unit.extra for unit in sizes):  # one rank has nothing to reduce
+        shards = sum(unit.shard for unit in sizes)
+        raise ConfigError(
+            f"accumulation_budget={budget} bytes holds no unit: the shards of all gradients take"
+            f" {shards}, and with the smallest unit's whole gradient {least_budget(sizes)}: give"
+            " as many, or leave it out"
+        )
+    try:
+        return policy.with_whole_gradients(resting)
+    except ValueError as error:
+        raise ConfigError(f"accumulation_budget={budget}: {error}") from None
 
 
 def _first_report(seat: Seat, sync_from: int | None) -> dict[str, str]:

@@ -9,7 +9,8 @@ from tests.support.training import make_model, make_sharded, take_steps
 NAMES = {
     "it is": "module optimizer policy precision rank world units",
     "messages": "exchange",
-    "a step": "attach backward clip_grad_norm_ follow join loss_scale no_sync steps_skipped",
+    "a step": "accumulate attach backward clip_grad_norm_ follow join loss_scale no_sync"
+    " steps_skipped",
     "parameters, gradients, state": "gathered full_state_dict full_grad optimizer_part",
     "reports": "memory traffic reset_traffic trace offload_fraction",
     "phases and the end": "offload_states reload_states repartition reset close",

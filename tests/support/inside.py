@@ -285,6 +285,23 @@ def stores(engine: zs.Engine) -> dict[Tier, Store]:
     return dict(engine._context.tiering.stores)
 
 
+@contextmanager
+def disk_reads(engine: zs.Engine) -> Iterator[list[int]]:
+    """Give the bytes of each read of the disk inside."""
+    kind: Any = type(next(iter(stores(engine)[Tier.DISK].storages)))  # type: ignore[attr-defined]
+    read, seen = kind.read, list[int]()
+
+    def counted(storage: Any, start: int, stop: int, out: torch.Tensor) -> Any:
+        seen.append((stop - start) * storage.dtype.itemsize)
+        return read(storage, start, stop, out)
+
+    kind.read = counted
+    try:
+        yield seen
+    finally:
+        kind.read = read
+
+
 def close_stores(engine: zs.Engine) -> None:
     """Wait for a step under way and close the stores; the model stays as it is, unlike in
     ``engine.close()``, which brings all of it to the device.

@@ -25,9 +25,10 @@ from zeroshard.config.sections import Comm, LossScale, Offload, State
 from zeroshard.config.shares import check_shares
 from zeroshard.config.strict import Strict, one_line
 from zeroshard.core.batch_shares import check_batch_shares, unequal
-from zeroshard.core.placement import Scope
+from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
 from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
+from zeroshard.core.sizes import parse_bytes
 from zeroshard.errors import ConfigError
 from zeroshard.optim.scaler import LossScaler
 
@@ -97,6 +98,12 @@ class Config(Strict):
         gt=0,
         description="The norm that a step clips to where clip_grad_norm_() was not called.",
     )
+    accumulation_budget: int | str | None = Field(
+        default=None,
+        description="The most bytes (or 2GiB) of gradients at rest on a rank inside no_sync():"
+        " units whose whole gradients fit keep them, others are reduced at each micro-batch"
+        " (default: as the row does).",
+    )
     train_batch_size: int | None = Field(
         default=None,
         ge=1,
@@ -154,6 +161,14 @@ class Config(Strict):
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return tuple(shares)
+
+    @field_validator("accumulation_budget")
+    @classmethod
+    def _bytes_of_gradients(cls, budget: int | str | None) -> int | None:
+        number = parse_bytes(budget, "accumulation_budget") if isinstance(budget, str) else budget
+        if number is not None and number < 1:
+            raise ValueError(f"accumulation_budget={number} is less than one byte: leave it out")
+        return number
 
     @model_validator(mode="after")
     def _one_policy(self) -> Config:
@@ -238,6 +253,7 @@ class Config(Strict):
         """Raise ConfigError for options that this version does not support."""
         self.offload.check()
         self._check_codecs()
+        self._check_accumulation()
         if self.loss_scale is not None and not self.resolved_precision().needs_loss_scaling:
             raise ConfigError("loss_scale has no effect without precision='fp16': leave it out")
         self.loss_scaler()
@@ -261,6 +277,21 @@ class Config(Strict):
         if comm.error_feedback and codecs.grad is None:
             raise ConfigError(
                 "comm.error_feedback has no effect without an int8, int4 or fp8 comm.grad_codec"
+            )
+
+    def _check_accumulation(self) -> None:
+        if self.accumulation_budget is None:
+            return
+        option, policy = f"accumulation_budget={self.accumulation_budget}", self.resolved_policy()
+        if not any(cells.grad.is_sharded for cells in policy.all_cells):
+            raise ConfigError(
+                f"{option} has no effect: policy={policy.name!r} keeps whole gradients inside"
+                " no_sync() anyway; leave it out"
+            )
+        if any(cells.grad.tier is Tier.DISK for cells in policy.all_cells):
+            raise ConfigError(
+                f"{option} would let whole gradients rest on disk, and they change at every"
+                " micro-batch: take offload.grad='host', or leave the budget out"
             )
 
     def to_json(self) -> str:
@@ -318,6 +349,7 @@ class ShardOptions(TypedDict, total=False):
     verify_every: int | None
     broadcast_buffers: bool | None
     gradient_clipping: float | None
+    accumulation_budget: int | str | None
     train_batch_size: int | None
     train_micro_batch_size_per_gpu: int | None
     gradient_accumulation_steps: int | None

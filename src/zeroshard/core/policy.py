@@ -11,11 +11,12 @@ Invariant: an invalid policy cannot be built. ``bytes_at_rest`` (ZeRO, section 3
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from zeroshard.core.cost import WireBytes, Wires, step_bytes
-from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
+from zeroshard.core.placement import Cell, Cells, Mesh, Placement, Scope, Tier
 from zeroshard.core.route import Routes, routes
 from zeroshard.core.wire import Formats
 
@@ -62,6 +63,17 @@ class Policy:
 
         units = {name: moved(cells) for name, cells in self.units.items()}
         return Policy(self.name, moved(self.default), units)
+
+    def with_whole_gradients(self, units: Iterable[str]) -> Policy:
+        """Return this row with the gradients of `units` whole between micro-batches, as in
+        ``zero1``: partial sums, reduced once.
+        """
+        changed = dict(self.units)
+        for name in units:
+            cells = self.cells(name)
+            whole = replace(cells.grad, node=Placement.PARTIAL, local=Placement.PARTIAL)
+            changed[name] = replace(cells, grad=whole)
+        return Policy(self.name, self.default, changed)
 
     @property
     def all_cells(self) -> tuple[Cells, ...]:

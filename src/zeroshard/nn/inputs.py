@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ from zeroshard.errors import ConfigError
 from zeroshard.nn.activation_store import activation_store_for
 from zeroshard.state.full import flatten, memory_stride
 
-__all__ = ["Call", "Input", "Rest", "unpack"]
+__all__ = ["Call", "Input", "Rest", "shelves", "unpack"]
 
 _LEAST_BYTES = 4096  # below this a tensor is not worth a copy
 
@@ -88,20 +89,26 @@ class _Here:
 class Call:
     """One checkpointed call: its inputs at rest, and the call before it (next in backward)."""
 
-    def __init__(self, rest: Rest) -> None:
+    def __init__(self, rest: Rest, *, chained: bool = True) -> None:
+        """`chained`: backward comes to the calls in reverse order."""
         self._rest = rest
+        self._chained = chained
         self._saved: list[weakref.ref[_Bytes]] = []
         self._before: weakref.ref[Call] | None = None
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Store an input; torch keeps the returned object in its place."""
-        if not _may_leave(tensor):
+        if not self._rest.is_elsewhere or not _may_leave(tensor):
             return tensor
-        if not self._saved:
+        if self._chained and not self._saved:
             self._before, _thread.last = getattr(_thread, "last", None), weakref.ref(self)
         saved = self._put(tensor)
         self._saved.append(weakref.ref(saved))
         return Input(self, saved, tensor, self._rest.group)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return the tensor that `pack` gave this for."""
+        return unpack(packed)
 
     def _put(self, tensor: torch.Tensor) -> _Bytes:
         rest, geometry = self._rest, (tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -139,6 +146,14 @@ _thread = threading.local()  # .last: the last call that put something away
 _stored: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[Any, weakref.ref[_Bytes]]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def shelves(tier: str, disk_path: str | None) -> Callable[[], Call]:
+    """Return what makes places on `tier` for inputs of calls that come back in any order. Raises
+    ConfigError for a tier that does not exist, or a disk without a directory.
+    """
+    rest = Rest.of(tier, None, disk_path)
+    return lambda: Call(rest, chained=False)
 
 
 class Input:

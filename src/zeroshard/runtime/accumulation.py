@@ -59,14 +59,18 @@ class Accumulation:
 
     def add(self, *, scaled: bool, divisor: int = 1, weight: float | None = None) -> None:
         """A backward begins, which counts `weight` (None: as any other)."""
+        self.weigh(weight)
+        self.micro_batches += self.micro_batches != UNKNOWN
+        self.has_gradient = self.changed = True
+        self.scaled, self.divisor = scaled, divisor
+
+    def weigh(self, weight: float | None) -> None:
+        """A backward that has begun brings gradients of a loss that counts `weight`, too."""
         if weight is None:
             self.kinds |= UNWEIGHTED
         else:
             self.kinds |= WEIGHTED
             self.weight += weight if 0.0 <= weight < math.inf else math.nan
-        self.micro_batches += self.micro_batches != UNKNOWN
-        self.has_gradient = self.changed = True
-        self.scaled, self.divisor = scaled, divisor
 
     def finalized(self) -> None:
         """The gradients have been averaged, or stepped."""

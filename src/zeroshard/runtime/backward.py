@@ -100,6 +100,7 @@ class _Pass:
     # many graph tasks as there are
     units: Sequence[Unit] | None = None
     ended: bool = False
+    gathers: bool = False  # gradients of several micro-batches: units are handed over when told
     brings: bool = False  # gradients have come: one by torch.autograd.grad brings none
     retains: bool = False  # its graph may be walked again
     nested: bool = False  # a backward has run inside this one
@@ -162,7 +163,7 @@ class Backward:
         self.saved = SavedTensors(weights)
         self._weights = weights
         self.manner = manner
-        self._announce: Callable[[str, Any], None] | None = None  # inside join()
+        self.announce: Callable[[str, Any], None] | None = None  # inside join()
         self._pass = _Pass()
         self._trainable = [unit for unit in weights.units if unit.trainable]
         self._paths = [path for unit in self._trainable for path in unit.paths]
@@ -198,14 +199,17 @@ class Backward:
             self.manner = before
 
     @contextmanager
-    def of_schedule(self, units: Sequence[Unit], *, retains: bool = False) -> Iterator[None]:
+    def of_schedule(
+        self, units: Sequence[Unit], *, retains: bool = False, gathers: bool = False
+    ) -> Iterator[None]:
         """Run one computation of a pipeline's schedule inside: a backward that brings the gradients
         of `units` alone (none: no gradient, as of a backward for the inputs), by hooks or as the
-        ``.grad`` of parameters. `retains`: another one follows on the same graph.
+        ``.grad`` of parameters. `retains`: another one follows on the same graph. `gathers`: any
+        number of backwards, whose gradients of a unit are added until `complete` is told so.
 
         After an exception it stays open, until engine.reset().
         """
-        self._begin(retains=retains, units=units)
+        self._begin(retains=retains, units=units, gathers=gathers)
         yield
         with torch._C.DisableTorchFunctionSubclass():
             for leaf in self.leaves if units else ():
@@ -218,16 +222,16 @@ class Backward:
     @contextmanager
     def announced(self, announce: Callable[[str, Any], None]) -> Iterator[None]:
         """Call `announce` with what comes inside: a forward, a backward, a clip or a step."""
-        self._announce = announce
+        self.announce = announce
         try:
             yield
         finally:
-            self._announce = None
+            self.announce = None
 
     def tell(self, what: str, argument: Any = None) -> None:
         """Inside `announced`, tell the other ranks what comes."""
-        if self._announce is not None:
-            self._announce(what, argument)
+        if self.announce is not None:
+            self.announce(what, argument)
 
     # ------------------------------------------------------------------ hooks
 
@@ -311,7 +315,7 @@ class Backward:
         """
         if unit.in_backward and self.running:
             if unit.arrived:
-                self._hand_over_complete(unit)
+                self.complete(unit)
             # an earlier forward's output may be this one's input: its backward needs the weights
             # now
             if before_others or unit.forwards.open:
@@ -350,11 +354,12 @@ class Backward:
         if leaf.to_local is not None:
             grad = leaf.to_local(grad)
         manner, room = self.manner, self.reductions.make_room
-        leaf.path.add(leaf.index, grad, manner.factor, sync=manner.sync, make_room=room)
+        more = self._pass.gathers
+        leaf.path.add(leaf.index, grad, manner.factor, sync=manner.sync, more=more, make_room=room)
         del grad
         self._pass.took(unit, leaf.parameter)
         if unit.pending <= 0:
-            self._hand_over_complete(unit)
+            self.complete(unit)
             if not unit.has_frozen:
                 self._pass.finished[unit.index] = unit
 
@@ -365,7 +370,12 @@ class Backward:
     # ------------------------------------------------------------------ a pass
 
     def _begin(
-        self, *, retains: bool = False, brings: bool = False, units: Sequence[Unit] | None = None
+        self,
+        *,
+        retains: bool = False,
+        brings: bool = False,
+        gathers: bool = False,
+        units: Sequence[Unit] | None = None,
     ) -> _Pass:
         self.collect_dropped()
         manner = self.manner
@@ -377,7 +387,7 @@ class Backward:
             self.accumulation.add(
                 scaled=manner.scaled, divisor=manner.divisor, weight=manner.weight
             )
-        self._pass = _Pass(retains=retains, brings=brings, units=units)
+        self._pass = _Pass(retains=retains, brings=brings, gathers=gathers, units=units)
         self._weights.begin("backward")
         # released parameters are asked for what they answer anyway
         with torch._C.DisableTorchFunctionSubclass():
@@ -387,9 +397,13 @@ class Backward:
                 unit.expect_gradients()
         return self._pass
 
-    def _hand_over_complete(self, unit: Unit) -> None:
-        """Hand `unit` over, once in this pass, unless gradients of it are still to come."""
-        if unit.index not in self._pass.reduced and not self._may_get_more(unit):
+    def complete(self, unit: Unit, *, told: bool = False) -> None:
+        """Hand `unit` over, once in this pass, unless gradients of it are still to come. `told`:
+        the caller knows that none are.
+        """
+        if unit.index in self._pass.reduced or not unit.trainable:
+            return
+        if told or not (self._pass.gathers or self._may_get_more(unit)):
             self._hand_over(unit)
 
     def _may_get_more(self, unit: Unit) -> bool:

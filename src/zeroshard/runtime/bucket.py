@@ -230,10 +230,10 @@ class PartialSum:
             with self._losing():
                 if self.state is not None and not self._lost:
                     with self.state.borrowed(slot.offset, slot.stop, write=False) as part:
-                        bucket.views[index].copy_(self._flat.buffer.view_in(part, index))
+                        bucket.add(index, self._flat.buffer.view_in(part, index))
             if self._lost:
                 bucket.views[index].fill_(float("nan"))
-            bucket.seen[index] = True
+                bucket.seen[index] = True
         self.close()
 
     def zero(self, indices: Container[int]) -> None:

@@ -10,7 +10,7 @@ unit order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from zeroshard.comm.codec import Codec
-from zeroshard.core.placement import Cell, Cells, Scope, Tier
+from zeroshard.core.accumulation import UnitGradient
+from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.core.shares import Dealer
 from zeroshard.memory import return_freed_memory
@@ -38,7 +39,7 @@ from zeroshard.tier.store import Storage, Store
 
 __all__ = [
     "Context", "Dtypes", "GivenValues", "PlannedUnits", "Source", "build_units", "compute_dtypes",
-    "make_master", "plan_units",
+    "gradient_bytes", "make_master", "plan_units",
 ]  # fmt: skip
 
 
@@ -148,13 +149,8 @@ def build_units(
 
 
 def _plan_segments(plan: UnitPlan, context: Context, dealer: Dealer) -> list[SegmentPlan]:
-    groups: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
-    for name, parameter in plan.parameters.items():
-        groups.setdefault((context.dtypes.of[id(parameter)], parameter.requires_grad), {})[name] = (
-            parameter
-        )
     out = []
-    for (dtype, trainable), members in groups.items():
+    for (dtype, trainable), members in _groups(plan, context.dtypes).items():
         key = f"{plan.name}:{dtype_name(dtype)}{'' if trainable else ':frozen'}"
         shapes = [(name, tuple(local_of(p).shape)) for name, p in members.items()]
         align = context.options.codecs.align
@@ -172,6 +168,40 @@ def _plan_segments(plan: UnitPlan, context: Context, dealer: Dealer) -> list[Seg
             )
         )
     return out
+
+
+def _groups(
+    plan: UnitPlan, dtypes: Dtypes
+) -> dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]]:
+    """Return the parameters of each segment, by dtype and whether it is trained."""
+    groups: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+    for name, parameter in plan.parameters.items():
+        groups.setdefault((dtypes.of[id(parameter)], parameter.requires_grad), {})[name] = parameter
+    return groups
+
+
+def gradient_bytes(
+    plan: UnitPlan,
+    cell: Cell,
+    mesh: Mesh,
+    *,
+    dtypes: Dtypes,
+    precision: Precision,
+    dealer: Dealer,
+    align: int,
+) -> UnitGradient:
+    """Return the bytes of a unit's gradient between micro-batches: whole, and as `cell` says, on
+    the rank where they are most. `dealer` has laid out the units before.
+    """
+    whole = part = 0
+    for (dtype, trainable), members in _groups(plan, dtypes).items():
+        if trainable:
+            shapes = [(name, tuple(local_of(p).shape)) for name, p in members.items()]
+            layout = dealer.layout(shapes, mesh, kind=(dtype, trainable), align=align)
+            itemsize = precision.at(dtype).accumulate.itemsize
+            whole += layout.numel * itemsize
+            part += max(layout.held(rank, cell) for rank in range(mesh.size)) * itemsize
+    return UnitGradient(plan.name, whole, part)
 
 
 def _split(plans: Sequence[SegmentPlan], context: Context) -> list[Splits]:
@@ -384,5 +414,13 @@ def _gradient_path(
     # where fractions move, no rank knows those of the others
     leaves = not splits.grads_stay or context.tiering.automatic
     summed = SummedGradient(plan, flat, context, place, leaves=leaves)
-    partial = PartialSum(plan, flat, context, make_partial)
-    return GradientPath(plan, flat, context, summed=summed, partial=partial)
+    whole = partial = PartialSum(plan, flat, context, make_partial)
+    if not partial.of_micro_batches:
+        numel, cells = plan.layout.numel, replace(plan.cells, grad=Cell.parse("P P"))
+        whole = PartialSum(
+            replace(plan, cells=cells),
+            flat,
+            context,
+            lambda: State.of(context.memory.empty(numel, precision.accumulate)),
+        )
+    return GradientPath(plan, flat, context, summed=summed, partial=partial, whole=whole)

@@ -27,6 +27,7 @@ from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardErr
 from zeroshard.optim.sharded import ShardedOptimizer, check_parameters
 from zeroshard.optim.shards import Tile
 from zeroshard.runtime.access import StateAccess
+from zeroshard.runtime.accumulate import Accumulate, Accumulated, LossFn, check_accumulate
 from zeroshard.runtime.assembly import Assembly
 from zeroshard.runtime.build import Context, GivenValues, build_units, make_master, plan_units
 from zeroshard.runtime.join import Join
@@ -250,6 +251,38 @@ class Engine(Assembly):
         cell says meanwhile.
         """
         return self._backward.running_as(sync=False)
+
+    def accumulate(
+        self,
+        batches: Iterable[Any],
+        loss_fn: LossFn,
+        *,
+        tier: str = "device",
+        disk_path: str | None = None,
+    ) -> Accumulated:
+        """Run the forwards and backwards of all `batches`, with ``engine.backward(loss_fn(batch))``
+        for each in effect, but all of them through one unit before the next: weights are gathered,
+        and read where they rest, twice per step however many batches there are, and gradients
+        reduced once.
+
+        `loss_fn` runs the model on one batch, in a thread of its own, and returns the loss, or the
+        loss and its weight: the samples or tokens of which it is the mean. Blocks run twice, as
+        under activation checkpointing; their inputs rest on `tier` ("device", "host", or "disk" in
+        the directory `disk_path`). Clip and step follow as usual; inside ``no_sync()`` more may
+        come before. Bits are those of ``zero1`` inside ``no_sync()``, but for parameters that
+        several blocks use and for randomness (docs/accumulation.md). Collective; the numbers of
+        batches need not be the same on all ranks.
+
+        Raises ConfigError for what cannot run so, StateError where batches use different modules;
+        after an exception call ``engine.reset()``.
+        """
+        self._states.check_open()
+        following = self._states.following
+        check_accumulate(self._hooks, followed=following is not None and following.is_on)
+        shelf = self._context.tiering.shelves(tier, disk_path)
+        return Accumulate(self._hooks, self._context, self._scaler, shelf).run(
+            list(batches), loss_fn
+        )
 
     @contextmanager
     def join(self) -> Iterator[None]:

@@ -59,11 +59,16 @@ class GradientPath:
         *,
         summed: SummedGradient,
         partial: PartialSum,
+        whole: PartialSum,
     ) -> None:
+        """`partial` is what the cell of the gradient says, if anything, and `whole` a sum of
+        micro-batches in any row, which may be the same.
+        """
         transport = context.transport
         self.flat = flat
         self.summed = summed
         self.partial = partial
+        self._whole = whole
         self.precision = precision = plan.precision(context)
         # by which ranks compare reduces: those of parts may differ along 'tp'
         self.whole_numel = sum(prod(part.shape) for part in plan.parts)
@@ -79,8 +84,15 @@ class GradientPath:
         self.reduction: Reduction | None = None
         # nothing to sum: the buffer is the resting gradient
         self._direct = transport.size == 1 and precision.wire is precision.accumulate
-        # inside no_sync they are added here, before the ranks
-        self.sums_micro_batches = partial.of_micro_batches
+
+    @property
+    def sums_micro_batches(self) -> bool:
+        """Whether they are added here inside no_sync, before the ranks."""
+        return self.partial.of_micro_batches
+
+    @property
+    def _sums(self) -> tuple[PartialSum, ...]:
+        return (self.partial,) if self._whole is self.partial else (self.partial, self._whole)
 
     @property
     def key(self) -> str:
@@ -99,7 +111,7 @@ class GradientPath:
     def bytes_by_tier(self) -> dict[Tier, int]:
         """Return the bytes of the gradient at rest now on each tier, partial sums included."""
         out: dict[Tier, int] = {}
-        for held in (self.partial, self.summed.resting()):
+        for held in (*self._sums, self.summed.resting()):
             if held is not None:
                 for tier, num_bytes in held.bytes_by_tier().items():
                     out[tier] = out.get(tier, 0) + num_bytes
@@ -117,14 +129,17 @@ class GradientPath:
         factor: float = 1.0,
         *,
         sync: bool,
+        more: bool = False,
         make_room: Callable[[int], None],
     ) -> None:
         """Take in the gradient of parameter `index` times `factor`; `make_room(num_bytes)` is
-        called before a buffer is borrowed.
+        called before a buffer is borrowed. `more` gradients of it may come before a reduce.
         """
         self.used[index] = True
-        if self.sums_micro_batches and (self.partial.is_there or not sync):
-            self.partial.add(index, grad, factor)
+        rests = self.sums_micro_batches and (self.partial.is_there or not sync)
+        # a sum in the dtype of the wire would be rounded after every micro-batch
+        if rests or (more and self.precision.wire is not self.precision.accumulate):
+            self._whole.add(index, grad, factor)
             return
         self._open_bucket(make_room)
         self.bucket.add(index, grad, factor)
@@ -141,7 +156,7 @@ class GradientPath:
     @property
     def has_local(self) -> bool:
         """Whether gradients are here that no reduce has taken yet."""
-        return self.bucket.is_open or (self.partial.is_there and not self.partial.of_nodes)
+        return self.bucket.is_open or self._whole.is_there
 
     @property
     def has_node_sum(self) -> bool:
@@ -157,9 +172,8 @@ class GradientPath:
         Without `with_earlier`, sums of earlier micro-batches stay here for the next reduce.
         """
         self.wait()
-        if with_earlier and self.partial.is_there and not self.partial.of_nodes:
-            self._open_bucket(make_room)
-            self.partial.move_to(self.bucket)
+        if with_earlier:
+            self._close_whole(make_room)
         self.bucket.zero_unseen()
         summed, (resting, fresh) = self.summed, self.summed.open()
         if self.bucket.rests:
@@ -171,15 +185,21 @@ class GradientPath:
         frees = [] if held is None else [f"{self.key}.partial"]
         if resting.on_device:
             out = resting.fetch(*summed.own)
-            works = self._sums(out, "resting", held, accumulate=not fresh)
+            works = self._summing(out, "resting", held, accumulate=not fresh)
         else:
             out = summed.room()
             frees.append(f"{self.key}.sum")
-            works = self._sums(out, "sum", held, accumulate=False)
+            works = self._summing(out, "sum", held, accumulate=False)
             works = map(Run, [self._to_rest(works, out, fresh)])
         self._launch(works, frees, held, out)
 
-    def _sums(
+    def _close_whole(self, make_room: Callable[[int], None]) -> None:
+        """Hand the sum of micro-batches over to the bucket, if there is one."""
+        if self._whole.is_there:
+            self._open_bucket(make_room)
+            self._whole.move_to(self.bucket)
+
+    def _summing(
         self, out: torch.Tensor, name: str, held: torch.Tensor | None, *, accumulate: bool
     ) -> Iterator[Work]:
         """Start the reduce to `out`, which streams call `name`; `held`: earlier sums of this
@@ -235,11 +255,12 @@ class GradientPath:
         self._streams.write(f"{self.key}.{name}")
         return self.bucket.outgoing()
 
-    def reduce_inside(self) -> None:
+    def reduce_inside(self, *, make_room: Callable[[int], None]) -> None:
         """Hand what is here to the other ranks of this node; their sum waits here for the reduce
         that goes on between nodes.
         """
         self.wait()
+        self._close_whole(make_room)
         self.bucket.zero_unseen()
         state, accumulate = self.partial.state, self.partial.state is not None
         if state is None:
@@ -278,9 +299,10 @@ class GradientPath:
             self.partial.zero(gone)
         for index in indices:
             self.used[index] = False
-            self.partial.seen[index] = False
+            self._whole.seen[index] = False
         if not any(self.used):
             self.partial.close()
+            self._whole.close()
             self.summed.reset()
             return
         self.summed.zero(gone)
@@ -290,7 +312,8 @@ class GradientPath:
         (``zero_grad(set_to_none=False)``).
         """
         self.wait()
-        self.partial.zero({index})
+        for sums in self._sums:
+            sums.zero({index})
         self.summed.zero({index})
 
     def abandon(self) -> None:
@@ -303,4 +326,5 @@ class GradientPath:
         self.reduction = None
         self.summed.reset()
         self.partial.close()
+        self._whole.close()
         self.used = [False] * len(self.used)

@@ -145,6 +145,7 @@ class Hooks:
         model.
         """
         self.model = model
+        self.plans = plans
         self._write_back = write_back
         self.loop = loop
         self._owner = owner
@@ -196,7 +197,7 @@ class Hooks:
             if torch.compiler.is_compiling() or is_traced():
                 raise compiled_whole(f"torch.compile around {type(model).__name__}")
             self._bare.enter(weights.nothing_to_do)
-            if torch._C._current_graph_task_id() < 0:
+            if torch._C._current_graph_task_id() < 0 and not loop.between_sections:
                 loop.begin_forward()
             if self._input_dtype is None:
                 return None
@@ -205,12 +206,12 @@ class Hooks:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._input_dtype is not None:
                 explain(sys.exc_info()[1], model, self._input_dtype)
-            if torch._C._current_graph_task_id() < 0:
+            if torch._C._current_graph_task_id() < 0 and not loop.between_sections:
                 loop.end_forward(output)
             self._bare.leave()
 
         def agree(module: nn.Module, args: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() < 0 and not weights.nothing_to_do:
+            if torch._C._current_graph_task_id() < 0 and not loop.nothing_to_do:
                 loop.agree()
 
         self._handles += [
@@ -222,7 +223,7 @@ class Hooks:
     # ------------------------------------------------------------------ one module
 
     def _install_module(self, module: nn.Module, units: list[Unit], ends: list[Unit]) -> None:
-        loop, weights = self.loop, self.loop.weights
+        loop = self.loop
         # a tile: recomputed one at a time, too
         apart = bool(getattr(type(module), "unit_of_its_own", False))
         # by code that is not torch's
@@ -233,7 +234,7 @@ class Hooks:
         begun: list[int] = []
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if weights.nothing_to_do or torch.compiler.is_compiling():
+            if loop.nothing_to_do or torch.compiler.is_compiling():
                 return  # or inside a compiled forward, around which the unit is gathered
             if reads_parameters:
                 begun.append(torch._C._autograd._get_sequence_nr())
@@ -242,7 +243,7 @@ class Hooks:
                 self._watch_inputs(ends, args, kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if weights.nothing_to_do or torch.compiler.is_compiling():
+            if loop.nothing_to_do or torch.compiler.is_compiling():
                 return
             first = begun.pop() if begun else 0
             if output is not None and torch.is_grad_enabled() and not in_transform():

@@ -78,11 +78,27 @@ class Loop:
         self._optimizer: ShardedOptimizer | None = None
         self._tiles: StepTiles | None = None
         self._refuse_steps: str | None = None  # why, while they are refused
+        # a micro-batch of engine.accumulate() runs outside its sections: what it needs is held
+        self.between_sections = False
         self._saved = backward.saved
         self._beat = heartbeat()
         # elsewhere ranks may run forwards that the others do not
         may_agree = context.weights_leave or context.transport.size == 1
         self._agrees = bool(context.tiering.away) and may_agree
+
+    @contextmanager
+    def outside_sections(self) -> Iterator[None]:
+        """Inside, a micro-batch of engine.accumulate() runs between two sections."""
+        self.between_sections = True
+        try:
+            yield
+        finally:
+            self.between_sections = False
+
+    @property
+    def nothing_to_do(self) -> bool:
+        """Whether a module needs nothing of us."""
+        return self.between_sections or self.weights.nothing_to_do
 
     def attach(self, optimizer: ShardedOptimizer, tiles: StepTiles) -> None:
         """Step `optimizer`, which holds this rank's `tiles`."""

@@ -70,7 +70,7 @@ class Reductions:
         if self.trace is not None:
             self.trace("reduce", unit.name)
         if path.partial.of_nodes and not sync:
-            path.reduce_inside()
+            path.reduce_inside(make_room=self.make_room)
         else:
             path.reduce(make_room=self.make_room, with_earlier=with_earlier)
         self._flights.pop(path.key, None)

@@ -14,6 +14,7 @@ from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Tier
 from zeroshard.core.split import splits
 from zeroshard.memory import Trimmer
+from zeroshard.runtime.shelf import Here, Shelves
 from zeroshard.tier.link import Direct, Link
 from zeroshard.tier.store import Store
 
@@ -36,6 +37,7 @@ class Tiering:
     automatic: bool = False  # the optimizer's fraction follows what is measured
     least: float = 0.0  # of that fraction: what the device has no room for
     delayed_update: int | None = None  # steps before updates are applied one step late; None: never
+    shelves: Shelves = lambda tier, path: Here  # for engine.accumulate()'s activations
 
     def trimmer(self) -> Trimmer:
         """Return what keeps the allocator from holding on to temporaries: where state rests on

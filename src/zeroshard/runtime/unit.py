@@ -49,7 +49,7 @@ class Use(IntEnum):
     BACKWARD = 1  # the backward of a forward has come to it; counted once
     DIRECT = 2  # something outside its modules has used it
     USER = 3  # gathered(), or a load
-    SCHEDULE = 4  # a pipeline's schedule holds its stage
+    SCHEDULE = 4  # a pipeline's schedule holds its stage, or accumulate() a section
 
 
 class Unit:
@@ -143,6 +143,11 @@ class Unit:
         """Whether anything but a backward uses the weights."""
         uses = self._uses
         return bool(uses[Use.FORWARD] or uses[Use.DIRECT] or uses[Use.USER] or uses[Use.SCHEDULE])
+
+    @property
+    def is_used_directly(self) -> bool:
+        """Whether something outside its modules has used it, and it is held for that."""
+        return self._uses[Use.DIRECT] > 0
 
     # ------------------------------------------------------------------ its gradients
 

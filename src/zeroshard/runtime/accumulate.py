@@ -1,0 +1,318 @@
+"""``engine.accumulate()``: micro-batches in the vertical order, all of them in one section before
+the next (runtime/sections.py), so that each unit is gathered twice per step however many
+micro-batches there are.
+
+    forward    section 1: every micro-batch . section 2: every micro-batch ... last section: one
+               micro-batch, its loss, the loss's backward, the section's backward; the next one
+    backward   ... section 2: every micro-batch again, with its backward . section 1 . reduce each
+               unit's gradient, the sum of its micro-batches, once
+
+The backward of what lies between sections runs piece by piece, driven from here: autograd never
+waits inside a backward for another micro-batch.
+
+Invariants: a unit is gathered for a section and released when another one begins; the gradient of a
+parameter that one section uses is the sum of the micro-batches in their order, in the dtype in
+which gradients rest, and only then of the ranks: the bits of ``zero1`` in every row. Cost: the
+forward of every section but none of what lies between runs twice; on the device, the activations
+between two sections and their gradients of all micro-batches.
+
+What it does not do: say where units are gathered (weights.py), or what one micro-batch does in one
+section (boundary.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from zeroshard.errors import ConfigError, StateError
+from zeroshard.optim.scaler import LossScaler
+from zeroshard.runtime.boundary import Visit
+from zeroshard.runtime.context import Context
+from zeroshard.runtime.hooks import Hooks
+from zeroshard.runtime.micro_batches import MicroBatch, this_micro_batch
+from zeroshard.runtime.prefetch import Phase
+from zeroshard.runtime.recomputed import is_checkpointed
+from zeroshard.runtime.sections import Section, sections_of
+from zeroshard.runtime.shelf import Shelf
+from zeroshard.runtime.stages import Stages
+from zeroshard.runtime.unit import Unit, Use
+from zeroshard.runtime.weighting import weighed
+
+__all__ = ["Accumulate", "Accumulated", "LossFn", "check_accumulate"]
+
+# of a batch: its loss, 0-d, or the loss and what it counts
+LossFn = Callable[[Any], torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """The losses of the micro-batches of one ``engine.accumulate()``, on this rank."""
+
+    losses: torch.Tensor  # [micro-batches], without gradients
+    weights: tuple[float, ...] | None  # what they count; None where `loss_fn` has not said
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """Their mean, 0-d: with weights that over all samples or tokens of this rank."""
+        if self.weights is None:
+            return self.losses.mean()
+        weights = self.losses.new_tensor(self.weights)
+        counted = torch.where(weights > 0, self.losses * weights, 0.0)
+        return counted.sum() / weights.sum()
+
+
+class Accumulate:
+    """One use of ``engine.accumulate()``."""
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        context: Context,
+        scaler: LossScaler | None,
+        shelf: Callable[[], Shelf],
+    ) -> None:
+        """`shelf` makes a place where the inputs of one visit are kept."""
+        self._loop = hooks.loop
+        self._weights, self._backward = hooks.loop.weights, hooks.loop.backward
+        self._watch = hooks.watch_outputs
+        self._device = context.device
+        self._scaler = scaler
+        self._shelf = shelf
+        cut = sections_of(hooks.model, hooks.plans, self._weights.units)
+        self._sections, self._around = cut.sections, cut.around
+        self._trained = [unit for unit in self._weights.units if unit.trainable]
+        self._held: tuple[Unit, ...] = ()  # by the section that runs
+        self._losses: list[torch.Tensor] = []
+        self._counts: list[float | None] = []  # what they count
+        self._factors: list[float] = []  # by which their gradients are multiplied
+        self._left: Counter[Unit] = Counter()  # sections to come in the backward
+
+    def run(self, batches: Sequence[Any], loss_fn: LossFn) -> Accumulated:
+        """Run all of it; see Engine.accumulate."""
+        if not batches:
+            raise ConfigError("engine.accumulate() was given no batches: give one or more")
+        micro_batches = [
+            MicroBatch[Visit](index, partial(loss_fn, batch), self._device)
+            for index, batch in enumerate(batches)
+        ]
+        with ExitStack() as stack:
+            stack.enter_context(self._in_forward())
+            stack.enter_context(self._stopping())
+            for one in micro_batches:
+                stack.callback(one.end)
+            self._backward_of(self._forward(micro_batches, stack))
+        told = [weight for weight in self._counts if weight is not None]
+        return Accumulated(torch.stack(self._losses), tuple(told) or None)
+
+    @contextmanager
+    def _in_forward(self) -> Iterator[None]:
+        """Hold the units of modules around sections inside, for one forward of the model."""
+        self._loop.begin_forward()
+        try:
+            self._hold(self._around, "forward")
+            yield
+        finally:
+            self._let_go(self._around, "backward")
+            with torch.no_grad():  # no graph is left
+                self._loop.end_forward(None)
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """Let calls of sections inside wait in the threads of micro-batches."""
+        before = [section.module.__dict__.get("forward") for section in self._sections]
+        for section in self._sections:
+            own = section.module.forward
+            section.module.__dict__["forward"] = partial(self._visit, section, own)
+        try:
+            yield
+        finally:
+            self._let_go(self._held, "backward")
+            for section, forward in zip(self._sections, before, strict=True):
+                del section.module.__dict__["forward"]
+                if forward is not None:
+                    section.module.__dict__["forward"] = forward
+
+    def _visit(
+        self, section: Section, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Stand for the forward of a section's module."""
+        here = this_micro_batch()
+        if here is None:
+            return forward(*args, **kwargs)
+        if is_checkpointed():
+            raise ConfigError(
+                f"module {section.name!r} runs inside a reentrant checkpoint, which would run it"
+                " again for each micro-batch by itself: pass use_reentrant=False, or leave the"
+                " checkpoint out"
+            )
+        visit = Visit(section, forward, (args, kwargs), self._shelf(), self._device)
+        here.pause(visit)
+        return visit.outputs()
+
+    # ------------------------------------------------------------------ whose units are here
+
+    def _hold(self, units: Sequence[Unit], phase: Phase) -> None:
+        for unit in units:
+            unit.acquire(Use.SCHEDULE)
+            self._weights.unshard(unit, phase)
+
+    def _let_go(self, units: Sequence[Unit], phase: Phase) -> None:
+        for unit in units:
+            unit.release(Use.SCHEDULE)
+            if unit.is_held:
+                continue
+            if phase == "forward":
+                self._weights.after_forward(unit)
+            else:
+                self._weights.after_backward(unit)
+
+    def _enter(self, section: Section, phase: Phase) -> None:
+        """Have the units of `section` here, and no longer those of the section before."""
+        before, self._held = self._held, section.units
+        self._let_go([unit for unit in before if unit not in section.units], phase)
+        self._hold([unit for unit in section.units if unit not in before], phase)
+
+    # ------------------------------------------------------------------ forward
+
+    def _forward(
+        self, micro_batches: Sequence[MicroBatch[Visit]], stack: ExitStack
+    ) -> list[list[Visit]]:
+        """Run all forwards, and the backward of the last section; return the visits of the others,
+        in order. The backward is begun on `stack`.
+        """
+        rounds: list[list[Visit]] = []
+        calls = [self._go_on(one) for one in micro_batches]
+        while True:
+            visits = _alike(calls)
+            if not visits:  # nothing of the model has run
+                for one in micro_batches:
+                    self._take_loss(one, stack)
+                break
+            self._enter(visits[0].section, "forward")
+            calls = []
+            for one, visit in zip(micro_batches, visits, strict=True):
+                visit.run(checks=one.index == 0)
+                calls.append(self._go_on(one))
+                if calls[0] is not None:
+                    continue
+                _alike(calls)
+                self._take_loss(one, stack)
+                self._backward_in(visit, one.index)
+            rounds.append(visits)
+            if calls[0] is None:
+                break
+        self._loop.agree()
+        self._left = Counter(unit for visits in rounds for unit in visits[0].section.units)
+        if rounds:
+            self._complete(rounds.pop())
+        return rounds
+
+    def _go_on(self, one: MicroBatch[Visit]) -> Visit | None:
+        """Let a micro-batch run to its next section."""
+        with self._loop.outside_sections():
+            return one.go_on()
+
+    # ------------------------------------------------------------------ backward
+
+    def _take_loss(self, one: MicroBatch[Visit], stack: ExitStack) -> None:
+        """The run of a micro-batch has ended: run the backward of its loss, down to the last
+        section. That of the first one begins the backward of all, on `stack`.
+        """
+        loss, weight = _told(one.take())
+        with weighed(self._backward, self._scaler, weight) as scaled:
+            self._factors.append(self._backward.manner.factor)
+            count = self._backward.manner.weight
+            if one.index:
+                self._backward.accumulation.weigh(count)
+            else:
+                stack.enter_context(self._backward.of_schedule(self._trained, gathers=True))
+            # kept: the graphs of other sections' inputs meet this one
+            torch.autograd.backward([scaled(loss)], retain_graph=True)
+        self._losses.append(loss.detach())
+        self._counts.append(count)
+
+    def _backward_of(self, rounds: list[list[Visit]]) -> None:
+        """Run the backward of all sections but the last."""
+        while rounds:
+            visits = rounds.pop()
+            if any(visit.needs_backward for visit in visits):
+                self._enter(visits[0].section, "backward")
+            coming = [*visits[1:], *(rounds[-1][:1] if rounds else ())]
+            for index, visit in enumerate(visits):
+                for after in coming[index : index + 1]:
+                    after.ahead()
+                self._backward_in(visit, index)
+            self._complete(visits)
+
+    def _backward_in(self, visit: Visit, index: int) -> None:
+        """Run the backward of micro-batch `index` in one section."""
+        with self._backward.running_as(factor=self._factors[index]):
+            visit.backward(partial(self._watch, visit.section.units), checks=index == 0)
+
+    def _complete(self, visits: Sequence[Visit]) -> None:
+        """Hand over the units that no section to come uses, but those around, which the graphs
+        between sections may use.
+        """
+        for unit in visits[0].section.units:
+            self._left[unit] -= 1
+            if not self._left[unit] and not unit.is_used_directly and unit not in self._around:
+                self._backward.complete(unit, told=True)
+
+
+def _alike(calls: Sequence[Visit | None]) -> list[Visit]:
+    """Return where all micro-batches wait, the same section; nothing where all have ended.
+
+    Raises StateError where they do not.
+    """
+    places = [None if call is None else call.section for call in calls]
+    for index, place in enumerate(places):
+        if place is not places[0]:
+            first, other = (
+                "its loss" if at is None else repr(at.name) for at in (places[0], place)
+            )
+            raise StateError(
+                f"micro-batch 0 has come to {first} and micro-batch {index} to {other}:"
+                " engine.accumulate() takes micro-batches that use the same modules in the same"
+                " order; run others with no_sync()"
+            )
+    return [call for call in calls if call is not None]
+
+
+def _told(result: Any) -> tuple[torch.Tensor, float | torch.Tensor | None]:
+    """Return the loss and what it counts, of what `loss_fn` has returned. Raises ConfigError."""
+    weight = None
+    if isinstance(result, tuple) and len(result) == 2:
+        result, weight = result
+    if not isinstance(result, torch.Tensor) or result.dim() or not result.requires_grad:
+        is_tensor = isinstance(result, torch.Tensor)
+        shown = f"a tensor {list(result.shape)}" if is_tensor else repr(result)
+        raise ConfigError(
+            f"loss_fn has returned {shown}: engine.accumulate() takes a loss, a 0-d tensor that"
+            " needs gradients, or a pair of one and the number of samples or tokens that it counts"
+        )
+    return result, weight
+
+
+def check_accumulate(hooks: Hooks, *, followed: bool) -> None:
+    """Raise ConfigError where somebody else drives micro-batches, and StateError where no gradients
+    are made.
+    """
+    if isinstance(hooks.model, Stages) or followed:
+        raise ConfigError(
+            "engine.accumulate() runs the micro-batches of a whole model, and a schedule runs those"
+            " of these stages: call the schedule's step()"
+        )
+    if hooks.loop.backward.announce is not None:
+        raise ConfigError(
+            "engine.accumulate() inside engine.join(): a rank whose data has ended cannot shadow"
+            " it; run the micro-batches with no_sync()"
+        )
+    if not torch.is_grad_enabled():
+        raise StateError("engine.accumulate() without gradients: leave torch.no_grad() first")
