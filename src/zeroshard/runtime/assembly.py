@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from zeroshard.core.digest import Digest
+from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer
@@ -40,6 +42,26 @@ class Assembly:
         self.module = module
         self._sharded: ShardedOptimizer | None = None
         self._tiles: StepTiles | None = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The user's optimizer, or None where none is attached."""
+        return None if self._sharded is None else self._sharded.optimizer
+
+    @property
+    def policy(self) -> Policy:
+        """The row of the table in force."""
+        return self._context.policy
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among the data parallel ranks."""
+        return self._context.transport.rank
+
+    @property
+    def world(self) -> int:
+        """The number of data parallel ranks."""
+        return self._context.transport.size
 
     @property
     def precision(self) -> Precision:

@@ -134,16 +134,6 @@ class Engine(Assembly):
     # ------------------------------------------------------------------ what it is
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The user's optimizer, or None where none is attached."""
-        return None if self._sharded is None else self._sharded.optimizer
-
-    @property
-    def policy(self) -> Policy:
-        """The row of the table in force."""
-        return self._context.policy
-
-    @property
     def loss_scale(self) -> float:
         """The fp16 loss scale (1.0 in other precisions)."""
         return 1.0 if self._scaler is None else self._scaler.scale
@@ -403,16 +393,6 @@ class Engine(Assembly):
         where other ranks are in another `call`.
         """
         return self._states.peers.exchange(payload, call)
-
-    @property
-    def rank(self) -> int:
-        """This rank's number among the data parallel ranks."""
-        return self._context.transport.rank
-
-    @property
-    def world(self) -> int:
-        """The number of data parallel ranks."""
-        return self._context.transport.size
 
     # ------------------------------------------------------------------ reports
 
