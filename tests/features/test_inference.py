@@ -389,12 +389,16 @@ def _unreadable(rank: int, world: int, path: Path) -> None:
         model = _llama().requires_grad_(False)
         comm = zs.Comm(frozen_codec="int8")
         engine = zs.shard(model, None, policy="zero3", offload=_offload("disk", path), comm=comm)
-        expected = _generate(model)
+        expected, outputs = _generate(model), list[Any]()
+        watched = model.model.layers[2].register_forward_hook(lambda *a: outputs.append(a[-1]))
         broken.armed = rank == world - 1
         with torch.no_grad(), pytest.raises(zs.StorageError, match=r"layers\.2"):
             for _ in range(2):  # one forward is read already
                 model(PROMPT)
         broken.armed = False
+        watched.remove()
+        last = outputs[-1] if isinstance(outputs[-1], torch.Tensor) else outputs[-1][0]
+        assert last.isnan().any()
         engine.reset()
         assert _generate(model) == expected
         engine.close()

@@ -133,7 +133,7 @@ class Weights:
         """Start a pass over the model, which `repeats` itself: see Prefetch."""
         if self.refusal is not None:
             raise StateError(self.refusal)
-        if not repeats:  # autograd may refer to other memory of what is ahead
+        if not repeats:  # a backward needs last what is ahead for a forward
             for unit in self._prefetch.units:
                 self.release_prefetched(unit)
         self._prefetch.begin(phase, repeats=repeats)
