@@ -367,15 +367,18 @@ def _held(folder: Path) -> dict[str, Any]:
     """Return what this process holds of the system."""
     gc.collect()
     files = [os.readlink(f"/proc/self/fd/{name}") for name in _open_files()]
-    with open("/proc/self/maps") as lines:
-        shared = [line.split()[-1] for line in lines if "memfd" in line or "storage" in line]
     return {
         "files": sorted(name.split(":")[0] for name in files),
-        "mappings": len(shared),
         "threads": threading.active_count(),
         "groups": len(dist.distributed_c10d._world.pg_names),
         "swap": sum(1 for _ in folder.rglob("*.storage")),
     }
+
+
+def _mapped() -> set[str]:
+    """Return the inodes of the memory and files of ours that are mapped here."""
+    with open("/proc/self/maps") as lines:
+        return {line.split()[4] for line in lines if "memfd" in line or "storage" in line}
 
 
 def _open_files() -> list[str]:
@@ -395,16 +398,18 @@ def _nothing_left(rank: int, world: int, path: str) -> None:
     disk = _away(folder, weight="disk", grad="disk", optimizer="disk")
     run = made(**row, **disk)
     run.train(rank, range(1))
-    seen = []
+    seen, mapped = [], []
     for _ in range(3):
         run.engine.repartition(policy="zero1", offload={})
         run.train(rank, range(1))
         seen.append(_held(folder))
+        mapped.append(_mapped())
         run.engine.repartition(**row, **disk)
         run.train(rank, range(1))
     dist.barrier()
     assert seen[0]["swap"] == 0
     assert seen[1] == seen[2], seen[1:]
+    assert mapped[1] and not mapped[1] & mapped[2]  # each layout maps memory of its own alone
     run.engine.close()
     fresh = made(policy="zero1")
     fresh.train(rank, range(1))
