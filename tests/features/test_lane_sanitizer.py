@@ -270,7 +270,7 @@ def test_nor_with_the_inputs_of_checkpoints_on_the_host(tier: str) -> None:
         (["RestingGradient.wait_writes"], "zero3", "grad", "fp32"),
         (["_HostStorage.flush"], "zero3", "grad", "fp32"),
         (["State.borrowed"], "zero3", "fraction", "bf16"),
-        (["PartialSum.move_to"], "zero1", "grad", "bf16"),
+        (["GradBucket.add"], "zero1", "grad", "bf16"),
         (["gather_bytes"], "zero3", "device", "bf16"),
         (["_fill"], "zero3", "optimizer", "bf16"),
         (["read_squares"], "zero3", "fraction", "fp32"),

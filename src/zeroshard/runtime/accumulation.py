@@ -90,9 +90,10 @@ def total_weight(kinds: Sequence[int], weights: Sequence[float]) -> float | None
     Raises StateError where only some of the backwards had one (`kinds`, of every rank), for weights
     that are negative or not finite, and for a sum of 0.
     """
-    if not any(kind & WEIGHTED for kind in kinds):
+    found = set(kinds)  # a few, of thousands of ranks
+    if not any(kind & WEIGHTED for kind in found):
         return None
-    if any(kind & UNWEIGHTED for kind in kinds):
+    if any(kind & UNWEIGHTED for kind in found):
         raise StateError(
             "backwards with a weight and without one cannot be added"
             f" ({holders([_KINDS[kind] for kind in kinds])}): give every engine.backward() of a"

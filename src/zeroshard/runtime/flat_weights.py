@@ -196,7 +196,7 @@ class FlatWeights:
         """What streams call the memory at rest: the full buffer itself where it stays here."""
         return f"{self.key}.local" if self.buffer.is_ours else self.key
 
-    @property
+    @cached_property
     def reads_first(self) -> bool:
         """Whether a gather begins with a read of another tier, on this rank or another."""
         return any(hop.kind is Kind.READ for hop in self.routes.unshard_forward)

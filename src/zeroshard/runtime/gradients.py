@@ -136,7 +136,7 @@ class GradientPath:
         called before a buffer is borrowed. `more` gradients of it may come before a reduce.
         """
         self.used[index] = True
-        rests = self.sums_micro_batches and (self.partial.is_there or not sync)
+        rests = self.partial.of_micro_batches and (self.partial.is_there or not sync)
         # a sum in the dtype of the wire would be rounded after every micro-batch
         if rests or (more and self.precision.wire is not self.precision.accumulate):
             self._whole.add(index, grad, factor)

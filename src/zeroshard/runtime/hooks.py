@@ -211,7 +211,9 @@ class Hooks:
             self._bare.leave()
 
         def agree(module: nn.Module, args: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() < 0 and not loop.nothing_to_do:
+            if torch._C._current_graph_task_id() < 0 and not (
+                loop.between_sections or weights.nothing_to_do
+            ):
                 loop.agree()
 
         self._handles += [
@@ -223,7 +225,7 @@ class Hooks:
     # ------------------------------------------------------------------ one module
 
     def _install_module(self, module: nn.Module, units: list[Unit], ends: list[Unit]) -> None:
-        loop = self.loop
+        loop, weights = self.loop, self.loop.weights
         # a tile: recomputed one at a time, too
         apart = bool(getattr(type(module), "unit_of_its_own", False))
         # by code that is not torch's
@@ -234,7 +236,7 @@ class Hooks:
         begun: list[int] = []
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if loop.nothing_to_do or torch.compiler.is_compiling():
+            if loop.between_sections or weights.nothing_to_do or torch.compiler.is_compiling():
                 return  # or inside a compiled forward, around which the unit is gathered
             if reads_parameters:
                 begun.append(torch._C._autograd._get_sequence_nr())
@@ -243,7 +245,7 @@ class Hooks:
                 self._watch_inputs(ends, args, kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if loop.nothing_to_do or torch.compiler.is_compiling():
+            if loop.between_sections or weights.nothing_to_do or torch.compiler.is_compiling():
                 return
             first = begun.pop() if begun else 0
             if output is not None and torch.is_grad_enabled() and not in_transform():

@@ -95,11 +95,6 @@ class Loop:
         finally:
             self.between_sections = False
 
-    @property
-    def nothing_to_do(self) -> bool:
-        """Whether a module needs nothing of us."""
-        return self.between_sections or self.weights.nothing_to_do
-
     def attach(self, optimizer: ShardedOptimizer, tiles: StepTiles) -> None:
         """Step `optimizer`, which holds this rank's `tiles`."""
         self._optimizer, self._tiles = optimizer, tiles
