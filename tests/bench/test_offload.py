@@ -185,6 +185,7 @@ def tiny(
     return done, Report.load(folder / "tiny.json")
 
 
+@pytest.mark.slow
 def test_every_part_is_measured_and_printed_as_json(
     tiny: tuple[subprocess.CompletedProcess[str], Report],
 ) -> None:
@@ -203,6 +204,7 @@ def test_every_part_is_measured_and_printed_as_json(
     )
 
 
+@pytest.mark.slow
 def test_bytes_rest_on_the_tiers_that_were_asked_for(
     tiny: tuple[subprocess.CompletedProcess[str], Report],
 ) -> None:
@@ -217,6 +219,7 @@ def test_bytes_rest_on_the_tiers_that_were_asked_for(
     assert disk.losses == device.losses and len(disk.losses) == 8
 
 
+@pytest.mark.slow
 def test_what_is_not_measured_is_said_on_stderr_and_in_the_result(
     tiny: tuple[subprocess.CompletedProcess[str], Report],
 ) -> None:
@@ -231,6 +234,7 @@ def test_what_is_not_measured_is_said_on_stderr_and_in_the_result(
     assert "Skipped: largest model" in markdown(result)
 
 
+@pytest.mark.slow
 def test_the_tables_show_tiers_speeds_and_targets(
     tiny: tuple[subprocess.CompletedProcess[str], Report],
 ) -> None:

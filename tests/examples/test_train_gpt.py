@@ -122,6 +122,7 @@ def test_all_stages_have_equal_losses_on_two_ranks(tmp_path: Path) -> None:
     assert held[3] < held[0] / 1.8 and held == sorted(held, reverse=True)
 
 
+@pytest.mark.slow
 def test_a_log_has_a_line_per_step_and_is_drawn(tmp_path: Path) -> None:
     log, picture = tmp_path / "log.jsonl", tmp_path / "loss.png"
     run_example("--steps", "4", "--precision", "fp16", "--log", str(log), ranks=1)

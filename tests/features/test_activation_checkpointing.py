@@ -813,6 +813,7 @@ def test_activation_stores_are_few_and_idle_ones_make_room(tmp_path: Path) -> No
     assert not any(list(path.iterdir()) for path in tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_files_are_gone_when_the_program_ends_in_the_middle(tmp_path: Path) -> None:
     code = f"""
 import torch, zeroshard as zs

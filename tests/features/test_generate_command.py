@@ -158,6 +158,7 @@ def test_numbers_and_choices_are_checked_by_the_parser(
     assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_prompts_and_the_first_prints(tmp_path: Path) -> None:
     model = _write(tmp_path)
     prompts = [[1, 2, 3], [7], [8, 9]]

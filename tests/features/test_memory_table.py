@@ -217,6 +217,7 @@ inside.buffer_counter(engine).add(4096)
 """
 
 
+@pytest.mark.slow
 def test_the_launcher_tells_what_a_script_that_ends_well_has_not_given_back(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LEAKING)

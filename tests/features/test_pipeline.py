@@ -275,6 +275,7 @@ def _tiers(rank: int, world: int, name: str, directory: str) -> None:
     assert all(_equal(state, states[0]) for state in states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LoopedBFS", "ZBVZeroBubble"])
 def test_weights_of_stages_that_wait_rest_on_other_tiers(name: str, tmp_path: Path) -> None:
     run_ranks(4, _tiers, name, str(tmp_path), timeout=100)

@@ -172,6 +172,7 @@ def test_one_process_trains_as_the_plan_says_and_the_log_has_it(
     engine.close()
 
 
+@pytest.mark.slow
 def test_no_one_else_pays_for_the_planner() -> None:
     program = (
         "import sys, torch, zeroshard as zs\n"

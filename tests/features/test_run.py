@@ -124,7 +124,7 @@ def _listening(pid: int) -> set[str]:
     "options",
     [
         pytest.param(("--max-restarts=1",), marks=pytest.mark.slow),
-        (),
+        pytest.param((), marks=pytest.mark.slow),
         pytest.param(("--nnodes=1",), marks=pytest.mark.slow),
     ],
     ids=["restarts", "plain", "named"],
@@ -188,6 +188,7 @@ def test_lines_of_several_ranks_begin_with_the_rank_where_that_is_asked_for(
     assert len(list((tmp_path / "logs").rglob("stdout.log"))) == 2
 
 
+@pytest.mark.slow
 def test_threads_that_the_user_chose_stay(launch: Launch) -> None:
     job = launch(
         "import os; print(os.environ['OMP_NUM_THREADS'])",
@@ -226,7 +227,7 @@ def test_the_first_failure_is_shown_last_with_its_traceback(launch: Launch) -> N
             marks=pytest.mark.slow,
         ),
         (NO_SUCH_STEP, 3),
-        ("os._exit(9)", 1),
+        pytest.param("os._exit(9)", 1, marks=pytest.mark.slow),
     ],
     ids=["error of ours", "StateError", "a step that is not there", "silent"],
 )
@@ -314,6 +315,7 @@ def test_a_rank_whose_script_ends_before_the_others_is_named_with_the_remedy(
     assert "SIGTERM" not in stderr and "failed first" not in stderr, stderr
 
 
+@pytest.mark.slow
 def test_a_save_on_one_rank_alone_shows_where_it_waited_and_who_had_left(launch: Launch) -> None:
     job = launch(
         HELLO + TRAIN + "train(2)\nif rank == 0:\n    zs.save(str(here / 'run'), engine, step=2)\n",

@@ -152,6 +152,7 @@ def test_an_error_is_shown_whole_and_once(start: Start) -> None:
     assert block[-1] == "ValueError: no good" and stderr.count("no good\n") == 1, stderr
 
 
+@pytest.mark.slow
 def test_a_killed_host_ends_the_others_and_is_named(start: Start) -> None:
     job = start(HELLO + WAIT)
     pids = job.ranks(2)
@@ -233,6 +234,7 @@ def test_one_launcher_per_node_of_a_slurm_step_makes_one_job(tmp_path: Path) -> 
     assert lines == [f"{rank} 4.0" for rank in range(4)]
 
 
+@pytest.mark.slow
 def test_when_the_launcher_is_killed_nothing_is_left_on_any_host(start: Start) -> None:
     job = start(HELLO + WAIT, hosts=HOSTS)
     pids = job.ranks(4)
@@ -243,6 +245,7 @@ def test_when_the_launcher_is_killed_nothing_is_left_on_any_host(start: Start) -
     assert time.monotonic() - begin < 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "text", "code"),
     [

@@ -146,7 +146,7 @@ def test_a_fraction_moves_bytes_and_adds_none_but_masters(
     )
     units = laid_out.by_unit
     held = [one.held(row(name).default.optim, 0) for unit in units for one in unit]
-    moved = round(fraction * sum(held) / 64) * 64  # elements
+    moved = round(fraction * sum(held) / whole.align) * whole.align  # elements, in blocks
     for state in ("weight", "grad", "residual"):
         assert here[state] == part[state] == away[state], state
     # where it stays, a master is the weight
