@@ -32,6 +32,7 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.policy import ROWS, Policy
 from zeroshard.core.precision import dtype_name
 from zeroshard.errors import ConfigError
+from zeroshard.hetero import free_memory
 from zeroshard.nn.deferred import fingerprint_of
 from zeroshard.planner import Machine, Plan, Training, make_plan, measured
 from zeroshard.planner.machine import Speeds, nearest_preset
@@ -62,10 +63,7 @@ def facts(model: nn.Module, settings: Config, world: int) -> dict[str, Any]:
     if device.type == "cpu":
         host += own
     else:
-        memory = torch.get_device_module(device)
-        free, _ = memory.mem_get_info(device)
-        cached = memory.memory_reserved(device) - memory.memory_allocated(device)
-        on_device = free + cached + own
+        on_device = free_memory(device) + own
     path = settings.offload.disk_path
     name, speeds = _speeds(device, local)
     return {
