@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from zeroshard.errors import ConfigError
 from zeroshard.launch.numbers import size_text, three_digits
 from zeroshard.launch.options import UsageError
-from zeroshard.launch.plan_uneven import is_uneven, memories_of, plan_and_print
+from zeroshard.launch.plan_uneven import elsewhere, is_uneven, memories_of, plan_and_print
 
 if TYPE_CHECKING:
     from zeroshard.planner import Axes, Machine, ModelShape, Plan, PlannedRow, Training
@@ -391,14 +391,6 @@ def _cells(row: PlannedRow, axes: Axes | None) -> dict[str, str]:
     along: dict[str, str] = {}
     if axes is not None:
         along = {axis: str(getattr(row.spread, axis)) for axis in ("tp", "pp", "dp")}
-    moved: dict[str, list[str]] = {}  # by tier
-    for state, tier in row.tiers.items():
-        if tier != "device":
-            moved.setdefault(tier, []).append("optim" if state == "optimizer" else state)
-    elsewhere = [
-        f"{'all' if len(states) == len(row.tiers) else '+'.join(states)} {tier}"
-        for tier, states in moved.items()
-    ]
     numbers = {"rest": row.rest_bytes["device"], "peak": row.peak_bytes["device"]}
     numbers |= {tier: row.rest_bytes[tier] for tier in ("host", "disk")}
     numbers |= row.traffic_bytes
@@ -410,7 +402,7 @@ def _cells(row: PlannedRow, axes: Axes | None) -> dict[str, str]:
     return {
         **along,
         "row": row.row,
-        "elsewhere": ", ".join(elsewhere) or "-",
+        "elsewhere": elsewhere(row.tiers),
         **{name: three_digits(number / 1e9) for name, number in numbers.items()},
         **bubble,
         "s/step": three_digits(row.step_s),

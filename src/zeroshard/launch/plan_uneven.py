@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,7 @@ def _print(model: ModelShape, machine: Machine, rows: Sequence[UnevenRow]) -> No
         table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         for number, texts in enumerate(_lines(row)):
-            first = (row.row, _elsewhere(row)) if not number else ("", "")
+            first = (row.row, elsewhere(row.tiers)) if not number else ("", "")
             table.add_row(*first, *texts, style="" if row.fits else "dim")
     Console(width=110).print(table)
 
@@ -112,13 +112,14 @@ def _lines(row: UnevenRow) -> list[list[str]]:
     return out
 
 
-def _elsewhere(row: UnevenRow) -> str:
+def elsewhere(tiers: Mapping[str, str]) -> str:
+    """Return which states of a row rest off the device, and where, by state."""
     by_tier: dict[str, list[str]] = {}
-    for state, tier in row.tiers.items():
+    for state, tier in tiers.items():
         if tier != "device":
             by_tier.setdefault(tier, []).append("optim" if state == "optimizer" else state)
     parts = [
-        f"{'all' if len(states) == len(row.tiers) else '+'.join(states)} {tier}"
+        f"{'all' if len(states) == len(tiers) else '+'.join(states)} {tier}"
         for tier, states in by_tier.items()
     ]
     return ", ".join(parts) or "-"
