@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.features.test_experts import _batch, _mesh, _sharded
@@ -23,6 +22,7 @@ from tests.support.experts import Stacked
 from tests.support.harness import run_ranks
 from tests.support.training import (
     Net,
+    Recomputed,
     batch,
     differences,
     make_model,
@@ -285,17 +285,6 @@ class Normed(Net):
         return nn.functional.cross_entropy(self.head(self.norm(h)), y.flatten())
 
 
-class Checkpointed(Net):
-    """Blocks inside activation checkpoints, of torch's and around the block."""
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-        h = self.embed(x)
-        for block in self.blocks:
-            h = checkpoint(block, h, use_reentrant=False)
-        assert y is not None
-        return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
-
-
 class Structured(Net):
     """Blocks that take and return more than a tensor."""
 
@@ -316,7 +305,7 @@ class Structured(Net):
         return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
 
 
-EXACT = (Around, Frozen, Normed, Checkpointed)
+EXACT = (Around, Frozen, Normed, Recomputed)
 CLOSE = (
     Tied,
     Functional,
