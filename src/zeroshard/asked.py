@@ -144,7 +144,7 @@ def _facts(
                               " other axes or mesh_of: name a row")  # fmt: skip
         refuse_inside("shard()")
         check_model(model, optimizer)
-        own = facts(model, settings, 1 if seat.group is None else seat.group.size())
+        own = facts(model, settings, seat.size)
     except ZeroshardError as refused:
         error = refused
     report = _first_report(seat, sync_from) | {"policy": AUTO}  # as _settings_report begins
@@ -168,10 +168,9 @@ def _measured(
     from zeroshard.hetero import resolved
 
     assert isinstance(settings.shares, str)
-    world = 1 if seat.group is None else seat.group.size()
     error, report = None, _first_report(seat, sync_from)
     try:
-        check_per_rank(settings, world, seat)
+        check_per_rank(settings, seat.size, seat)
         refuse_inside("shard()")
         check_model(model, optimizer)
         report |= _shares_report(settings, seat)
@@ -220,17 +219,11 @@ def _checked(
     sync_from: int | None,
 ) -> Asked:
     """Check everything on this rank. Nothing is changed or sent. Raises ConfigError."""
-    world = 1 if seat.group is None else seat.group.size()
-    common.refuse_unsupported()
-    check_per_rank(common, world, seat)
-    common.batch_sizes(world)
-    common.unequal_shares(world)
-    settings = common.at(seat.rank)
-    node_size = node_size_of(settings, seat.dims)
-    mesh = Mesh.of(world, node_size, seat.dims.others)
-    check_nodes(mesh, settings)
-    if sync_from is not None and not 0 <= sync_from < world:
-        raise ConfigError(f"sync_from={sync_from} is not a rank of this group of {world}")
+    settings, mesh, node_size = _seated(common, seat)
+    common.batch_sizes(mesh.size)
+    common.unequal_shares(mesh.size)
+    if sync_from is not None and not 0 <= sync_from < mesh.size:
+        raise ConfigError(f"sync_from={sync_from} is not a rank of this group of {mesh.size}")
     if sync_from is not None and any(axis.alike for axis in mesh.others):
         raise ConfigError(
             f"sync_from={sync_from} would copy inside each data parallel group, and the replicas"
@@ -270,13 +263,7 @@ def asked_again(asked: Asked, model: nn.Module, common: Config, seat: Seat) -> A
     """Return what `asked` becomes with other `common` settings in another `seat`: units and dtypes
     are the same, and so are shares that were measured. Raises ConfigError.
     """
-    world = 1 if seat.group is None else seat.group.size()
-    common.refuse_unsupported()
-    check_per_rank(common, world, seat)
-    settings = common.at(seat.rank)
-    node_size = node_size_of(settings, seat.dims)
-    mesh = Mesh.of(world, node_size, seat.dims.others)
-    check_nodes(mesh, settings)
+    settings, mesh, node_size = _seated(common, seat)
     check_codecs(model, asked.dtypes, settings)
     shares = asked.shares
     if not isinstance(common.shares, str):
@@ -287,6 +274,19 @@ def asked_again(asked: Asked, model: nn.Module, common: Config, seat: Seat) -> A
     )
     policy_of(out, seat)  # raises where the budget holds no unit
     return out
+
+
+def _seated(common: Config, seat: Seat) -> tuple[Config, Mesh, int | None]:
+    """Return the settings of this rank, the mesh, and the ranks per node where they are known.
+    Raises ConfigError.
+    """
+    common.refuse_unsupported()
+    check_per_rank(common, seat.size, seat)
+    settings = common.at(seat.rank)
+    node_size = node_size_of(settings, seat.dims)
+    mesh = Mesh.of(seat.size, node_size, seat.dims.others)
+    check_nodes(mesh, settings)
+    return settings, mesh, node_size
 
 
 def policy_of(asked: Asked, seat: Seat) -> Policy:

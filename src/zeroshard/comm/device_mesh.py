@@ -42,6 +42,11 @@ class Seat:
         """This rank's number among its data parallel ranks."""
         return 0 if self.group is None else self.group.rank()
 
+    @property
+    def size(self) -> int:
+        """The number of these ranks."""
+        return 1 if self.group is None else self.group.size()
+
 
 def seat_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = None) -> Seat:
     """Return this rank's seat in `mesh` (None: all ranks are data parallel), of which the
