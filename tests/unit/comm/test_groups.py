@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import zeroshard as zs
-from tests.support.harness import spawn_ranks
+from tests.support.harness import run_ranks, spawn_ranks
 from zeroshard.comm.groups import make_group
 from zeroshard.comm.plain import gather_bytes
 from zeroshard.errors import ConfigError
@@ -35,6 +36,26 @@ def test_members_make_their_group_alone_or_are_told_why_not_instead_of_waiting()
     assert [result.exitcode for result in results] == [0] * 4, results
 
 
+def _make_again(rank: int, world: int) -> float:
+    def exchange(payload: bytes) -> list[bytes]:
+        assert dist.group.WORLD is not None
+        answers = gather_bytes(dist.group.WORLD, payload)
+        time.sleep(0.3 * (1 - rank))  # rank 1 is first to look for the other's address
+        return answers
+
+    total = torch.tensor(1.0)
+    for _ in range(2):
+        group = make_group([0, 1], exchange)
+        dist.all_reduce(total, group=group)
+        dist.destroy_process_group(group)
+        dist.barrier()
+    return total.item()
+
+
+def test_a_group_that_was_destroyed_is_made_again() -> None:
+    assert run_ranks(2, _make_again) == [4.0, 4.0]
+
+
 def _make_bound(rank: int, world: int) -> None:
     job = dist.group.WORLD
     assert job is not None
@@ -45,9 +66,15 @@ def _make_bound(rank: int, world: int) -> None:
         seen.append((job.bound_device_id, options["use_local_synchronization"]))
         return new_group(*arguments, **options)
 
+    store = dist.distributed_c10d._get_default_store()
+
+    def exchange(payload: bytes) -> list[bytes]:
+        store.set(f"from {rank}", payload)
+        return [store.get("from 1"), store.get("from 2")]
+
     dist.new_group = watched
     if rank:  # rank 0 takes no part
-        group = make_group([1, 2], lambda payload: [payload] * 2)
+        group = make_group([1, 2], exchange)
         total = torch.tensor(float(rank))
         dist.all_reduce(total, group=group)
         assert total.item() == 3.0 and seen == [(None, True)]
