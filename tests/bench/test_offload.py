@@ -381,6 +381,7 @@ def test_the_search_ends_when_its_time_is_up_or_when_another_memory_is_full(
     assert found.layers <= 2 and found.stopped
 
 
+@pytest.mark.slow
 def test_a_model_without_memory_of_its_own_trains_in_a_process_of_its_own(tmp_path: Path) -> None:
     options = Options(num_ranks=1, threads=1, disk_path=str(tmp_path), deferred=True)
     found = largest("disk", "bf16", options, seconds=60, size=SIZES["tiny"], max_layers=2)

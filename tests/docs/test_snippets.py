@@ -122,7 +122,9 @@ def _consoles() -> Iterator[Any]:
         for block in found:
             if block.language == "console" and block.is_run:
                 name = page.relative_to(ROOT).as_posix()
-                yield pytest.param(block, files, id=f"{name}:{block.line}")
+                launches = "zeroshard run" in block.text and name != "docs/index.md"
+                marks = [pytest.mark.slow] if launches else []
+                yield pytest.param(block, files, id=f"{name}:{block.line}", marks=marks)
 
 
 @pytest.mark.parametrize(("block", "files"), list(_consoles()))

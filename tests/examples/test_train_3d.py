@@ -71,6 +71,7 @@ def _check(losses: dict[int, float], expected: dict[int, float], *steps: int) ->
         assert loss == pytest.approx(expected[step], abs=2e-4), step
 
 
+@pytest.mark.slow
 def test_two_stages_have_the_losses_of_one_process(expected: dict[int, float]) -> None:
     _check(_run("1x1x2"), expected, 1, STEPS)
 

@@ -426,6 +426,7 @@ def test_a_second_ctrl_c_interrupts(example: ModuleType) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_a_usage_error_is_said_by_one_rank() -> None:
     said = []
     for rank in ("0", "1"):

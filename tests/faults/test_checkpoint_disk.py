@@ -275,6 +275,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.slow
 def test_a_small_disk_fills_up_and_is_emptied(tmp_path: Path) -> None:
     """A real disk without space: a mount of 4 MB, in a mount namespace of the test's own."""
     unshare = shutil.which("unshare")

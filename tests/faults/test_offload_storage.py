@@ -682,6 +682,7 @@ print("OK")
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_in_a_step_is_told_and_training_goes_on_once_there_is_space(
     tmp_path: Path,
 ) -> None:

@@ -90,7 +90,9 @@ def _check_rows(name: str, micro_batches: int, steps: int, *, no_sync: bool) -> 
     assert min(norms) > CLIP
 
 
-@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "name", ["1F1B", "Interleaved1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)]
+)
 def test_every_row_trains_the_model_of_one_process(name: str) -> None:
     """`ddp` and `zero1` add micro-batches first, the others ranks: equal bits among each."""
     _check_rows(name, 4, 2, no_sync=True)
@@ -298,7 +300,7 @@ def _fp16(rank: int, world: int, name: str) -> tuple[list[float], State, list[li
     return first
 
 
-@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("name", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)])
 def test_the_loss_of_fp16_is_scaled_in_the_last_stage_for_all(name: str) -> None:
     answers = run_ranks(4, _fp16, name, timeout=100)
     losses, state, norms = alone(2, 8, clip=CLIP)

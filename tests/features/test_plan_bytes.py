@@ -239,6 +239,7 @@ def test_predicted_bytes_are_the_engines(
         assert not differences, differences[0]
 
 
+@pytest.mark.slow
 def test_predicted_bytes_are_the_engines_with_unequal_shares(tmp_path: Path) -> None:
     few, codes = (0.05, 0.0, 0.6, 0.35), 5
     rows = [(row, number % 2 * 2) for number, row in enumerate(ROWS) if row != "ddp"]

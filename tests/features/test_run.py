@@ -152,6 +152,7 @@ def test_on_one_host_nothing_listens_beyond_loopback(
     assert set().union(*map(_listening, [job.process.pid, *pids])) == {"0100007F"}
 
 
+@pytest.mark.slow
 def test_ranks_that_start_again_meet_again(launch: Launch) -> None:
     meet = (
         "import zeroshard as zs, torch, torch.distributed as dist\nfor _ in range(2):\n   "
@@ -176,6 +177,7 @@ def _without_settings(stderr: str) -> str:
     return re.sub(r"zeroshard run: \w+=\S+: .*\n", "", stderr)
 
 
+@pytest.mark.slow
 def test_lines_of_several_ranks_begin_with_the_rank_where_that_is_asked_for(
     launch: Launch, tmp_path: Path
 ) -> None:
@@ -226,7 +228,7 @@ def test_the_first_failure_is_shown_last_with_its_traceback(launch: Launch) -> N
             1,
             marks=pytest.mark.slow,
         ),
-        (NO_SUCH_STEP, 3),
+        pytest.param(NO_SUCH_STEP, 3, marks=pytest.mark.slow),
         pytest.param("os._exit(9)", 1, marks=pytest.mark.slow),
     ],
     ids=["error of ours", "StateError", "a step that is not there", "silent"],
@@ -285,7 +287,7 @@ STUCK = "def stuck():\n    (here / f'deep-{rank}').touch()\n    time.sleep(600)\
 @pytest.mark.parametrize(
     ("how", "transport"),
     [
-        ("sys.exit(0)", "auto"),
+        pytest.param("sys.exit(0)", "auto", marks=pytest.mark.slow),
         pytest.param("sys.exit(0)", "gloo", marks=pytest.mark.slow),
         pytest.param("os._exit(0)", "gloo", marks=pytest.mark.slow),
         pytest.param("os._exit(0)", "auto", marks=pytest.mark.slow),
@@ -330,6 +332,7 @@ def test_a_save_on_one_rank_alone_shows_where_it_waited_and_who_had_left(launch:
     assert stderr.splitlines()[-1].startswith("zeroshard run: rank 1 left first, "), stderr
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_one_rank_is_told(launch: Launch) -> None:
     job = launch(HELLO + STUCK + "stuck()\n", "--nproc", "2")
     pids = job.ranks(2)
@@ -424,12 +427,7 @@ MOMENTS = {
 
 @pytest.mark.parametrize(
     "moment",
-    [
-        pytest.param(
-            moment, marks=[pytest.mark.slow] * (moment in ("importing", "joining", "computing"))
-        )
-        for moment in MOMENTS
-    ],
+    [pytest.param(moment, marks=[pytest.mark.slow] * (moment != "reducing")) for moment in MOMENTS],
 )
 def test_a_killed_rank_ends_the_job_when_the_grace_is_over_and_is_named(
     launch: Launch, moment: str
@@ -500,6 +498,7 @@ def test_a_group_that_is_started_again_says_why_and_may_succeed(launch: Launch) 
     assert "failed first" not in stderr
 
 
+@pytest.mark.slow
 def test_modules_and_programs_run_too(launch: Launch) -> None:
     assert subprocess.run(
         [PROGRAM, "run", "-m", "json.tool", "--help"], capture_output=True, text=True, timeout=60

@@ -91,6 +91,7 @@ def _losses(rank: int, world: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_does_with_the_users_arguments_and_variables(
     start: Start,
 ) -> None:

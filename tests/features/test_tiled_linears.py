@@ -107,6 +107,7 @@ def test_values_are_drawn_from_nn_linears_distribution() -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_tiled_layer_is_differentiable_twice_compiles_and_follows_autocast() -> None:
     torch.manual_seed(0)
     linear = nn.Linear(12, 10)
