@@ -39,6 +39,7 @@ LAYERS = {
     "api": 5,
     "asked": 5,
     "batches": 5,
+    "rejoin": 5,
     "repartition": 5,
     "checks": 5,
     "activations": 5,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.asked import Asked, compared, policy_of, told_by_id, understood
+from zeroshard.asked import Asked, Call, compared, told_by_id, understood
 from zeroshard.comm.agree import agree, through
 from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.everyone import Everyone
@@ -136,7 +136,7 @@ def shard(
     module: Any = model
     try:
         module = model_of(model)
-        asked, error = understood(module, optimizer, build, seat, sync_from)
+        asked, error = understood(Call(module, optimizer, seat, sync_from), build)
     except ConfigError as refused:
         asked, error = None, refused
     differences = compared(asked, error, seat)
@@ -187,7 +187,7 @@ def _make_context(
 
     `told`: the errors of values that differ between ranks, by id of the parameter.
     """
-    settings, policy = asked.settings, policy_of(asked, seat)
+    settings, policy = asked.settings, asked.policy
     precision = settings.resolved_precision()
     device = next(model.parameters()).device
     spec = CommSpec(

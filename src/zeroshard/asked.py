@@ -41,7 +41,7 @@ from zeroshard.runtime.build import Dtypes, compute_dtypes, gradient_bytes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
 from zeroshard.state.local import local_of, part_of, whole_shape
 
-__all__ = ["Asked", "asked_again", "compared", "policy_of", "told_by_id", "understood"]
+__all__ = ["Asked", "Call", "asked_again", "compared", "told_by_id", "understood"]
 
 _log = logging.getLogger("zeroshard")
 
@@ -53,11 +53,29 @@ _COMPARED = (
 
 
 @dataclass(frozen=True)
+class Call:
+    """What shard() was called with on this rank, beside its settings."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    seat: Seat
+    sync_from: int | None
+
+    def first_report(self) -> dict[str, str]:
+        """Return how every report begins. Ranks that have a mesh have compared it before
+        (seat_of).
+        """
+        mesh = {"mesh": "none"} if self.seat.mesh is None else {}
+        return mesh | {"sync_from": str(self.sync_from)}
+
+
+@dataclass(frozen=True)
 class Asked:
     """This rank's settings, checked, and not yet compared with the other ranks'."""
 
     settings: Config  # with this rank's own tiers
     common: Config  # as it was given, the same on every rank
+    policy: Policy  # the row in force: gradients rest whole as far as the budget goes
     shares: Shares | None  # of the data parallel ranks; None: equal
     mesh: Mesh
     dtypes: Dtypes
@@ -97,11 +115,7 @@ def compared(asked: Asked | None, error: ZeroshardError | None, seat: Seat) -> d
 
 
 def understood(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    build: Callable[[], Config],
-    seat: Seat,
-    sync_from: int | None,
+    call: Call, build: Callable[[], Config]
 ) -> tuple[Asked | None, ZeroshardError | None]:
     """Return what is asked for, checked, or why this rank refuses. Collective for policy="auto",
     and shares="memory" and "auto", alone.
@@ -112,55 +126,44 @@ def understood(
         return None, refused
     everyone, shares = None, settings.shares
     if settings.policy == AUTO:
-        everyone = _facts(model, optimizer, settings, seat, sync_from)
+        everyone = _facts(call, settings)
     elif isinstance(shares, str):
-        shares = _measured(model, optimizer, settings, seat, sync_from)
+        shares = _measured(call, settings)
     try:
         if everyone is not None:
-            settings = _chosen(model, optimizer, settings, seat, everyone)
+            settings = _chosen(call, settings, everyone)
         numbers = None if shares is None or isinstance(shares, str) else shares
-        return _checked(model, optimizer, settings, numbers, seat, sync_from), None
+        return _checked(call, settings, numbers), None
     except ZeroshardError as refused:
         return None, refused
 
 
-def _facts(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    settings: Config,
-    seat: Seat,
-    sync_from: int | None,
-) -> list[dict[str, Any]]:
+def _facts(call: Call, settings: Config) -> list[dict[str, Any]]:
     """Return what all ranks know of their machines, for policy="auto". Collective.
 
     Raises this rank's error, another's, or PlanMismatch where not all ranks ask for it.
     """
     from zeroshard.auto import facts  # and with it the planner, for nobody else
 
+    seat = call.seat
     exchange, error, own = through(seat.group), None, {}
     try:
         if seat.dims.others or seat.own:
             raise ConfigError("policy='auto' plans data parallel ranks alone, and this mesh has"
                               " other axes or mesh_of: name a row")  # fmt: skip
         refuse_inside("shard()")
-        check_model(model, optimizer)
-        own = facts(model, settings, seat.size)
+        check_model(call.model, call.optimizer)
+        own = facts(call.model, settings, seat.size)
     except ZeroshardError as refused:
         error = refused
-    report = _first_report(seat, sync_from) | {"policy": AUTO}  # as _settings_report begins
+    report = call.first_report() | {"policy": AUTO}  # as _settings_report begins
     with seat.axes.telling("shard()"):
         agree(exchange, report, call="shard()", error=error, remedy=REMEDY)
         everyone = exchange(json.dumps(own).encode(), "shard()")
     return [json.loads(one) for one in everyone]
 
 
-def _measured(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    settings: Config,
-    seat: Seat,
-    sync_from: int | None,
-) -> tuple[float, ...]:
+def _measured(call: Call, settings: Config) -> tuple[float, ...]:
     """Return the shares that follow the ranks' memory; rank 0 logs why. Collective.
 
     Raises this rank's error, another's, or PlanMismatch where not all ranks ask for them.
@@ -168,11 +171,12 @@ def _measured(
     from zeroshard.hetero import resolved
 
     assert isinstance(settings.shares, str)
-    error, report = None, _first_report(seat, sync_from)
+    model, seat = call.model, call.seat
+    error, report = None, call.first_report()
     try:
         check_per_rank(settings, seat.size, seat)
         refuse_inside("shard()")
-        check_model(model, optimizer)
+        check_model(model, call.optimizer)
         report |= _shares_report(settings, seat)
     except ZeroshardError as refused:
         error = refused
@@ -187,59 +191,40 @@ def _measured(
     return numbers
 
 
-def _chosen(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    settings: Config,
-    seat: Seat,
-    everyone: list[dict[str, Any]],
-) -> Config:
+def _chosen(call: Call, settings: Config, everyone: list[dict[str, Any]]) -> Config:
     """Return `settings` with the row that the planner takes; rank 0 logs it. Raises ConfigError
     where nothing fits.
     """
     from zeroshard.auto import decide
+
+    seat = call.seat
 
     def check(asked: Config) -> None:
         asked.refuse_unsupported()
         check_nodes(Mesh.of(len(everyone), node_size_of(asked, seat.dims)), asked)
 
     known = settings.comm.node_size if seat.dims.node_size is None else seat.dims.node_size
-    out, told = decide(model, optimizer, settings, everyone, node_size=known, check=check)
+    out, told = decide(call.model, call.optimizer, settings, everyone, node_size=known, check=check)
     if seat.rank == 0:
         _log.info("%s", told)
     return out
 
 
-def _checked(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    common: Config,
-    shares: Sequence[float] | None,
-    seat: Seat,
-    sync_from: int | None,
-) -> Asked:
+def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Asked:
     """Check everything on this rank. Nothing is changed or sent. Raises ConfigError."""
+    model, seat = call.model, call.seat
     settings, mesh, node_size = _seated(common, seat)
-    common.batch_sizes(mesh.size)
-    common.unequal_shares(mesh.size)
-    if sync_from is not None and not 0 <= sync_from < mesh.size:
-        raise ConfigError(f"sync_from={sync_from} is not a rank of this group of {mesh.size}")
-    if sync_from is not None and any(axis.alike for axis in mesh.others):
-        raise ConfigError(
-            f"sync_from={sync_from} would copy inside each data parallel group, and the replicas"
-            " along 'tp' must begin alike: build the same model on every rank (same seed)"
-        )
+    _check_sync(call.sync_from, mesh)
     refuse_inside("shard()")
-    check_model(model, optimizer)
+    check_model(model, call.optimizer)
     check_dtensors(named_parameters_once(model), seat.mesh, seat.dims)
     precision = settings.resolved_precision()
     check_precision(model, precision)
     dtypes = compute_dtypes(model, precision)
     check_codecs(model, dtypes, settings)
     plans = partition_units(model, settings.units, own_meshes=[own.pattern for own in seat.own])
-    check_own_meshes(model, plans, seat, mesh, settings, sync_from)
+    check_own_meshes(model, plans, seat, mesh, settings, call.sync_from)
     cut = None if shares is None else shares_of(shares)
-    _budgeted(settings, cut, plans, mesh, seat, dtypes)
     groups = {own.pattern: own.holders.groups for own in seat.own}
     within = {
         _initial(name): groups[plan.pattern]
@@ -247,16 +232,38 @@ def _checked(
         if plan.pattern
         for name in plan.parameters
     }
-    same = _first_report(seat, sync_from) | _settings_report(common, seat, node_size)
-    report = _report(model, optimizer, dtypes, plans)
-    values = _initial_values(model) if sync_from is None else {}
+    report = _report(model, call.optimizer, dtypes, plans)
+    values = _initial_values(model) if call.sync_from is None else {}
     named = named_parameters_once(model).items()
-    parts = frozenset(_initial(name) for name, p in named if part_of(name, p).axes)
     if values and any(fingerprint_of(parameter) is not None for parameter in model.parameters()):
-        deferred = report | {"a deferred model": "yes"}
+        report["a deferred model"] = "yes"
     else:
-        deferred, values = report | values, {}
-    return Asked(settings, common, cut, mesh, dtypes, plans, same, deferred, values, parts, within)
+        report, values = report | values, {}
+    return Asked(
+        settings=settings,
+        common=common,
+        policy=_budgeted(settings, cut, plans, mesh, seat, dtypes),
+        shares=cut,
+        mesh=mesh,
+        dtypes=dtypes,
+        plans=plans,
+        settings_report=call.first_report() | _settings_report(common, seat, node_size),
+        report=report,
+        values=values,
+        parts=frozenset(_initial(name) for name, p in named if part_of(name, p).axes),
+        within=within,
+    )
+
+
+def _check_sync(sync_from: int | None, mesh: Mesh) -> None:
+    """Refuse a rank to copy from that is none, or replicas that it could not reach."""
+    if sync_from is not None and not 0 <= sync_from < mesh.size:
+        raise ConfigError(f"sync_from={sync_from} is not a rank of this group of {mesh.size}")
+    if sync_from is not None and any(axis.alike for axis in mesh.others):
+        raise ConfigError(
+            f"sync_from={sync_from} would copy inside each data parallel group, and the replicas"
+            " along 'tp' must begin alike: build the same model on every rank (same seed)"
+        )
 
 
 def asked_again(asked: Asked, model: nn.Module, common: Config, seat: Seat) -> Asked:
@@ -268,12 +275,15 @@ def asked_again(asked: Asked, model: nn.Module, common: Config, seat: Seat) -> A
     shares = asked.shares
     if not isinstance(common.shares, str):
         shares = None if common.shares is None else shares_of(common.shares)
-    report = _settings_report(common, seat, node_size)
-    out = replace(
-        asked, settings=settings, common=common, shares=shares, mesh=mesh, settings_report=report
+    return replace(
+        asked,
+        settings=settings,
+        common=common,
+        policy=_budgeted(settings, shares, asked.plans, mesh, seat, asked.dtypes),
+        shares=shares,
+        mesh=mesh,
+        settings_report=_settings_report(common, seat, node_size),
     )
-    policy_of(out, seat)  # raises where the budget holds no unit
-    return out
 
 
 def _seated(common: Config, seat: Seat) -> tuple[Config, Mesh, int | None]:
@@ -282,17 +292,13 @@ def _seated(common: Config, seat: Seat) -> tuple[Config, Mesh, int | None]:
     """
     common.refuse_unsupported()
     check_per_rank(common, seat.size, seat)
+    common.batch_sizes(seat.size)
+    common.unequal_shares(seat.size)
     settings = common.at(seat.rank)
     node_size = node_size_of(settings, seat.dims)
     mesh = Mesh.of(seat.size, node_size, seat.dims.others)
     check_nodes(mesh, settings)
     return settings, mesh, node_size
-
-
-def policy_of(asked: Asked, seat: Seat) -> Policy:
-    """Return the row in force, in which gradients rest whole as far as the budget goes."""
-    settings, shares = asked.settings, asked.shares
-    return _budgeted(settings, shares, asked.plans, asked.mesh, seat, asked.dtypes)
 
 
 def _budgeted(
@@ -331,12 +337,6 @@ def _budgeted(
         return policy.with_whole_gradients(resting)
     except ValueError as error:
         raise ConfigError(f"accumulation_budget={budget}: {error}") from None
-
-
-def _first_report(seat: Seat, sync_from: int | None) -> dict[str, str]:
-    """Return how every report begins. Ranks that have a mesh have compared it before (seat_of)."""
-    mesh = {"mesh": "none"} if seat.mesh is None else {}
-    return mesh | {"sync_from": str(sync_from)}
 
 
 def _shares_report(settings: Config, seat: Seat) -> dict[str, str]:

@@ -14,7 +14,6 @@ leave keep an engine that refuses to be used and knows the model: a later call m
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import logging
@@ -27,8 +26,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.asked import Asked, asked_again
-from zeroshard.checkpoint.pieces import generators, restore_generators
-from zeroshard.checkpoint.values import decode, encode, no_tensors
 from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.hand_over import HandOver
 from zeroshard.config import AUTO, Config, build_config
@@ -44,6 +41,7 @@ from zeroshard.errors import (
     ZeroshardError,
 )
 from zeroshard.hetero import resolved
+from zeroshard.rejoin import carried, take_over
 from zeroshard.runtime.build import Context, PlannedUnits, build_units, plan_units
 from zeroshard.runtime.ema import averages_of
 from zeroshard.runtime.engine import Engine, parts_of, relaid, states_of
@@ -373,13 +371,13 @@ class _Move:
         if self._ready is not None:
             trains = self._parts.sharded is not None
             facts.wanted = wanted(self._ready.planned, trains=trains)
-        carried, error = None, None
+        known, error = None, None
         if some_come_back and self._departure is not None:
             try:
-                carried = _carried(self._engine, self._parts)
+                known = carried(self._engine)
             except CheckpointError as odd:  # an option of a param group without a form
                 error = ConfigError(str(odd))
-        mine = [None if error is None else str(error), facts.to_json(), carried]
+        mine = [None if error is None else str(error), facts.to_json(), known]
         answers = self._hand_over.exchange(json.dumps(mine).encode(), _CALL)
         everyone = [json.loads(answer) for answer in answers]
         failures = [failure for failure, _, _ in everyone]
@@ -389,8 +387,8 @@ class _Move:
         self._facts = [Facts(**found) for _, found, _ in everyone]
         if some_come_back:
             self._carried = everyone[self._first][2]
-            known = [one[2]["generators"] for one in everyone if one[2] is not None]
-            if any(state != known[0] for state in known):
+            states = [one[2]["generators"] for one in everyone if one[2] is not None]
+            if any(state != states[0] for state in states):
                 self._carried["generators"] = None
 
     def run(self) -> None:
@@ -419,7 +417,7 @@ class _Move:
             self._parts.weights.refuse(_AWAY)
         elif self._comes_back:
             assert self._carried is not None
-            _take_over(self._engine, self._carried)
+            take_over(self._engine, self._carried)
         else:
             finalizer = self._parts.finalizer
             parts_of(self._engine).finalizer.continue_from(finalizer.step, finalizer.skipped)
@@ -519,75 +517,3 @@ def _rank() -> int:
 
 def _averages(engine: Engine) -> list[list[torch.Tensor]]:
     return [ema.averages for ema in averages_of(engine)]
-
-
-# ---------------------------------------------------------------------- for ranks that come back
-
-
-def _carried(engine: Engine, parts: Parts) -> dict[str, Any]:
-    """Return what a rank that comes back has to know beside the states. Raises CheckpointError."""
-    sharded, scaler = parts.sharded, parts.context.options.loss_scaler
-    groups = [] if sharded is None else sharded.optimizer.param_groups
-    return {
-        "groups": [
-            {
-                key: encode(value, f"optimizer param group {index}: {key}", no_tensors)
-                for key, value in group.items()
-                if key not in ("params", "param_names")
-            }
-            for index, group in enumerate(groups)
-        ],
-        "scaler": None if scaler is None else scaler.state_dict(),
-        "counts": [parts.finalizer.step, parts.finalizer.skipped],
-        "steps": None if sharded is None else [sharded.taken, sharded.runner.num_steps],
-        "generators": _generators(),
-    }
-
-
-def _take_over(engine: Engine, carried: Mapping[str, Any]) -> None:
-    """Continue, on a rank that has come back, what the others were doing."""
-    parts = parts_of(engine)
-    parts.finalizer.continue_from(*carried["counts"])
-    if parts.sharded is not None:
-        parts.sharded.continue_from(*carried["steps"])
-        for group, options in zip(
-            parts.sharded.optimizer.param_groups, carried["groups"], strict=True
-        ):
-            group.update({key: decode(value, _no_tensor) for key, value in options.items()})
-    scaler = parts.context.options.loss_scaler
-    if scaler is not None and carried["scaler"] is not None:
-        scaler.load_state_dict(carried["scaler"])
-    if carried["generators"] is not None:
-        _restore_generators(carried["generators"])
-
-
-def _generators() -> dict[str, Any]:
-    """Return the random generators' states as JSON."""
-    tensors: dict[str, torch.Tensor] = {}
-
-    def store(path: str, tensor: torch.Tensor) -> str:
-        tensors[path] = tensor
-        return path
-
-    found = encode(generators(), "random generators", store)
-    data = {
-        path: [
-            base64.b64encode(tensor.cpu().contiguous().numpy().tobytes()).decode(),
-            str(tensor.dtype).removeprefix("torch."),
-        ]
-        for path, tensor in tensors.items()
-    }
-    return {"state": found, "tensors": data}
-
-
-def _restore_generators(carried: Mapping[str, Any]) -> None:
-    def fetch(path: str) -> torch.Tensor:
-        text, dtype = carried["tensors"][path]
-        raw = bytearray(base64.b64decode(text))
-        return torch.frombuffer(raw, dtype=getattr(torch, dtype))
-
-    restore_generators(decode(carried["state"], fetch))
-
-
-def _no_tensor(path: str) -> torch.Tensor:
-    raise ValueError(f"{path} is no number")

@@ -328,6 +328,28 @@ def _refusals(rank: int, world: int, path: str) -> None:
     assert "closed" in _refused(engine.repartition, policy="zero1")
 
 
+def _batches(rank: int, world: int) -> None:
+    alone = _meshes(1)[1]
+    for options, message in (
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2,
+          "gradient_accumulation_steps": 2}, "train_batch_size=8 is not"),
+        ({"batch_shares": (0.25, 0.75)}, "batch_shares has 2 numbers for 1"),
+    ):  # fmt: skip
+        run = made(policy="zero3", **options)
+        run.train(rank, range(1))
+        before = rests(run)
+        told = _refused(run.engine.repartition, mesh=alone)
+        assert message in told, told
+        assert rests(run) == before
+        run.engine.repartition(policy="zero1")
+        run.train(rank, range(1, 2))
+        run.engine.close()
+
+
+def test_batches_that_do_not_fit_other_ranks_are_refused_before_anything_moves() -> None:
+    run_ranks(2, _batches)
+
+
 _MESH = "no mesh at all"
 _MESSAGES = {
     "nothing": "without a change",

@@ -162,7 +162,7 @@ class Backward:
         self.reductions = reductions
         self.saved = SavedTensors(weights)
         self._weights = weights
-        self.manner = manner
+        self.manner = self._plain = manner
         self.announce: Callable[[str, Any], None] | None = None  # inside join()
         self._pass = _Pass()
         self._trainable = [unit for unit in weights.units if unit.trainable]
@@ -188,6 +188,11 @@ class Backward:
         self.decisions.attach(optimizer.optimizer)
 
     # ------------------------------------------------------------------ how a backward is run
+
+    @property
+    def runs_plainly(self) -> bool:
+        """Whether no no_sync(), join() or schedule is under way."""
+        return self.manner is self._plain
 
     @contextmanager
     def running_as(self, **changes: Any) -> Iterator[None]:

@@ -30,7 +30,7 @@ from torch import nn
 from zeroshard.core.launched import heartbeat
 from zeroshard.errors import StateError, StorageError
 from zeroshard.optim.sharded import INTERRUPTED, ShardedOptimizer
-from zeroshard.runtime.backward import Backward, Manner, retains_graph
+from zeroshard.runtime.backward import Backward, retains_graph
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.passes import Until
@@ -321,7 +321,7 @@ class Loop:
             raise StateError(f"{call} inside EMA.swapped(): call it outside")
         if context.streams.probe.recording is not None:
             raise StateError(f"{call} inside engine.trace(): leave that first")
-        if self.backward.manner != Manner():
+        if not self.backward.runs_plainly:
             raise StateError(
                 f"{call} inside no_sync(), join() or a schedule that the engine follows: call it"
                 " outside"
