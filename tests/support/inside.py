@@ -192,7 +192,7 @@ def flush_gradients(engine: zs.Engine) -> None:
 def idle_gradient_bytes(engine: zs.Engine) -> dict[str, int]:
     """Return, by tier, the bytes that are kept for the next gradient."""
     idle: dict[str, int] = {}
-    paths: list[GradientPath] = list(engine._backward.paths())
+    paths: list[GradientPath] = list(engine._backward.paths)
     for path in paths:
         for storage in path.summed._place._idle:
             num_bytes = storage.numel * storage.dtype.itemsize

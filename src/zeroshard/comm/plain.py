@@ -19,7 +19,7 @@ from zeroshard.comm.groups import make_group
 
 __all__ = ["gather_bytes", "on_cpu"]
 
-_FEW = 16
+_FEW = 32  # bytes of a payload that goes through the device
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 

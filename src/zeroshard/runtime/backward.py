@@ -166,7 +166,7 @@ class Backward:
         self.announce: Callable[[str, Any], None] | None = None  # inside join()
         self._pass = _Pass()
         self._trainable = [unit for unit in weights.units if unit.trainable]
-        self._paths = [path for unit in self._trainable for path in unit.paths]
+        self.paths = [path for unit in self._trainable for path in unit.paths]  # in unit order
         self.leaves = [
             _Leaf(
                 unit,
@@ -473,7 +473,7 @@ class Backward:
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients rest here that no reduce over all ranks has taken."""
-        return any(path.has_local or path.has_node_sum for path in self.paths())
+        return any(path.has_local or path.has_node_sum for path in self.paths)
 
     def flush(self) -> None:
         """Reduce everything once more: some rank `has_unreduced` gradients (every backward was
@@ -495,7 +495,7 @@ class Backward:
                     leaf.seal(self, leaf.path.summed.resting() if holds else None)
         if self.optimizer is not None:
             self.optimizer.seal()
-            for path in self.paths():
+            for path in self.paths:
                 if path.flat.stepped[0] < path.flat.stepped[1]:
                     path.summed.release()
 
@@ -507,7 +507,7 @@ class Backward:
             return
         changed = self.accumulation.changed
         cleared = {id(p) for p in self.optimizer.dropped()} if self.optimizer is not None else set()
-        everything = all(all(path.used) for path in self.paths())
+        everything = all(all(path.used) for path in self.paths)
         with torch._C.DisableTorchFunctionSubclass():
             gone_leaves = [
                 leaf
@@ -523,8 +523,7 @@ class Backward:
             path.clear(indices)
         # gradients of parameters unused here; a step agrees about what is used
         anything = any(
-            any(path.used) or (changed and path.summed.resting() is not None)
-            for path in self.paths()
+            any(path.used) or (changed and path.summed.resting() is not None) for path in self.paths
         )
         if not anything:
             all_cleared = len(cleared) >= len(self.leaves) and all(
@@ -558,15 +557,11 @@ class Backward:
         """After an exception: no backward is running and no gradient rests."""
         self._pass = _Pass()
         self.reductions.abandon()
-        for path in self.paths():
+        for path in self.paths:
             path.abandon()
         for leaf in self.leaves:
             leaf.clear()
         self.reset()
-
-    def paths(self) -> Sequence[GradientPath]:
-        """Return every trainable segment's gradient path, in unit order."""
-        return self._paths
 
 
 def _gets_gradient(parameter: torch.Tensor) -> bool:

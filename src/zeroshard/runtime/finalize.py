@@ -171,7 +171,7 @@ class Finalizer:
         if not backward.accumulation.is_weighted:
             divisor *= self._weight
         backward.reductions.wait()
-        sums = [path.summed for path in backward.paths()]
+        sums = [path.summed for path in backward.paths]
         averaged = [] if unreduced else sums
         bad = [summed.key for summed in averaged if not summed.average(divisor)]
         backward.reductions.gather_averages([summed for summed in sums if summed.gathers_averages])
@@ -182,7 +182,7 @@ class Finalizer:
 
     def _divide(self, weight: float) -> None:
         """Divide by the weights of all ranks, which are known now."""
-        for path in self._backward.paths():
+        for path in self._backward.paths:
             path.summed.divide(weight)
 
     def _read(self, averaged: Sequence[SummedGradient], divisor: float) -> list[str]:
@@ -197,7 +197,7 @@ class Finalizer:
 
     def _compare(self, unreduced: bool, bad: str) -> list[_Answer]:
         """Exchange answers, of whose digests and decisions none may differ."""
-        used = [flag for path in self._backward.paths() for flag in path.used]
+        used = [flag for path in self._backward.paths for flag in path.used]
         bits = sum(1 << index for index, flag in enumerate(used) if flag)
         decisions, here = self._backward.decisions, self._backward.accumulation
         mine = _Answer(
@@ -246,7 +246,7 @@ class Finalizer:
             )
         position, others_used = 0, False
         unions: dict[tuple[int, ...], int] = {}  # by the ranks that have the same parameters
-        for path in self._backward.paths():
+        for path in self._backward.paths:
             members = path.flat.context.holders.members
             if members not in unions:
                 unions[members] = _union([answers[rank] for rank in members])
@@ -357,7 +357,7 @@ class Finalizer:
 
         Either may be empty. Collective; only after a bad step.
         """
-        bad = next(filter(None, (path.summed.first_bad() for path in self._backward.paths())), "")
+        bad = next(filter(None, (path.summed.first_bad() for path in self._backward.paths)), "")
         own = f"{bad}\n{self._backward.saved.read_released or ''}".encode()
         answers = [
             answer.decode().split("\n") for answer in self._transport.control.exchange(own, _BAD)
@@ -374,11 +374,11 @@ class Finalizer:
         self.finalize()
         with self._axes.telling(_NORM):
             # on an accelerator, of averages that have been scaled since they were read
-            if asked := [one for path in self._backward.paths() for one in path.summed.asked()]:
+            if asked := [one for path in self._backward.paths for one in path.summed.asked()]:
                 read_squares(asked)
-            local = [path.summed.squares(path.in_norm) for path in self._backward.paths()]
+            local = [path.summed.squares(path.in_norm) for path in self._backward.paths]
             self._faults.agree()
-        size, paths = self._transport.size, self._backward.paths()
+        size, paths = self._transport.size, self._backward.paths
         if local and size > 1 and all(len(values) == size for values in local):
             # every rank holds all sums
             sums = [sum(values[other] for values in local) for other in range(size)]
@@ -404,7 +404,7 @@ class Finalizer:
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         factor = float(coefficient)
         if factor < 1.0:
-            for path in self._backward.paths():
+            for path in self._backward.paths:
                 path.summed.scale(factor)
         return total
 
@@ -425,7 +425,7 @@ class Finalizer:
             before = self._scaler.scale
             self._scaler.update(not self._result.finite)
             if self._scaler.scale != before:
-                for path in self._backward.paths():
+                for path in self._backward.paths:
                     path.bucket.reset_residual()  # it was of gradients in another scale
         self._digest.advance()
         self._result = None
