@@ -8,6 +8,7 @@ import functools
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -444,6 +445,28 @@ def _flipped(rank: int, world: int, row: str) -> str:
 def test_a_column_that_differs_between_nodes_is_found(row: str) -> None:
     for text in run_ranks(4, _flipped, row, timeout=30):
         assert "differ between rank 1 and rank(s) [3], which hold the same" in text, text
+
+
+def _compared(rank: int, world: int, tiers: dict[str, Any]) -> None:
+    model = make_model()
+    optimizer, offload = two_groups(model), zs.Offload(**tiers)
+    engine = zs.shard(
+        model, optimizer, policy="mics", comm=zs.Comm(node_size=2), offload=offload, verify_every=1
+    )
+    for step in range(2):
+        model(*batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [{"weight": "host"}, {"weight": "host", "optimizer": "host", "fraction": 0.3}],
+    ids=["weights away", "a part of all away"],
+)
+def test_columns_are_compared_where_weights_rest_elsewhere(tiers: dict[str, Any]) -> None:
+    run_ranks(4, _compared, tiers, timeout=30)
 
 
 def _late(rank: int, world: int) -> str:

@@ -137,17 +137,19 @@ def _compare_columns(
     for unit in units:
         for segment in unit.segments:
             flat = segment.flat
-            if flat.scope is Scope.NODE_SHARD and flat.rest.on_device:
+            if flat.scope is not Scope.NODE_SHARD:
+                continue
+            name, mesh = f"weights of unit {unit.name}", flat.layout.mesh
+            own = [
+                tuple(group[rank] for rank in mesh.column(local))
+                for group in flat.context.holders.groups
+                for local in range(mesh.node_size)
+            ]
+            columns |= dict.fromkeys((name, *map(_state_of, segment.names)), own)
+            if flat.rest.on_device:  # as on all ranks of the column, and maybe on no other
                 flat.wait_published()
-                name, mesh = f"weights of unit {unit.name}", flat.layout.mesh
                 named[name] = digest_of(flat.rest.whole)
-                own = [
-                    tuple(group[rank] for rank in mesh.column(local))
-                    for group in flat.context.holders.groups
-                    for local in range(mesh.node_size)
-                ]
-                columns |= dict.fromkeys((name, *map(_state_of, segment.names)), own)
-    if not named:
+    if not columns:
         return
     if optimizer is not None and units[0].cells.optim.scope is Scope.NODE_SHARD:
         named |= _state_digests(optimizer)
