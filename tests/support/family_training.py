@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,14 +163,15 @@ class Contender:
         self.losses.append(loss)
 
     def evaluate(self) -> None:
-        """Note the losses on the next batch in evaluation mode, where torch's own modules take
-        other paths than in training.
+        """Note the losses on the next batch in evaluation mode, where modules take other paths
+        than in training; not the fused kernels of nn.TransformerEncoderLayer and
+        nn.MultiheadAttention, which torch takes for modules without hooks alone.
         """
         batch = self.family.data(self.size, self.rank, len(self.losses))
         modules = [player.module for player in self.players]
         for player in self.players:
             player.module.eval()
-        with torch.no_grad():
+        with torch.no_grad(), _without_fused_layers():
             self.losses.append(self.family.loss(modules[0], batch, *modules[1:]).item())
             if self.family.beside_loss is not None:
                 self.losses.append(self.family.beside_loss(modules[1], batch, modules[0]).item())
@@ -225,6 +227,15 @@ def apart(run: Run, reference: Run) -> float:
     pairs = [(value.double(), reference.state[name].double()) for name, value in run.state.items()]
     pairs.append((torch.tensor(run.losses), torch.tensor(reference.losses)))
     return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+@contextmanager
+def _without_fused_layers() -> Iterator[None]:
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
 
 
 def compare(
