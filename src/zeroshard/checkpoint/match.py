@@ -65,8 +65,9 @@ class Match:
         by_any_name = {one: name for name, entry in saved.items() for one in (name, *entry.aliases)}
         left = dict.fromkeys(saved)
         found: dict[int, str] = {}
-        parameters = dict(self._engine.module.named_parameters())
-        for name, entry in parameters_of(self._engine).items():
+        parameters = list(self._engine.module.parameters())
+        mine = parameters_of(self._engine)
+        for parameter, (name, entry) in zip(parameters, mine.items(), strict=True):
             known = [alias for alias in (name, *entry.aliases) if alias in by_any_name]
             if not (frozen or entry.trained):
                 self.left_alone.append(name)
@@ -79,7 +80,7 @@ class Match:
             left.pop(there, None)
             shape = saved[there].shape
             if shape == entry.shape:
-                found[id(parameters[name])] = there
+                found[id(parameter)] = there
                 continue
             self.misfits.append(
                 f"parameter {name!r} is {list(shape)} in the checkpoint and {list(entry.shape)}"

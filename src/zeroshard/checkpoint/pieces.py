@@ -18,12 +18,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zeroshard.checkpoint.experts import Experts
 from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, ParameterEntry, TensorEntry, digest
 from zeroshard.checkpoint.shards import Lent, Stored, as_bytes, dtype_code
 from zeroshard.checkpoint.spans import whole_stride
 from zeroshard.checkpoint.values import encode, no_tensors
 from zeroshard.core.boxes import Box, box_of
 from zeroshard.core.layout import Range
+from zeroshard.core.part import Part
 from zeroshard.core.repartition import overlap
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.shards import ParamShard
@@ -35,7 +37,7 @@ from zeroshard.state.local import is_dtensor, local_of, part_of
 __all__ = [
     "EXTRA", "RNG", "SCALER", "RankPart", "Stateful", "check_arguments", "collect", "divide",
     "generators", "in_memory_order", "names_of", "parameters_of", "persistent_buffers",
-    "restore_generators",
+    "restore_generators", "whole_parts",
 ]  # fmt: skip
 
 RNG, EXTRA, SCALER = "rng", "extra", "scaler"  # our own names among the states
@@ -83,29 +85,32 @@ def names_of(module: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def parameters_of(engine: Engine, *, frozen: bool = True) -> dict[str, ParameterEntry]:
-    """Return the entry of every parameter, by the first of its names; without `frozen` of every
-    trained one.
+def parameters_of(
+    engine: Engine, *, frozen: bool = True, everywhere: bool = False
+) -> dict[str, ParameterEntry]:
+    """Return the entry of every parameter, by the first of its names in a checkpoint; without
+    `frozen` of every trained one, and with `everywhere` of the experts of other ranks, too.
     """
     names, layouts = names_of(engine.module), states_of(engine).parameter_layouts()
-    out = {}
+    experts, out = Experts.of(engine), {}
     for parameter in engine.module.parameters():
-        first, *others = names[id(parameter)]
+        here = names[id(parameter)]
         part, stride, trained = layouts[id(parameter)]
         if trained or frozen:
+            part = experts.part(here[0], part)
             stride = whole_stride(part, stride)
-            out[first] = ParameterEntry(part.shape, stride, trained, tuple(others))
+            all_names = zip(*map(experts.everywhere, here), strict=True)
+            for first, *others in all_names if everywhere else [map(experts.name, here)]:
+                out[first] = ParameterEntry(part.shape, stride, trained, tuple(others))
     return out
 
 
-def refuse_own_meshes(engine: Engine, which: str) -> None:
-    """Raise ConfigError where ranks hold different parameters under one name."""
-    if patterns := states_of(engine).own_meshes:
-        raise ConfigError(
-            f"{which} one tensor of each name, and mesh_of lets ranks hold different experts under"
-            f" one name ({patterns}): save engine.full_state_dict() of the first rank of each group"
-            " with the same experts, and load it into the module before shard()"
-        )
+def whole_parts(engine: Engine) -> dict[str, tuple[Part, bool]]:
+    """Return, by name of each parameter here, which part of it in a checkpoint the ranks of this
+    data parallel group have, and whether it counts here (`StateAccess.parts`).
+    """
+    experts, parts = Experts.of(engine), states_of(engine).parts()
+    return {name: (experts.part(name, part), counts) for name, (part, counts) in parts.items()}
 
 
 def check_arguments(directory: object, engine: object, states: object) -> None:
@@ -116,7 +121,6 @@ def check_arguments(directory: object, engine: object, states: object) -> None:
             f"engine is a {type(engine).__name__}, not the zeroshard.Engine that shard()"
             f" returned{swapped}"
         )
-    refuse_own_meshes(engine, "checkpoints hold")
     if not isinstance(directory, (str, Path)):
         raise ConfigError(f"directory is a {type(directory).__name__}, not a path")
     if not isinstance(states, Mapping | None):
@@ -254,10 +258,10 @@ def _collect_pieces(
     stepped: dict[int, list[ParamShard]] = {}
     for owned in states_of(engine).stepped_pieces():
         stepped.setdefault(id(owned.parameter), []).append(owned)
-    names, parts = names_of(engine.module), states_of(engine).parts()
-    part.parameters = parameters_of(engine, frozen=frozen)
+    names, parts, experts = names_of(engine.module), whole_parts(engine), Experts.of(engine)
+    part.parameters = parameters_of(engine, frozen=frozen, everywhere=True)
     for piece in states_of(engine).resting_pieces(share=True):
-        name, span = names[id(piece.parameter)][0], (piece.start, piece.stop)
+        name, span = experts.name(names[id(piece.parameter)][0]), (piece.start, piece.stop)
         if name not in part.parameters or not parts[piece.name][1]:
             continue
         mine, _ = parts[piece.name]
@@ -302,7 +306,7 @@ def _collect_state(
 def _collect_groups(engine: Engine, part: RankPart) -> None:
     if engine.optimizer is None:
         return
-    names = names_of(engine.module)
+    names, experts = names_of(engine.module), Experts.of(engine)
     groups = zip(engine.optimizer.param_groups, states_of(engine).param_groups(), strict=True)
     for index, (group, parameters) in enumerate(groups):
         options = {
@@ -310,7 +314,11 @@ def _collect_groups(engine: Engine, part: RankPart) -> None:
             for key, value in group.items()
             if key not in ("params", "param_names")
         }
-        params = [names[id(parameter)][0] for parameter in parameters]
+        params = [
+            name
+            for parameter in parameters
+            for name in dict.fromkeys(experts.everywhere(names[id(parameter)][0]))
+        ]
         part.groups.append({"params": params, "options": options})
 
 

@@ -25,12 +25,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from zeroshard.checkpoint.experts import Experts
 from zeroshard.checkpoint.manifest import ParameterEntry, row_stride
 from zeroshard.checkpoint.pieces import (
     in_memory_order,
     names_of,
     persistent_buffers,
-    refuse_own_meshes,
+    whole_parts,
 )
 from zeroshard.core.part import Part
 from zeroshard.errors import CheckpointError
@@ -70,15 +71,14 @@ def load_pretrained(
     Raises CheckpointError naming missing and unexpected tensors (only reported with `strict` off)
     and tensors of another shape, before anything is changed; PlanMismatch where another rank does.
     """
-    if isinstance(target, Engine):
-        refuse_own_meshes(target, "pretrained files hold")
     report = LoadReport()
     model = target.module if isinstance(target, Engine) else target
+    experts = Experts.of(target) if isinstance(target, Engine) else Experts(model, {})
     with ExitStack() as stack:
         error: CheckpointError | None = None
         try:
             files = _Files(Path(directory), rename or (lambda name: name), stack)
-            found = _match(model, files, report)
+            found = _match(model, files, report, experts)
             if strict and (report.missing or report.unexpected):
                 found_wrong = {"missing": report.missing, "unexpected": report.unexpected}
                 parts = [f"{what} {_some(names)}" for what, names in found_wrong.items() if names]
@@ -90,8 +90,9 @@ def load_pretrained(
             error = refused
         if isinstance(target, Engine):
             both = {"missing": report.missing, "unexpected": report.unexpected}
+            own = experts.divided()  # of these each rank misses others
             states_of(target).peers.agree(
-                {what: ", ".join(names) for what, names in both.items()},
+                {what: ", ".join(n for n in names if n not in own) for what, names in both.items()},
                 error,
                 "zs.load_pretrained()",
             )
@@ -109,7 +110,7 @@ def load_pretrained(
 
 
 def _fill_engine(engine: Engine, files: _Files, found: _Found) -> None:
-    parts = states_of(engine).parts()
+    parts = whole_parts(engine)
     with states_of(engine).rewriting():
         for piece in states_of(engine).resting_pieces():
             name = found.parameters.get(id(piece.parameter))
@@ -204,17 +205,19 @@ class _Found:
     buffers: list[tuple[torch.Tensor, str]] = field(default_factory=list)
 
 
-def _match(model: nn.Module, files: _Files, report: LoadReport) -> _Found:
+def _match(model: nn.Module, files: _Files, report: LoadReport, experts: Experts) -> _Found:
     """Find every parameter and persistent buffer; raise CheckpointError for another shape."""
     left = dict.fromkeys(files.names())
     found = _Found()
-    names_by_id = names_of(model)
+    names_by_id, divided = names_of(model), experts.divided()
     for parameter in model.parameters():
-        names = names_by_id[id(parameter)]
+        local = names_by_id[id(parameter)]
+        names = [experts.name(name) for name in local]
+        whole = experts.part(local[0], Part.whole(tuple(parameter.shape)))
         here = [name for name in names if name in left]
         for name in here:
             del left[name]
-            _require_shape(name, tuple(parameter.shape), files)
+            _require_shape(name, whole.shape, files)
         if here:
             found.parameters[id(parameter)] = here[0]
         else:
@@ -226,7 +229,7 @@ def _match(model: nn.Module, files: _Files, report: LoadReport) -> _Found:
             found.buffers.append((buffer, name))
         else:
             report.missing.append(name)
-    report.unexpected = list(left)
+    report.unexpected = [name for name in left if name not in divided]
     return found
 
 

@@ -24,6 +24,7 @@ from zeroshard.checkpoint.pieces import (
     generators,
     persistent_buffers,
     restore_generators,
+    whole_parts,
 )
 from zeroshard.checkpoint.stages import rank_there
 from zeroshard.checkpoint.step_reader import StepReader
@@ -50,8 +51,7 @@ class Reading:
         self._engine = engine
         self._states = wanted.states
         self._match = Match(saved, engine, wanted)
-        parts = states_of(engine).parts()
-        self._parts = {name: part for name, (part, _) in parts.items()}
+        self._parts = {name: part for name, (part, _) in whole_parts(engine).items()}
         self._rank = rank_there(engine, saved.manifest.world, saved.manifest.places)
         # (to, from): masters, weights, averages
         self._copies: list[tuple[torch.Tensor | RestingPiece, Callable[[], torch.Tensor]]] = []

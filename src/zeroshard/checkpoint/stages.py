@@ -14,7 +14,7 @@ options, and a digest of what several stages have; nothing where all ranks are d
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -78,19 +78,21 @@ def unite(engine: Engine, part: RankPart) -> None:
 
 
 def names_elsewhere(engine: Engine, call: str) -> set[str]:
-    """Return all names of parameters and buffers that other stages have and this one has not.
-    Collective.
+    """Return all names of parameters and buffers that other stages, or other ranks of experts,
+    have and this one has not. Collective.
     """
     states = states_of(engine)
+    mine = {*_names(parameters_of(engine)), *persistent_buffers(engine.module)}
+    every = mine | _names(parameters_of(engine, everywhere=True))
     if not states.everyone.places:
-        return set()
-    mine = {
-        *(one for name, entry in parameters_of(engine).items() for one in (name, *entry.aliases)),
-        *persistent_buffers(engine.module),
-    }
-    told = json.dumps(sorted(mine) if engine.rank == 0 else [])
+        return every - mine
+    told = json.dumps(sorted(every) if engine.rank == 0 else [])
     answers = states.everyone.exchange(told.encode(), call)
     return {name for answer in answers for name in json.loads(answer)} - mine
+
+
+def _names(parameters: Mapping[str, ParameterEntry]) -> set[str]:
+    return {one for name, entry in parameters.items() for one in (name, *entry.aliases)}
 
 
 def rank_there(engine: Engine, world: int, places: Sequence[str]) -> int | None:

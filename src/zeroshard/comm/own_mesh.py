@@ -47,6 +47,13 @@ class Asked:
         pairs = zip(names, self.mesh.shape, strict=True)
         return f"{self.pattern}: ({', '.join(f'{name} of {size}' for name, size in pairs)})"
 
+    def place(self) -> int:
+        """Return the number of this rank among those that hold something else."""
+        place, own = 0, self.mesh.get_coordinate() or ()
+        for dim, (size, at) in enumerate(zip(self.mesh.shape, own, strict=True)):
+            place = place if dim in self.dims else place * size + at
+        return place
+
     def ranks(self) -> list[int]:
         """Return the ranks of the job that hold what this one holds. Raises ConfigError."""
         ranks = ranks_along(self.mesh, self.dims)
@@ -107,11 +114,12 @@ def meet(asked: Sequence[Asked], group: dist.ProcessGroup | None) -> tuple[OwnMe
     if not asked:
         return ()
     everyone = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-    mine = json.dumps([one.ranks() for one in asked]).encode()
+    mine = json.dumps([(one.place(), one.ranks()) for one in asked]).encode()
     answers = [json.loads(answer) for answer in through(group)(mine, call="shard()")]
     own = []
     for index, one in enumerate(asked):
-        groups = sorted({tuple(answer[index]) for answer in answers})
+        placed = sorted({(answer[index][0], tuple(answer[index][1])) for answer in answers})
+        groups = list(dict.fromkeys(ranks for _, ranks in placed))
         outside = {rank for ranks in groups for rank in ranks}.difference(everyone)
         if outside:
             raise ConfigError(

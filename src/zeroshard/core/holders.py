@@ -4,7 +4,8 @@
     rank 0  experts 0 1     rank 1  experts 2 3
     rank 2  experts 0 1     rank 3  experts 2 3
 
-Invariant: the groups are disjoint, of one size, and hold every rank. Pure: no torch.
+Invariant: the groups are disjoint, of one size, and hold every rank, in the order in which their
+experts are counted. Pure: no torch.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ class Holders:
     def members(self) -> tuple[int, ...]:
         """The ranks that hold what this rank holds."""
         return next(group for group in self.groups if self.rank in group)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which of how many groups holds this rank."""
+        return self.groups.index(self.members), len(self.groups)
 
     @property
     def differ(self) -> bool:

@@ -188,10 +188,12 @@ class StateAccess:
         return self._context.tiering.trimmer()
 
     @property
-    def own_meshes(self) -> str:
-        """The patterns of parameters that only some ranks hold, as text; "" where there is none."""
+    def own_places(self) -> dict[str, tuple[int, int]]:
+        """By pattern of parameters that only some ranks hold: which of how many groups of ranks
+        this rank is in.
+        """
         own = self._context.own.items()
-        return ", ".join(repr(pattern) for pattern, one in own if one.holders.differ)
+        return {pattern: one.holders.place for pattern, one in own if one.holders.differ}
 
     @property
     def rests_on_disk(self) -> bool:

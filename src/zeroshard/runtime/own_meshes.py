@@ -67,9 +67,15 @@ class OwnMeshes:
 
     def of(self, name: str) -> str:
         """Return the pattern of the module called `name`, "" where it has no mesh of its own."""
+        return self._pattern_of.get(self.module_of(name), "")
+
+    def module_of(self, name: str) -> str:
+        """Return which module that a pattern matches the one called `name` is or is in, "" where
+        none is.
+        """
         parts = name.split(".")
         names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-        return next((self._pattern_of[one] for one in names if one in self._pattern_of), "")
+        return next((one for one in names if one in self._pattern_of), "")
 
     def _refuse_ties(self, model: nn.Module) -> None:
         patterns: dict[int, tuple[str, str]] = {}
