@@ -182,18 +182,20 @@ def _relative(numbers: Sequence[float]) -> tuple[float, ...]:
 def _flops(device: torch.device) -> float:
     side = _SIDE.get(device.type, 2048)
     a, b = (torch.randn(side, side, device=device) for _ in range(2))
-    return 2 * side**3 / _best(lambda: torch.matmul(a, b), device, _PRODUCT_S)
+    return 2 * side**3 / _mean_seconds(lambda: torch.matmul(a, b), device, _PRODUCT_S)
 
 
 def _copied(device: torch.device) -> float:
     num_bytes = _COPY_BYTES.get(device.type, 64 << 20)
     here = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     there = torch.empty_like(here)
-    return num_bytes / _best(lambda: there.copy_(here), device, _COPY_S)
+    return num_bytes / _mean_seconds(lambda: there.copy_(here), device, _COPY_S)
 
 
-def _best(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Return the seconds of the fastest of the runs that fit the budget, after one to warm up."""
+def _mean_seconds(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
+    """Return the mean seconds of the runs that fit the budget, after one to warm up: a rank that
+    is slowed down every now and then keeps no other pace.
+    """
     seconds: list[float] = []
     while sum(seconds[1:]) < budget_s:
         begin = time.perf_counter()
@@ -201,7 +203,7 @@ def _best(run: Callable[[], object], device: torch.device, budget_s: float) -> f
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
         seconds.append(time.perf_counter() - begin)
-    return max(min(seconds[1:]), 1e-9)
+    return max(sum(seconds[1:]) / (len(seconds) - 1), 1e-9)
 
 
 def _link_seconds(group: dist.ProcessGroup | None, device: torch.device) -> list[float]:

@@ -165,7 +165,7 @@ _REST = (
     refuses_section("hybrid_engine", "there is no engine for inference",
                     "generate inside engine.gathered()"),
     refuses_section("elasticity", "batch sizes do not follow the number of ranks",
-                    "use zeroshard run --max-restarts, and resume on any number of ranks"),
+                    "use zeroshard run --elastic, and resume on any number of ranks"),
     refuses_section("autotuning", "nothing is tuned by trial",
                     "use zeroshard plan, or policy='auto'"),
     refuses_section("curriculum_learning", "data are the DataLoader's", "choose samples there"),
