@@ -263,7 +263,8 @@ def test_a_rank_that_dies_on_one_of_two_hosts_leaves_the_memory_of_both(tmp_path
     done = run(tmp_path, plan, "--elastic", *options)
     assert done.code == 0, done.said
     said = f"rank 1 on 127.0.0.2 {DEAD} 2 of 3 rank(s) go on, from memory (step 4)"
-    assert done.said == [f"zeroshard run: {said}"]
+    # torch may warn, on the other host, that the store is gone
+    assert [line for line in done.said if "[127" not in line] == [f"zeroshard run: {said}"]
     run_ranks(3, elastic_runs.save_every_step, tmp_path / "disk", 4)
     expected = run_ranks(2, resume, tmp_path / "disk", 4, 8)
     assert losses_from(done.events, 2, 4) == expected
