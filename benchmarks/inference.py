@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -182,9 +183,17 @@ def _accelerate(options: Options, path: Path, tier: str, kind: str) -> Generate:
     return _generating(model, () if kind == "cached" else sorted(folder.glob("*.dat")))
 
 
-def _deepspeed(options: Options, path: Path, tier: str) -> Generate:
+def _deepspeed(options: Options, path: Path, tier: str, stack: ExitStack) -> Generate:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
 
+    if not dist.is_initialized():  # else it looks for MPI
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        stack.callback(dist.destroy_process_group)
     place: dict[str, Any] = {"device": "cpu"}
     if tier == "disk":
         place = {"device": "nvme", "nvme_path": str(path), "pin_memory": False}
@@ -206,7 +215,7 @@ def _build(name: str, options: Options, path: Path, stack: ExitStack) -> Generat
     if library == "accelerate":
         return _accelerate(options, path, tier, kind)
     if library == "deepspeed":
-        return _deepspeed(options, path, tier)
+        return _deepspeed(options, path, tier, stack)
     return _generating(_model(options))
 
 

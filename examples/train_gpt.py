@@ -375,7 +375,8 @@ class Checkpoints:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that change the numbers."""
-    return {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
+    found = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
+    return found | {"precision": dtype(args)}
 
 
 # ---- training

@@ -198,7 +198,7 @@ class Keeping:
         homes = [home for home, _ in answers]
         if keeper is None or not all(homes):
             if self._ranks.rank == 0:
-                _log.warning("saver.keep() keeps nothing without `zeroshard run --elastic`")
+                _log.info("saver.keep() keeps nothing without `zeroshard run --elastic`")
             return None
         place = _Place(keeper, os.path.realpath(self._directory), answers[0][1], homes)
         if self._redundancy:
