@@ -199,9 +199,13 @@ def _deepspeed(options: Options, path: Path, tier: str, stack: ExitStack) -> Gen
         place = {"device": "nvme", "nvme_path": str(path), "pin_memory": False}
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "offload_param": place},
+        # by default it keeps up to 1e9 parameters after their first use
+        "zero_optimization": {"stage": 3, "offload_param": place, "stage3_max_reuse_distance": 0},
     }
-    engine = deepspeed.initialize(model=_model(options), config=config)[0]
+    model = _model(options)
+    # where initialize() does it, a disk on a CPU holds bf16 whatever the model is
+    deepspeed.zero.Init(module=model, config_dict_or_path=config)
+    engine = deepspeed.initialize(model=model, config=config)[0]
     engine.module.eval()
     return _generating(engine.module)
 
