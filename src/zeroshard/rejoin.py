@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.pieces import generators, restore_generators
-from zeroshard.checkpoint.values import decode, encode, no_tensors
+from zeroshard.checkpoint.pieces import encoded_options, generators, restore_generators
+from zeroshard.checkpoint.values import decode, encode
 from zeroshard.runtime.engine import Engine, parts_of
 
 __all__ = ["carried", "take_over"]
@@ -23,16 +23,8 @@ def carried(engine: Engine) -> dict[str, Any]:
     """
     parts = parts_of(engine)
     sharded, scaler = parts.sharded, parts.context.options.loss_scaler
-    groups = [] if sharded is None else sharded.optimizer.param_groups
     return {
-        "groups": [
-            {
-                key: encode(value, f"optimizer param group {index}: {key}", no_tensors)
-                for key, value in group.items()
-                if key not in ("params", "param_names")
-            }
-            for index, group in enumerate(groups)
-        ],
+        "groups": [] if sharded is None else encoded_options(sharded.optimizer),
         "scaler": None if scaler is None else scaler.state_dict(),
         "counts": [parts.finalizer.step, parts.finalizer.skipped],
         "steps": None if sharded is None else [sharded.taken, sharded.runner.num_steps],

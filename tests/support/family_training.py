@@ -231,11 +231,12 @@ def apart(run: Run, reference: Run) -> float:
 
 @contextmanager
 def _without_fused_layers() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(True)
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def compare(

@@ -48,22 +48,13 @@ class Experts:
 
     def name(self, name: str) -> str:
         """Return what the parameter called `name` here is called in a checkpoint."""
-        return self.everywhere(name)[self._place(name)[0]]
+        return self._named(name, self._place(name)[0])
 
     def everywhere(self, name: str) -> list[str]:
         """Return what the parameters called `name` on each of the ranks that divide it are called
         in a checkpoint, in their order.
         """
-        _, count = self._place(name)
-        segments = name.split(".")
-        index = self._number_at(name)
-        if index is None:
-            return [name] * count
-        number, here = int(segments[index]), self._num_here(".".join(segments[:index]))
-        return [
-            ".".join([*segments[:index], str(place * here + number), *segments[index + 1 :]])
-            for place in range(count)
-        ]
+        return [self._named(name, place) for place in range(self._place(name)[1])]
 
     def divided(self) -> set[str]:
         """Return what the parameters that ranks divide are called in a checkpoint, on any rank."""
@@ -87,6 +78,15 @@ class Experts:
             shape=(count * rows, *part.shape[1:]),
             start=(place * rows + part.start[0], *part.start[1:]),
         )
+
+    def _named(self, name: str, place: int) -> str:
+        """Return what the parameter called `name` on the rank at `place` is called there."""
+        index = self._number_at(name)
+        if index is None:
+            return name
+        segments = name.split(".")
+        number, here = int(segments[index]), self._num_here(".".join(segments[:index]))
+        return ".".join([*segments[:index], str(place * here + number), *segments[index + 1 :]])
 
     def _place(self, name: str) -> tuple[int, int]:
         pattern = self._meshes.of(name.rpartition(".")[0])

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from zeroshard.checkpoint.experts import Experts
 from zeroshard.checkpoint.manifest import STATE, VALUE
 from zeroshard.checkpoint.pieces import (
     EXTRA,
@@ -40,7 +41,7 @@ class Wanted:
 class Match:
     """The names that the step in `saved` and an engine have in common."""
 
-    def __init__(self, saved: StepReader, engine: Engine, wanted: Wanted) -> None:
+    def __init__(self, saved: StepReader, engine: Engine, experts: Experts, wanted: Wanted) -> None:
         self.misfits: list[str] = []
         self.skipped: list[str] = []
         self.left_alone: list[str] = []  # frozen parameters, where they are not asked for
@@ -49,7 +50,7 @@ class Match:
         self._states = wanted.states
         self._elsewhere = wanted.elsewhere
         # the name there of each parameter, by id
-        self.there: dict[int, str] = self._match_parameters(frozen=wanted.frozen)
+        self.there: dict[int, str] = self._match_parameters(experts, frozen=wanted.frozen)
         # the saved options of each param group; None: there are none to load
         self.groups: list[dict[str, Any]] | None = self._match_groups()
         self._check_states()
@@ -59,14 +60,14 @@ class Match:
         is_saved = any(kind == name for _, kind in self._saved.pieces)
         return is_saved and isinstance(self._states.get(name), EMA)
 
-    def _match_parameters(self, *, frozen: bool) -> dict[int, str]:
+    def _match_parameters(self, experts: Experts, *, frozen: bool) -> dict[int, str]:
         """Return each parameter's name in the checkpoint, by id, and collect what does not fit."""
         saved = self._saved.manifest.parameters
         by_any_name = {one: name for name, entry in saved.items() for one in (name, *entry.aliases)}
         left = dict.fromkeys(saved)
         found: dict[int, str] = {}
         parameters = list(self._engine.module.parameters())
-        mine = parameters_of(self._engine)
+        mine = parameters_of(self._engine, experts)
         for parameter, (name, entry) in zip(parameters, mine.items(), strict=True):
             known = [alias for alias in (name, *entry.aliases) if alias in by_any_name]
             if not (frozen or entry.trained):

@@ -36,8 +36,8 @@ from zeroshard.state.local import is_dtensor, local_of, part_of
 
 __all__ = [
     "EXTRA", "RNG", "SCALER", "RankPart", "Stateful", "check_arguments", "collect", "divide",
-    "generators", "in_memory_order", "names_of", "parameters_of", "persistent_buffers",
-    "restore_generators", "whole_parts",
+    "encoded_options", "generators", "in_memory_order", "names_of", "parameters_of",
+    "persistent_buffers", "restore_generators", "whole_parts",
 ]  # fmt: skip
 
 RNG, EXTRA, SCALER = "rng", "extra", "scaler"  # our own names among the states
@@ -86,13 +86,13 @@ def names_of(module: nn.Module) -> dict[int, list[str]]:
 
 
 def parameters_of(
-    engine: Engine, *, frozen: bool = True, everywhere: bool = False
+    engine: Engine, experts: Experts, *, frozen: bool = True, everywhere: bool = False
 ) -> dict[str, ParameterEntry]:
     """Return the entry of every parameter, by the first of its names in a checkpoint; without
     `frozen` of every trained one, and with `everywhere` of the experts of other ranks, too.
     """
     names, layouts = names_of(engine.module), states_of(engine).parameter_layouts()
-    experts, out = Experts.of(engine), {}
+    out = {}
     for parameter in engine.module.parameters():
         here = names[id(parameter)]
         part, stride, trained = layouts[id(parameter)]
@@ -105,11 +105,11 @@ def parameters_of(
     return out
 
 
-def whole_parts(engine: Engine) -> dict[str, tuple[Part, bool]]:
+def whole_parts(engine: Engine, experts: Experts) -> dict[str, tuple[Part, bool]]:
     """Return, by name of each parameter here, which part of it in a checkpoint the ranks of this
     data parallel group have, and whether it counts here (`StateAccess.parts`).
     """
-    experts, parts = Experts.of(engine), states_of(engine).parts()
+    parts = states_of(engine).parts()
     return {name: (experts.part(name, part), counts) for name, (part, counts) in parts.items()}
 
 
@@ -198,8 +198,10 @@ def collect(
                 f"states: the name {name!r} cannot be used (no '|' or '@', and not"
                 f" {', '.join(_RESERVED)})"
             )
-    _collect_pieces(engine, averages, part, frozen=frozen)
-    _collect_groups(engine, part)
+    experts = Experts.of(engine)
+    part.parameters = parameters_of(engine, experts, frozen=frozen, everywhere=True)
+    _collect_pieces(engine, experts, averages, part)
+    _collect_groups(engine, experts, part)
     values: dict[str, Any] = {
         name: _state_dict(name, state) for name, state in states.items() if name not in averages
     }
@@ -253,13 +255,12 @@ def divide(engine: Engine, part: RankPart) -> None:
 
 
 def _collect_pieces(
-    engine: Engine, averages: Mapping[str, EMA], part: RankPart, *, frozen: bool
+    engine: Engine, experts: Experts, averages: Mapping[str, EMA], part: RankPart
 ) -> None:
     stepped: dict[int, list[ParamShard]] = {}
     for owned in states_of(engine).stepped_pieces():
         stepped.setdefault(id(owned.parameter), []).append(owned)
-    names, parts, experts = names_of(engine.module), whole_parts(engine), Experts.of(engine)
-    part.parameters = parameters_of(engine, frozen=frozen, everywhere=True)
+    names, parts = names_of(engine.module), whole_parts(engine, experts)
     for piece in states_of(engine).resting_pieces(share=True):
         name, span = experts.name(names[id(piece.parameter)][0]), (piece.start, piece.stop)
         if name not in part.parameters or not parts[piece.name][1]:
@@ -303,23 +304,32 @@ def _collect_state(
         part.add(name, f"{STATE}{key}", common, numbers, value.dtype)
 
 
-def _collect_groups(engine: Engine, part: RankPart) -> None:
+def _collect_groups(engine: Engine, experts: Experts, part: RankPart) -> None:
     if engine.optimizer is None:
         return
-    names, experts = names_of(engine.module), Experts.of(engine)
-    groups = zip(engine.optimizer.param_groups, states_of(engine).param_groups(), strict=True)
-    for index, (group, parameters) in enumerate(groups):
-        options = {
-            key: encode(value, f"optimizer param group {index}: {key}", no_tensors)
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
+    names = names_of(engine.module)
+    groups = zip(encoded_options(engine.optimizer), states_of(engine).param_groups(), strict=True)
+    for options, parameters in groups:
         params = [
             name
             for parameter in parameters
             for name in dict.fromkeys(experts.everywhere(names[id(parameter)][0]))
         ]
         part.groups.append({"params": params, "options": options})
+
+
+def encoded_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the options of each param group as JSON. Raises CheckpointError for one that has no
+    form.
+    """
+    return [
+        {
+            key: encode(value, f"optimizer param group {index}: {key}", no_tensors)
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        for index, group in enumerate(optimizer.param_groups)
+    ]
 
 
 def _encoded(name: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -102,15 +102,15 @@ def load_pretrained(
             for buffer, name in found.buffers:
                 files.fill(name, buffer)
             if isinstance(target, Engine):
-                _fill_engine(target, files, found)
+                _fill_engine(target, experts, files, found)
             else:
                 _fill_module(model, files, found)
     report.bytes_read = files.bytes_read
     return report
 
 
-def _fill_engine(engine: Engine, files: _Files, found: _Found) -> None:
-    parts = whole_parts(engine)
+def _fill_engine(engine: Engine, experts: Experts, files: _Files, found: _Found) -> None:
+    parts = whole_parts(engine, experts)
     with states_of(engine).rewriting():
         for piece in states_of(engine).resting_pieces():
             name = found.parameters.get(id(piece.parameter))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.checkpoint.experts import Experts
 from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, row_stride
 from zeroshard.checkpoint.match import Match, Wanted
 from zeroshard.checkpoint.pieces import (
@@ -50,8 +51,9 @@ class Reading:
         self._saved = saved
         self._engine = engine
         self._states = wanted.states
-        self._match = Match(saved, engine, wanted)
-        self._parts = {name: part for name, (part, _) in whole_parts(engine).items()}
+        experts = Experts.of(engine)
+        self._match = Match(saved, engine, experts, wanted)
+        self._parts = {name: part for name, (part, _) in whole_parts(engine, experts).items()}
         self._rank = rank_there(engine, saved.manifest.world, saved.manifest.places)
         # (to, from): masters, weights, averages
         self._copies: list[tuple[torch.Tensor | RestingPiece, Callable[[], torch.Tensor]]] = []

@@ -14,14 +14,15 @@ options, and a digest of what several stages have; nothing where all ranks are d
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from zeroshard.checkpoint.experts import Experts
 from zeroshard.checkpoint.manifest import ParameterEntry, TensorEntry, digest
-from zeroshard.checkpoint.pieces import RankPart, parameters_of, persistent_buffers
+from zeroshard.checkpoint.pieces import RankPart, names_of, persistent_buffers
 from zeroshard.checkpoint.shards import Lent, opened
 from zeroshard.core.tensor_digest import placed_sum
 from zeroshard.errors import CheckpointError
@@ -81,18 +82,17 @@ def names_elsewhere(engine: Engine, call: str) -> set[str]:
     """Return all names of parameters and buffers that other stages, or other ranks of experts,
     have and this one has not. Collective.
     """
-    states = states_of(engine)
-    mine = {*_names(parameters_of(engine)), *persistent_buffers(engine.module)}
-    every = mine | _names(parameters_of(engine, everywhere=True))
+    states, experts = states_of(engine), Experts.of(engine)
+    mine = {
+        *(one for names in names_of(engine.module).values() for one in map(experts.name, names)),
+        *persistent_buffers(engine.module),
+    }
+    every = mine | experts.divided()
     if not states.everyone.places:
         return every - mine
     told = json.dumps(sorted(every) if engine.rank == 0 else [])
     answers = states.everyone.exchange(told.encode(), call)
     return {name for answer in answers for name in json.loads(answer)} - mine
-
-
-def _names(parameters: Mapping[str, ParameterEntry]) -> set[str]:
-    return {one for name, entry in parameters.items() for one in (name, *entry.aliases)}
 
 
 def rank_there(engine: Engine, world: int, places: Sequence[str]) -> int | None:
