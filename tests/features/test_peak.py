@@ -1,4 +1,5 @@
-"""Predicted peaks are within 3% of what a run allocates (issue: the planner, item 2).
+"""Predicted peaks are within 3% of what a run allocates (issue: the planner, item 2), on the rank
+that allocates most: the one that waits for the others' gradients.
 
 ``python -m tests.features.test_peak`` prints the table of docs/planner.md.
 """
@@ -40,25 +41,28 @@ ON_DEVICE: Tiers = (DEVICE, DEVICE, DEVICE)
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a row: its tiers, codecs and micro-batches."""
+    """One run of a row: its tiers, and how much leaves for them, codecs and micro-batches."""
 
     row: str
     tiers: Tiers = ON_DEVICE
     codecs: tuple[tuple[str, Any], ...] = ()
     micro_batches: int = 1
+    fraction: float = 1.0
 
     def training(self, way: Way) -> zs.Training:
         """Return what is planned."""
         return zs.Training(
             way.precision,
-            batch=4,
+            batch=way.batch,
             sequence=SIZES[way.size][0],
             micro_batches=self.micro_batches,
+            fraction=self.fraction,
             **dict(self.codecs),
         )
 
     def __str__(self) -> str:
         away = [] if self.tiers == ON_DEVICE else [f"optimizer on {self.tiers[2].value}"]
+        away += [f"{self.fraction:.0%} of it"] if self.fraction < 1 else []
         codecs = [f"{name} {value}" for name, value in self.codecs]
         micro = [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
         return ", ".join([self.row, *away, *codecs, *micro])
@@ -77,6 +81,11 @@ ENCODED = [
     Case("zero3", codecs=(("weight_codec", "int8"), ("grad_codec", "int4"))),
 ]
 NODES = [Case(name) for name in ("zero2", "zero3", "hpz", "mics", "hfsdp")]
+CUT = [
+    Case("zero1", (DEVICE, DEVICE, HOST), fraction=0.5),
+    Case("zero2", (DEVICE, HOST, HOST), fraction=0.5),
+    Case("zero3", (DEVICE, HOST, HOST), fraction=0.25),
+]
 SIZES = {"small": (64, 64, 3, 500), "large": (128, 384, 6, 4000)}  # tokens, width, layers, vocab
 
 
@@ -139,6 +148,7 @@ class Way:
     precision: str = "fp32"
     transport: str = "gloo"
     node_size: int | None = None
+    batch: int = 4
 
     @property
     def machine(self) -> zs.Machine:
@@ -148,15 +158,17 @@ class Way:
 
 
 def _inputs(way: Way) -> dict[str, torch.Tensor]:
-    tokens = torch.randint(0, 400, (4, SIZES[way.size][0]))
+    tokens = torch.randint(0, 400, (way.batch, SIZES[way.size][0]))
     return {"input_ids": tokens, "labels": tokens}
 
 
 TABLE: dict[str, tuple[Way, list[Case]]] = {
     "alone": (Way(1, transport="auto"), CASES),
     "gloo": (Way(2), CASES),
+    "steps": (Way(2, batch=1), CASES),  # in bf16 the step is the peak
     "shared": (Way(2, transport="shared_memory"), CASES),
     "micro": (Way(2), MICRO),
+    "cut": (Way(2, batch=8), CUT),  # with so much of activations that they are the peak
     "encoded": (Way(2), ENCODED),
     "nodes": (Way(2, node_size=1), NODES),
     "nodes-of-2": (Way(4, node_size=2), NODES),
@@ -167,7 +179,7 @@ def _measured(way: Way, case: Case) -> tuple[int, int]:
     """Return the most bytes that three steps allocate, and that the engine's own meter counts."""
     gc.collect()
     training = case.training(way)
-    with inside.patient_pools(), AllocatedBytes() as allocated:
+    with inside.ranks_in_step(), AllocatedBytes() as allocated:
         model = _built(way.kind, way.size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         states = zip(("weight", "grad", "optimizer"), case.tiers, strict=True)
@@ -176,7 +188,9 @@ def _measured(way: Way, case: Case) -> tuple[int, int]:
             optimizer,
             policy=case.row,
             precision=zs.Precision(way.precision, accumulate=way.precision),
-            offload=zs.Offload(**{state: tier.value for state, tier in states}),
+            offload=zs.Offload(
+                fraction=case.fraction, **{state: tier.value for state, tier in states}
+            ),
             comm=zs.Comm.model_validate(
                 {"transport": way.transport, "node_size": way.node_size, **training.comm()}
             ),
@@ -226,12 +240,19 @@ def _both(
 
 
 def _check(way: Way, cases: Sequence[Case]) -> None:
-    for seen in run_ranks(way.world, _both, way, cases, timeout=1500):
-        for case, ((peak, metered), (allocated, counted)) in seen.items():
-            assert abs(peak / allocated - 1) < 0.03, (case, peak, allocated)
-            # how many buckets are lent at a time is a matter of time, but for those that go at once
-            is_certain = way.world == 1 or "grad_codec" in case
-            assert metered == counted or not is_certain, (case, metered, counted)
+    for case, seen in _seen(way, cases, timeout=1500).items():
+        (peak, metered), *_ = (predicted for predicted, _ in seen)
+        allocated = max(allocated for _, (allocated, _) in seen)
+        assert abs(peak / allocated - 1) < 0.03, (case, peak, allocated)
+        # how many buckets are lent at a time is a matter of time, but for those that go at once
+        if way.world == 1 or "grad_codec" in case:
+            assert {counted for _, (_, counted) in seen} == {metered}, case
+
+
+def _seen(way: Way, cases: Sequence[Case], timeout: float) -> dict[str, list[Any]]:
+    """Return of each case what each rank has predicted and measured."""
+    ranks = run_ranks(way.world, _both, way, cases, timeout=timeout)
+    return {case: [rank[case] for rank in ranks] for case in ranks[0]}
 
 
 def test_predicted_peaks_are_what_one_rank_allocates() -> None:
@@ -240,6 +261,10 @@ def test_predicted_peaks_are_what_one_rank_allocates() -> None:
 
 def test_predicted_peaks_are_what_two_ranks_allocate() -> None:
     _check(Way(2, size="small"), CASES[1::2])
+
+
+def test_predicted_peaks_of_steps_are_what_two_ranks_allocate() -> None:
+    _check(Way(2, size="small", precision="bf16", batch=1), CASES[:2])
 
 
 def test_predicted_peaks_with_codecs_and_micro_batches_are_what_two_ranks_allocate() -> None:
@@ -321,7 +346,7 @@ if __name__ == "__main__":
             continue
         for kind, precision in product(("gpt", "llama"), ("fp32", "bf16")):
             one = replace(way, kind=kind, precision=precision)
-            seen = run_ranks(one.world, test_peak._both, one, cases, timeout=300)[0]
-            for case, ((peak, _), (allocated, _)) in seen.items():
+            for case, seen in test_peak._seen(one, cases, timeout=1500).items():
+                peak, allocated = seen[0][0][0], max(allocated for _, (allocated, _) in seen)
                 shown = f"{peak / 1e6:8.1f} {allocated / 1e6:8.1f} {peak / allocated - 1:+.2%}"
                 print(f"{name:12} {kind:6} {precision} {case:40} {shown}", flush=True)

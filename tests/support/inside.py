@@ -6,10 +6,12 @@ A test that can say what it means through the public API (``engine.memory()``,
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,7 +23,9 @@ from zeroshard.memory import MemoryCounter
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.engine import states_of
+from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit, UnitState
 from zeroshard.tier.store import Store
@@ -116,6 +120,27 @@ def patient_pools() -> Iterator[None]:
     are the same on a machine whose cores are busy.
     """
     with mock.patch.object(collectives, "_SPILL_AFTER_S", 60.0):
+        yield
+
+
+@contextmanager
+def ranks_in_step() -> Iterator[None]:
+    """Let no rank be further behind than one unit: a reduce is over when the next unit has been
+    handed over, so that peaks are the same on a machine whose cores are busy. For ranks that run
+    the same units.
+    """
+    advance, earlier = Reductions.advance, WeakKeyDictionary[Reductions, list[Flight]]()
+
+    def in_step(reductions: Reductions) -> None:
+        for flight in earlier.get(reductions, []):
+            while not flight.done():
+                reductions._transports.progress()
+                time.sleep(0)
+        paths = reductions._flights.values()
+        earlier[reductions] = [path.reduction.flight for path in paths if path.reduction]
+        advance(reductions)
+
+    with mock.patch.object(Reductions, "advance", in_step), patient_pools():
         yield
 
 

@@ -21,7 +21,7 @@ from zeroshard.core.placement import Cells, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.route import Axis, Hop, Kind
 from zeroshard.core.wire import Formats
-from zeroshard.planner.exact import LaidOutGroup
+from zeroshard.planner.exact import Cut, LaidOutGroup
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.training import Training
 
@@ -105,9 +105,9 @@ class UnitBytes:
 
 
 def group_bytes(
-    one: LaidOutGroup, policy: Policy, training: Training, exchange: Exchange
+    one: LaidOutGroup, cut: Cut, policy: Policy, training: Training, exchange: Exchange
 ) -> GroupBytes:
-    """Return the bytes of one group on rank 0."""
+    """Return the bytes of one group on rank 0, whose states are cut at `cut`."""
     cells, layout = policy.default, one.layout
     formats = one.formats(training)
     weight, wire, grad = (
@@ -120,12 +120,14 @@ def group_bytes(
     column = layout.span(0, Scope.NODE_SHARD)
     column_bytes = formats.gather.bytes_per_element * (column[1] - column[0])
     own = layout.ranges[0][1] - layout.ranges[0][0]
-    on_device = cells.grad.tier is Tier.DEVICE
+    on_device = cut.grad == one.held(cells.optim, 0)
     # one rank whose gradients rest as they come: there is nothing to sum
     direct = exchange.alone and formats.reduce == formats.grad and on_device
     is_summed = trained and not direct
     is_encoded = is_summed and formats.reduce.codec is not None
-    partial = layout.scope(cells.grad) if cells.grad.is_partial else None
+    # a sum that waits is never cut, and of a node's ranks it stays on the device
+    is_near = cells.grad.tier is Tier.DEVICE or layout.scope(cells.grad) is Scope.NODE_SHARD
+    partial = cells.grad.is_partial and is_near
     reduces = [hop for hop in routes.reduce.hops if hop.kind is Kind.REDUCE_SCATTER]
     return GroupBytes(
         whole=whole,
@@ -136,9 +138,9 @@ def group_bytes(
         is_encoded=is_encoded,
         lost=4 * layout.numel if is_encoded and training.error_feedback else 0,
         sums=_sums(layout, formats, reduces, exchange) if is_summed else Sums(),
-        rest=one.held(cells.optim, 0) * grad if on_device else 0,
+        rest=cut.grad * grad,
         passing=0 if on_device else own * 4,
-        partial=one.held(cells.grad, 0) * grad if partial and on_device else 0,
+        partial=one.held(cells.grad, 0) * grad if partial else 0,
         trained=trained,
     )
 

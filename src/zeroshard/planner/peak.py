@@ -4,7 +4,8 @@ every event of the step, not maximum to maximum.
     each micro-batch, forward and backward     weights and optimizer states at rest, gradients that
                                                rest so far, the engine's buffers (playback.py) and
                                                activations (trace.py)
-    optimizer.step()                           everything at rest, and the optimizer's temporaries
+    optimizer.step()                           weights and optimizer states at rest, the gradients
+                                               of what a rank steps, and the optimizer's temporaries
 
 Activations are those that were traced (activations.py), or of a decoder's sizes in closed form:
 arXiv 2205.05198, section 4.1, without dropout and with attention that keeps no s x s matrix. On an
@@ -87,8 +88,8 @@ def peak_bytes(
     meets = Exchange.of(machine) if exchange is None else exchange
     playback = Playback(laid_out, policy, training, meets)
     resting = {tier: sum(by_tier.get(tier, 0) for by_tier in rest.values()) for tier in Tier}
-    all_states = resting[Tier.DEVICE] + trace.buffers + playback.scratch
-    states = all_states - rest["grad"].get(Tier.DEVICE, 0)
+    at_rest = resting[Tier.DEVICE] - rest["grad"].get(Tier.DEVICE, 0)
+    states = at_rest + trace.buffers + playback.scratch
 
     found = [(states, 0, 0, 0, 0, 0)]
     for one in _instants(playback, trace, training):
@@ -101,7 +102,7 @@ def peak_bytes(
     if not machine.accelerator:  # the device is the host, and they need not come together
         temporaries, on_host = max(temporaries, on_host), 0
     buckets, arrivals = playback.pooled
-    found.append((all_states, 0, buckets, arrivals + temporaries, 0, 0))
+    found.append((states + playback.resting, 0, buckets, arrivals + temporaries, 0, 0))
 
     names = ("states", "gathered", "gradients", "staging", "activations", "logits")
     parts = dict(zip(names, max(found, key=sum), strict=True))

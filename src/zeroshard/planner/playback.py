@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from zeroshard.core.order import Order, to_evict
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
-from zeroshard.planner.exact import LaidOut
+from zeroshard.planner.exact import Cut, LaidOut, cells_by_unit
 from zeroshard.planner.held import CODEC_SCRATCH_BYTES, Exchange, GroupBytes, UnitBytes, group_bytes
 from zeroshard.planner.trace import ActivationTrace, Moment
 from zeroshard.planner.training import Training
@@ -324,8 +324,12 @@ class _Reduced:
         """All gradients of a unit, which stands for so many, are there."""
         rules = self._rules
         for number, group in enumerate(self._units[unit].groups):
-            if group.trained and (sync or not rules.sums_micro_batches):
+            if not group.trained:
+                continue
+            if sync or not rules.sums_micro_batches:
                 self._hand_over((unit, number), repeats, sync)
+            else:
+                self._partial[unit, number] = group.partial * repeats
         self._turns += 1
         alone = rules.exchange.alone  # with one rank, a reduce is over at once
         for one in [one for one in self._flights if alone or one.turn < self._turns - 1]:
@@ -403,8 +407,13 @@ class Playback:
     ) -> None:
         """Begin with an engine that holds no gradient, before its first pass."""
         cells, model = policy.default, laid_out.model
-        known = {id(one): group_bytes(one, policy, training, exchange) for one in laid_out.groups}
-        units = [UnitBytes(tuple(known[id(one)] for one in unit)) for unit in laid_out.by_unit]
+        known: dict[tuple[int, Cut], GroupBytes] = {}
+        units = []
+        for unit in cells_by_unit(laid_out, policy, training):
+            for one, cut, _ in unit:
+                if (id(one), cut) not in known:
+                    known[id(one), cut] = group_bytes(one, cut, policy, training, exchange)
+            units.append(UnitBytes(tuple(known[id(one), cut] for one, cut, _ in unit)))
         nominal = max(sum(group.whole for group in unit.groups) for unit in units)
         dtypes = {group.dtype for unit in model.units for group in unit.groups}
         widest = max(training.formats(dtype).reduce.plain.bytes_per_element for dtype in dtypes)
@@ -432,6 +441,11 @@ class Playback:
     def metered(self) -> int:
         """The most bytes that the engine's own meter has counted: ``engine.memory().peak``."""
         return self._meter.most
+
+    @property
+    def resting(self) -> int:
+        """The bytes of gradients that rest on the device now."""
+        return self._reduced.resting
 
     @property
     def pooled(self) -> tuple[int, int]:

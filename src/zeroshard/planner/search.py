@@ -137,7 +137,10 @@ class Search:
         """Return the rows that fit, with their bytes; what rests alone rules most others out."""
         out = []
         for policy in policies:
-            rests = [one.values() for one in plan.rests(policy)]
+            # without gradients, of which a step may hold less than rests between micro-batches
+            rests = [
+                [by for name, by in one.items() if name != "grad"] for one in plan.rests(policy)
+            ]
             least = {
                 tier.value: max(sum(by.get(tier, 0) for by in rest) for rest in rests)
                 for tier in Tier

@@ -370,9 +370,12 @@ def test_a_step_casts_gradients_and_makes_denominators_in_small_numbers() -> Non
         assert peak.parts["staging"] == staging, (gpu, accumulate)
 
 
-def test_layers_that_are_taken_as_one_change_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 2])  # of two, the first one's gradients rest
+def test_layers_that_are_taken_as_one_change_no_peak(
+    micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, machine = shape_of_config(LLAMA, "config"), Machine.of(gpus=8)
-    training = Training(batch=32)  # activations decide
+    training = Training(batch=32, micro_batches=micro_batches)  # activations decide
     folded = make_plan(model, machine, training).rows
     monkeypatch.setattr("zeroshard.planner.closed_form._SHOWN", 1000)
     assert folded == make_plan(model, machine, training).rows
