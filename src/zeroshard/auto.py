@@ -92,7 +92,7 @@ def decide(
     `check` raises ConfigError for settings that cannot be run; such rows are passed over. Raises
     ConfigError where nothing fits.
     """
-    machine = _machine(everyone, node_size, settings)
+    machine = _machine(everyone, node_size)
     training = _training(optimizer, settings)
     shape = replace(shape_of_module(model, training, settings.units), decoder=None)
     refused: list[ConfigError] = []
@@ -194,33 +194,23 @@ def _check_offload(offload: Offload) -> None:
 # ------------------------------------------------------------------ the plan's input
 
 
-def _machine(
-    everyone: Sequence[dict[str, Any]], node_size: int | None, settings: Config
-) -> Machine:
+def _machine(everyone: Sequence[dict[str, Any]], node_size: int | None) -> Machine:
     """Return rank 0's machine with as many GPUs as ranks, each with what is free on the rank that
-    has least, less the reserve and `accumulation_budget`. Raises ConfigError where nothing is left.
+    has least, less the reserve.
     """
     world, first = len(everyone), everyone[0]
     local = first["node_size"] if node_size is None else node_size
-    on_device, budget = first["device_memory"] is not None, settings.accumulation_budget or 0
-    assert isinstance(budget, int), budget  # Config has read it
-    on_host = settings.offload.tier("grad") is Tier.HOST or not on_device
+    on_device = first["device_memory"] is not None
 
-    def least(name: str, kept: int = 0) -> int:
-        room = int(min(one[name] for one in everyone) * (1 - RESERVE)) - kept
-        if kept and room <= 0:
-            raise ConfigError(
-                f"policy='auto': accumulation_budget={budget} leaves nothing of the"
-                f" {name.replace('_', ' ')} of a rank ({_BUDGET}: {room + kept} bytes): give less"
-            )
-        return room
+    def least(name: str) -> int:
+        return int(min(one[name] for one in everyone) * (1 - RESERVE))
 
-    host = least("host_memory", budget if on_host else 0) * local
+    host = least("host_memory") * local
     return Machine(
         name=first["machine"],
         gpus=world,
         node_size=local,
-        gpu_memory=least("device_memory", 0 if on_host else budget) if on_device else host,
+        gpu_memory=least("device_memory") if on_device else host,
         host_memory=host,
         disk=least("disk") * local,
         speeds=Speeds(**first["speeds"]),
@@ -239,12 +229,15 @@ def _training(optimizer: torch.optim.Optimizer | None, settings: Config) -> Trai
         kind = "momentum" if has_momentum else "sgd"
     elif isinstance(optimizer, _ONE_STATE):
         kind = "momentum"
+    budget = settings.accumulation_budget
     return Training(
         dtype_name(precision.compute),
         dtype_name(precision.accumulate),
         kind,
         batch=settings.train_micro_batch_size_per_gpu or 1,
-        micro_batches=settings.gradient_accumulation_steps or 1,
+        # a budget is for what rests between two of them
+        micro_batches=settings.gradient_accumulation_steps or (1 if budget is None else 2),
+        accumulation_budget=budget,
     )
 
 

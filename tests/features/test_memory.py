@@ -241,6 +241,22 @@ def test_steps_leave_no_growth_and_deleting_the_model_frees_everything(transport
         assert all(gone), gone
 
 
+def test_no_gradient_is_left_of_autograd_when_the_sum_of_its_unit_begins() -> None:
+    model = torch.nn.Linear(37, 41, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    left: list[int] = []
+
+    def note(event: str, unit: str) -> None:
+        if event == "reduce":
+            left.append(list(_live_storages().values()).count(4 * 37 * 41))  # no padding
+
+    engine = zs.shard(model, optimizer, stage=1)
+    with inside.traced(engine, note):
+        model(torch.ones(3, 37)).sum().backward()
+    engine.close()
+    assert left == [0]
+
+
 def test_a_gradient_buffer_lent_again_before_its_reduce_has_ended_counts_once() -> None:
     meter, pooled, other = MemoryCounter(), torch.empty(8), torch.empty(8)
     first = meter.lend(pooled, 32)

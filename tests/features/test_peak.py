@@ -32,6 +32,7 @@ from zeroshard.planner.exact import LaidOut, rest_bytes
 from zeroshard.planner.held import Exchange
 from zeroshard.planner.peak import peak_bytes
 from zeroshard.planner.playback import Playback
+from zeroshard.planner.whole_gradients import with_budget
 from zeroshard.planning import shape_of_module, shape_with_activations
 
 Tiers = tuple[Tier, Tier, Tier]
@@ -41,22 +42,29 @@ ON_DEVICE: Tiers = (DEVICE, DEVICE, DEVICE)
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a row: its tiers, and how much leaves for them, codecs and micro-batches."""
+    """One run of a row: its tiers, and how much leaves for them, codecs and micro-batches.
+
+    `whole`: an `accumulation_budget`, as a part of all gradients.
+    """
 
     row: str
     tiers: Tiers = ON_DEVICE
     codecs: tuple[tuple[str, Any], ...] = ()
     micro_batches: int = 1
     fraction: float = 1.0
+    whole: float = 0.0
 
-    def training(self, way: Way) -> zs.Training:
+    def training(self, way: Way, model: nn.Module) -> zs.Training:
         """Return what is planned."""
+        numel = sum(p.numel() for p in model.parameters())
+        grads = numel * (4 if way.precision == "fp32" else 2)
         return zs.Training(
             way.precision,
             batch=way.batch,
             sequence=SIZES[way.size][0],
             micro_batches=self.micro_batches,
             fraction=self.fraction,
+            accumulation_budget=round(self.whole * grads) or None,
             **dict(self.codecs),
         )
 
@@ -65,7 +73,8 @@ class Case:
         away += [f"{self.fraction:.0%} of it"] if self.fraction < 1 else []
         codecs = [f"{name} {value}" for name, value in self.codecs]
         micro = [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
-        return ", ".join([self.row, *away, *codecs, *micro])
+        budget = [f"a budget of {self.whole:.0%}"] if self.whole else []
+        return ", ".join([self.row, *away, *codecs, *micro, *budget])
 
 
 CASES = [
@@ -73,6 +82,7 @@ CASES = [
     Case("zero2", (DEVICE, DEVICE, HOST)),
 ]
 MICRO = [Case(name, micro_batches=2) for name in ("ddp", "zero1", "zero2", "zero3")]
+MICRO += [Case(name, micro_batches=2, whole=0.8) for name in ("zero2", "zero3")]
 ENCODED = [
     Case("zero1", codecs=(("grad_codec", "int8"),)),
     Case("zero2", codecs=(("grad_codec", "int4"), ("error_feedback", True))),
@@ -178,9 +188,9 @@ TABLE: dict[str, tuple[Way, list[Case]]] = {
 def _measured(way: Way, case: Case) -> tuple[int, int]:
     """Return the most bytes that three steps allocate, and that the engine's own meter counts."""
     gc.collect()
-    training = case.training(way)
     with inside.ranks_in_step(), AllocatedBytes() as allocated:
         model = _built(way.kind, way.size)
+        training = case.training(way, model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         states = zip(("weight", "grad", "optimizer"), case.tiers, strict=True)
         engine = zs.shard(
@@ -194,6 +204,7 @@ def _measured(way: Way, case: Case) -> tuple[int, int]:
             comm=zs.Comm.model_validate(
                 {"transport": way.transport, "node_size": way.node_size, **training.comm()}
             ),
+            accumulation_budget=training.accumulation_budget,
             stall_timeout_s=60,
         )
         allocated.watch()
@@ -215,16 +226,18 @@ def _measured(way: Way, case: Case) -> tuple[int, int]:
 
 def _predicted(way: Way, case: Case) -> tuple[int, int]:
     """Return the same two, from the planner, for rank 0."""
-    training, machine = case.training(way), way.machine
-    model = _built(way.kind, way.size)
+    model, machine = _built(way.kind, way.size), way.machine
+    training = case.training(way, model)
     shape = shape_of_module(model, training)
     trace = trace_activations(model, shape, training, _inputs(way))
     laid_out = LaidOut(replace(shape, trace=trace), machine.mesh, training.align)
-    policy, exchange = ROWS[case.row].tiered(*case.tiers), Exchange.of(machine, way.transport)
+    policy = with_budget(laid_out, ROWS[case.row].tiered(*case.tiers), training)
+    assert bool(policy.units) == bool(case.whole)
+    exchange = Exchange.of(machine, way.transport)
     rest = rest_bytes(laid_out, policy, training)
     peak = peak_bytes(laid_out, policy, machine, training, rest, exchange=exchange)
     playback = Playback(laid_out, policy, training, exchange)
-    for _ in range(2):
+    for _ in range(3):
         playback.drop_gradients()
         for sync in (False,) * (training.micro_batches - 1) + (True,):
             for _ in playback.run(trace, sync=sync):
@@ -268,7 +281,7 @@ def test_predicted_peaks_of_steps_are_what_two_ranks_allocate() -> None:
 
 
 def test_predicted_peaks_with_codecs_and_micro_batches_are_what_two_ranks_allocate() -> None:
-    _check(Way(2, size="small"), [ENCODED[0], ENCODED[-1], MICRO[2]])
+    _check(Way(2, size="small"), [ENCODED[0], ENCODED[-1], MICRO[2], MICRO[4]])
 
 
 def test_predicted_peaks_over_nodes_are_what_two_ranks_allocate() -> None:

@@ -78,7 +78,7 @@ def test_the_command_prints_the_contracts_json(capsys: pytest.CaptureFixture[str
         assert set(row) == {
             "row", "tiers", "rest_bytes", "peak_bytes", "traffic_bytes", "step_s", "tokens_per_s",
             "fits", "bound_by", "parts", "checkpoint_bytes", "load_s", "save_s", "tp", "pp", "dp",
-            "micro_batches", "stage", "axis_bytes", "bubble", "budget",
+            "micro_batches", "stage", "axis_bytes", "bubble", "budget", "whole_gradients",
         }  # fmt: skip
         assert set(row["parts"]) == {
             "states", "gathered", "gradients", "staging", "activations", "logits", "allowance",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from tests.support.families import FAMILIES, TINY
 from tests.support.harness import run_ranks
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.core.placement import Mesh, Scope, Tier
-from zeroshard.core.policy import ROWS
+from zeroshard.core.policy import ROWS, Policy
 from zeroshard.core.shares import shares_of
 from zeroshard.planner.checkpoint import checkpoint_bytes
 from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
+from zeroshard.planner.whole_gradients import with_budget
 from zeroshard.planning import shape_of_module
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
@@ -82,6 +83,7 @@ class Case:
     optimizer: str = "adam"
     precision: str = "bf16"
     shares: tuple[float, ...] | None = None
+    kept: float = 0.0  # what `accumulation_budget` holds of what whole gradients take beyond shards
 
     @property
     def is_possible(self) -> bool:
@@ -141,7 +143,12 @@ def _compare(rank: int, world: int, cases: Sequence[Case], path: Path) -> list[A
 
 
 def _sharded(
-    case: Case, model: Any, optimizer: torch.optim.Optimizer, comm: zs.Comm, path: Path
+    case: Case,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    comm: zs.Comm,
+    path: Path,
+    budget: int | str | None = None,
 ) -> zs.Engine:
     return zs.shard(
         model,
@@ -151,6 +158,7 @@ def _sharded(
         offload=case.offload(path),
         comm=comm,
         shares=case.shares,
+        accumulation_budget=budget,
         stall_timeout_s=20,
     )
 
@@ -163,7 +171,13 @@ def _pairs(rank: int, case: Case, path: Path) -> list[tuple[str, Any, Any]]:
     policy, family = ROWS[case.row].tiered(*MIXES[case.mix]), FAMILIES[case.model]
     optimizer = case.optimize(model)
     comm = zs.Comm(transport="gloo", node_size=node_size, **training.comm())
-    engine = _sharded(case, model, optimizer, comm, path)
+    if case.kept:
+        training = replace(training, accumulation_budget=_budget(case.kept, laid_out, policy))
+        policy = with_budget(laid_out, policy, training)
+        assert policy.units
+    engine = _sharded(case, model, optimizer, comm, path, training.accumulation_budget)
+    whole = {name for name, cells in engine.policy.units.items() if cells.grad.is_partial}
+    assert whole == set(policy.units), (case, whole)
     for step in range(2):  # the first one also sets up what later ones find
         inside.wait_published(engine)
         engine.reset_traffic()
@@ -190,6 +204,19 @@ def _pairs(rank: int, case: Case, path: Path) -> list[tuple[str, Any, Any]]:
         ("between nodes", round(links.between), between),
     )
     return [one for one in compared if one[1] != one[2]]
+
+
+def _budget(kept: float, laid_out: LaidOut, policy: Policy) -> int:
+    """Return the bytes (of bf16) that hold all shards, and `kept` of what whole gradients take
+    beyond them, or the first unit at least.
+    """
+    sizes = [
+        (sum(one.layout.numel for one in of), sum(one.held(policy.default.grad, 0) for one in of))
+        for of in ([one for one in unit if one.group.trained] for unit in laid_out.by_unit)
+    ]
+    shards = sum(shard for _, shard in sizes)
+    extras = [whole - shard for whole, shard in sizes if whole > shard]
+    return 2 * (shards + max(min(extras), round(kept * sum(extras))))
 
 
 def _every_case() -> list[Case]:
@@ -236,6 +263,34 @@ def test_predicted_bytes_are_the_engines(
     cases = [case for case in covering if case.ranks == ranks]
     assert cases
     for differences in run_ranks(ranks[0], _compare, cases, tmp_path, timeout=1500):
+        assert not differences, differences[0]
+
+
+BUDGETED = [
+    Case((2, None), MODELS[0], "zero2", kept=0.5),
+    Case((2, None), MODELS[1], "zero3", mix=2, fraction=0.4, kept=0.3),
+    Case((2, None), MODELS[2], "zero3", codec=3, kept=0.6),
+    Case((2, None), MODELS[0], "zero3-keep", codec=2, kept=0.01),
+    Case((2, 1), MODELS[0], "hpz", kept=0.5),
+]
+
+
+def test_predicted_bytes_are_the_engines_where_a_budget_keeps_whole_gradients(
+    tmp_path: Path,
+) -> None:
+    for differences in run_ranks(2, _compare, BUDGETED, tmp_path):
+        assert not differences, differences[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [0.01, 0.5, 1.0])
+def test_predicted_bytes_are_the_engines_where_a_budget_keeps_whole_gradients_of_four_ranks(
+    kept: float, tmp_path: Path
+) -> None:
+    cases = [replace(case, ranks=(4, nodes)) for case in BUDGETED[:-1] for nodes in (None, 2)]
+    cases += [Case((4, 2), model, row) for row in ("hpz", "mics", "hfsdp") for model in MODELS]
+    cases = [replace(case, kept=kept) for case in cases]
+    for differences in run_ranks(4, _compare, cases, tmp_path, timeout=600):
         assert not differences, differences[0]
 
 

@@ -156,7 +156,8 @@ class Policy:
         self, mesh: Mesh, formats: Formats, *, two_level: bool | None = None, unit: str = ""
     ) -> Routes:
         """Return the routes between the cells of `unit`; see ``core.route.routes``."""
-        return routes(self.cells(unit), mesh, formats, two_level=two_level)
+        cells, node_sums = self.cells(unit), self.sums_nodes
+        return routes(cells, mesh, formats, two_level=two_level, node_sums=node_sums)
 
 
 def _row(name: str, weight: str, between: str, grad: str, optim: str) -> Policy:

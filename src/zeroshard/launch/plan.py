@@ -67,6 +67,7 @@ def add_parser(commands: Any) -> None:
     add("--batch", metavar="N", type=int, default=1, help="sequences of a micro-batch of a GPU")
     add("--sequence", metavar="N", type=int, default=2048, help="tokens of one (default 2048)")
     add("--micro-batches", metavar="N", type=int, default=1, help="of one step (default 1)")
+    add("--accumulation-budget", metavar="SIZE", help="for whole gradients between them: 2GiB")
     add("--tp", metavar="N", type=_ranks, default=1, help="tensor parallel ranks, or auto")
     add("--pp", metavar="N", type=_ranks, default=1, help="stages of a pipeline, or auto")
     schedules = "1f1b (default), gpipe, interleaved[:stages], zb"
@@ -98,6 +99,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             arguments.micro_batches,
             arguments.checkpointing,
             fraction=arguments.fraction,
+            accumulation_budget=arguments.accumulation_budget,
             **_codecs(arguments.comm),
         )
         if is_uneven(arguments):
@@ -348,6 +350,10 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         yield from _axes(plan, plan.axes)
     step = f"{training.micro_batches} x {training.batch} x {training.sequence} tokens"
     activations = "recomputed" if training.checkpointing else "kept"
+    if training.accumulation_bytes is not None:
+        held = f"{size_text(training.accumulation_bytes)} of gradients between micro-batches"
+        most = f"up to {max(row.whole_gradients for row in plan.rows)} of {len(plan.model.units)}"
+        yield "budget", f"{held}: {most} units keep theirs whole"
     yield (
         "training",
         f"{training.precision}, gradients rest in {training.resting}, {training.optimizer}; {step}"

@@ -28,8 +28,8 @@ from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
 from zeroshard.planner.training import Training
 
 __all__ = [
-    "Cut", "LaidOut", "LaidOutGroup", "StateBytes", "cells_by_unit", "placed", "rest_bytes",
-    "staged_routes", "step_routes", "traffic_bytes",
+    "Cut", "LaidOut", "LaidOutGroup", "Placed", "StateBytes", "cells_by_unit", "placed",
+    "rest_bytes", "staged_routes", "step_routes", "traffic_bytes",
 ]  # fmt: skip
 
 StateBytes = dict[str, dict[Tier, int]]  # state -> tier -> bytes
@@ -66,6 +66,9 @@ class Cut:
     weight: int
     grad: int
     optim: int
+
+
+Placed = tuple[LaidOutGroup, Cut, Cells]
 
 
 @dataclass(frozen=True)
@@ -126,36 +129,37 @@ class LaidOut:
         return next((at for at, unit in units if any(g.trained for g in unit.groups)), 0)
 
 
-def placed(
-    laid_out: LaidOut, policy: Policy, training: Training, rank: int = 0
-) -> list[tuple[LaidOutGroup, Cut]]:
-    """Return the groups and where `rank`'s states of them are cut; groups of equal units that are
-    cut alike once, in the order of the first.
+def placed(laid_out: LaidOut, policy: Policy, training: Training, rank: int = 0) -> list[Placed]:
+    """Return the groups, where `rank`'s states of them are cut, and their cells; groups of equal
+    units that are placed alike once, in the order of the first.
     """
-    groups = laid_out.groups
-    if training.fraction < 1.0:  # equal units may be cut differently
-        groups = tuple(replace(one, count=1) for unit in laid_out.by_unit for one in unit)
-    count: Counter[tuple[object, Cut]] = Counter()
-    first: dict[tuple[object, Cut], LaidOutGroup] = {}
-    cuts = _cuts(groups, policy.default, training, rank)
-    for one, cut in zip(groups, cuts, strict=True):
-        key = ((one.unit, one.group.dtype, one.group.trained), cut)
+    groups = [(one, policy.default) for one in laid_out.groups]
+    if training.fraction < 1.0 or policy.units:  # equal units may be placed differently
+        units = zip(laid_out.model.units, laid_out.by_unit, strict=True)
+        groups = [
+            (replace(one, count=1), policy.cells(unit.name)) for unit, of in units for one in of
+        ]
+    count: Counter[tuple[object, Cut, Cells]] = Counter()
+    first: dict[tuple[object, Cut, Cells], LaidOutGroup] = {}
+    cuts = _cuts([one for one, _ in groups], policy.default, training, rank)
+    for (one, cells), cut in zip(groups, cuts, strict=True):
+        key = ((one.unit, one.group.dtype, one.group.trained), cut, cells)
         first.setdefault(key, one)
         count[key] += one.count
-    return [(replace(one, count=count[key]), key[-1]) for key, one in first.items()]
+    return [(replace(one, count=count[key]), *key[1:]) for key, one in first.items()]
 
 
 def cells_by_unit(
     laid_out: LaidOut, policy: Policy, training: Training
-) -> Iterator[tuple[tuple[LaidOutGroup, Cut, Cells], ...]]:
+) -> Iterator[tuple[Placed, ...]]:
     """Yield the groups of every unit, in order, with where rank 0's states of them are cut and the
     cells between which they then move (`step_routes`).
     """
     groups = [one for unit in laid_out.by_unit for one in unit]
     cuts = iter(_cuts(groups, policy.default, training, 0))
-    for unit in laid_out.by_unit:
-        pairs = [(one, next(cuts)) for one in unit]
-        yield tuple((one, cut, _whole_cells(one, cut, policy.default)) for one, cut in pairs)
+    for unit, of in zip(laid_out.model.units, laid_out.by_unit, strict=True):
+        cells, pairs = policy.cells(unit.name), [(one, next(cuts)) for one in of]
+        yield tuple((one, cut, _whole_cells(one, cut, cells)) for one, cut in pairs)
 
 
 def _cuts(
@@ -186,12 +190,12 @@ def rest_bytes(laid_out: LaidOut, policy: Policy, training: Training, rank: int 
         if num_bytes:
             out[state][tier] = out[state].get(tier, 0) + num_bytes
 
-    for one, cut in placed(laid_out, policy, training, rank):
-        for state, by_tier in _group_bytes(one, cut, policy.default, training, rank).items():
+    for one, cut, cells in placed(laid_out, policy, training, rank):
+        for state, by_tier in _group_bytes(one, cut, cells, training, rank).items():
             for tier, num_bytes in by_tier.items():
                 add(state, tier, one.count * num_bytes)
         if not laid_out.is_reached(one.unit):
-            add("weight", Tier.DEVICE, one.count * _column(one, policy.default, training, rank))
+            add("weight", Tier.DEVICE, one.count * _column(one, cells, training, rank))
     return out
 
 
@@ -278,9 +282,11 @@ def step_routes(
     A group of which a fraction leaves nothing on another tier takes the routes of the device; one
     that is cut in two is taken to rest there as a whole.
     """
-    for one, cut in placed(laid_out, policy, training, rank):
-        cells = _whole_cells(one, cut, policy.default, rank)
-        group_routes = routes(cells, laid_out.mesh, one.formats(training))
+    for one, cut, cells in placed(laid_out, policy, training, rank):
+        here = _whole_cells(one, cut, cells, rank)
+        group_routes = routes(
+            here, laid_out.mesh, one.formats(training), node_sums=policy.sums_nodes
+        )
         for route in _unit_routes(laid_out, one, group_routes, training.micro_batches):
             yield one, group_routes, route
 
@@ -330,9 +336,9 @@ def staged_routes(
     """Yield `rank`'s routes of one step of a stage in a pipeline, group by group: it is gathered
     as often before forwards and before backwards as `gathers` says, reduced as in `step_routes`.
     """
-    for one, cut in placed(laid_out, policy, training, rank):
-        cells = _whole_cells(one, cut, policy.default, rank)
-        of = routes(cells, laid_out.mesh, one.formats(training))
+    for one, cut, cells in placed(laid_out, policy, training, rank):
+        here, formats = _whole_cells(one, cut, cells, rank), one.formats(training)
+        of = routes(here, laid_out.mesh, formats, node_sums=policy.sums_nodes)
         ahead, back = gathers
         for route in (*[of.unshard_forward] * ahead, *[of.unshard_backward] * back):
             yield one, of, route

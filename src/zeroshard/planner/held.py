@@ -18,10 +18,9 @@ from functools import cached_property
 
 from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Cells, Scope, Tier
-from zeroshard.core.policy import Policy
-from zeroshard.core.route import Axis, Hop, Kind
+from zeroshard.core.route import Axis, Hop, Kind, routes
 from zeroshard.core.wire import Formats
-from zeroshard.planner.exact import Cut, LaidOutGroup
+from zeroshard.planner.exact import Placed
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.training import Training
 
@@ -79,6 +78,7 @@ class GroupBytes:
     rest: int  # of its gradient, on the device
     passing: int  # of its sum on the way to another tier
     partial: int  # of micro-batches or of a node, on the device
+    waits: Scope | None  # ... of which, as a sum that no reduce between ranks has taken
     trained: bool
 
 
@@ -105,17 +105,17 @@ class UnitBytes:
 
 
 def group_bytes(
-    one: LaidOutGroup, cut: Cut, policy: Policy, training: Training, exchange: Exchange
+    placed: Placed, training: Training, exchange: Exchange, *, node_sums: bool
 ) -> GroupBytes:
-    """Return the bytes of one group on rank 0, whose states are cut at `cut`."""
-    cells, layout = policy.default, one.layout
+    """Return the bytes of one group on rank 0; `node_sums`: see ``core.route.routes``."""
+    (one, cut, cells), layout = placed, placed[0].layout
     formats = one.formats(training)
     weight, wire, grad = (
         round(form.bytes_per_element)
         for form in (formats.weight.plain, formats.reduce.plain, formats.grad)
     )
-    routes = policy.routes(layout.mesh, formats)
-    forward = routes.unshard_forward.hops
+    group_routes = routes(cells, layout.mesh, formats, node_sums=node_sums)
+    forward = group_routes.unshard_forward.hops
     whole, trained = layout.numel * weight, one.group.trained
     column = layout.span(0, Scope.NODE_SHARD)
     column_bytes = formats.gather.bytes_per_element * (column[1] - column[0])
@@ -126,9 +126,9 @@ def group_bytes(
     is_summed = trained and not direct
     is_encoded = is_summed and formats.reduce.codec is not None
     # a sum that waits is never cut, and of a node's ranks it stays on the device
-    is_near = cells.grad.tier is Tier.DEVICE or layout.scope(cells.grad) is Scope.NODE_SHARD
-    partial = cells.grad.is_partial and is_near
-    reduces = [hop for hop in routes.reduce.hops if hop.kind is Kind.REDUCE_SCATTER]
+    waits = layout.scope(cells.grad) if cells.grad.is_partial else None
+    is_near = cells.grad.tier is Tier.DEVICE or waits is Scope.NODE_SHARD
+    reduces = [hop for hop in group_routes.reduce.hops if hop.kind is Kind.REDUCE_SCATTER]
     return GroupBytes(
         whole=whole,
         full=0 if _is_here(layout, cells, formats, exchange) else whole,
@@ -140,7 +140,8 @@ def group_bytes(
         sums=_sums(layout, formats, reduces, exchange) if is_summed else Sums(),
         rest=cut.grad * grad,
         passing=0 if on_device else own * 4,
-        partial=one.held(cells.grad, 0) * grad if partial else 0,
+        partial=one.held(cells.grad, 0) * grad if waits and is_near else 0,
+        waits=waits,
         trained=trained,
     )
 

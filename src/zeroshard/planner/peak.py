@@ -33,6 +33,7 @@ __all__ = ["InFlight", "Peak", "peak_bytes", "trace_of"]
 FRAGMENTATION = 0.05  # of everything else on an accelerator
 CONTEXT_BYTES = 1 << 30  # of the driver and the libraries, on an accelerator
 STAGING_BYTES = 64 << 20  # Offload.staging_bytes
+_STEPS = 3  # after which pools have grown as far as they will
 _TILE = STAGING_BYTES // 16  # elements that are stepped at a time on the host (optim/tiles.py)
 
 
@@ -123,11 +124,12 @@ def trace_of(model: ModelShape, training: Training) -> ActivationTrace:
 
 
 def _instants(playback: Playback, trace: ActivationTrace, training: Training) -> Iterator[Instant]:
-    """Yield what the engine holds in two steps: the second gathers ahead, and finds the pools as
-    the first has left them. Of several micro-batches inside ``no_sync()`` one stands for all.
+    """Yield what the engine holds in three steps: the second gathers ahead, and both later ones
+    find the pools as those before have left them. Of several micro-batches inside ``no_sync()`` one
+    stands for all.
     """
     syncs = (False, True) if training.micro_batches > 1 else (True,)
-    for _ in range(2):
+    for _ in range(_STEPS):
         playback.drop_gradients()
         for sync in syncs:
             yield from playback.run(trace, sync=sync)

@@ -101,6 +101,8 @@ class Plan:
                 out["offload"]["disk_path"] = disk_path
             if training.fraction < 1.0:
                 out["offload"]["fraction"] = training.fraction
+        if row.whole_gradients:
+            out["accumulation_budget"] = training.accumulation_bytes
         comm = training.comm()
         machine = _share(row, self.machine)
         if machine.mesh.num_nodes > 1:
@@ -132,6 +134,11 @@ def make_plan(
             f" {machine.gpus} GPUs are one"
         )
     chosen = axes if axes is not None and axes != Axes() else None
+    if chosen is not None and training.accumulation_budget is not None:
+        raise ConfigError(
+            "accumulation_budget is planned for data parallel ranks alone: leave it out, or tp and"
+            " pp"
+        )
     search = Search(model, policies, chosen)
     rows = search.rows(machine, training)
     return Plan(model, machine, training, rows, _recommend(search, machine, training, rows), chosen)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from zeroshard.core.order import Order, to_evict
-from zeroshard.core.placement import Scope, Tier
+from zeroshard.core.placement import Cells, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.planner.exact import Cut, LaidOut, cells_by_unit
 from zeroshard.planner.held import CODEC_SCRATCH_BYTES, Exchange, GroupBytes, UnitBytes, group_bytes
@@ -99,8 +99,6 @@ class _Rules:
     ordered: bool  # all ranks gather the same units in the same order
     sharded: bool  # weights rest sharded
     keeps: bool  # ... and stay whole between forward and backward
-    sums_micro_batches: bool
-    sums_nodes: bool
     budget: int
     prefetch: int
 
@@ -277,8 +275,9 @@ class _Reduced:
 
     def take(self, key: tuple[int, int], *, sync: bool) -> None:
         """The first gradient of a group is there."""
-        if self._rules.sums_micro_batches and (key in self._partial or not sync):
-            self._partial.setdefault(key, self._group(key).partial)
+        group = self._group(key)
+        if group.waits is Scope.FULL and (key in self._partial or not sync):
+            self._partial.setdefault(key, group.partial)
             return
         self._open_bucket(key)
 
@@ -322,37 +321,41 @@ class _Reduced:
 
     def reduce(self, unit: int, repeats: int, *, sync: bool) -> None:
         """All gradients of a unit, which stands for so many, are there."""
-        rules = self._rules
         for number, group in enumerate(self._units[unit].groups):
             if not group.trained:
                 continue
-            if sync or not rules.sums_micro_batches:
-                self._hand_over((unit, number), repeats, sync)
-            else:
-                self._partial[unit, number] = group.partial * repeats
+            if sync or group.waits is not Scope.FULL:
+                self._hand_over((unit, number), sync)
+            self._come_to_rest((unit, number), repeats, sync)
         self._turns += 1
-        alone = rules.exchange.alone  # with one rank, a reduce is over at once
+        alone = self._rules.exchange.alone  # with one rank, a reduce is over at once
         for one in [one for one in self._flights if alone or one.turn < self._turns - 1]:
             self._arrive(one)
-            if not rules.ordered:
+            if not self._rules.ordered:
                 self._end(one)
 
-    def _hand_over(self, key: tuple[int, int], repeats: int, sync: bool) -> None:
+    def _come_to_rest(self, key: tuple[int, int], repeats: int, sync: bool) -> None:
+        """Sums of the group, and of those of the `repeats` - 1 units after it, wait or rest."""
+        unit, number = key
+        groups = [self._units[unit + more].groups[number] for more in range(repeats)]
+        waiting = [group for group in groups if group.waits and not sync]
+        self._partial.pop(key, None)
+        if waiting:
+            self._partial[key] = sum(group.partial for group in waiting)
+        if len(waiting) < repeats:
+            self._rest[key] = sum(group.rest for group in groups if sync or not group.waits)
+
+    def _hand_over(self, key: tuple[int, int], sync: bool) -> None:
         group = self._group(key)
         for before in [one for one in self._flights if one.key == key]:
             self._end(before)
         self._open_bucket(key)
-        self._partial.pop(key, None)
-        if self._rules.sums_nodes and not sync:
-            self._partial[key] = group.partial * repeats
-        else:
-            self._rest[key] = group.rest * repeats
         made = self._open.pop(key)
         if not group.bucket:
             return
         if group.is_encoded:
             self._encode(made, group)
-        sums, inside = group.sums, self._rules.sums_nodes and not sync
+        sums, inside = group.sums, group.waits is Scope.NODE_SHARD and not sync
         wanted = (sums.received, sums.column, sums.received_after, sums.decoded)
         for pool, num_bytes in zip(self._others, wanted[:1] if inside else wanted, strict=False):
             buffer = pool.take(num_bytes, spill=True) if num_bytes else None
@@ -407,17 +410,17 @@ class Playback:
     ) -> None:
         """Begin with an engine that holds no gradient, before its first pass."""
         cells, model = policy.default, laid_out.model
-        known: dict[tuple[int, Cut], GroupBytes] = {}
+        known: dict[tuple[int, Cut, Cells], GroupBytes] = {}
         units = []
         for unit in cells_by_unit(laid_out, policy, training):
-            for one, cut, _ in unit:
-                if (id(one), cut) not in known:
-                    known[id(one), cut] = group_bytes(one, cut, policy, training, exchange)
-            units.append(UnitBytes(tuple(known[id(one), cut] for one, cut, _ in unit)))
+            for group in unit:
+                key = (id(group[0]), *group[1:])
+                if key not in known:
+                    known[key] = group_bytes(group, training, exchange, node_sums=policy.sums_nodes)
+            units.append(UnitBytes(tuple(known[id(one), cut, own] for one, cut, own in unit)))
         nominal = max(sum(group.whole for group in unit.groups) for unit in units)
         dtypes = {group.dtype for unit in model.units for group in unit.groups}
         widest = max(training.formats(dtype).reduce.plain.bytes_per_element for dtype in dtypes)
-        scope = laid_out.groups[0].layout.scope(cells.grad) if cells.grad.is_partial else None
         away = cells.weight.tier is not Tier.DEVICE
         is_coded = any(unit.encoded for unit in units)
         sends_coded = any(group.is_encoded for unit in units for group in unit.groups)
@@ -427,8 +430,6 @@ class Playback:
             ordered=not (exchange.alone or exchange.maps_peers) or away or is_coded,
             sharded=cells.weight.is_sharded,
             keeps=cells.weight.is_sharded and not cells.between.is_sharded,
-            sums_micro_batches=scope is Scope.FULL,
-            sums_nodes=scope is Scope.NODE_SHARD,
             budget=(3 + exchange.enqueues) * nominal,
             prefetch=nominal,
         )

@@ -112,7 +112,7 @@ class Program:
         self.jobs: list[Job] = []
         self.marks: list[Mark] = []
         self._durations = durations
-        self._cells = policy.default
+        self._policy = policy
         laid_out, training = durations.laid_out, durations.training
         made: dict[object, Unit] = {}
         self.units: list[Unit] = []
@@ -153,7 +153,8 @@ class Program:
 
     def _group(self, one: LaidOutGroup, cut: Cut, cells: Cells, training: Training) -> Group:
         formats = one.formats(training)
-        of = routes(cells, self._durations.laid_out.mesh, formats)
+        mesh = self._durations.laid_out.mesh
+        of = routes(cells, mesh, formats, node_sums=self._policy.sums_nodes)
         return Group(one, cut, cells, of, formats)
 
     def _make(self, number: int, groups: Sequence[Group]) -> Unit:
@@ -276,7 +277,7 @@ class Program:
                 for task in unit.keep:
                     self._compute(task, number)
                 self._mark(self._last, True, "kept", unit.kept_bytes)
-            if self._cells.between.is_sharded:
+            if self._policy.default.between.is_sharded:
                 self._release(number)
             elif number in self._here and phase == "forward":
                 self._live -= unit.gathered_bytes  # kept beside the budget, until its backward
@@ -311,7 +312,7 @@ class Program:
         none where nothing leaves compute.
         """
         unit = self.units[number]
-        if number in self._here and not self._cells.between.is_sharded:
+        if number in self._here and not self._policy.default.between.is_sharded:
             self._live += unit.gathered_bytes
         needs = self._unshard(number, "backward", following)
         buffer = sum(
@@ -395,7 +396,7 @@ class Program:
 
     def _stepped_bytes(self, unit: Unit) -> tuple[float, float]:
         """Return the bytes of the masters and moments of this rank, and of their gradients."""
-        cell, state = self._cells.optim, 4.0 + self._durations.training.moment_bytes
+        cell, state = self._policy.default.optim, 4.0 + self._durations.training.moment_bytes
         grads = (
             group.bytes_of(cell, group.formats.grad.bytes_per_element) for group in unit.trained
         )
@@ -420,13 +421,13 @@ class Program:
         """
         durations, unit = self._durations, self.units[number]
         state, grad = self._stepped_bytes(unit)
-        on_disk = self._cells.optim.tier is Tier.DISK
+        on_disk = self._policy.default.optim.tier is Tier.DISK
         grads_leave = unit.sums_leave
         needs = steps[-1:]
         if on_disk:
             free = [*steps[-_AHEAD - 1 : -_AHEAD], *writes[-_RING : len(writes) - _RING + 1]]
             read_bytes = state + (
-                grad if grads_leave and self._cells.grad.tier is Tier.DISK else 0.0
+                grad if grads_leave and self._policy.default.grad.tier is Tier.DISK else 0.0
             )
             read = durations.transfer("tier read", "read", read_bytes, disk=True)
             needs = needs + self._send(read, number, free)

@@ -17,6 +17,7 @@ from zeroshard.planner.peak import peak_bytes
 from zeroshard.planner.pipeline import PipelineTime
 from zeroshard.planner.simulate import step_time
 from zeroshard.planner.training import Training
+from zeroshard.planner.whole_gradients import with_budget
 
 __all__ = [
     "PlannedRow",
@@ -74,6 +75,7 @@ class PlannedRow:
     checkpoint_bytes: dict[str, int]  # "all", "rank": what a save writes, exact
     load_s: float
     save_s: dict[str, float]  # "foreground" (zs.save), "background" (what zs.Saver holds up)
+    whole_gradients: int = 0  # units whose gradients rest whole, by accumulation_budget
     spread: Spread = field(default_factory=lambda: Spread())
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,6 +102,7 @@ def takes(policy: Policy, training: Training) -> bool:
 
 def bytes_of(laid_out: LaidOut, policy: Policy, machine: Machine, training: Training) -> RankPlan:
     """Return the bytes of one rank at rest, and the most during a step."""
+    policy = with_budget(laid_out, policy, training)
     rest = rest_bytes(laid_out, policy, training)
     return RankPlan(0, laid_out, rest, peak_bytes(laid_out, policy, machine, training, rest))
 
@@ -113,6 +116,7 @@ def plan_row(
 ) -> PlannedRow:
     """Plan one row on one mix of tiers; `sizes`, where `bytes_of` it is known."""
     found = bytes_of(laid_out, policy, machine, training) if sizes is None else sizes
+    policy = with_budget(laid_out, policy, training)
     links = traffic_bytes(laid_out, policy, training)
     time = step_time(laid_out, policy, machine, training)
     row = _row(policy, machine, training, found, links, time)
@@ -172,6 +176,7 @@ def _row(
         checkpoint_bytes={"rank": checkpoint_bytes(sizes.laid_out, training, 0)},
         load_s=files.load,
         save_s={"foreground": files.save, "background": files.background},
+        whole_gradients=len(policy.units),
         spread=Spread(
             dp=machine.gpus,
             micro_batches=training.micro_batches,

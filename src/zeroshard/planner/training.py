@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroshard.core.layout import ALIGN
+from zeroshard.core.sizes import parse_bytes
 from zeroshard.core.wire import CODEC_BITS, Formats
 from zeroshard.errors import ConfigError
 
@@ -41,6 +42,8 @@ class Training:
     `weight_codec`, `grad_codec`, `frozen_codec`, `codec_block` and `error_feedback` are those of
     ``zs.Comm``; rows that take no such codec are not planned. `fraction` is that of ``zs.Offload``:
     the share of each state that leaves the device where the row's tiers let it leave.
+    `accumulation_budget` is that of ``zs.shard``, in bytes or text ("2GiB"): rows in which it has
+    no effect, or holds no unit, are planned as they are without.
     """
 
     precision: str = "bf16"
@@ -56,6 +59,7 @@ class Training:
     codec_block: int = 256
     error_feedback: bool = False
     fraction: float = 1.0
+    accumulation_budget: int | str | None = None
 
     def __post_init__(self) -> None:
         for name, value, choices in (
@@ -90,6 +94,18 @@ class Training:
             raise ConfigError(
                 f"fraction={self.fraction} is not in (0, 1]: it is the share that leaves the device"
             )
+
+        if self.accumulation_bytes is not None and self.accumulation_bytes < 1:
+            raise ConfigError(
+                f"accumulation_budget={self.accumulation_budget} is less than one byte: leave it"
+                " out"
+            )
+
+    @property
+    def accumulation_bytes(self) -> int | None:
+        """The budget for gradients between micro-batches, in bytes."""
+        budget = self.accumulation_budget
+        return parse_bytes(budget, "accumulation_budget") if isinstance(budget, str) else budget
 
     @property
     def resting(self) -> str:

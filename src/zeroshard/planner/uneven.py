@@ -27,6 +27,7 @@ from zeroshard.planner.model import ModelShape
 from zeroshard.planner.peak import peak_bytes
 from zeroshard.planner.rows import candidates, takes
 from zeroshard.planner.training import Training
+from zeroshard.planner.whole_gradients import with_budget
 
 __all__ = ["UnevenRank", "UnevenRow", "plan_uneven"]
 
@@ -149,6 +150,7 @@ def _rank(
 ) -> UnevenRank:
     """Plan the first of ranks with the shares `numbers`."""
     laid_out = LaidOut(model, machine.mesh, training.align, shares_of(numbers))
+    policy = with_budget(laid_out, policy, training)
     rest = rest_bytes(laid_out, policy, training)
     peak = peak_bytes(laid_out, policy, machine, training, rest)
     at_rest = {t.value: sum(by_tier.get(t, 0) for by_tier in rest.values()) for t in Tier}

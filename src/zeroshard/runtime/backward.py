@@ -150,6 +150,11 @@ class _Pass:
         if len(self.tasks) == 1:
             self.outer.discard(id(parameter))
 
+    def all_came(self, unit: Unit) -> None:
+        """All gradients of `unit` have come."""
+        if not unit.has_frozen:
+            self.finished[unit.index] = unit
+
 
 class Backward:
     """One engine's gradients, from the first hook of a backward to the optimizer's step."""
@@ -222,6 +227,10 @@ class Backward:
                 if grad is not None and leaf.unit in units and not isinstance(grad, SealedGrad):
                     leaf.clear()
                     self._add(leaf, grad)
+                    del grad
+                    if leaf.unit.pending <= 0:
+                        self.complete(leaf.unit)
+                        self._pass.all_came(leaf.unit)
         self._end()
 
     @contextmanager
@@ -351,9 +360,12 @@ class Backward:
         if self._pass.units is not None and leaf.unit not in self._pass.units:
             return  # torch has only looked for the shapes of gradients
         self._add(leaf, grad)
+        del grad  # it would live until its unit's sum has been started
+        if leaf.unit.pending <= 0:
+            self.complete(leaf.unit)
+            self._pass.all_came(leaf.unit)
 
     def _add(self, leaf: _Leaf, grad: torch.Tensor) -> None:
-        unit = leaf.unit
         # create_graph=True: what is summed has no graph
         grad = grad.detach() if grad.requires_grad else grad
         if leaf.to_local is not None:
@@ -361,12 +373,7 @@ class Backward:
         manner, room = self.manner, self.reductions.make_room
         more = self._pass.gathers
         leaf.path.add(leaf.index, grad, manner.factor, sync=manner.sync, more=more, make_room=room)
-        del grad
-        self._pass.took(unit, leaf.parameter)
-        if unit.pending <= 0:
-            self.complete(unit)
-            if not unit.has_frozen:
-                self._pass.finished[unit.index] = unit
+        self._pass.took(leaf.unit, leaf.parameter)
 
     def seal_again(self, number: int) -> None:
         """Somebody else's hook runs after ours: let it find a sealed gradient instead of none."""

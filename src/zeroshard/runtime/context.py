@@ -229,7 +229,8 @@ class SegmentPlan:
         tier = away if reads else Tier.DEVICE
         cells = replace(cells, weight=replace(cells.weight, tier=tier))
         two_level = False if lowering is None else lowering.two_level
-        return routes(cells, context.mesh, formats, two_level=two_level)
+        node_sums = lowering is not None and lowering.node_sums
+        return routes(cells, context.mesh, formats, two_level=two_level, node_sums=node_sums)
 
 
 def _wire(dtype: torch.dtype, codec: Codec | None) -> Wire:

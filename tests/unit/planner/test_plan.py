@@ -23,6 +23,7 @@ from zeroshard.planner.families import shape_of_config
 from zeroshard.planner.files import read_model
 from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
 from zeroshard.planner.peak import peak_bytes
+from zeroshard.planner.rows import PlannedRow
 
 LLAMA = {
     "model_type": "llama",
@@ -312,6 +313,38 @@ def test_a_written_configuration_has_the_codecs_and_the_fraction() -> None:
     assert seen == codecs and config.comm.error_feedback is True
 
 
+def test_a_budget_moves_traffic_into_memory_until_the_row_is_zero1() -> None:
+    model, machine = shape_of_config(LLAMA, "config"), Machine.of(gpus=16)
+
+    def planned(name: str, budget: int | None) -> PlannedRow:
+        training = Training(micro_batches=4, accumulation_budget=budget)
+        rows = make_plan(model, machine, training).rows
+        return next(one for one in rows if one.row == name and "host" not in one.tiers.values())
+
+    plain, zero1 = planned("zero2", None), planned("zero1", None)
+    assert planned("zero2", 1) == plain and planned("zero1", 1 << 40) == zero1
+    all_of_them = 2 * model.numel
+    some = [planned("zero2", round(share * all_of_them)) for share in (0.3, 0.6, 0.9, 1.1)]
+    for less, more, share in zip([plain, *some], some, (0.3, 0.6, 0.9, 1.1), strict=False):
+        assert less.whole_gradients < more.whole_gradients
+        assert less.traffic_bytes["node"] > more.traffic_bytes["node"]
+        assert less.peak_bytes["device"] < more.peak_bytes["device"]
+        grads = more.rest_bytes["device"] - (plain.rest_bytes["device"] - all_of_them // 16)
+        assert grads <= share * all_of_them * 1.01  # padding
+    whole = replace(some[-1], row="zero1", whole_gradients=0)
+    assert (whole.rest_bytes, whole.traffic_bytes) == (zero1.rest_bytes, zero1.traffic_bytes)
+    assert whole.step_s == zero1.step_s and whole.peak_bytes == zero1.peak_bytes
+
+
+def test_a_written_configuration_has_the_budget_where_it_has_an_effect() -> None:
+    training = Training(micro_batches=2, accumulation_budget="1GB")
+    for policy, has in ((row("zero2"), True), (row("zero1"), False)):
+        plan = make_plan(describe("1B"), Machine.of(gpus=8), training, lambda _, one=policy: [one])
+        config = plan.config()
+        assert config.get("accumulation_budget") == (10**9 if has else None)
+        build_config(config).refuse_unsupported()
+
+
 def test_one_node_says_nothing_about_nodes() -> None:
     one, many = (
         make_plan(describe("1B"), Machine.of(gpus=gpus), Training()).config() for gpus in (8, 16)
@@ -471,6 +504,8 @@ def test_a_file_that_is_no_safetensors_is_refused(content: bytes, tmp_path: Path
         ({"codec_block": 100}, "codec_block=100 is not a positive multiple of 64"),
         ({"error_feedback": True, "grad_codec": "bf16"}, "error_feedback has no effect"),
         ({"fraction": 0.0}, "fraction=0.0 is not in"),
+        ({"accumulation_budget": 0}, "accumulation_budget=0 is less than one byte"),
+        ({"accumulation_budget": "2"}, "accumulation_budget='2' has no unit"),
     ],
 )
 def test_training_that_makes_no_sense_is_refused(options: dict[str, str], message: str) -> None:

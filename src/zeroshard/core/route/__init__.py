@@ -129,12 +129,21 @@ class Routes:
         yield self.publish
 
 
-def routes(cells: Cells, mesh: Mesh, formats: Formats, *, two_level: bool | None = None) -> Routes:
+def routes(
+    cells: Cells,
+    mesh: Mesh,
+    formats: Formats,
+    *,
+    two_level: bool | None = None,
+    node_sums: bool = False,
+) -> Routes:
     """Return the routes of a group whose states rest as `cells` says.
 
     `two_level` False runs collectives over all ranks at once, True between nodes and inside them in
-    turn, None as is cheaper for each. States that rest on another tier are taken to rest there as a
-    whole (a fraction's part on the device skips the tier's hops), and updates not to be delayed.
+    turn, None as is cheaper for each; `node_sums`: the row keeps sums of nodes, perhaps of other
+    groups, so that every reduce goes in two levels. States that rest on another tier are taken to
+    rest there as a whole (a fraction's part on the device skips the tier's hops), and updates not
+    to be delayed.
     Raises ValueError for a weight codec where weights do not rest sharded over all ranks.
     """
     if formats.gather.codec is not None and cells.weight.scope is not Scope.SHARD:
@@ -142,7 +151,7 @@ def routes(cells: Cells, mesh: Mesh, formats: Formats, *, two_level: bool | None
             f"weight codec {formats.gather.codec}: weight={cells.weight} is not sharded over all"
             " ranks, and only such weights are gathered encoded (zero3, hpz)"
         )
-    return _Compiler(cells, mesh, formats, two_level).routes()
+    return _Compiler(cells, mesh, formats, two_level, node_sums).routes()
 
 
 @dataclass(frozen=True)
@@ -153,6 +162,7 @@ class _Compiler:
     mesh: Mesh
     formats: Formats
     two_level: bool | None
+    node_sums: bool
 
     def routes(self) -> Routes:
         """Return all of them."""
@@ -333,7 +343,8 @@ class _Compiler:
             deep.append(self._hop(Kind.ADD, column, column, self.formats.grad, "reduce", When.HELD))
         deep += self._summed(Axis.NODE, Scope.NODE_SHARD, Scope.SHARD, node_sum)
         yield from self._bucket()
-        yield from deep if self._sums_nodes else self._lowered(flat, deep)
+        is_deep = self.mesh.num_nodes > 1 and self.node_sums
+        yield from deep if is_deep or self._sums_nodes else self._lowered(flat, deep)
         sum_wire = self.formats.grad if self.cells.grad.tier is Tier.DEVICE else Wire.of("fp32")
         if self.mesh.size == 1 and wire.codec is None and wire != sum_wire:
             yield self._hop(Kind.CAST, Scope.FULL, Scope.FULL, sum_wire, "reduce")
