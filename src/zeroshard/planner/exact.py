@@ -50,6 +50,12 @@ class LaidOutGroup:
         """Return the elements of a state in `cell` that `rank` holds, padding included."""
         return self.layout.held(rank, cell)
 
+    def steps(self, cell: Cell, rank: int) -> bool:
+        """Whether any part of a parameter is in what `rank` holds of a state in `cell`: it may be
+        padding alone.
+        """
+        return bool(self.layout.pieces_in(self.layout.span(rank, self.layout.scope(cell))))
+
     def formats(self, training: Training) -> Formats:
         """Return the formats of the group's states: frozen weights may rest packed."""
         trained = self.group.trained
@@ -233,7 +239,7 @@ def _group_bytes(
         # one of a node's ranks stays on the device, where they add to it
         tier = Tier.DEVICE if scope is Scope.NODE_SHARD else cells.grad.tier
         out["grad"] = {tier: _bytes(one.held(cells.grad, rank), formats.grad)}
-    elif one.layout.pieces_in(one.layout.span(rank, one.layout.scope(cells.optim))):
+    elif one.steps(cells.optim, rank):
         # held by those of the pieces: one of padding alone is gone at once
         out["grad"] = _in_two(cut.grad, stepped, cells.grad.tier, formats.grad)
     if training.error_feedback and not _sums_in_place(one, cut, cells, training):
@@ -288,7 +294,9 @@ def step_routes(
             here, laid_out.mesh, one.formats(training), node_sums=policy.sums_nodes
         )
         for route in _unit_routes(laid_out, one, group_routes, training.micro_batches):
-            yield one, group_routes, route
+            # of padding alone there is no average
+            if route is not group_routes.average or one.steps(cells.optim, rank):
+                yield one, group_routes, route
 
 
 def _unit_routes(
@@ -345,7 +353,8 @@ def staged_routes(
         left = of.step(micro_batches=training.micro_batches, no_sync=True)
         unshard = (of.unshard_forward, of.unshard_backward)
         for route in left if one.group.trained else ():
-            if not any(route is other for other in unshard):
+            is_left = route is not of.average or one.steps(cells.optim, rank)
+            if is_left and not any(route is other for other in unshard):
                 yield one, of, route
 
 
