@@ -19,7 +19,7 @@ from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
-from zeroshard.memory import MemoryCounter
+from zeroshard.memory import MemoryCounter, Trimmer, heap_bytes
 
 
 def _live_storages() -> dict[int, int]:
@@ -255,6 +255,36 @@ def test_no_gradient_is_left_of_autograd_when_the_sum_of_its_unit_begins() -> No
         model(torch.ones(3, 37)).sum().backward()
     engine.close()
     assert left == [0]
+
+
+def test_the_heap_is_trimmed_when_it_is_larger_than_what_a_step_uses_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trims: list[int] = []
+    monkeypatch.setattr("zeroshard.memory.return_freed_memory", lambda: trims.append(1))
+    trimmer = Trimmer(80)
+    for passed, heap, trimmed in (
+        (80, (60, 120), 0),  # in use, and all of it
+        (80, (10, 169), 0),  # less than 1.5 times the most that was in use, and 80
+        (40, (10, 170), 1),
+        (40, (10, 170), 1),  # not before another 80 have passed
+        (1, (10, 900), 1),  # too little to look
+        (40, (10, 170), 2),
+        (80, (0, 0), 3),  # an allocator that does not say
+    ):
+        monkeypatch.setattr("zeroshard.memory.heap_bytes", lambda heap=heap: heap)
+        trimmer.passed(passed)
+        assert len(trims) == trimmed, (passed, heap)
+    Trimmer(None).passed(1 << 40)
+    assert len(trims) == 3
+
+
+def test_the_allocator_says_how_large_its_heap_is() -> None:
+    before = heap_bytes()
+    held = [torch.empty(4000) for _ in range(500)]  # below what is mapped by itself
+    after = heap_bytes()
+    assert after == (0, 0) or after[0] - before[0] >= 0.9 * 500 * 16000
+    assert after[0] <= after[1] and len(held) == 500
 
 
 def test_a_gradient_buffer_lent_again_before_its_reduce_has_ended_counts_once() -> None:

@@ -181,7 +181,7 @@ def _load_step(
     with ExitStack() as stack:
         # also for invalid values, a disk that fails, no memory
         with on_all_ranks(engine, "zs.load()", f"step {step} in {directory} cannot be read"):
-            trimmer = states_of(engine).trimmer()
+            trimmer = states_of(engine).trimmer
             saved = StepReader(candidate.found(), stack, trimmer, verify=verify)
             reading = Reading(saved, engine, wanted)
             if strict and reading.misfits:

@@ -183,9 +183,10 @@ class StateAccess:
         """Why what rests here must not be saved, if so."""
         return self._faults.unsaved
 
+    @property
     def trimmer(self) -> Trimmer:
-        """Return what keeps the allocator from holding on to temporaries."""
-        return self._context.tiering.trimmer()
+        """What keeps the allocator from holding on to temporaries."""
+        return self._context.tiering.trimmer
 
     @property
     def own_places(self) -> dict[str, tuple[int, int]]:

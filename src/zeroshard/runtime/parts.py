@@ -74,7 +74,7 @@ def make_weights_and_gradients(
         streams=context.streams,
         digest=digest,
         ordered=ordered,
-        trimmer=context.tiering.trimmer() if context.device.type == "cpu" else Trimmer(None),
+        trimmer=context.tiering.trimmer if context.device.type == "cpu" else Trimmer(None),
     )
     shares = context.options.batch_shares
     manner = Manner(factor=shares[context.transport.rank]) if shares else Manner()
@@ -92,7 +92,7 @@ def step_settings(context: Context, units: Sequence[Unit]) -> tuple[PartialState
         into_forward=context.steps_into_forward,
         delayed_update=tiering.delayed_update,
         timed=tiering.automatic,
-        trimmer=tiering.trimmer(),
+        trimmer=tiering.trimmer,
         probe=context.streams.probe,
     )
 

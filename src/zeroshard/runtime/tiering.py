@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Tier
@@ -39,9 +40,10 @@ class Tiering:
     delayed_update: int | None = None  # steps before updates are applied one step late; None: never
     shelves: Shelves = lambda tier, path: Here  # for engine.accumulate()'s activations
 
+    @cached_property
     def trimmer(self) -> Trimmer:
-        """Return what keeps the allocator from holding on to temporaries: where state rests on
-        disk, memory is what is short.
+        """What keeps the allocator from holding on to temporaries: where state rests on disk,
+        memory is what is short.
         """
         return Trimmer(self.staging_bytes if Tier.DISK in self.stores else None)
 
