@@ -159,13 +159,19 @@ def cells_by_unit(
     laid_out: LaidOut, policy: Policy, training: Training
 ) -> Iterator[tuple[Placed, ...]]:
     """Yield the groups of every unit, in order, with where rank 0's states of them are cut and the
-    cells between which they then move (`step_routes`).
+    cells between which they then move (`step_routes`): one tuple for all that are placed alike.
     """
     groups = [one for unit in laid_out.by_unit for one in unit]
     cuts = iter(_cuts(groups, policy.default, training, 0))
-    for unit, of in zip(laid_out.model.units, laid_out.by_unit, strict=True):
-        cells, pairs = policy.cells(unit.name), [(one, next(cuts)) for one in of]
-        yield tuple((one, cut, _whole_cells(one, cut, cells)) for one, cut in pairs)
+    made: dict[tuple[int, tuple[Cut, ...], str], tuple[Placed, ...]] = {}
+    kinds = zip(laid_out.alike, laid_out.model.units, laid_out.by_unit, strict=True)
+    for kind, unit, of in kinds:
+        own = tuple(next(cuts) for _ in of)
+        key = kind, own, unit.name if unit.name in policy.units else ""
+        if key not in made:
+            cells, pairs = policy.cells(unit.name), zip(of, own, strict=True)
+            made[key] = tuple((one, cut, _whole_cells(one, cut, cells)) for one, cut in pairs)
+        yield made[key]
 
 
 def _cuts(

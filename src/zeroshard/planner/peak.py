@@ -129,7 +129,11 @@ def _instants(playback: Playback, trace: ActivationTrace, training: Training) ->
     stands for all.
     """
     syncs = (False, True) if training.micro_batches > 1 else (True,)
-    for _ in range(_STEPS):
+    pooled = (-1, -1)
+    for step in range(_STEPS):
+        if step > 1 and playback.pooled == pooled:
+            return  # the next would be the same
+        pooled = playback.pooled
         playback.drop_gradients()
         for sync in syncs:
             yield from playback.run(trace, sync=sync)

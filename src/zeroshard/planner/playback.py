@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from zeroshard.core.order import Order, to_evict
-from zeroshard.core.placement import Cells, Scope, Tier
+from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
-from zeroshard.planner.exact import Cut, LaidOut, cells_by_unit
+from zeroshard.planner.exact import LaidOut, cells_by_unit
 from zeroshard.planner.held import CODEC_SCRATCH_BYTES, Exchange, GroupBytes, UnitBytes, group_bytes
 from zeroshard.planner.trace import ActivationTrace, Moment
 from zeroshard.planner.training import Training
@@ -410,14 +411,13 @@ class Playback:
     ) -> None:
         """Begin with an engine that holds no gradient, before its first pass."""
         cells, model = policy.default, laid_out.model
-        known: dict[tuple[int, Cut, Cells], GroupBytes] = {}
-        units = []
-        for unit in cells_by_unit(laid_out, policy, training):
-            for group in unit:
-                key = (id(group[0]), *group[1:])
-                if key not in known:
-                    known[key] = group_bytes(group, training, exchange, node_sums=policy.sums_nodes)
-            units.append(UnitBytes(tuple(known[id(one), cut, own] for one, cut, own in unit)))
+        placed = list(cells_by_unit(laid_out, policy, training))
+        sized = partial(
+            group_bytes, training=training, exchange=exchange, node_sums=policy.sums_nodes
+        )
+        known = {id(unit): unit for unit in placed}
+        made = {key: UnitBytes(tuple(map(sized, unit))) for key, unit in known.items()}
+        units = [made[id(unit)] for unit in placed]
         nominal = max(sum(group.whole for group in unit.groups) for unit in units)
         dtypes = {group.dtype for unit in model.units for group in unit.groups}
         widest = max(training.formats(dtype).reduce.plain.bytes_per_element for dtype in dtypes)

@@ -114,15 +114,14 @@ class Program:
         self._durations = durations
         self._policy = policy
         laid_out, training = durations.laid_out, durations.training
-        made: dict[object, Unit] = {}
+        made: dict[int, Unit] = {}
         self.units: list[Unit] = []
-        placed = cells_by_unit(laid_out, policy, training)
+        placed = list(cells_by_unit(laid_out, policy, training))
         for kind, groups in zip(laid_out.alike, placed, strict=True):
-            # units of one kind differ where a fraction cuts them; one cut in two leaves as a whole
-            key = kind, tuple((cut, cells) for _, cut, cells in groups)
-            if key not in made:
-                made[key] = self._make(kind, [self._group(*one, training) for one in groups])
-            self.units.append(made[key])
+            # one that a fraction cuts in two leaves as a whole
+            if id(groups) not in made:
+                made[id(groups)] = self._make(kind, [self._group(*one, training) for one in groups])
+            self.units.append(made[id(groups)])
         uses = [(number, unit.uses) for number, unit in enumerate(laid_out.model.units)]
         # to which a forward comes again at its end, and a backward first
         self._again = [number for number, times in uses for _ in range(times - 1)]

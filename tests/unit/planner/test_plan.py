@@ -23,7 +23,7 @@ from zeroshard.planner.families import shape_of_config
 from zeroshard.planner.files import read_model
 from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
 from zeroshard.planner.peak import peak_bytes
-from zeroshard.planner.rows import PlannedRow
+from zeroshard.planner.rows import PlannedRow, plan_row
 
 LLAMA = {
     "model_type": "llama",
@@ -318,8 +318,7 @@ def test_a_budget_moves_traffic_into_memory_until_the_row_is_zero1() -> None:
 
     def planned(name: str, budget: int | None) -> PlannedRow:
         training = Training(micro_batches=4, accumulation_budget=budget)
-        rows = make_plan(model, machine, training).rows
-        return next(one for one in rows if one.row == name and "host" not in one.tiers.values())
+        return plan_row(LaidOut(model, machine.mesh), row(name), machine, training)
 
     plain, zero1 = planned("zero2", None), planned("zero1", None)
     assert planned("zero2", 1) == plain and planned("zero1", 1 << 40) == zero1
