@@ -334,9 +334,6 @@ def _take_back(pool: weakref.ref[Pages], pages: mmap.mmap) -> None:
         alive.take_back(pages)
 
 
-_LOOKS = 8  # at the heap, for every time that it may be trimmed
-
-
 def return_freed_memory() -> None:
     """Let the allocator give freed pages back to the system: glibc keeps what is below 32 MB,
     and small objects soon lie between.
@@ -368,6 +365,9 @@ def heap_bytes() -> tuple[int, int]:
     ask.restype = _HeapFigures
     found = ask()
     return found.uordblks, found.arena
+
+
+_LOOKS = 8  # at the heap, for every time that it may be trimmed
 
 
 class Trimmer:

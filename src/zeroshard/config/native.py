@@ -24,11 +24,11 @@ from zeroshard.config.reading import nearest, parse_json, read_json
 from zeroshard.config.sections import Comm, LossScale, Offload, State
 from zeroshard.config.shares import check_shares
 from zeroshard.config.strict import Strict, one_line
+from zeroshard.core.accumulation import budget_bytes
 from zeroshard.core.batch_shares import check_batch_shares, unequal
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
 from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
-from zeroshard.core.sizes import parse_bytes
 from zeroshard.errors import ConfigError
 from zeroshard.optim.scaler import LossScaler
 
@@ -165,10 +165,7 @@ class Config(Strict):
     @field_validator("accumulation_budget")
     @classmethod
     def _bytes_of_gradients(cls, budget: int | str | None) -> int | None:
-        number = parse_bytes(budget, "accumulation_budget") if isinstance(budget, str) else budget
-        if number is not None and number < 1:
-            raise ValueError(f"accumulation_budget={number} is less than one byte: leave it out")
-        return number
+        return budget_bytes(budget)
 
     @model_validator(mode="after")
     def _one_policy(self) -> Config:

@@ -18,7 +18,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["UnitGradient", "least_budget", "resting_whole"]
+from zeroshard.core.sizes import parse_bytes
+from zeroshard.errors import ConfigError
+
+__all__ = ["UnitGradient", "budget_bytes", "least_budget", "resting_whole"]
+
+
+def budget_bytes(budget: int | str | None) -> int | None:
+    """Return an `accumulation_budget`, bytes or text ("2GiB"), in bytes. Raises ConfigError for
+    one of less than a byte, and for text that is no size.
+    """
+    number = parse_bytes(budget, "accumulation_budget") if isinstance(budget, str) else budget
+    if number is not None and number < 1:
+        raise ConfigError(f"accumulation_budget={number} is less than one byte: leave it out")
+    return number
 
 
 @dataclass(frozen=True)

@@ -294,15 +294,21 @@ def step_routes(
     A group of which a fraction leaves nothing on another tier takes the routes of the device; one
     that is cut in two is taken to rest there as a whole.
     """
+    for one, of in _routed(laid_out, policy, training, rank):
+        for route in _unit_routes(laid_out, one, of, training.micro_batches):
+            yield one, of, route
+
+
+def _routed(
+    laid_out: LaidOut, policy: Policy, training: Training, rank: int
+) -> Iterator[tuple[LaidOutGroup, Routes]]:
+    """Yield the groups with `rank`'s routes of them; of padding alone there is no average."""
     for one, cut, cells in placed(laid_out, policy, training, rank):
-        here = _whole_cells(one, cut, cells, rank)
-        group_routes = routes(
-            here, laid_out.mesh, one.formats(training), node_sums=policy.sums_nodes
-        )
-        for route in _unit_routes(laid_out, one, group_routes, training.micro_batches):
-            # of padding alone there is no average
-            if route is not group_routes.average or one.steps(cells.optim, rank):
-                yield one, group_routes, route
+        here, formats = _whole_cells(one, cut, cells, rank), one.formats(training)
+        of = routes(here, laid_out.mesh, formats, node_sums=policy.sums_nodes)
+        if not one.steps(cells.optim, rank):
+            of = replace(of, average=Route(of.average.name, ()))
+        yield one, of
 
 
 def _unit_routes(
@@ -350,17 +356,14 @@ def staged_routes(
     """Yield `rank`'s routes of one step of a stage in a pipeline, group by group: it is gathered
     as often before forwards and before backwards as `gathers` says, reduced as in `step_routes`.
     """
-    for one, cut, cells in placed(laid_out, policy, training, rank):
-        here, formats = _whole_cells(one, cut, cells, rank), one.formats(training)
-        of = routes(here, laid_out.mesh, formats, node_sums=policy.sums_nodes)
+    for one, of in _routed(laid_out, policy, training, rank):
         ahead, back = gathers
         for route in (*[of.unshard_forward] * ahead, *[of.unshard_backward] * back):
             yield one, of, route
         left = of.step(micro_batches=training.micro_batches, no_sync=True)
         unshard = (of.unshard_forward, of.unshard_backward)
         for route in left if one.group.trained else ():
-            is_left = route is not of.average or one.steps(cells.optim, rank)
-            if is_left and not any(route is other for other in unshard):
+            if not any(route is other for other in unshard):
                 yield one, of, route
 
 

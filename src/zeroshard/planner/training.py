@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroshard.core.accumulation import budget_bytes
 from zeroshard.core.layout import ALIGN
-from zeroshard.core.sizes import parse_bytes
 from zeroshard.core.wire import CODEC_BITS, Formats
 from zeroshard.errors import ConfigError
 
@@ -94,18 +94,12 @@ class Training:
             raise ConfigError(
                 f"fraction={self.fraction} is not in (0, 1]: it is the share that leaves the device"
             )
-
-        if self.accumulation_bytes is not None and self.accumulation_bytes < 1:
-            raise ConfigError(
-                f"accumulation_budget={self.accumulation_budget} is less than one byte: leave it"
-                " out"
-            )
+        budget_bytes(self.accumulation_budget)
 
     @property
     def accumulation_bytes(self) -> int | None:
         """The budget for gradients between micro-batches, in bytes."""
-        budget = self.accumulation_budget
-        return parse_bytes(budget, "accumulation_budget") if isinstance(budget, str) else budget
+        return budget_bytes(self.accumulation_budget)
 
     @property
     def resting(self) -> str:
