@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from zeroshard.core.cost import LinkBytes
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import ROWS, Policy
 from zeroshard.planner.checkpoint import checkpoint_bytes, checkpoint_times
-from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
+from zeroshard.planner.exact import LaidOut, StateBytes, rest_bytes, traffic_bytes
 from zeroshard.planner.grid import GridPlan, RankPlan, StepSeconds
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.peak import peak_bytes
@@ -27,6 +27,7 @@ __all__ = [
     "describe_row",
     "plan_on_grid",
     "plan_row",
+    "rest_fits",
     "short_of",
     "takes",
 ]
@@ -198,6 +199,18 @@ def short_of(peak: dict[str, int], machine: Machine) -> tuple[str, float, float]
         ("disk space", peak["disk"] * ranks, machine.disk),
     )
     return next((one for one in memories if one[1] > one[2]), None)
+
+
+def rest_fits(rests: Iterable[StateBytes], machine: Machine) -> bool:
+    """Whether `machine` has room for what rests on any of some ranks, which rules most rows out
+    before their peaks are played: without gradients, of which a step may hold less than rests
+    between micro-batches.
+    """
+    states = [[by for name, by in one.items() if name != "grad"] for one in rests]
+    least = {
+        tier.value: max(sum(by.get(tier, 0) for by in rest) for rest in states) for tier in Tier
+    }
+    return short_of(least, machine) is None
 
 
 def describe_row(row: PlannedRow) -> str:

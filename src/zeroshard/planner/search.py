@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
 from zeroshard.planner.axes import Axes, grids
-from zeroshard.planner.exact import LaidOut
+from zeroshard.planner.exact import LaidOut, rest_bytes
 from zeroshard.planner.grid import GridPlan, RankPlan
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
@@ -26,6 +26,7 @@ from zeroshard.planner.rows import (
     bytes_of,
     plan_on_grid,
     plan_row,
+    rest_fits,
     short_of,
     takes,
 )
@@ -70,6 +71,7 @@ class Search:
             sized = [
                 (policy, bytes_of(laid_out, policy, machine, training))
                 for policy in self._runnable(machine, training)
+                if rest_fits([rest_bytes(laid_out, policy, training)], machine)
             ]
             return [
                 plan_row(laid_out, policy, machine, training, sizes)
@@ -134,23 +136,13 @@ class Search:
         return plan_on_grid(plan, least)
 
     def _fits(self, plan: GridPlan, policies: Iterable[Policy]) -> list[tuple[Policy, RankPlan]]:
-        """Return the rows that fit, with their bytes; what rests alone rules most others out."""
-        out = []
-        for policy in policies:
-            # without gradients, of which a step may hold less than rests between micro-batches
-            rests = [
-                [by for name, by in one.items() if name != "grad"] for one in plan.rests(policy)
-            ]
-            least = {
-                tier.value: max(sum(by.get(tier, 0) for by in rest) for rest in rests)
-                for tier in Tier
-            }
-            if short_of(least, plan.share) is not None:
-                continue
-            sizes = plan.worst(policy)
-            if short_of(sizes.peak.by_tier, plan.share) is None:
-                out.append((policy, sizes))
-        return out
+        """Return the rows that fit, with their bytes."""
+        sized = [
+            (policy, plan.worst(policy))
+            for policy in policies
+            if rest_fits(plan.rests(policy), plan.share)
+        ]
+        return [one for one in sized if short_of(one[1].peak.by_tier, plan.share) is None]
 
 
 def _fastest(plan: GridPlan, fits: Iterable[tuple[Policy, RankPlan]]) -> PlannedRow:

@@ -81,9 +81,10 @@ def test_traffic_falls_as_the_budget_grows_and_ends_at_that_of_whole_gradients(
     row: str, sizes: list[int], mesh: Mesh, micro_batches: int
 ) -> None:
     units = _units(sizes, mesh.size)
+    budgets = range(0, _at_rest(units, tuple(unit.unit for unit in units)) + 1, 64)
     seen = []
-    for budget in range(0, _at_rest(units, tuple(unit.unit for unit in units)) + 1, 64):
-        policy = ROWS[row].with_whole_gradients(resting_whole(units, budget))
+    for names in dict.fromkeys(resting_whole(units, budget) for budget in budgets):
+        policy = ROWS[row].with_whole_gradients(names)
         seen.append(_step_bytes(policy, units, mesh, micro_batches))
     whole = ROWS[row].with_whole_gradients(unit.unit for unit in units)
     seen.append(_step_bytes(whole, units, mesh, micro_batches))

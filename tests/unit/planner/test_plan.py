@@ -23,7 +23,8 @@ from zeroshard.planner.families import shape_of_config
 from zeroshard.planner.files import read_model
 from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
 from zeroshard.planner.peak import peak_bytes
-from zeroshard.planner.rows import PlannedRow, plan_row
+from zeroshard.planner.rows import PlannedRow, candidates, plan_row
+from zeroshard.planner.search import Search
 
 LLAMA = {
     "model_type": "llama",
@@ -232,6 +233,14 @@ def _fits_in_more(first: int, second: int, params: str, gpus: int) -> None:
         assert large.fits or not small.fits, (small.row, small.tiers)
     if less.recommended.row is not None and more.recommended.row is not None:
         assert more.recommended.row.step_s <= less.recommended.row.step_s
+
+
+def test_what_rests_rules_out_no_row_that_fits() -> None:
+    search, training = Search(describe("1.3B"), candidates), Training(sequence=128)
+    for megabytes in (3_000, 4_500, 5_000, 8_000, 9_000):
+        machine = Machine.of(gpus=8, gpu_memory=megabytes * 10**6)
+        fits = [one for one in search.rows(machine, training) if one.fits]
+        assert search.fitting(machine, training) == fits, megabytes
 
 
 def test_the_recommendation_is_the_fastest_that_fits() -> None:
