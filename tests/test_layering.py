@@ -25,6 +25,7 @@ LAYERS = {
     "_version": 0,
     "errors": 0,
     "core": 0,
+    "heap": 0,
     "host_pages": 0,
     "memory": 0,
     "comm": 1,

@@ -21,7 +21,7 @@ from zeroshard.checkpoint.shards import OpenShards
 from zeroshard.checkpoint.spans import read_span
 from zeroshard.checkpoint.steps import MANIFEST, check_files, read_manifest
 from zeroshard.core.boxes import Span
-from zeroshard.memory import Trimmer
+from zeroshard.heap import Trimmer
 
 __all__ = ["StepReader"]
 

@@ -53,7 +53,7 @@ from torch import nn
 from zeroshard.core.recording import Operation, Probe
 from zeroshard.core.work import Work, wait_on_host
 from zeroshard.errors import StorageError
-from zeroshard.memory import Trimmer
+from zeroshard.heap import Trimmer
 from zeroshard.optim.copies import TileOptimizer
 from zeroshard.optim.shards import Taken, Tile
 from zeroshard.optim.tiles import TileStates

@@ -22,7 +22,7 @@ from zeroshard.core.accumulation import UnitGradient
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.core.shares import Dealer
-from zeroshard.memory import return_freed_memory
+from zeroshard.heap import return_freed_memory
 from zeroshard.runtime.bucket import PartialSum
 from zeroshard.runtime.context import Context, Dtypes, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights

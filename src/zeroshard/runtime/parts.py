@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.core.digest import Digest
-from zeroshard.memory import Trimmer
+from zeroshard.heap import Trimmer
 from zeroshard.optim.runner import StepOptions
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.state_dicts import PartialState

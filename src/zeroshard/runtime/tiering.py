@@ -14,7 +14,7 @@ from functools import cached_property
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Tier
 from zeroshard.core.split import splits
-from zeroshard.memory import Trimmer
+from zeroshard.heap import Trimmer
 from zeroshard.runtime.shelf import Here, Shelves
 from zeroshard.tier.link import Direct, Link
 from zeroshard.tier.store import Store

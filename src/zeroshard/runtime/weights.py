@@ -24,7 +24,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
 from zeroshard.errors import StateError
-from zeroshard.memory import Trimmer
+from zeroshard.heap import Trimmer
 from zeroshard.runtime.passes import Passes, Until
 from zeroshard.runtime.prefetch import Phase, Prefetch
 from zeroshard.runtime.streams import Streams

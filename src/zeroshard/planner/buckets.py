@@ -1,0 +1,263 @@
+"""Gradients in a plan, until they rest: buckets and what arrives for their sums, in the memory that
+pools keep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zeroshard.core.placement import Scope
+from zeroshard.planner.held import Exchange, GroupBytes, UnitBytes
+
+__all__ = ["Meter", "Reduced", "Rules"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the row and the way of meeting decide."""
+
+    exchange: Exchange
+    ordered: bool  # all ranks gather the same units in the same order
+    sharded: bool  # weights rest sharded
+    keeps: bool  # ... and stay whole between forward and backward
+    budget: int
+    prefetch: int
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether a gather or a bucket waits for reduces when the budget is full."""
+        return self.ordered and (self.sharded or not self.exchange.keyed)
+
+
+@dataclass
+class Meter:
+    """What memory.py: MemoryCounter counts."""
+
+    live: int = 0
+    twice: int = 0  # bytes of loans whose memory has been lent again
+    kept: int = 0  # of live ones, bytes of weights that wait for their backward
+    most: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count more bytes as live."""
+        self.live += num_bytes
+        self.most = max(self.most, self.live - self.twice)
+
+
+@dataclass(eq=False)
+class _Buffer:
+    num_bytes: int
+    lent: bool = True
+    loan: _Reduce | None = None  # the last reduce that it was lent for
+
+
+@dataclass(eq=False)
+class _Reduce:
+    """A bucket, from its first gradient until the engine has waited for its sum."""
+
+    key: tuple[int, int]  # unit, group
+    num_bytes: int
+    buffer: _Buffer | None  # None: the gradient rests in it, or is encoded first
+    others: list[_Buffer] = field(default_factory=list)  # of what arrives
+    twice: bool = False  # its memory has been lent again
+    turn: int = 0  # number of the hand-over
+
+
+class _Pool:
+    """Memory that is lent and comes back, as comm/slots.py and memory.py: Pool keep it."""
+
+    def __init__(self, limit: int, page: int) -> None:
+        self._limit, self._page = limit, page
+        self._buffers: list[_Buffer] = []
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int, *, spill: bool = False) -> _Buffer | None:
+        """Lend a buffer; None where there is no room for one, unless it may `spill`."""
+        wanted = max(-(-num_bytes // self._page), 1) * self._page
+        idle = [buffer for buffer in self._buffers if not buffer.lent]
+        fits = [buffer for buffer in idle if buffer.num_bytes >= wanted]
+        if fits:
+            best = min(fits, key=lambda buffer: buffer.num_bytes)
+            best.lent = True
+            return best
+        for buffer in idle:
+            if self.num_bytes + wanted <= self._limit:
+                break
+            self._buffers.remove(buffer)
+            self.num_bytes -= buffer.num_bytes
+        if self._buffers and self.num_bytes + wanted > self._limit and not spill:
+            return None
+        made = _Buffer(wanted)
+        self._buffers.append(made)
+        self.num_bytes += wanted
+        return made
+
+
+class Reduced:
+    """Gradients from buckets to where they rest, as runtime/gradients.py and reductions.py bring
+    them there.
+    """
+
+    def __init__(self, units: list[UnitBytes], rules: Rules, meter: Meter, pool_bytes: int) -> None:
+        self._units, self._rules, self._meter = units, rules, meter
+        page = 4096 if rules.exchange.pages else 64
+        self.pool = _Pool(pool_bytes, page)
+        # slices that arrive; of two levels the sums between them, slices of those, and decoded
+        self._others = [_Pool(pool_bytes, of) for of in (64, page, 64, 64)]
+        self.own = 0  # bytes of buckets that are encoded before they are sent
+        self.passed = 0  # ... and of what came and went during the last event
+        self._open: dict[tuple[int, int], _Reduce] = {}
+        self._flights: list[_Reduce] = []
+        self._partial: dict[tuple[int, int], int] = {}
+        self._rest: dict[tuple[int, int], int] = {}
+        self._turns = 0
+
+    @property
+    def arriving(self) -> int:
+        """The bytes that pools keep for what arrives."""
+        return sum(pool.num_bytes for pool in self._others)
+
+    @property
+    def resting(self) -> int:
+        """The bytes of gradients that rest on the device."""
+        return sum(self._rest.values()) + sum(self._partial.values())
+
+    @property
+    def passing(self) -> int:
+        """Bytes of sums on their way to another tier: of the last reduces, two and one more."""
+        return sum(self._group(one.key).passing for one in self._flights[-3:])
+
+    def drop(self) -> None:
+        """Forget what rests."""
+        self._rest.clear()
+
+    def _group(self, key: tuple[int, int]) -> GroupBytes:
+        return self._units[key[0]].groups[key[1]]
+
+    def take(self, key: tuple[int, int], *, sync: bool) -> None:
+        """The first gradient of a group is there."""
+        group = self._group(key)
+        if group.waits is Scope.FULL and (key in self._partial or not sync):
+            self._partial.setdefault(key, group.partial)
+            return
+        self._open_bucket(key)
+
+    def _open_bucket(self, key: tuple[int, int]) -> None:
+        if key in self._open:
+            return
+        group = self._group(key)
+        if not group.bucket:  # it fills the resting gradient
+            self._rest[key] = group.rest
+            self._open[key] = _Reduce(key, 0, None)
+            return
+        self.make_room(group.bucket)
+        made = self._open[key] = _Reduce(key, group.bucket, None)
+        if group.is_encoded:
+            self.own += group.bucket
+        else:
+            self._lend(made, group.sums.sent)
+        self._meter.add(group.bucket)
+
+    def _lend(self, reduce: _Reduce, num_bytes: int) -> None:
+        """Give `reduce` a buffer of the pool, for which it may wait."""
+        waiting = [one for one in self._flights if one.buffer is not None and one.buffer.lent]
+        buffer = self.pool.take(num_bytes, spill=not waiting)
+        while buffer is None:
+            self._arrive(waiting.pop(0))
+            buffer = self.pool.take(num_bytes, spill=not waiting)
+        if buffer.loan is not None:
+            buffer.loan.twice = True
+            self._meter.twice += buffer.loan.num_bytes
+        buffer.loan, reduce.buffer = reduce, buffer
+
+    def make_room(self, num_bytes: int) -> None:
+        """Wait for reduces until so much fits the budget."""
+        rules, meter = self._rules, self._meter
+        while (
+            rules.waits_for_room
+            and self._flights
+            and num_bytes > rules.budget + meter.kept - meter.live
+        ):
+            self._end(self._flights[0])
+
+    def reduce(self, unit: int, repeats: int, *, sync: bool) -> None:
+        """All gradients of a unit, which stands for so many, are there."""
+        for number, group in enumerate(self._units[unit].groups):
+            if not group.trained:
+                continue
+            if sync or group.waits is not Scope.FULL:
+                self._hand_over((unit, number), sync)
+            self._come_to_rest((unit, number), repeats, sync)
+        self._turns += 1
+        alone = self._rules.exchange.alone  # with one rank, a reduce is over at once
+        for one in [one for one in self._flights if alone or one.turn < self._turns - 1]:
+            self._arrive(one)
+            if not self._rules.ordered:
+                self._end(one)
+
+    def _come_to_rest(self, key: tuple[int, int], repeats: int, sync: bool) -> None:
+        """Sums of the group, and of those of the `repeats` - 1 units after it, wait or rest."""
+        unit, number = key
+        groups = [self._units[unit + more].groups[number] for more in range(repeats)]
+        waiting = [group for group in groups if group.waits and not sync]
+        self._partial.pop(key, None)
+        if waiting:
+            self._partial[key] = sum(group.partial for group in waiting)
+        if len(waiting) < repeats:
+            self._rest[key] = sum(group.rest for group in groups if sync or not group.waits)
+
+    def _hand_over(self, key: tuple[int, int], sync: bool) -> None:
+        group = self._group(key)
+        for before in [one for one in self._flights if one.key == key]:
+            self._end(before)
+        self._open_bucket(key)
+        made = self._open.pop(key)
+        if not group.bucket:
+            return
+        if group.is_encoded:
+            self._encode(made, group)
+        sums, inside = group.sums, group.waits is Scope.NODE_SHARD and not sync
+        wanted = (sums.received, sums.column, sums.received_after, sums.decoded)
+        for pool, num_bytes in zip(self._others, wanted[:1] if inside else wanted, strict=False):
+            buffer = pool.take(num_bytes, spill=True) if num_bytes else None
+            made.others += [] if buffer is None else [buffer]
+        made.turn = self._turns
+        self._flights.append(made)
+
+    def _encode(self, reduce: _Reduce, group: GroupBytes) -> None:
+        """The engine's own bucket is encoded, and goes where nothing that was enqueued reads it."""
+        self._lend(reduce, group.sums.sent)
+        self.passed += group.lost
+        if not self._rules.exchange.enqueues:
+            self._end_own(reduce)
+            self.passed += group.bucket
+
+    def _end_own(self, reduce: _Reduce) -> None:
+        self.own -= reduce.num_bytes
+        self._meter.live -= reduce.num_bytes
+        reduce.num_bytes = 0
+
+    def _arrive(self, reduce: _Reduce) -> None:
+        """Its sum is formed: the pools have their memory back."""
+        if reduce.buffer is not None and reduce.buffer.loan is reduce:
+            reduce.buffer.lent = False
+        for buffer in reduce.others:
+            buffer.lent = False
+        reduce.others.clear()
+
+    def _end(self, reduce: _Reduce) -> None:
+        """The engine has waited for it."""
+        self._arrive(reduce)
+        self._flights.remove(reduce)
+        if self._group(reduce.key).is_encoded:
+            self._end_own(reduce)
+        self._meter.live -= reduce.num_bytes
+        if reduce.twice:
+            self._meter.twice -= reduce.num_bytes
+        elif reduce.buffer is not None:
+            reduce.buffer.loan = None
+
+    def wait(self) -> None:
+        """Wait for all that are under way."""
+        while self._flights:
+            self._end(self._flights[0])
