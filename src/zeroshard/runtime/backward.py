@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,129 +31,16 @@ from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.accumulation import UNKNOWN, Accumulation
+from zeroshard.runtime.backward_pass import BackwardPass, Manner
 from zeroshard.runtime.decisions import Decisions
-from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.leaves import Leaf, Leaves
 from zeroshard.runtime.passes import Until
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.saved import SavedTensors
-from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit, Use
 from zeroshard.runtime.weights import Weights
-from zeroshard.state.local import gradient_taker
 
-__all__ = ["Backward", "Manner", "retains_graph"]
-
-
-@dataclass(eq=False, slots=True)
-class _Leaf:
-    """A trainable parameter, and where its gradient goes."""
-
-    unit: Unit
-    segment: Segment
-    path: GradientPath
-    index: int  # in the segment
-    parameter: nn.Parameter
-    to_local: Callable[[torch.Tensor], torch.Tensor] | None  # of a DTensor's gradients
-    _sealed: SealedGrad | None = None
-
-    @property
-    def name(self) -> str:
-        """The parameter's qualified name."""
-        return self.segment.names[self.index]
-
-    @property
-    def is_used(self) -> bool:
-        """Whether it has a gradient since the last drop."""
-        return self.path.used[self.index]
-
-    def clear(self) -> None:
-        """Take its gradient off."""
-        self.parameter.grad = None
-
-    def seal(self, owner: Backward, holds: object) -> None:
-        """Give it its sealed gradient, which keeps `holds` alive."""
-        sealed = self._sealed
-        if sealed is None or sealed.dtype is not self.parameter.dtype:
-            sealed = self._sealed = SealedGrad(self.parameter, self.name, owner, self.parameter)
-        sealed.hold(holds)
-        self.parameter.grad = sealed
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How backwards are run, and what becomes of their gradients."""
-
-    sync: bool = True  # False inside no_sync()
-    scaled: bool = False  # inside engine.backward()
-    divisor: int = 1  # by which the step divides, beside the number of ranks
-    weight: float | None = None  # of engine.backward(weight=): what the backward counts
-    factor: float = 1.0  # by which gradients are multiplied as they enter their buffer
-    refused: str | None = None  # why a backward that no schedule runs is refused
-    joined: bool = False  # inside join(): other ranks may shadow this one
-
-
-@dataclass(eq=False)
-class _Pass:
-    """One backward: its graph tasks, and how far each unit has come in it."""
-
-    # of a schedule's computation: the units whose gradients it brings; it ends by itself, after as
-    # many graph tasks as there are
-    units: Sequence[Unit] | None = None
-    ended: bool = False
-    gathers: bool = False  # gradients of several micro-batches: units are handed over when told
-    brings: bool = False  # gradients have come: one by torch.autograd.grad brings none
-    retains: bool = False  # its graph may be walked again
-    nested: bool = False  # a backward has run inside this one
-    tasks: list[int] = field(default_factory=list)
-    # parameters, by id, that get a gradient outside of reentrant checkpoints, too, and have none of
-    # it yet
-    outer: set[int] = field(default_factory=set)
-    # by graph task: units at whose outputs a gradient has arrived
-    entered: dict[int, list[Unit]] = field(default_factory=dict)
-    # whose gradients have all come; released when the backward goes on to another unit
-    finished: dict[int, Unit] = field(default_factory=dict)
-    reduced: set[int] = field(default_factory=set)  # units handed over
-    # the unit at whose outputs the last gradient arrived, and the graph task
-    at: tuple[Unit | None, int] = (None, -1)
-
-    @property
-    def driven(self) -> bool:
-        """Whether a schedule runs it, now."""
-        return self.units is not None and not self.ended
-
-    def end(self) -> None:
-        """No gradient comes any more."""
-        self.ended = True
-
-    def push(self, task: int) -> None:
-        """A graph task begins, the first or one inside another."""
-        self.nested = self.nested or bool(self.tasks)
-        self.tasks.append(task)
-        self.entered[task] = []
-        self.at = (None, -1)
-
-    def pop(self, task: int) -> list[Unit]:
-        """A graph task is over; return the units that it has come to."""
-        self.tasks.remove(task)
-        self.at = (None, -1)
-        return self.entered.pop(task)
-
-    def reach(self, unit: Unit, task: int, *, again: bool) -> None:
-        """A gradient has arrived at `unit`'s outputs; `again`: the next one is of interest, too."""
-        self.entered[task].append(unit)
-        self.at = (None if again else unit, task)
-
-    def took(self, unit: Unit, parameter: torch.Tensor) -> None:
-        """The gradient of a `parameter` of `unit` has come."""
-        self.brings = True
-        unit.took(id(parameter), torch._C._current_graph_task_id())
-        if len(self.tasks) == 1:
-            self.outer.discard(id(parameter))
-
-    def all_came(self, unit: Unit) -> None:
-        """All gradients of `unit` have come."""
-        if not unit.has_frozen:
-            self.finished[unit.index] = unit
+__all__ = ["Backward", "retains_graph"]
 
 
 class Backward:
@@ -169,23 +56,10 @@ class Backward:
         self._weights = weights
         self.manner = self._plain = manner
         self.announce: Callable[[str, Any], None] | None = None  # inside join()
-        self._pass = _Pass()
+        self._pass = BackwardPass()
         self._trainable = [unit for unit in weights.units if unit.trainable]
         self.paths = [path for unit in self._trainable for path in unit.paths]  # in unit order
-        self.leaves = [
-            _Leaf(
-                unit,
-                segment,
-                path,
-                index,
-                parameter,
-                gradient_taker(parameter, segment.names[index]),
-            )
-            for unit in self._trainable
-            for segment, path in zip(unit.trainable, unit.paths, strict=True)
-            for index, parameter in enumerate(segment.parameters)
-        ]
-        self._leaf_of = {id(leaf.parameter): leaf for leaf in self.leaves}
+        self.leaves = Leaves(self._trainable)
 
     def attach(self, optimizer: ShardedOptimizer) -> None:
         """Let the gradients rest for `optimizer` alone, which seals its shards of them."""
@@ -222,15 +96,10 @@ class Backward:
         self._begin(retains=retains, units=units, gathers=gathers)
         yield
         with torch._C.DisableTorchFunctionSubclass():
-            for leaf in self.leaves if units else ():
-                grad = leaf.parameter.grad
-                if grad is not None and leaf.unit in units and not isinstance(grad, SealedGrad):
-                    leaf.clear()
-                    self._add(leaf, grad)
-                    del grad
-                    if leaf.unit.pending <= 0:
-                        self.complete(leaf.unit)
-                        self._pass.all_came(leaf.unit)
+            for leaf in self.leaves.assigned(units):
+                self._add(leaf, leaf.take())
+                if leaf.unit.pending <= 0:
+                    self.complete(leaf.unit)
         self._end()
 
     @contextmanager
@@ -341,16 +210,16 @@ class Backward:
     def take(self, number: int) -> None:
         """Autograd has finished the gradient of `leaves[number]`."""
         leaf = self.leaves[number]
-        parameter = leaf.parameter
-        grad = parameter.grad
+        grad = leaf.parameter.grad
         if isinstance(grad, SealedGrad):  # no hook came before this one
             grad = grad.accumulated()
+            self.enter()
+            leaf.clear()
         else:
             # before the pass begins: it was None before autograd came, which tells what the user
             # has cleared
-            parameter.grad = None
-        self.enter()
-        parameter.grad = None
+            leaf.clear()
+            self.enter()
         assert grad is not None, leaf.name
         if grad.layout is not torch.strided:
             raise ConfigError(
@@ -363,9 +232,8 @@ class Backward:
         del grad  # it would live until its unit's sum has been started
         if leaf.unit.pending <= 0:
             self.complete(leaf.unit)
-            self._pass.all_came(leaf.unit)
 
-    def _add(self, leaf: _Leaf, grad: torch.Tensor) -> None:
+    def _add(self, leaf: Leaf, grad: torch.Tensor) -> None:
         # create_graph=True: what is summed has no graph
         grad = grad.detach() if grad.requires_grad else grad
         if leaf.to_local is not None:
@@ -374,10 +242,6 @@ class Backward:
         more = self._pass.gathers
         leaf.path.add(leaf.index, grad, manner.factor, sync=manner.sync, more=more, make_room=room)
         self._pass.took(leaf.unit, leaf.parameter)
-
-    def seal_again(self, number: int) -> None:
-        """Somebody else's hook runs after ours: let it find a sealed gradient instead of none."""
-        self.leaves[number].seal(self, None)
 
     # ------------------------------------------------------------------ a pass
 
@@ -388,7 +252,7 @@ class Backward:
         brings: bool = False,
         gathers: bool = False,
         units: Sequence[Unit] | None = None,
-    ) -> _Pass:
+    ) -> BackwardPass:
         self.collect_dropped()
         manner = self.manner
         if units is None or units:
@@ -399,12 +263,11 @@ class Backward:
             self.accumulation.add(
                 scaled=manner.scaled, divisor=manner.divisor, weight=manner.weight
             )
-        self._pass = _Pass(retains=retains, brings=brings, gathers=gathers, units=units)
+        self._pass = BackwardPass(retains=retains, brings=brings, gathers=gathers, units=units)
         self._weights.begin("backward")
+        self.leaves.clear_gradients()
         # released parameters are asked for what they answer anyway
         with torch._C.DisableTorchFunctionSubclass():
-            for leaf in self.leaves:
-                leaf.clear()
             for unit in self._trainable:
                 unit.expect_gradients()
         return self._pass
@@ -495,11 +358,7 @@ class Backward:
 
     def seal(self) -> None:
         """Put sealed gradients where autograd or the step has left none."""
-        holds = self.optimizer is None
-        with torch._C.DisableTorchFunctionSubclass():
-            for leaf in self.leaves:
-                if leaf.is_used:
-                    leaf.seal(self, leaf.path.summed.resting() if holds else None)
+        self.leaves.seal(self, holds=self.optimizer is None)
         if self.optimizer is not None:
             self.optimizer.seal()
             for path in self.paths:
@@ -515,19 +374,7 @@ class Backward:
         changed = self.accumulation.changed
         cleared = {id(p) for p in self.optimizer.dropped()} if self.optimizer is not None else set()
         everything = all(all(path.used) for path in self.paths)
-        with torch._C.DisableTorchFunctionSubclass():
-            gone_leaves = [
-                leaf
-                for leaf in self.leaves
-                if leaf.is_used and (leaf.parameter.grad is None or id(leaf.parameter) in cleared)
-            ]
-            for leaf in gone_leaves:
-                leaf.clear()
-        gone: dict[GradientPath, list[int]] = {}
-        for leaf in gone_leaves:
-            gone.setdefault(leaf.path, []).append(leaf.index)
-        for path, indices in gone.items():
-            path.clear(indices)
+        gone = self.leaves.take_cleared(cleared)
         # gradients of parameters unused here; a step agrees about what is used
         anything = any(
             any(path.used) or (changed and path.summed.resting() is not None) for path in self.paths
@@ -538,9 +385,9 @@ class Backward:
             )
             same_on_all = everything or not changed or all_cleared
             self.reset(0 if same_on_all else UNKNOWN)
-        elif gone_leaves and not changed:
+        elif gone and not changed:
             # before a step the ranks need not have used the same parameters
-            names = ", ".join(leaf.name for leaf in gone_leaves)
+            names = ", ".join(leaf.name for leaf in gone)
             self.decisions.note("gradients cleared by zero_grad()", names)
 
     def zero_gradient(self, parameter: nn.Parameter | None) -> None:
@@ -549,7 +396,7 @@ class Backward:
         """
         if not self.accumulation.changed:
             self.decisions.note_once("zero_grad(set_to_none=False)", "called")
-        leaf = None if parameter is None else self._leaf_of.get(id(parameter))
+        leaf = self.leaves.of(parameter)
         if leaf is not None:
             leaf.path.zero(leaf.index)
 
@@ -562,12 +409,11 @@ class Backward:
 
     def abandon(self) -> None:
         """After an exception: no backward is running and no gradient rests."""
-        self._pass = _Pass()
+        self._pass = BackwardPass()
         self.reductions.abandon()
         for path in self.paths:
             path.abandon()
-        for leaf in self.leaves:
-            leaf.clear()
+        self.leaves.clear_gradients()
         self.reset()
 
 

@@ -355,7 +355,7 @@ class Hooks:
                 if alive is not None:
                     alive.take(number)
                     if next(reversed(parameter._post_accumulate_grad_hooks)) != own[number]:
-                        alive.seal_again(number)
+                        alive.leaves[number].seal(alive, None)  # for the hook after this one
 
             return taken
 

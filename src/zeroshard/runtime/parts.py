@@ -12,7 +12,8 @@ from zeroshard.heap import Trimmer
 from zeroshard.optim.runner import StepOptions
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.state_dicts import PartialState
-from zeroshard.runtime.backward import Backward, Manner
+from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.backward_pass import Manner
 from zeroshard.runtime.budget import Budget
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.finalize import Finalizer

@@ -38,7 +38,8 @@ from zeroshard.core.pipeline import (
 from zeroshard.core.placement import OtherAxis
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.scaler import LossScaler
-from zeroshard.runtime.backward import Backward, Manner
+from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.backward_pass import Manner
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 

@@ -1,0 +1,86 @@
+"""One backward: how it is run, its graph tasks, and how far each unit has come in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zeroshard.runtime.unit import Unit
+
+__all__ = ["BackwardPass", "Manner"]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How backwards are run, and what becomes of their gradients."""
+
+    sync: bool = True  # False inside no_sync()
+    scaled: bool = False  # inside engine.backward()
+    divisor: int = 1  # by which the step divides, beside the number of ranks
+    weight: float | None = None  # of engine.backward(weight=): what the backward counts
+    factor: float = 1.0  # by which gradients are multiplied as they enter their buffer
+    refused: str | None = None  # why a backward that no schedule runs is refused
+    joined: bool = False  # inside join(): other ranks may shadow this one
+
+
+@dataclass(eq=False)
+class BackwardPass:
+    """One backward, from its first graph task to the end of its last."""
+
+    # of a schedule's computation: the units whose gradients it brings; it ends by itself, after as
+    # many graph tasks as there are
+    units: Sequence[Unit] | None = None
+    ended: bool = False
+    gathers: bool = False  # gradients of several micro-batches: units are handed over when told
+    brings: bool = False  # gradients have come: one by torch.autograd.grad brings none
+    retains: bool = False  # its graph may be walked again
+    nested: bool = False  # a backward has run inside this one
+    tasks: list[int] = field(default_factory=list)
+    # parameters, by id, that get a gradient outside of reentrant checkpoints, too, and have none of
+    # it yet
+    outer: set[int] = field(default_factory=set)
+    # by graph task: units at whose outputs a gradient has arrived
+    entered: dict[int, list[Unit]] = field(default_factory=dict)
+    # whose gradients have all come; released when the backward goes on to another unit
+    finished: dict[int, Unit] = field(default_factory=dict)
+    reduced: set[int] = field(default_factory=set)  # units handed over
+    # the unit at whose outputs the last gradient arrived, and the graph task
+    at: tuple[Unit | None, int] = (None, -1)
+
+    @property
+    def driven(self) -> bool:
+        """Whether a schedule runs it, now."""
+        return self.units is not None and not self.ended
+
+    def end(self) -> None:
+        """No gradient comes any more."""
+        self.ended = True
+
+    def push(self, task: int) -> None:
+        """A graph task begins, the first or one inside another."""
+        self.nested = self.nested or bool(self.tasks)
+        self.tasks.append(task)
+        self.entered[task] = []
+        self.at = (None, -1)
+
+    def pop(self, task: int) -> list[Unit]:
+        """A graph task is over; return the units that it has come to."""
+        self.tasks.remove(task)
+        self.at = (None, -1)
+        return self.entered.pop(task)
+
+    def reach(self, unit: Unit, task: int, *, again: bool) -> None:
+        """A gradient has arrived at `unit`'s outputs; `again`: the next one is of interest, too."""
+        self.entered[task].append(unit)
+        self.at = (None if again else unit, task)
+
+    def took(self, unit: Unit, parameter: torch.Tensor) -> None:
+        """The gradient of a `parameter` of `unit` has come."""
+        self.brings = True
+        unit.took(id(parameter), torch._C._current_graph_task_id())
+        if len(self.tasks) == 1:
+            self.outer.discard(id(parameter))
+        if unit.pending <= 0 and not unit.has_frozen:
+            self.finished[unit.index] = unit

@@ -1,0 +1,125 @@
+"""The trainable parameters of an engine: where autograd's gradients of them go, and what the user
+finds as their ``.grad``.
+
+Released parameters answer here what they refuse elsewhere (``DisableTorchFunctionSubclass``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import nn
+
+from zeroshard.optim.sealed import GradientOwner, SealedGrad
+from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.unit import Unit
+from zeroshard.state.local import gradient_taker
+
+__all__ = ["Leaf", "Leaves"]
+
+
+@dataclass(eq=False, slots=True)
+class Leaf:
+    """A trainable parameter, and where its gradient goes."""
+
+    unit: Unit
+    segment: Segment
+    path: GradientPath
+    index: int  # in the segment
+    parameter: nn.Parameter
+    to_local: Callable[[torch.Tensor], torch.Tensor] | None  # of a DTensor's gradients
+    _sealed: SealedGrad | None = None
+
+    @property
+    def name(self) -> str:
+        """The parameter's qualified name."""
+        return self.segment.names[self.index]
+
+    def take(self) -> torch.Tensor:
+        """Take its gradient, which is there, off and return it."""
+        grad = self.parameter.grad
+        assert grad is not None, self.name
+        self.clear()
+        return grad
+
+    def clear(self) -> None:
+        """Take its gradient off."""
+        self.parameter.grad = None
+
+    def seal(self, owner: GradientOwner, holds: object) -> None:
+        """Give it its sealed gradient, which keeps `holds` alive."""
+        sealed = self._sealed
+        if sealed is None or sealed.dtype is not self.parameter.dtype:
+            sealed = self._sealed = SealedGrad(self.parameter, self.name, owner, self.parameter)
+        sealed.hold(holds)
+        self.parameter.grad = sealed
+
+
+class Leaves(list[Leaf]):
+    """All leaves of an engine, in the order of its units."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        super().__init__(
+            Leaf(
+                unit,
+                segment,
+                path,
+                index,
+                parameter,
+                gradient_taker(parameter, segment.names[index]),
+            )
+            for unit in units
+            for segment, path in zip(unit.trainable, unit.paths, strict=True)
+            for index, parameter in enumerate(segment.parameters)
+        )
+        self._of = {id(leaf.parameter): leaf for leaf in self}
+
+    def of(self, parameter: nn.Parameter | None) -> Leaf | None:
+        """Return the leaf of `parameter`, if it is a trainable one of the engine."""
+        return None if parameter is None else self._of.get(id(parameter))
+
+    def _used(self) -> list[Leaf]:
+        """Return those that have a gradient since the last drop."""
+        return [leaf for leaf in self if leaf.path.used[leaf.index]]
+
+    def clear_gradients(self) -> None:
+        """Take all gradients off."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for leaf in self:
+                leaf.clear()
+
+    def seal(self, owner: GradientOwner, *, holds: bool) -> None:
+        """Put sealed gradients on those that have one. `holds`: it lives as long as they do."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for leaf in self._used():
+                leaf.seal(owner, leaf.path.summed.resting() if holds else None)
+
+    def assigned(self, units: Collection[Unit]) -> list[Leaf]:
+        """Return those in `units` that have a gradient which no hook has taken."""
+        return [
+            leaf
+            for leaf in self
+            if leaf.unit in units
+            and leaf.parameter.grad is not None
+            and not isinstance(leaf.parameter.grad, SealedGrad)
+        ]
+
+    def take_cleared(self, cleared: Collection[int]) -> list[Leaf]:
+        """Forget the gradients that the user has cleared, there or at the optimizer (`cleared`: ids
+        of parameters), and return whose they were.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            gone = [
+                leaf
+                for leaf in self._used()
+                if leaf.parameter.grad is None or id(leaf.parameter) in cleared
+            ]
+            for leaf in gone:
+                leaf.clear()
+        for path, leaves in groupby(gone, key=lambda leaf: leaf.path):
+            path.clear([leaf.index for leaf in leaves])
+        return gone
