@@ -34,6 +34,8 @@ train: $(VENV)/.ready-base
 
 test: lint suite
 
+# bytecode is kept whatever the environment says: hundreds of processes import the same files
+suite: export PYTHONDONTWRITEBYTECODE =
 suite: $(VENV)/.ready-test
 	$(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder) $(ARGS)
 

@@ -5,13 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from tests.support.harness import run_ranks
-from tests.support.transport_cases import CASES
-from tests.support.transports import SPECS, Spec
+from tests.support.inside import patient_pools
+from tests.support.transport_cases import CASES, fill
+from tests.support.transports import SPECS, Spec, opened
+from zeroshard.comm.transport import ReduceRequest
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_every_transport_keeps_the_contract(case: Callable[..., None], spec: Spec) -> None:
     run_ranks(spec.world_size, case, spec, timeout=30)
+
+
+def _two_sums_under_way(rank: int, world: int, spec: Spec) -> None:
+    numel, dtype = 256 << 10, torch.bfloat16
+    ranges = spec.cut(*[numel // world] * world)
+    both = 2 * numel * dtype.itemsize  # as of an engine whose largest unit has `numel` elements
+    with patient_pools(), opened(spec, rank, stall_timeout_s=5.0, pool_bytes=both) as transport:
+        if rank:
+            transport.control.exchange(b"")  # rank 0 has begun
+        works = [
+            transport.reduce(
+                ReduceRequest(key, ranges, dtype),
+                fill(transport, key, 0, numel, dtype),
+                torch.empty(numel // world),
+                accumulate=False,
+            )
+            for key in ("a", "b")
+        ]
+        if not rank:
+            transport.control.exchange(b"")
+        for work in works:
+            work.wait()
+
+
+def test_sums_of_two_units_are_on_their_way_between_nodes_of_one_rank() -> None:
+    """They travel in fp32, and their buckets are half as large."""
+    spec = Spec("two_level2_columns", 2, "gloo", node_size=1, two_level=True)
+    run_ranks(2, _two_sums_under_way, spec, timeout=30)

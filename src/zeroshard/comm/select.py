@@ -167,9 +167,14 @@ def _lowering(spec: CommSpec) -> Lowering:
 
 
 def _levels(spec: CommSpec) -> tuple[CommSpec, CommSpec]:
-    """Return what to ask of the transports of a node's ranks, and of a column's."""
+    """Return what to ask of the transports of a node's ranks, and of a column's.
+
+    Buffers of a column have neither the size nor the dtype of those that the spec's `pool_bytes`
+    are for.
+    """
     mesh = spec.mesh
-    return replace(spec, mesh=Mesh(1, mesh.node_size)), replace(spec, mesh=Mesh(mesh.num_nodes, 1))
+    between = replace(spec, mesh=Mesh(mesh.num_nodes, 1), pool_bytes=None)
+    return replace(spec, mesh=Mesh(1, mesh.node_size)), between
 
 
 def _subsets(mesh: Mesh) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

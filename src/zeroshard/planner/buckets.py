@@ -64,16 +64,25 @@ class _Reduce:
 
 
 class _Pool:
-    """Memory that is lent and comes back, as comm/slots.py and memory.py: Pool keep it."""
+    """Memory that is lent and comes back, as comm/slots.py and memory.py: Pool keep it.
 
-    def __init__(self, limit: int, page: int) -> None:
-        self._limit, self._page = limit, page
+    `limit` None: twice the largest buffer asked for.
+    """
+
+    def __init__(self, limit: int | None, page: int) -> None:
+        self._given, self._page = limit, page
         self._buffers: list[_Buffer] = []
+        self._largest = 0
         self.num_bytes = 0
+
+    @property
+    def _limit(self) -> int:
+        return 2 * self._largest if self._given is None else self._given
 
     def take(self, num_bytes: int, *, spill: bool = False) -> _Buffer | None:
         """Lend a buffer; None where there is no room for one, unless it may `spill`."""
         wanted = max(-(-num_bytes // self._page), 1) * self._page
+        self._largest = max(self._largest, wanted)
         idle = [buffer for buffer in self._buffers if not buffer.lent]
         fits = [buffer for buffer in idle if buffer.num_bytes >= wanted]
         if fits:
@@ -103,7 +112,7 @@ class Reduced:
         page = 4096 if rules.exchange.pages else 64
         self.pool = _Pool(pool_bytes, page)
         # slices that arrive; of two levels the sums between them, slices of those, and decoded
-        self._others = [_Pool(pool_bytes, of) for of in (64, page, 64, 64)]
+        self._others = [_Pool(pool_bytes, 64), *(_Pool(None, of) for of in (page, 64, 64))]
         self.own = 0  # bytes of buckets that are encoded before they are sent
         self.passed = 0  # ... and of what came and went during the last event
         self._open: dict[tuple[int, int], _Reduce] = {}
@@ -221,6 +230,8 @@ class Reduced:
         for pool, num_bytes in zip(self._others, wanted[:1] if inside else wanted, strict=False):
             buffer = pool.take(num_bytes, spill=True) if num_bytes else None
             made.others += [] if buffer is None else [buffer]
+        if sums.column and not sums.received:  # in a node of one rank, its sum is there at once
+            self._give_bucket(made)
         made.turn = self._turns
         self._flights.append(made)
 
@@ -237,10 +248,14 @@ class Reduced:
         self._meter.live -= reduce.num_bytes
         reduce.num_bytes = 0
 
-    def _arrive(self, reduce: _Reduce) -> None:
-        """Its sum is formed: the pools have their memory back."""
+    def _give_bucket(self, reduce: _Reduce) -> None:
+        """What it has sent is read: the pool has its bucket back."""
         if reduce.buffer is not None and reduce.buffer.loan is reduce:
             reduce.buffer.lent = False
+
+    def _arrive(self, reduce: _Reduce) -> None:
+        """Its sum is formed: the pools have their memory back."""
+        self._give_bucket(reduce)
         for buffer in reduce.others:
             buffer.lent = False
         reduce.others.clear()
