@@ -61,6 +61,8 @@ def a_rank_ahead_leaves_for_a_collective(rank: int, world_size: int, spec: Spec)
     still needs two buffers. Return how many slots that took.
     """
     ranges, numel, works = spec.cut(640, 640), 1280, []
+    store = dist.distributed_c10d._get_default_store()
+    left = store.add("ranks that left", 0)
     with opened(spec, rank, pool_bytes=1, stall_timeout_s=5.0) as transport:
 
         def reduce(key: str, buffer: GradBuffer) -> None:
@@ -69,12 +71,13 @@ def a_rank_ahead_leaves_for_a_collective(rank: int, world_size: int, spec: Spec)
 
         for key in "abc" if rank == 0 else "bac":
             buffer = fill(transport, key, ord(key), numel, torch.float32)
-            if rank == 1 and key == "a":  # it computes, and serves the other rank once
-                time.sleep(0.3)
+            # it computes, and serves the other rank meanwhile, however late that is
+            while rank == 1 and key == "a" and store.add("ranks that left", 0) == left:
                 transport.progress()
-                time.sleep(0.3)
+                time.sleep(0.01)
             reduce(key, buffer)
         most = len(transport.collectives.slots.slots)  # type: ignore[attr-defined]
+        store.add("ranks that left", 1 - rank)
         dist.barrier()
         for work in works:
             work.wait()

@@ -21,8 +21,10 @@ from zeroshard.planner.closed_form import closed_form, layer_bytes, logit_bytes
 from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
 from zeroshard.planner.families import shape_of_config
 from zeroshard.planner.files import read_model
+from zeroshard.planner.held import Exchange
 from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
 from zeroshard.planner.peak import peak_bytes
+from zeroshard.planner.playback import Playback
 from zeroshard.planner.rows import PlannedRow, candidates, plan_row
 from zeroshard.planner.search import Search
 
@@ -420,6 +422,20 @@ def test_layers_that_are_taken_as_one_change_no_peak(
     folded = make_plan(model, machine, training).rows
     monkeypatch.setattr("zeroshard.planner.closed_form._SHOWN", 1000)
     assert folded == make_plan(model, machine, training).rows
+
+
+@pytest.mark.parametrize("name", ["mics", "hfsdp"])
+def test_a_node_of_one_rank_keeps_one_bucket_and_two_sums_on_their_way(name: str) -> None:
+    model, training = _small([(64, 64)] * 5), Training("bf16")
+    machine = replace(Machine.of("CPU", gpus=2), node_size=1)
+    laid_out = LaidOut(model, machine.mesh, training.align)
+    playback = Playback(laid_out, row(name), training, Exchange.of(machine, "gloo"))
+    for _ in range(2):
+        for _ in playback.run(closed_form(model, training), sync=True):
+            pass
+        playback.wait()
+    # buckets in bf16; sums in fp32, and the other node's half of them
+    assert playback.pooled == (64 * 64 * 2, 2 * (64 * 64 * 4 + 64 * 32 * 4))
 
 
 def test_the_ranks_of_a_node_share_its_host_and_its_disk() -> None:
