@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
 from zeroshard.planner.axes import Axes, grids
-from zeroshard.planner.exact import LaidOut, rest_bytes
+from zeroshard.planner.exact import LaidOut, StateBytes, rest_bytes
 from zeroshard.planner.grid import GridPlan, RankPlan
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
@@ -68,21 +68,19 @@ class Search:
         """Return the lines that fit; the steps of others are not simulated."""
         if self.axes is None:
             laid_out = LaidOut(self.model, machine.mesh, training.align)
-            sized = [
-                (policy, bytes_of(laid_out, policy, machine, training))
-                for policy in self._runnable(machine, training)
-                if rest_fits([rest_bytes(laid_out, policy, training)], machine)
-            ]
-            return [
-                plan_row(laid_out, policy, machine, training, sizes)
-                for policy, sizes in sized
-                if short_of(sizes.peak.by_tier, machine) is None
-            ]
+            fits = _that_fit(
+                self._runnable(machine, training),
+                machine,
+                lambda policy: [rest_bytes(laid_out, policy, training)],
+                lambda policy: bytes_of(laid_out, policy, machine, training),
+            )
+            return [plan_row(laid_out, policy, machine, training, sizes) for policy, sizes in fits]
         if self.axes.is_auto:
             return [row for row in self._best(machine, training) if row.fits]
         (grid,) = grids(self.axes, self.model, machine, training)
         plan = GridPlan(grid, self.model, machine, training)
-        fits = self._fits(plan, self._runnable(plan.share, training))
+        runnable = self._runnable(plan.share, training)
+        fits = _that_fit(runnable, plan.share, plan.rests, plan.worst)
         return [plan_on_grid(plan, policy, sizes) for policy, sizes in fits]
 
     def least_bytes(self, machine: Machine, training: Training) -> int:
@@ -129,20 +127,24 @@ class Search:
         here = [policy for policy in runnable if not _leaves(policy)]
         away = [policy for policy in runnable if _leaves(policy)]
         for policies in (here, away):
-            fits = self._fits(plan, policies)
+            fits = _that_fit(policies, plan.share, plan.rests, plan.worst)
             if fits:
                 return _fastest(plan, fits)
         least = min(here, key=lambda policy: plan.worst(policy).peak.total)
         return plan_on_grid(plan, least)
 
-    def _fits(self, plan: GridPlan, policies: Iterable[Policy]) -> list[tuple[Policy, RankPlan]]:
-        """Return the rows that fit, with their bytes."""
-        sized = [
-            (policy, plan.worst(policy))
-            for policy in policies
-            if rest_fits(plan.rests(policy), plan.share)
-        ]
-        return [one for one in sized if short_of(one[1].peak.by_tier, plan.share) is None]
+
+def _that_fit(
+    policies: Iterable[Policy],
+    machine: Machine,
+    rests: Callable[[Policy], Iterable[StateBytes]],
+    size: Callable[[Policy], RankPlan],
+) -> list[tuple[Policy, RankPlan]]:
+    """Return the rows that fit, with their bytes; what rests alone rules most others out before
+    they are sized.
+    """
+    sized = [(policy, size(policy)) for policy in policies if rest_fits(rests(policy), machine)]
+    return [one for one in sized if short_of(one[1].peak.by_tier, machine) is None]
 
 
 def _fastest(plan: GridPlan, fits: Iterable[tuple[Policy, RankPlan]]) -> PlannedRow:
