@@ -79,10 +79,17 @@ def _mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
 
 
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD: its weights differ from one process's as the gradients do, in their last bits, on every
+    processor. Adam divides small gradients by themselves, and makes of these bits a whole step.
+    """
+    return two_groups(model, torch.optim.SGD, lr=0.3, momentum=0.9)
+
+
 def _plain(clip: float | None, micro_batches: int) -> tuple[list[float], State]:
     """Train in one process on the sequences of both replicas."""
     model = _model()
-    optimizer, losses = two_groups(model), []
+    optimizer, losses = _optimizer(model), []
     for step in range(STEPS):
         for micro in range(micro_batches):
             number = step * micro_batches + micro
@@ -103,7 +110,7 @@ def _in_row(
     mesh: DeviceMesh, row: str, clip: float | None, micro_batches: int
 ) -> tuple[list[float], State]:
     model = _model()
-    optimizer, losses = two_groups(model), []
+    optimizer, losses = _optimizer(model), []
     engine = zs.shard(model, optimizer, policy=row, mesh=mesh, stall_timeout_s=20)
     assert engine.world == 4
     for step in range(STEPS):
@@ -138,9 +145,9 @@ def _train(rank: int, world: int, clip: float | None, micro_batches: int) -> lis
     losses, expected = _plain(clip, micro_batches)
     runs = {row: _in_row(mesh, row, clip, micro_batches) for row in ROWS}
     for row, (seen, state) in runs.items():
-        assert seen == pytest.approx(losses, rel=1e-5), row
+        assert seen == pytest.approx(losses, rel=1e-6), row
         for name, value in state.items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=row + name)
+            torch.testing.assert_close(value, expected[name], rtol=2e-6, atol=2e-7, msg=row + name)
     for row in ROWS:
         # inside no_sync they add micro-batches before ranks, the others ranks before micro-batches
         adds_first = micro_batches > 1 and row in ("ddp", "zero1")
