@@ -21,7 +21,7 @@ help:
 	@echo "make suite       the tests alone: neither lint nor types"
 	@echo "make coverage    the same suite with coverage, which must stay at 90%: a quarter slower"
 	@echo "make test-slow   the tests that take minutes or repeat random faults, then make coverage"
-	@echo "make test-matrix make test on every Python from 3.11 that is here, each in .venv-<version>, and on the oldest torch"
+	@echo "make test-matrix make test on every Python from 3.11 that is here, each in .venv-<version>, on the oldest torch, with other kernels"
 	@echo "make mutate      deliberate faults, one at a time: which of them the tests find   (ARGS='--only codec')"
 	@echo "make bench       the step benchmark, DeepSpeed included   (ARGS='...')"
 	@echo "make lint        ruff (rules and format), mypy, the limits of scripts/shape.py"

@@ -1,14 +1,20 @@
-"""Run the tests on every Python from 3.11 that this machine has, and on the oldest torch that
-pyproject.toml allows, each pair in a virtual environment of its own.
+"""Run the tests on every Python from 3.11 that this machine has, on the oldest torch that
+pyproject.toml allows, and with the kernels of other processors; each Python and torch in a virtual
+environment of its own.
 
     make test-matrix                            all of them, one after another; a table at the end
     python3 scripts/matrix.py --list            only say which they are
     make test-matrix ARGS='tests/unit/core'     with arguments for pytest
     make test-matrix ARGS='--torch 2.11.0 --'   every Python, on this torch alone
+    make test-matrix ARGS='--kernels --'        only the other kernels, on the oldest Python
 
 Every Python gets `make test` with the Makefile's torch; the oldest one also `make suite`, the same
 without lint and types, with the oldest torch. An older torch may have no CPU build in your package
 index: what is then installed has its CUDA libraries, some gigabytes.
+
+Processors round differently: torch, oneDNN and MKL choose kernels by the instructions that they
+find. The oldest Python also gets `make suite` under each setting of `KERNELS`, which chooses as an
+older processor would.
 
 Interpreters are looked for as ``python3.11`` and newer in the directories of PATH, in /usr/bin and
 /usr/local/bin, and among pyenv's versions. Two builds of one version count as two: distributions
@@ -35,6 +41,13 @@ ROOT = Path(__file__).resolve().parent.parent
 OLDEST = (3, 11)
 # what only the CPU build of torch passes, which an older torch need not have
 CPU_BUILD_ONLY = "tests/test_installation.py::test_a_machine_without_a_gpu_gets_no_nvidia_packages"
+# environment variables by which torch, oneDNN and MKL choose the kernels of other processors
+KERNELS = (
+    "ATEN_CPU_CAPABILITY=default",
+    "ATEN_CPU_CAPABILITY=avx2",
+    "ONEDNN_MAX_CPU_ISA=AVX2",
+    "MKL_CBWR=COMPATIBLE",
+)
 ASK = (
     "import json, platform, sys; print(json.dumps([sys.version_info[:3], sys.version,"
     " sys.base_prefix, platform.python_implementation()]))"
@@ -118,9 +131,11 @@ class Pair:
     interpreter: Interpreter
     environment: str  # the directory of its virtual environment
     torch: str | None = None  # a version; None: the Makefile's
+    kernels: str | None = None  # one of `KERNELS`; None: those that the processor has
 
     def __str__(self) -> str:
-        return f"{self.interpreter}, {'the default torch' if self.torch is None else self.name}"
+        with_torch = "the default torch" if self.torch is None else self.name
+        return ", ".join(filter(None, [str(self.interpreter), with_torch, self.kernels]))
 
     @property
     def name(self) -> str:
@@ -130,6 +145,9 @@ class Pair:
     def run(self, arguments: Sequence[str]) -> str:
         """Test with `arguments` for pytest; return "passed" or why not."""
         make = ["make", f"PYTHON={self.interpreter.path}", f"VENV={self.environment}"]
+        if self.kernels is not None:
+            variables = ["env", self.kernels]
+            return self._outcome([*variables, *make, "suite", f"ARGS={' '.join(arguments)}"])
         if self.torch is None:
             return self._outcome([*make, "test", f"ARGS={' '.join(arguments)}"])
         make += [f"TORCH_VERSION={self.torch}"]
@@ -153,15 +171,23 @@ def oldest_torch() -> str:
 
 def pairs(interpreters: Sequence[Interpreter], torches: Sequence[str]) -> list[Pair]:
     """Return what to test: every interpreter on each of `torches`; where none is named, every
-    interpreter on the Makefile's and the oldest one on the oldest torch, too.
+    interpreter on the Makefile's, and the oldest one also on the oldest torch and with other
+    kernels.
     """
     named = list(zip(interpreters, environments(interpreters), strict=True))
     chosen = [Pair(*one) for one in named if not torches]
     old = [(one, torch) for one in named for torch in torches] or [(named[0], oldest_torch())]
-    return chosen + [
+    chosen += [
         Pair(interpreter, f"{environment}-torch-{torch}", torch)
         for (interpreter, environment), torch in old
     ]
+    return chosen if torches else chosen + with_other_kernels(interpreters)
+
+
+def with_other_kernels(interpreters: Sequence[Interpreter]) -> list[Pair]:
+    """Return the oldest interpreter with each choice of `KERNELS`."""
+    oldest, environment = interpreters[0], environments(interpreters)[0]
+    return [Pair(oldest, environment, kernels=kernels) for kernels in KERNELS]
 
 
 def main() -> int:
@@ -177,6 +203,7 @@ def main() -> int:
         metavar="VERSION",
         help="on this version alone, with every Python; may be given several times",
     )
+    parser.add_argument("--kernels", action="store_true", help="only with other kernels")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest")
     options = parser.parse_args()
     interpreters = find(places())
@@ -184,7 +211,8 @@ def main() -> int:
         print("no Python 3.11 or newer was found", file=sys.stderr)
         return 2
     results = []
-    for pair in pairs(interpreters, options.torch):
+    chosen = pairs(interpreters, options.torch)
+    for pair in with_other_kernels(interpreters) if options.kernels else chosen:
         print(f"{pair}: {pair.environment}", flush=True)
         if not options.list:
             results.append((pair, pair.run(options.pytest)))

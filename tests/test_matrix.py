@@ -61,7 +61,7 @@ def interpreters(matrix: ModuleType) -> list[Any]:
     ]
 
 
-def test_the_oldest_python_also_gets_the_oldest_torch(
+def test_the_oldest_python_also_gets_the_oldest_torch_and_other_kernels(
     matrix: ModuleType, interpreters: list[Any]
 ) -> None:
     oldest = matrix.oldest_torch()
@@ -70,11 +70,28 @@ def test_the_oldest_python_also_gets_the_oldest_torch(
         (".venv-3.11.7", None),
         (".venv-3.12.1", None),
         (f".venv-3.11.7-torch-{oldest}", oldest),
+        *[(".venv-3.11.7", None)] * len(matrix.KERNELS),
     ]
     assert [pair.environment for pair in matrix.pairs(interpreters, ["2.11.0"])] == [
         ".venv-3.11.7-torch-2.11.0",
         ".venv-3.12.1-torch-2.11.0",
     ]
+
+
+def test_other_kernels_are_chosen_by_the_environment_of_the_tests(
+    matrix: ModuleType, interpreters: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        calls.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(matrix.subprocess, "run", run)
+    for pair in matrix.with_other_kernels(interpreters):
+        assert pair.run(["tests/unit"]) == "passed" and pair.kernels in str(pair)
+    assert [call[:2] for call in calls] == [["env", kernels] for kernels in matrix.KERNELS]
+    assert all(call[-2:] == ["suite", "ARGS=tests/unit"] for call in calls)
 
 
 @pytest.mark.parametrize("fails", ["", "ready-torch", "suite"])
