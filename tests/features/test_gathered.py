@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import zeroshard as zs
+from tests.support import inside
+from tests.support.harness import run_ranks
 from tests.support.training import (
+    TRANSPORTS,
     batch,
     equal,
     make_model,
@@ -116,3 +121,115 @@ def test_users_hooks_run_inside_gathered_and_ours_come_back_after_it() -> None:
         assert torch.equal(model(x), expected)  # gathered by our hooks again
     take_steps(0, 1, model, optimizer)
     engine.close()
+
+
+# what people keep of a weight
+KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "numpy": lambda weight: weight.numpy(),
+    "dlpack": lambda weight: np.from_dlpack(weight),
+    "view": lambda weight: weight[:3],
+    "shared": lambda weight: weight.share_memory_(),
+}
+
+
+def _kept(model: Any, engine: zs.Engine, how: str) -> tuple[Any, list[Any]]:
+    with engine.gathered():
+        weight = KEPT[how](model.blocks[1].up.weight.detach())
+    return weight, weight.tolist()
+
+
+def _numbers_kept(rank: int, world: int, transport: str, how: str) -> None:
+    losses = []
+    kept: list[tuple[Any, list[Any]]] = []
+    for keeps in (False, True):
+        model, optimizer, engine = make_sharded(transport=transport)
+        for step in range(3):
+            loss = model(*batch(rank, step))
+            if keeps:  # a graph refers to the weights, too
+                kept.append(_kept(model, engine, how))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if keeps:
+                kept.append(_kept(model, engine, how))
+            losses.append(loss.item())
+        if transport == "gloo":  # elsewhere what is kept is the live weight
+            assert all(value.tolist() == then for value, then in kept), how
+        engine.close()
+    assert losses[:3] == losses[3:]
+
+
+@pytest.mark.parametrize("how", KEPT)
+def test_what_is_kept_of_a_weight_lives_on_while_the_engine_trains(how: str) -> None:
+    for transport in TRANSPORTS:
+        run_ranks(2, _numbers_kept, transport, how)
+
+
+def _memory_of_kept(rank: int, world: int) -> None:
+    model, _, engine = make_sharded(transport="gloo")
+    weight = inside.unit(engine, "blocks.1").segments[0].flat
+    with engine.gathered():
+        array = model.blocks[1].up.weight.detach().numpy()
+        storage = weight.full.untyped_storage()._cdata
+    assert weight.full.untyped_storage()._cdata != storage
+    assert not weight.full.untyped_storage().nbytes(), "the next gather takes other memory"
+    with engine.gathered():
+        assert np.array_equal(model.blocks[1].up.weight.detach().numpy().copy(), array)
+    del array
+    storage = weight.full.untyped_storage()._cdata
+    with engine.gathered():
+        assert model.blocks[1].up.weight.sum()
+    loss = model(*batch(rank, 0))
+    assert engine.full_state_dict(rank0_only=False)
+    assert weight.full.untyped_storage()._cdata == storage, "nothing was kept"
+    loss.backward()
+    engine.close()
+
+
+def test_memory_that_an_array_holds_is_left_to_it_alone() -> None:
+    run_ranks(2, _memory_of_kept)
+
+
+def _packed_by_numpy(rank: int, world: int, transport: str) -> None:
+    losses = []
+    for packs in (False, True):
+        model, optimizer, engine = make_sharded(transport=transport)
+        for step in range(3):
+            with torch.autograd.graph.saved_tensors_hooks(
+                (lambda t: t.detach().numpy().copy()) if packs else (lambda t: t),
+                torch.as_tensor,
+            ):
+                loss = model(*batch(rank, step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        engine.close()
+    assert losses[:3] == losses[3:]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_saved_tensors_may_be_packed_by_numpy(transport: str) -> None:
+    run_ranks(2, _packed_by_numpy, transport)
+
+
+def _offloaded_after_numpy(rank: int, world: int, row: str, transport: str) -> None:
+    losses = []
+    for keeps in (False, True):
+        model, optimizer, engine = make_sharded(row, transport)
+        kept = []
+        for step in range(3):
+            losses += take_steps(rank, [step], model, optimizer)
+            if keeps:
+                with engine.gathered():
+                    kept.append(model.blocks[1].up.weight.detach().numpy())
+            engine.offload_states()
+            engine.reload_states()
+        engine.close()
+    assert losses[:3] == losses[3:]
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+def test_states_of_weights_that_numpy_has_seen_are_offloaded_and_come_back(row: str) -> None:
+    for transport in TRANSPORTS:
+        run_ranks(2, _offloaded_after_numpy, row, transport)

@@ -368,6 +368,9 @@ class Engine(Assembly):
         every rank, is all of it. With `writeback`, edits inside are kept: those of rank 0, or the
         same on every rank (of DTensors, and beside 'tp', on every rank); others raise StateError,
         or PlanMismatch, at the end. Edits without it are lost and raise where they are seen.
+
+        An array or a view that is kept of a sharded weight (``.numpy()``, ``detach()``) keeps its
+        numbers from before the next step, and the memory of the weight's unit as long as it lives.
         """
         self._states.check_readable()
         if writeback:

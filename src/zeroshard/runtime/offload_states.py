@@ -169,8 +169,8 @@ def _own_memory(segment: Segment) -> Sequence[torch.Tensor]:
 
 
 def _release_pages(tensor: torch.Tensor) -> None:
-    """Let the system have the whole pages of a tensor that cannot be resized, a mapping: they
-    read as zeros until they are written.
+    """Let the system have the whole pages of a tensor that cannot be resized, a mapping or one
+    that numpy has seen: they read as zeros until they are written.
     """
     start = -(-tensor.data_ptr() // _PAGE) * _PAGE
     stop = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // _PAGE * _PAGE

@@ -64,6 +64,8 @@ class Whole:
         """
         units = self._units_of(params)
         with self._held(units):
+            for segment in (segment for unit in units for segment in unit.segments):
+                segment.flat.buffer.seen()
             if not writeback:
                 yield
                 return
@@ -201,7 +203,7 @@ class Whole:
         keep = not rank0_only or (is_first and self._axes.place.is_first)
         values: dict[int, torch.Tensor] = {}
         for unit in self._weights.units:
-            with self.gathered([p for s in unit.segments for p in s.parameters]):
+            with self._held([unit]):
                 for parameter in (p for segment in unit.segments for p in segment.parameters):
                     if keep or is_dtensor(parameter):  # whose ranks all take part
                         whole = whole_of(parameter)
