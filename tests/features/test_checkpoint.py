@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import random
 import threading
 from pathlib import Path
@@ -155,6 +157,76 @@ def test_what_ranks_held_differently_is_skipped_by_name_on_another_number_of_ran
         and "states['rng']" in text
         and "states['ema']: not asked for" in text
     )
+
+
+class Position:
+    """Where a rank is in its data."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "files": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+def _save_own(rank: int, world: int, folder: Path, seed: int) -> list[float]:
+    """Save what is each rank's own beside what is alike; return the next numbers of torch."""
+    _, _, engine = make_sharded("zero2")
+    torch.manual_seed(seed * rank)
+    random.seed(7)
+    own = torch.arange(3) + rank
+    extra = {
+        "epoch": 3,
+        "position": 100 + rank,
+        "data": {"files": ["a"], "curve": torch.ones(2), "own": own, "list": [1, own]},
+        **({"only here": 1} if rank else {}),
+    }
+    zs.save(folder, engine, step=1, states={"position": Position(rank)}, extra=extra)
+    engine.close()
+    return [random.random(), torch.rand(()).item()]
+
+
+def _load_own(rank: int, world: int, folder: Path) -> tuple[Any, list[str], int, list[float], str]:
+    _, _, engine = make_sharded("zero3")
+    position, lines = Position(-1), io.StringIO()
+    handler = logging.StreamHandler(lines)
+    logging.getLogger("zeroshard").addHandler(handler)
+    restored = zs.load(folder, engine, states={"position": position})
+    logging.getLogger("zeroshard").removeHandler(handler)
+    engine.close()
+    numbers = [random.random(), torch.rand(()).item()]
+    return restored.extra, restored.skipped, position.place, numbers, lines.getvalue()
+
+
+@pytest.mark.parametrize("seed", [0, 5], ids=["torch seeded alike", "torch seeded by rank"])
+def test_on_another_number_of_ranks_extra_is_what_was_alike_and_the_rest_is_named(
+    tmp_path: Path, seed: int
+) -> None:
+    saved = run_ranks(2, _save_own, tmp_path, seed)
+    (alone,) = run_ranks(1, _load_own, tmp_path)
+    three = run_ranks(3, _load_own, tmp_path)
+    own = ["extra['position']", "extra['data']['own']", "extra['data']['list']"]
+    own += ["extra['only here']", "states['position']"]
+    own += ["states['rng']['torch']"] if seed else []
+    for extra, skipped, place, numbers, _ in (alone, *three):
+        assert extra.pop("data").pop("curve").tolist() == [1, 1] and extra == {"epoch": 3}
+        theirs = [one.removesuffix(": it differed between the 2 ranks that saved it")
+                  for one in skipped]  # fmt: skip
+        assert {one for one in theirs if one != "states['rng']['numpy']"} == set(own)
+        assert place == -1, "left as it was"
+        assert numbers[0] == saved[0][0] and (numbers[1] == saved[0][1]) == (seed == 0)
+    for *_, lines in (alone, three[0]):
+        line = f"step 1 of {tmp_path}: not loaded, since the 2 ranks that saved it differed: "
+        assert lines.startswith(line) and lines.count("\n") == 1
+        assert all(one in lines for one in own)
+        assert ("random generators go on from this script's seed" in lines) == bool(seed)
+    assert [lines for *_, lines in three[1:]] == ["", ""]
+    for rank, (extra, skipped, place, _, lines) in enumerate(run_ranks(2, _load_own, tmp_path)):
+        assert (extra["position"], place, skipped, lines) == (100 + rank, rank, [], "")
+        assert extra["data"]["list"][1].tolist() == [rank, rank + 1, rank + 2]
 
 
 # ------------------------------------------------------------------------------ models of all kinds

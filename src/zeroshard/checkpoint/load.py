@@ -28,7 +28,7 @@ from zeroshard.checkpoint.kept import (
     own_holdings,
 )
 from zeroshard.checkpoint.match import Wanted
-from zeroshard.checkpoint.pieces import Stateful, check_arguments
+from zeroshard.checkpoint.pieces import RNG, Stateful, check_arguments
 from zeroshard.checkpoint.reading import Reading
 from zeroshard.checkpoint.stages import names_elsewhere
 from zeroshard.checkpoint.step_reader import StepReader
@@ -82,7 +82,9 @@ def load(
 
     It may have been saved under any row, precision, number of ranks and unit cut. `states` are the
     objects that were saved under these names; random generators and the loss scaler are loaded too.
-    State that differed between ranks is loaded on as many ranks as saved it. Without `strict`,
+    State that differed between ranks is loaded on as many ranks as saved it: on others, the entries
+    of `extra` and the random generators that were alike are loaded, and the rest is named in
+    ``Restored.skipped`` and logged. Without `strict`,
     whatever does not fit (missing, unexpected and reshaped parameters, param groups, states) is
     left out and named in ``Restored.skipped``. ``fallback="previous"`` replaces a damaged step by
     the one before it. `verify` off reads without comparing hashes. Without `frozen` the engine's
@@ -204,6 +206,7 @@ def _load_step(
         _apply(reading, engine)
         if states_of(engine).everyone.rank == 0:
             _note(candidate)
+            _tell_differing(candidate, reading.differed, saved.manifest.world)
         skipped = reading.misfits + reading.skipped
         return Restored(
             step,
@@ -225,6 +228,25 @@ def _note(candidate: _Candidate) -> None:
         _log.info("step %d of %s is loaded from %s", candidate.step, candidate.directory, where)
         if candidate.kept is None:
             keeper.saved(os.path.realpath(candidate.directory), candidate.step)
+
+
+def _tell_differing(candidate: _Candidate, differed: list[str], world: int) -> None:
+    """On rank 0, after a load: say what is not loaded since the ranks that saved it differed."""
+    numbers = f"states[{RNG!r}]"
+    # Python's and numpy's generators differ in every script that does not seed them
+    matter = any(one.endswith(("['torch']", "['cuda']")) for one in differed)
+    told = [one for one in differed if matter or not one.startswith(numbers)]
+    if not told:
+        return
+    seeded = "; random generators go on from this script's seed, as at its start" if matter else ""
+    _log.warning(
+        "step %d of %s: not loaded, since the %d ranks that saved it differed: %s%s",
+        candidate.step,
+        candidate.directory,
+        world,
+        ", ".join(told),
+        seeded,
+    )
 
 
 def _apply(reading: Reading, engine: Engine) -> None:

@@ -369,9 +369,11 @@ def generators() -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any]) -> None:
-    """Restore the states that `generators` returned."""
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
+    """Restore the states that `generators` returned, or those of some generators."""
+    if "python" in state:
+        random.setstate(state["python"])
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         numpy.random.set_state(state["numpy"])

@@ -30,7 +30,7 @@ from zeroshard.checkpoint.pieces import (
 from zeroshard.checkpoint.stages import rank_there
 from zeroshard.checkpoint.step_reader import StepReader
 from zeroshard.checkpoint.together import raise_on_all
-from zeroshard.checkpoint.values import decode
+from zeroshard.checkpoint.values import common_part, decode
 from zeroshard.core.boxes import Span
 from zeroshard.core.part import Part
 from zeroshard.core.placement import Tier
@@ -48,6 +48,8 @@ class Reading:
 
     def __init__(self, saved: StepReader, engine: Engine, wanted: Wanted) -> None:
         self.extra: Any = None
+        # of `skipped`: what differed between the ranks that saved it, and has no owner here
+        self.differed: list[str] = []
         self._saved = saved
         self._engine = engine
         self._states = wanted.states
@@ -189,17 +191,21 @@ class Reading:
 
     def _read_state(self, name: str) -> None:
         saved = self._saved.manifest.states[name]
-        rank = 0
-        if "same" not in saved:
-            if self._rank is not None:
-                rank = self._rank
-            elif name != EXTRA:
-                self.skipped.append(
-                    f"states[{name!r}]: it differed between the {self._saved.manifest.world} ranks"
-                    " that saved it"
-                )
+        rank, value = 0, saved.get("same")
+        if "same" not in saved and self._rank is not None:
+            rank, value = self._rank, saved["ranks"][self._rank]
+        elif "same" not in saved:
+            path = EXTRA if name == EXTRA else f"states[{name!r}]"
+            value, differing = common_part(saved["ranks"], path, self._saved.identity)
+            if name not in (RNG, EXTRA) and differing:
+                differing = [path]  # an object takes all of its state, or none
+            self.differed += differing
+            self.skipped.extend(
+                f"{one}: it differed between the {self._saved.manifest.world} ranks that saved it"
+                for one in differing
+            )
+            if differing == [path]:
                 return
-        value = saved["same"] if "same" in saved else saved["ranks"][rank]
         self._values[name] = decode(value, lambda key: self._saved.fetch(f"{key}@{rank}"))
 
     # ------------------------------------------------------------------ writing

@@ -7,6 +7,7 @@ chunk at either end of each range. It does not know an engine.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -61,6 +62,18 @@ class StepReader:
     def whole(self, entry: TensorEntry) -> torch.Tensor:
         """Return all of the tensor of `entry` [its shape]."""
         return self._shards.read(entry, 0, entry.numel).view(entry.shape)
+
+    def identity(self, rank: int, value: Any) -> str:
+        """Return a text that is the same for encoded values of two ranks, tensors included, where
+        they are the same.
+        """
+
+        def with_content(found: dict[str, Any]) -> Any:
+            key = found.get("$tensor", found.get("$array"))
+            entry = self.loose.get(f"{key}@{rank}")
+            return found if entry is None else [found, entry.dtype, entry.shape, entry.hashes]
+
+        return json.dumps(json.loads(json.dumps(value), object_hook=with_content))
 
     def range(self, name: str, kind: str, wanted: Span) -> torch.Tensor:
         """Return the elements `wanted` of a parameter's `kind` [wanted.numel]."""

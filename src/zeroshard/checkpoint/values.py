@@ -18,14 +18,14 @@ from __future__ import annotations
 import base64
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from zeroshard.errors import CheckpointError
 
-__all__ = ["decode", "encode", "no_tensors", "require_dense"]
+__all__ = ["common_part", "decode", "encode", "no_tensors", "require_dense"]
 
 _MAX_DEPTH = 100
 _MAX_INT_BITS = 8192  # Python reads no number of more than 4300 digits
@@ -136,6 +136,36 @@ def _encode_dict(value: dict[Any, Any], path: str, store: Store, depth: int) -> 
     return {"$dict": pairs}
 
 
+def common_part(
+    values: Sequence[Any], path: str, identity: Callable[[int, Any], str]
+) -> tuple[Any, list[str]]:
+    """Return the part that all `values`, encoded, hold alike, and the paths of what differs there.
+
+    Dictionaries are compared by entry, everything else as a whole: by its ``identity(index,
+    value)``. Where nothing is alike the part is None, and `path` the only one.
+    """
+    if not all(isinstance(value, dict) and not _is_tagged(value) for value in values):
+        is_one = len({identity(index, value) for index, value in enumerate(values)}) == 1
+        return (values[0], []) if is_one else (None, [path])
+    found: dict[str, Any] = {}
+    differing: list[str] = []
+    for key in dict.fromkeys(key for value in values for key in value):
+        inside = f"{path}[{key!r}]"
+        if not all(key in value for value in values):
+            differing.append(inside)
+            continue
+        part, paths = common_part([value[key] for value in values], inside, identity)
+        differing += paths
+        if paths != [inside]:
+            found[key] = part
+    return found, differing
+
+
+def _is_tagged(value: dict[str, Any]) -> bool:
+    """Whether an encoded dictionary stands for another object."""
+    return len(value) == 1 and next(iter(value)).startswith("$")
+
+
 def decode(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
     """Return what `encode` was given; `fetch(key)` returns a tensor. Raises ValueError."""
     try:
@@ -157,10 +187,9 @@ def _decode(value: Any, fetch: Callable[[str], torch.Tensor], depth: int) -> Any
         return [inner(item) for item in value]
     if not isinstance(value, dict):
         return value
-    tag = next(iter(value), "")
-    if len(value) != 1 or not tag.startswith("$"):
+    if not _is_tagged(value):
         return {key: inner(item) for key, item in value.items()}
-    body = value[tag]
+    tag, body = next(iter(value.items()))
     if tag in ("$tensor", "$array"):
         tensor = fetch(body)
         return tensor if tag == "$tensor" else tensor.numpy()
