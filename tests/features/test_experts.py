@@ -150,6 +150,23 @@ def test_any_division_of_experts_and_any_transport_train_alike() -> None:
     run_ranks(4, _others, timeout=300)
 
 
+def _loads_own(rank: int, world: int) -> None:
+    """Ranks load other experts where they hold others, and the same where they hold the same."""
+    mesh = _mesh()
+    model, _, engine = _sharded(Stacked, mesh, "zero2")
+    state = local_part(whole_mixture(Stacked).state_dict(), Stacked, mesh.get_local_rank("ep"), 2)
+    model.load_state_dict({name: 2 * value for name, value in state.items()})
+    loaded = engine.full_state_dict(rank0_only=False)
+    assert all(torch.equal(loaded[name], 2 * value) for name, value in state.items())
+    with pytest.raises(zs.PlanMismatch, match=r"'the numbers of .*experts"):
+        model.load_state_dict({k: v + ("experts" in k and rank == 2) for k, v in state.items()})
+    engine.close()
+
+
+def test_experts_are_loaded_by_their_holders_and_must_be_alike_there() -> None:
+    run_ranks(4, _loads_own)
+
+
 def _with_features(rank: int, world: int, directory: str) -> None:
     """Tiers, codecs, half precision, rows of nodes and the comparison of replicas."""
     mesh = _mesh()

@@ -19,7 +19,7 @@ from tests.support.training import (
     train,
     two_groups,
 )
-from zeroshard.errors import StateError
+from zeroshard.errors import PlanMismatch, StateError
 
 SHARDED = ("zero3", "zero3-keep")  # rows whose weights rest in slices
 
@@ -94,6 +94,33 @@ def _loaded_both(rank: int, world: int, row: str) -> None:
 
 def test_load_state_dict_goes_into_the_shards_and_masters() -> None:
     on_rows(_loaded_both)
+
+
+def _loads_other_numbers(rank: int, world: int, row: str) -> None:
+    model, optimizer, engine = make_sharded(row)
+    before = engine.full_state_dict(rank0_only=False)
+    state = {name: value + 1 for name, value in before.items()}
+    for changed in ("head.weight", None):  # one parameter, or what a rank without the file has
+        mine = {**state, "head.weight": state["head.weight"] + rank} if changed else state
+        with pytest.raises(PlanMismatch) as error:
+            model.load_state_dict(mine if changed or rank == 0 else {}, strict=False)
+        told = str(error.value)
+        assert "the ranks disagree, first about 'the numbers of " in told, told
+        assert not changed or f"'the numbers of {changed}'" in told, told
+        assert "same state on every rank" in told
+    assert not torch.equal(before["head.weight"], state["head.weight"])
+    if rank:  # on one rank, as the error says
+        state = {}
+    with engine.gathered(writeback=True):
+        model.load_state_dict(state, strict=False)
+    loaded = engine.full_state_dict(rank0_only=False)
+    assert all(torch.equal(value, before[name] + 1) for name, value in loaded.items())
+    take_steps(rank, 1, model, optimizer)
+    engine.close()
+
+
+def test_ranks_that_load_other_numbers_are_told_on_every_rank() -> None:
+    on_rows(_loads_other_numbers)
 
 
 def _optimizer_state(rank: int, world: int, row: str) -> None:

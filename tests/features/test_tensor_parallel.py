@@ -271,6 +271,9 @@ def _whole(rank: int, world: int, row: str) -> None:
         whole[1] = 0  # which lies on one rank along tp
         embed.copy_(distribute_tensor(whole, embed.device_mesh, embed.placements))
     _holds(engine, original.state_dict() | {"embed.weight": _without_row(original, 1)})
+    other = {name: value + (name == "norm.weight") for name, value in original.state_dict().items()}
+    with pytest.raises(PlanMismatch, match=r"the numbers of norm.weight differs between replicas"):
+        model.load_state_dict(other if rank % 2 else original.state_dict())
     model.load_state_dict(original.state_dict())
     model.to("cpu")  # changes nothing, and so is allowed
     with pytest.raises(StateError, match="cannot be changed"):

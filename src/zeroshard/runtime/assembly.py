@@ -104,7 +104,7 @@ class Assembly:
             plans,
             self._loop,
             input_dtype=input_dtype(context),
-            write_back=self._whole.store_unit,
+            write_back=self._whole.load_unit,
             owner=self,
         )
         transports.watch(digest, context.streams.is_idle)

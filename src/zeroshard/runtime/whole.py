@@ -10,11 +10,13 @@ lost in silence.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import nn
 
+from zeroshard.comm.agree import agree
+from zeroshard.core.part import Part
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.context import Context
@@ -27,6 +29,11 @@ from zeroshard.state.local import is_dtensor, local_of, point_at, whole_of
 __all__ = ["Whole"]
 
 _CALL = "engine.gathered(writeback=True)"
+_LOAD = "load_state_dict()"
+_SAME = (
+    "Call load_state_dict() with the same state on every rank, or copy it on one of them inside"
+    " engine.gathered(writeback=True)"
+)
 
 
 class Whole:
@@ -148,18 +155,14 @@ class Whole:
             return set(self._keep_edits(units, values, before))
         with self._axes.telling(_CALL):
             edits = self._keep_edits(units, values, before)
-        named = [
-            (name, part)
-            for unit in self._weights.units
-            for segment in unit.segments
-            for name, part in zip(segment.names, segment.parts, strict=True)
-            if name in values
-        ]
+        parts = _parts_of(units)
         alike = {
-            f"parameter {name}": digest_of(values[name]) for name, part in named if not part.axes
+            f"parameter {name}": digest_of(value)
+            for name, value in values.items()
+            if not parts[name].axes
         }
         told = self._axes.share(edits, _CALL, alike=alike)
-        for name in (name for name, part in named if part.axes):
+        for name in (name for name in values if parts[name].axes):
             by_one = [one[name] for one in told if name in one]
             if any(by_one) and len(by_one) < len(told):
                 raise StateError(
@@ -167,6 +170,27 @@ class Whole:
                     " part of it: edit it on every rank"
                 )
         return set(edits)
+
+    def load_unit(self, unit: Unit, copies: list[torch.Tensor]) -> None:
+        """Write what ``load_state_dict()`` has left in `copies`; raises PlanMismatch on every rank
+        where ranks with the same parameters have loaded other numbers.
+        """
+        values = _by_parameter([unit], [copies])
+        loaded = {f"the numbers of {name}": digest_of(value) for name, value in values.items()}
+        within = {
+            f"the numbers of {name}": segment.flat.context.holders.groups
+            for segment in unit.segments
+            for name in segment.names
+            if segment.flat.context.holders.differ
+        }
+        exchange = self._transports.main.control.exchange
+        with self._axes.telling(_LOAD) if self._has_replicas else nullcontext():
+            agree(exchange, loaded, call=_LOAD, remedy=_SAME, within=within)
+        if self._has_replicas:
+            parts = zip(loaded, _parts_of([unit]).values(), strict=True)
+            alike = {one: loaded[one] for one, part in parts if not part.axes}
+            self._axes.share(None, _LOAD, alike=alike)
+        self.store_unit(unit, copies)
 
     def store_unit(
         self,
@@ -322,6 +346,16 @@ class Whole:
                 self.find(parameter)  # raises
         indices = {unit_of[id(parameter)].index for parameter in wanted}
         return [self._weights.units[index] for index in sorted(indices)]
+
+
+def _parts_of(units: Sequence[Unit]) -> dict[str, Part]:
+    """Return which part of each parameter of `units` is here, by name."""
+    segments = [segment for unit in units for segment in unit.segments]
+    return {
+        name: part
+        for segment in segments
+        for name, part in zip(segment.names, segment.parts, strict=True)
+    }
 
 
 def _by_parameter(
