@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import run_ranks
+from tests.support.launched import HELLO, Job
 from tests.support.training import (
     ROWS,
     TRANSPORTS,
@@ -330,6 +332,67 @@ def _many(rank: int, world: int) -> None:
 @pytest.mark.slow
 def test_exceptions_of_single_ranks_leave_nothing_that_meets_later_messages() -> None:
     run_ranks(2, _many, timeout=120)
+
+
+def _left_behind(rank: int, world: int) -> list[int]:
+    """Rank 1 raises in a forward again and again; return how many threads wait for messages after
+    each reset, and in the end.
+    """
+    model, optimizer, engine = _made("zero3", "gloo", stall_timeout_s=20)
+    handle = None
+    if rank == 1:
+        handle = model.blocks[2].register_forward_pre_hook(_boom)
+    counts = []
+    for _ in range(6):
+        with pytest.raises((ZeroDivisionError, StateError)):
+            for _ in range(2):  # rank 0 may come through one step
+                model(*batch(rank, 0)).backward()
+                optimizer.step()
+        engine.reset()
+        counts.append(_waiting_threads())
+    if handle is not None:
+        handle.remove()
+    take_steps(rank, 1, model, optimizer)
+    engine.close()
+    deadline = time.monotonic() + 20
+    while _waiting_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return [*counts, _waiting_threads()]
+
+
+def _waiting_threads() -> int:
+    return sum(thread.name == "zeroshard-gloo" for thread in threading.enumerate())
+
+
+def test_threads_that_wait_for_messages_end_with_a_reset_and_with_close() -> None:
+    for counts in run_ranks(2, _left_behind):
+        assert counts[-1] == 0 and counts[-2] <= counts[0] + 2, counts
+
+
+RESETS = """
+import torch, zeroshard as zs
+torch.set_num_threads(1)
+zs.init_distributed()
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+engine = zs.shard(model, stage=3, stall_timeout_s=20, comm=zs.Comm(transport="gloo"))
+for step in range(3):
+    try:
+        loss = model(torch.randn(2, 8)).sum()
+        if (step, rank) == (1, 1):
+            raise ValueError
+        loss.backward()
+        model.zero_grad()
+    except (ValueError, zs.StateError):
+        engine.reset()
+"""
+
+
+def test_a_script_that_has_reset_its_engine_over_gloo_ends_well_without_closing_it(
+    tmp_path: Path,
+) -> None:
+    code, _, stderr = Job(tmp_path, HELLO + RESETS, "--nproc", "2").end()
+    assert code == 0, stderr
 
 
 def _late(rank: int, world: int) -> None:

@@ -81,7 +81,7 @@ class AllocatedBytes:
         self._stack = ExitStack()
 
     def __enter__(self) -> AllocatedBytes:
-        reserve, map_pages, connections = memfd.reserve, memory.map_pages, connect.connect
+        reserve, map_pages, connections = memfd.reserve, memory.map_pages, connect.Connections
         ours: dict[int, int] = {}  # inode -> bytes that this rank has reserved
 
         def reserved(fd: int, start: int, stop: int) -> None:
@@ -113,7 +113,7 @@ class AllocatedBytes:
         self._stack.enter_context(mock.patch.object(memfd, "reserve", reserved))
         self._stack.enter_context(mock.patch.object(memfd, "map_bytes", shared))
         self._stack.enter_context(mock.patch.object(memory, "map_pages", mapped))
-        self._stack.enter_context(mock.patch.object(connect, "connect", connected))
+        self._stack.enter_context(mock.patch.object(connect, "Connections", connected))
         self._stack.enter_context(mock.patch.object(memory.Pages, "empty", empty))
         self._stack.enter_context(mock.patch.object(runner, "ThreadPoolExecutor", _AtOnce))
         self._profiler.__enter__()

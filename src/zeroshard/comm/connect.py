@@ -11,7 +11,7 @@ import logging
 from functools import partial
 
 from zeroshard.comm.control import PeerControl
-from zeroshard.comm.gloo_peers import Subgroup, connect, notices_of
+from zeroshard.comm.gloo_peers import Connections, Subgroup, notices_of
 from zeroshard.comm.rendezvous import HostGroups, find_hosts
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Traffic
@@ -32,7 +32,7 @@ def make_control(subgroup: Subgroup, spec: CommSpec, traffic: Traffic) -> PeerCo
     """
     patient_s = max(spec.stall_timeout_s, _MEETING_S)
     # one rank alone has nobody to connect to
-    connections = connect(subgroup, stall_timeout_s=patient_s) if subgroup.size > 1 else None
+    connections = Connections(subgroup, stall_timeout_s=patient_s) if subgroup.size > 1 else None
     make = partial(PeerControl, subgroup, connections=connections)
     hosts = HostGroups([[rank] for rank in range(subgroup.size)])
     if spec.name != "gloo":

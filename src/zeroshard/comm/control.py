@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from zeroshard.comm import serving
 from zeroshard.comm.calls import framed, unframed
 from zeroshard.comm.dispatcher import Dispatcher, given_up
-from zeroshard.comm.gloo_peers import GlooPeers, Subgroup, Transfer
+from zeroshard.comm.gloo_peers import Connections, GlooPeers, Subgroup, Transfer
 from zeroshard.comm.links import Kind, Links
 from zeroshard.comm.notices import Notices
 from zeroshard.comm.rendezvous import HostGroups
@@ -103,7 +102,7 @@ class Operation:
 class PeerControl:
     """The control plane of one rank of `subgroup`.
 
-    `connections` are gloo's (``gloo_peers.connect``); `mesh` says which bytes of `traffic` come
+    `connections` are gloo's; `mesh` says which bytes of `traffic` come
     from other nodes.
     """
 
@@ -114,7 +113,7 @@ class PeerControl:
         mesh: Mesh,
         traffic: Traffic,
         *,
-        connections: Any,
+        connections: Connections | None,
         notices: Notices | None = None,
         stall_timeout_s: float,
     ) -> None:
@@ -315,6 +314,7 @@ class PeerControl:
             self.wait_until(lambda: not missing(), what, near=missing)
             if self.far:
                 self.messages.exchange(b"", self.far, what)
+                self.messages.renew(stall_timeout_s=self.stall_timeout_s)
         finally:
             self.stall_timeout_s = stall_timeout_s
         for plane in self._planes:

@@ -1,20 +1,21 @@
 """Paired sends and receives over gloo, matched by key instead of by order of arrival.
 
-The connections are the transport's own (`connect`), beside those of the process group it serves: a
-message can meet neither the user's traffic, nor another engine's, nor what an earlier transport
-left under way.
+The connections are the transport's own (`Connections`), beside those of the process group it
+serves: a message can meet neither the user's traffic, nor another engine's, nor what an earlier
+transport left under way.
 
 Two ranks that gather different units at the same time would mix them silently if messages were
 matched by order alone, so every message carries a tag made of (generation, key, operation). Gloo
 keeps the messages of one tag in order (tried: 50 receives posted before 50 sends), so the n-th
 operation of a key meets the n-th of the same key without a sequence number. Gloo takes tags of 31
-bits and keeps no state per tag (3000 tags cost what one does)::
+bits and keeps no state per tag (3000 tags cost as much as one)::
 
     bit 30: ours | 29..22: generation | 21..2: key | 1..0: operation
 
 Windows' keys are numbered in the order of their (collective) making. Another key is hashed into the
 upper half of the 20 bits; two that meet there are refused with ConfigError. The generation grows
-with every `abandon`, so that what was left under way meets nothing later.
+with every `abandon`, so that the ranks can meet beside what was left under way; then they `renew`
+the connections, which ends that.
 
 Cost: one message per slice that is not empty; tensors on an accelerator are staged through one host
 copy each way.
@@ -24,11 +25,19 @@ and a wait that times out closes the connection (all tried on torch 2.13). So ev
 waited for, without a time limit, by a thread that does nothing else; the caller looks at what the
 thread reports. Then `done` is true, a stall leaves the connection whole, and no order of arrival
 can block another.
+
+[Note: hanging up] A thread that waits for a message which never comes is ended by closing the
+connections, and gloo closes all of a group where one wait times out. So `renew` closes them, and
+the end of the interpreter: a thread that comes back from C++ after that is unwound there, and
+aborts the process. Otherwise they live until nothing is under way, since what this rank has sent
+may be on its way yet.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
 import queue
 import secrets
 import struct
@@ -40,6 +49,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,17 +58,17 @@ from torch.distributed import distributed_c10d
 
 from zeroshard.comm.notices import Notices
 from zeroshard.comm.plain import gather_bytes
-from zeroshard.errors import ConfigError, PeerLostError
+from zeroshard.errors import ConfigError, PeerLostError, StallError
 
 __all__ = [
     "ALL_GATHER",
     "CONTROL",
     "LOOSE_GATHER",
     "REDUCE_SCATTER",
+    "Connections",
     "GlooPeers",
     "Subgroup",
     "Transfer",
-    "connect",
     "notices_of",
 ]
 
@@ -73,6 +83,7 @@ _INLINE = 256 - _HEAD.size  # payload bytes that travel with the head in one mes
 _FOREVER = timedelta(days=20)  # fits gloo's 31 bits of milliseconds
 _PROBE_S = 0.05
 _AT_EXIT_S = 0.5
+_HANG_UP_S = 5.0  # a few milliseconds, on a machine that is not loaded
 
 
 class Waiters:
@@ -140,12 +151,29 @@ class _Crew:
 
 @atexit.register
 def _end_jobs() -> None:
-    """Wait a moment for jobs under way: a thread that comes back from C++ when the interpreter has
-    ended is unwound there, and aborts the process.
-    """
-    deadline = time.monotonic() + _AT_EXIT_S
-    while any(crew.num_busy for crew in _Crew.everyone) and time.monotonic() < deadline:
+    """Wait a moment for jobs under way, then end them by hanging up ([Note: hanging up])."""
+    if not _wait_for_jobs(_AT_EXIT_S):
+        for connections in list(Connections.everyone):
+            connections.close()
+        _wait_for_jobs(_HANG_UP_S)
+
+
+def _wait_for_jobs(timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while any(crew.num_busy for crew in _Crew.everyone):
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.005)
+    return True
+
+
+def _in_child() -> None:
+    """In a forked child there are no threads, and the sockets are the parent's."""
+    _Crew.everyone = weakref.WeakSet()
+    Connections.everyone = weakref.WeakSet()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 class Transfer:
@@ -159,6 +187,7 @@ class Transfer:
         self.error: PeerLostError | None = None
         self._waiters = waiters
         self._wake = wake
+        self._connections: Connections | None = None  # they live as long as we are under way
         # (peer, dist.Work, whether it receives) that no thread waits for yet
         self._todo: deque[tuple[int, Any, bool]] = deque()
         self._unfinished: list[int] = []  # peers, once per message
@@ -168,17 +197,19 @@ class Transfer:
         self._alive: list[torch.Tensor] = []  # gloo reads and writes these until the works are done
         self._arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []  # (device tensor, host copy)
 
-    def send(self, connections: Any, peer: int, tensor: torch.Tensor, tag: int) -> None:
+    def send(self, connections: Connections, peer: int, tensor: torch.Tensor, tag: int) -> None:
         """Start sending `tensor` to `peer`."""
         host = tensor if tensor.device.type == "cpu" else tensor.cpu()
+        self._connections = connections
         self._add(peer, host, connections.send, tag, receives=False)
 
-    def receive(self, connections: Any, peer: int, tensor: torch.Tensor, tag: int) -> None:
+    def receive(self, connections: Connections, peer: int, tensor: torch.Tensor, tag: int) -> None:
         """Start receiving from `peer`; `tensor` is filled by the end of the transfer."""
         host = tensor
         if tensor.device.type != "cpu":
             host = torch.empty(tensor.shape, dtype=tensor.dtype)
             self._arrivals.append((tensor, host))
+        self._connections = connections
         self._add(peer, host, connections.recv, tag, receives=True)
 
     def _add(self, peer: int, host: torch.Tensor, call: Any, tag: int, *, receives: bool) -> None:
@@ -250,8 +281,11 @@ class Transfer:
 
 
 def _lost(what: str, peer: int, error: Exception) -> PeerLostError:
-    reason = str(error).split("\n")[0].split("] ")[-1][:120]
-    return PeerLostError(f"{what}: rank {peer} has ended or given up ({reason})")
+    return PeerLostError(f"{what}: rank {peer} has ended or given up ({_first_line(error)})")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0].split("] ")[-1][:120]
 
 
 @dataclass(frozen=True)
@@ -281,16 +315,47 @@ class Subgroup:
         )
 
 
-def connect(subgroup: Subgroup, *, stall_timeout_s: float) -> Any:
-    """Return gloo connections between the ranks of `subgroup`, theirs alone. Collective.
-
-    What comes back is a bare ProcessGroupGloo under the subgroup's name in the job's store, not
-    registered with torch.distributed: new_group would have every rank of the job take part, or
-    reuse the store entries of a destroyed group of the same ranks (tried).
+class Connections:
+    """Gloo connections between the ranks of `subgroup`, theirs alone. Collective. They live until
+    nothing is under way and nothing refers to this, or until `close`.
     """
-    return dist.ProcessGroupGloo(
-        _store_of(subgroup), subgroup.rank, subgroup.size, timedelta(seconds=stall_timeout_s)
-    )
+
+    everyone: weakref.WeakSet[Connections] = weakref.WeakSet()
+
+    def __init__(self, subgroup: Subgroup, *, stall_timeout_s: float, generation: int = 0) -> None:
+        """Connect to a bare ProcessGroupGloo under the subgroup's name in the job's store, not
+        registered with torch.distributed: new_group would have every rank of the job take part, or
+        reuse the store entries of a destroyed group of the same ranks (tried).
+        """
+        self._subgroup = subgroup
+        store = _store_of(subgroup, f"/{generation}")
+        timeout = timedelta(seconds=stall_timeout_s)
+        group: Any = dist.ProcessGroupGloo(store, subgroup.rank, subgroup.size, timeout)
+        self.send, self.recv = group.send, group.recv
+        self.everyone.add(self)
+
+    def renewed(self, generation: int, *, stall_timeout_s: float) -> Connections:
+        """Return other connections, and close these with whatever is on its way there. Collective,
+        after every rank has sent and received the last message that it needs of these.
+        """
+        try:
+            new = Connections(
+                self._subgroup, stall_timeout_s=stall_timeout_s, generation=generation
+            )
+        except RuntimeError as error:
+            raise StallError(
+                "connecting anew after an error: not every rank came within"
+                f" {stall_timeout_s:g} s ({_first_line(error)})"
+            ) from None
+        self.close()
+        return new
+
+    def close(self) -> None:
+        """Hang up: whatever waits for a message ends with an error ([Note: hanging up])."""
+        for peer in range(self._subgroup.size):
+            if peer != self._subgroup.rank:
+                with contextlib.suppress(RuntimeError):
+                    self.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
 
 
 def notices_of(subgroup: Subgroup) -> Notices:
@@ -300,15 +365,15 @@ def notices_of(subgroup: Subgroup) -> Notices:
     )
 
 
-def _store_of(subgroup: Subgroup) -> distributed_c10d.PrefixStore:
+def _store_of(subgroup: Subgroup, suffix: str = "") -> distributed_c10d.PrefixStore:
     return distributed_c10d.PrefixStore(
-        f"zeroshard/{subgroup.name}", distributed_c10d._get_default_store()
+        f"zeroshard/{subgroup.name}{suffix}", distributed_c10d._get_default_store()
     )
 
 
 class GlooPeers:
-    """Tags, transfers and small exchanges over `connections` (see `connect`; None where there is
-    no peer to reach).
+    """Tags, transfers and small exchanges over `connections` (None where there is no peer to
+    reach).
 
     `wake` is called by another thread when a transfer ends; `wait` blocks until all of some
     transfers are done and finishes them.
@@ -316,7 +381,7 @@ class GlooPeers:
 
     def __init__(
         self,
-        connections: Any,
+        connections: Connections | None,
         rank: int,
         *,
         members: Sequence[int],
@@ -360,7 +425,8 @@ class GlooPeers:
         return self._tag(number, operation)
 
     def _tag(self, number: int, operation: int) -> int:
-        return 1 << 30 | self._generation << (_KEY_BITS + 2) | number << 2 | operation
+        generation = self._generation % _GENERATIONS
+        return 1 << 30 | generation << (_KEY_BITS + 2) | number << 2 | operation
 
     def post(
         self,
@@ -374,8 +440,9 @@ class GlooPeers:
         """
         transfer = Transfer(what, self._waiters, self._wake, self._members)
         if tag != self._tag(0, CONTROL):
-            transfer.on_receive = self._count_received
+            transfer.on_receive = partial(_count, self._received, self._lock)
             self._sent.update(peer for peer, tensor in sends.items() if tensor.numel())
+        assert self._connections is not None, what
         for peer, tensor in receives.items():
             if tensor.numel():
                 transfer.receive(self._connections, peer, tensor, tag)
@@ -384,10 +451,6 @@ class GlooPeers:
                 transfer.send(self._connections, peer, tensor, tag)
         transfer.start()
         return transfer
-
-    def _count_received(self, peer: int) -> None:
-        with self._lock:
-            self._received[peer] += 1
 
     def exchange(self, payload: bytes, peers: Sequence[int], what: str) -> dict[int, bytes]:
         """Give `payload` to `peers` and return theirs; `what` is its name in errors. Blocking; a
@@ -448,13 +511,21 @@ class GlooPeers:
 
     def abandon(self, transfers: Sequence[Transfer]) -> None:
         """Leave `transfers` behind: what is sent from now on meets nothing sent before. All
-        ranks must call it.
+        ranks must call it, and `renew` when they have met.
         """
         self._abandoned.extend([*transfers, *(transfer for transfer, _ in self._heads.values())])
         self._heads = {}
         with self._lock:
             self._sent, self._received = Counter(), Counter()
-        self._generation = (self._generation + 1) % _GENERATIONS
+        self._generation += 1
+
+    def renew(self, *, stall_timeout_s: float) -> None:
+        """End what was left behind. Collective."""
+        assert self._connections is not None
+        self._connections = self._connections.renewed(
+            self._generation, stall_timeout_s=stall_timeout_s
+        )
+        self._abandoned = []
 
     def run(self, job: Callable[[], None]) -> None:
         """Run a blocking `job` in another thread."""
@@ -463,7 +534,14 @@ class GlooPeers:
     def close(self) -> None:
         """End the threads and, once nothing is under way, the connections."""
         self._waiters.close()
+        if self._connections is not None and (self._abandoned or self._heads):
+            self._connections.close()
         self._connections = None
+
+
+def _count(received: Counter[int], lock: threading.Lock, peer: int) -> None:
+    with lock:
+        received[peer] += 1
 
 
 def _to_bytes(tensor: torch.Tensor) -> bytes:
