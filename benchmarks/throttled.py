@@ -151,7 +151,7 @@ class _Contender:
         begin = time.perf_counter()
         for inputs, targets in batches:
             loss = self.model(inputs[self._part], targets[self._part])
-            loss.backward()
+            self.engine.backward(loss)
             self.optimizer.step()
             self.optimizer.zero_grad()
             losses.append(loss.detach() * self._share)

@@ -7,6 +7,7 @@ which the reference here forms by hand: it computes the gradients of all ranks i
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -45,13 +46,13 @@ def _batch(rank: int, step: int, micro: int, size: int) -> tuple[torch.Tensor, t
 def _gradients(
     model: nn.Module, step: int, micro: int, sizes: Sequence[int], factors: Sequence[float]
 ) -> list[list[torch.Tensor]]:
-    """Return each rank's gradients times its factor, zeros where that is 0."""
+    """Return each rank's gradients of its loss times its factor, zeros where that is 0."""
     out = []
     for rank, (size, factor) in enumerate(zip(sizes, factors, strict=True)):
         loss = model(*_batch(rank, step, micro, size))
         assert math.isnan(loss) == (size == 0)
-        grads = torch.autograd.grad(loss, list(model.parameters()))
-        out.append([grad * factor if factor else torch.zeros_like(grad) for grad in grads])
+        grads = torch.autograd.grad(loss * factor, list(model.parameters()))
+        out.append([grad if factor else torch.zeros_like(grad) for grad in grads])
     return out
 
 
@@ -85,7 +86,7 @@ def _by_hand(world: int, *, shares: Sequence[float] = (), micro_batches_first: b
 def _train(
     rank: int, row: str, *, no_sync: bool, weighted: bool, clip: float | None = None, **options: Any
 ) -> State:
-    """Train in a row, each loss by its samples, or (not `weighted`) by a plain backward."""
+    """Train in a row, each loss by its samples, or (not `weighted`) by the share of its rank."""
     model, optimizer, engine = make_sharded(row, **options)
     for step in range(STEPS):
         for micro in range(2):
@@ -93,10 +94,8 @@ def _train(
             size = (SIZES if weighted else FULL)[rank][micro]
             with hold:
                 loss = model(*_batch(rank, step, micro, size))
-                if weighted:
-                    engine.backward(loss, weight=size if step else torch.tensor(size))
-                else:
-                    loss.backward()
+                weight = size if step else torch.tensor(size)
+                engine.backward(loss, weight=weight if weighted else None)
         if clip is not None:
             engine.clip_grad_norm_(clip)
         optimizer.step()
@@ -130,7 +129,7 @@ def _by_shares(rank: int, world: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_plain_backward_under_batch_shares_counts_its_share_in_every_row(world: int) -> None:
+def test_a_loss_under_batch_shares_counts_its_share_in_every_row(world: int) -> None:
     for found in run_ranks(world, _by_shares, timeout=100):
         assert not any(found.values()), found
 
@@ -389,11 +388,13 @@ def _loads(rank: int, world: int) -> list[str]:
             sampler.set_epoch(epoch)
             for number, (x, y) in enumerate(loader, 1):
                 loss = model(x, y)
-                if engine is not None and (epoch or number == len(loader)):
+                if engine is None:
+                    loss.backward()
+                elif epoch or number == len(loader):
                     assert number < len(loader) or len(x) == (2, 4)[rank], "of 6"
                     engine.backward(loss, weight=len(x))
                 else:
-                    loss.backward()
+                    engine.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
         states.append(final_state(model, engine))
@@ -403,3 +404,182 @@ def _loads(rank: int, world: int) -> list[str]:
 
 def test_uneven_batches_train_as_whole_batches_in_one_process() -> None:
     assert run_ranks(2, _loads) == [[], []]
+
+
+def _plainly(rank: int, world: int) -> list[str]:
+    """Return what a backward that the engine does not see is answered with on one rank, and go on
+    after it.
+    """
+    model, optimizer, engine = make_sharded("zero3", batch_shares=[0.25, 0.75])
+    answers = []
+    for call in (engine.clip_grad_norm_, lambda _: optimizer.step()):
+        loss = model(*_batch(rank, 0, 0, 2))
+        if rank:
+            loss.backward()
+        else:
+            engine.backward(loss)
+        with pytest.raises(zs.StateError) as raised:
+            call(1.0)
+        answers.append(str(raised.value))
+        optimizer.zero_grad()
+    engine.backward(model(*_batch(rank, 1, 0, 2)))
+    optimizer.step()
+    assert engine.steps_skipped == 0
+    engine.close()
+    return answers
+
+
+def test_a_plain_backward_under_batch_shares_is_one_line_on_every_rank() -> None:
+    first, second = run_ranks(2, _plainly)
+    assert first == second == [first[0]] * 2
+    assert "batch_shares multiply the loss" in first[0] and "call engine.backward(loss)" in first[0]
+
+
+def _penalised(rank: int, world: int) -> list[str]:
+    """Take the gradient of an input first, which is no backward of a loss."""
+    found = []
+    for how in ({"weight": 1 + 2 * rank}, {}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        plain = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        shares = None if how else [0.25, 0.75]
+        engine = zs.shard(model, optimizer, policy="zero2", batch_shares=shares)
+        engine.backward(_penalty(model, rank), **how)
+        grads = [engine.full_grad(parameter) for parameter in model.parameters()]
+        (0.25 * _penalty(plain, 0) + 0.75 * _penalty(plain, 1)).backward()
+        found += [
+            str(how)
+            for ours, parameter in zip(grads, plain.parameters(), strict=True)
+            if not _close(ours, parameter.grad)
+        ]
+        engine.close()
+    return found
+
+
+def _close(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+    if theirs is None or ours is None:
+        return ours is theirs
+    return torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def _penalty(model: nn.Module, rank: int) -> torch.Tensor:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return model(x).mean() + (slope.norm(dim=1) - 1).pow(2).mean()
+
+
+def test_a_gradient_of_inputs_is_no_backward_without_a_weight() -> None:
+    assert run_ranks(2, _penalised) == [[], []]
+
+
+def _pooled(rank: int, world: int, accumulates: bool) -> list[str]:
+    """Rank 1 has no token at all: NaN begins in the middle of its model."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(3))})
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = zs.shard(model, optimizer, policy="zero1")
+    x = torch.randn(5, 4)
+
+    def loss_of(blocks: Any, mask: torch.Tensor) -> torch.Tensor:
+        h = blocks[0](x)
+        h = blocks[1]((h * mask).sum(0) / mask.sum())
+        return blocks[2](h).pow(2).mean()
+
+    mask = torch.full((5, 1), 1.0 - rank)
+    loss = loss_of(model["blocks"], mask)
+    assert math.isnan(loss) == bool(rank)
+    if accumulates:
+        engine.accumulate([mask], lambda one: (loss_of(model["blocks"], one), float(one.sum())))
+    else:
+        engine.backward(loss, weight=mask.sum())
+    grads = [engine.full_grad(parameter) for parameter in model.parameters()]
+    loss_of(plain["blocks"], torch.ones(5, 1)).backward()
+    engine.close()
+    pairs = zip(grads, plain.named_parameters(), strict=True)
+    return [name for ours, (name, parameter) in pairs if not _close(ours, parameter.grad)]
+
+
+@pytest.mark.parametrize("accumulates", [False, True], ids=["backward", "accumulate"])
+def test_nan_in_a_model_whose_loss_counts_nothing_brings_zeros(accumulates: bool) -> None:
+    assert run_ranks(2, _pooled, accumulates) == [[], []]
+
+
+def _keeps_its_graph(rank: int, world: int) -> None:
+    """A loss that counts nothing, and another one of the same graph, with the gradient 0 / 0."""
+    model, optimizer, engine = make_sharded("zero2")
+    loss = model(*_batch(rank, 0, 0, 2)) / 0.0
+    engine.backward(loss, weight=0, retain_graph=True)
+    engine.backward(loss * 0.0, weight=1)
+    optimizer.step()
+    assert engine.steps_skipped == 1
+    engine.close()
+
+
+def test_a_loss_that_counts_is_not_silenced_by_one_of_the_same_graph_that_counts_nothing() -> None:
+    run_ranks(2, _keeps_its_graph)
+
+
+class _HalfLoss(nn.Module):
+    """Its loss and its gradient are bf16, its weights fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum().bfloat16()
+
+
+def _rounded(rank: int, world: int) -> list[float]:
+    model = _HalfLoss()
+    engine = zs.shard(model, torch.optim.SGD(model.parameters(), lr=1.0), policy="zero2")
+    engine.backward(model(torch.full((3,), 2.0)), weight=1001)  # 1000 in bf16
+    grad = engine.full_grad(model.weight)
+    engine.close()
+    return [] if grad is None else grad.tolist()
+
+
+def test_a_weight_counts_in_the_sum_as_much_as_in_a_loss_of_few_digits() -> None:
+    assert run_ranks(2, _rounded) == [[2.0] * 3] * 2
+
+
+def _two_engines(rank: int, world: int, how: dict[str, Any]) -> str:
+    """The loss of one engine's model passes through another's; return what that one answers."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (first, second)]
+    weight = how.pop("weight", None)
+    one = zs.shard(first, optimizers[0], policy="zero2")
+    other = zs.shard(second, optimizers[1], policy="zero2", **how)
+    answer = ""
+    for clears in (True, False):
+        other.backward(second(first(torch.randn(2, 4))).pow(2).mean(), weight=weight)
+        optimizers[1].step()
+        if clears:  # as a GAN's discriminator, whose gradients of the generator's loss are dropped
+            optimizers[0].zero_grad()
+            one.backward(first(torch.randn(2, 4)).mean())
+        try:
+            optimizers[0].step()
+        except zs.StateError as error:
+            answer = str(error)
+        assert bool(answer) != clears or not (weight or how)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    for engine in (one, other):
+        engine.close()
+    return answer
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"weight": 2}, {"batch_shares": [0.25, 0.75]}, FP16, {}],
+    ids=["weight", "shares", "fp16", "plain"],
+)
+def test_gradients_of_a_loss_that_another_engine_has_multiplied_are_one_line(
+    how: dict[str, Any],
+) -> None:
+    first, second = run_ranks(2, _two_engines, how)
+    assert first == second and "\n" not in first
+    assert ("another engine's backward() has brought these gradients" in first) == bool(how)

@@ -235,11 +235,19 @@ def piped(
 
 
 def alone(
-    steps: int, sequences: int, *, dp: int = 2, micro_batches: int = 4, clip: float | None = None
+    steps: int,
+    sequences: int,
+    *,
+    dp: int = 2,
+    micro_batches: int = 4,
+    clip: float | None = None,
+    shares: Sequence[float] | None = None,
 ) -> tuple[list[list[float]], State, list[float]]:
     """Train the whole in one process on the same global batch; return the losses of each step and
-    micro-batch, averaged over the data parallel ranks, the weights and the norms.
+    micro-batch, averaged over the data parallel ranks, the weights and the norms. `shares`: how
+    much a loss of each rank counts.
     """
+    counts = shares or [1 / dp] * dp
     model = whole()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     losses, norms = [], []
@@ -250,7 +258,7 @@ def alone(
             chunks = zip(x.tensor_split(micro_batches), y.tensor_split(micro_batches), strict=True)
             for index, (inputs, targets) in enumerate(chunks):
                 loss = loss_of(model(inputs), targets)
-                (loss / (dp * micro_batches)).backward()  # type: ignore[no-untyped-call]
+                (loss * (counts[rank] / micro_batches)).backward()  # type: ignore[no-untyped-call]
                 sums[index] += loss.item() / dp
         losses.append(sums)
         if clip is not None:

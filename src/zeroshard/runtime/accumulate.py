@@ -91,7 +91,6 @@ class Accumulate:
         self._held: tuple[Unit, ...] = ()  # by the section that runs
         self._losses: list[torch.Tensor] = []
         self._counts: list[float | None] = []  # what they count
-        self._factors: list[float] = []  # by which their gradients are multiplied
         self._left: Counter[Unit] = Counter()  # sections to come in the backward
 
     def run(self, batches: Sequence[Any], loss_fn: LossFn) -> Accumulated:
@@ -226,15 +225,14 @@ class Accumulate:
         section. That of the first one begins the backward of all, on `stack`.
         """
         loss, weight = _told(one.take())
-        with weighed(self._backward, self._scaler, weight) as scaled:
-            self._factors.append(self._backward.manner.factor)
+        with weighed(self._backward, self._scaler, loss, weight) as scaled:
             count = self._backward.manner.weight
             if one.index:
                 self._backward.accumulation.weigh(count)
             else:
                 stack.enter_context(self._backward.of_schedule(self._trained, gathers=True))
             # kept: the graphs of other sections' inputs meet this one
-            torch.autograd.backward([scaled(loss)], retain_graph=True)
+            torch.autograd.backward([scaled], retain_graph=True)
         self._losses.append(loss.detach())
         self._counts.append(count)
 
@@ -253,8 +251,12 @@ class Accumulate:
 
     def _backward_in(self, visit: Visit, index: int) -> None:
         """Run the backward of micro-batch `index` in one section."""
-        with self._backward.running_as(factor=self._factors[index]):
-            visit.backward(partial(self._watch, visit.section.units), checks=index == 0)
+        weight = self._counts[index]
+        counts = self._backward.share if weight is None else weight
+        watch = partial(self._watch, visit.section.units)
+        scaled = self._scaler is not None
+        with self._backward.running_as(seen=True, scaled=scaled, weight=weight):
+            visit.backward(watch, checks=index == 0, counts=counts != 0)
 
     def _complete(self, visits: Sequence[Visit]) -> None:
         """Hand over the units that no section to come uses, but those around, which the graphs

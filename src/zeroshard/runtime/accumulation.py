@@ -20,7 +20,7 @@ __all__ = ["UNKNOWN", "WEIGHTED", "Accumulation", "total_weight"]
 # micro-batches of a rank that cannot tell whether all gradients were cleared
 UNKNOWN = (1 << 32) - 1
 # kinds of backwards, a bit each
-UNWEIGHTED, WEIGHTED = 1, 2
+UNWEIGHTED, WEIGHTED, PLAIN, OF_ANOTHER = 1, 2, 4, 8
 _KINDS = ("no backward", "none with a weight", "all with a weight", "some with a weight")
 
 
@@ -33,7 +33,7 @@ class Accumulation:
         self.scaled = False  # whether the loss of these gradients was scaled
         self.divisor = 1  # by which the step divides them, beside the number of ranks
         self.micro_batches = 0  # backwards
-        self.kinds = 0  # of backwards: UNWEIGHTED, WEIGHTED or both
+        self.kinds = 0  # of backwards
         self.weight = 0.0  # the sum of their weights; NaN where one is negative or not finite
 
     @property
@@ -57,20 +57,25 @@ class Accumulation:
                 " same scale_grads, or call zero_grad() between them"
             )
 
-    def add(self, *, scaled: bool, divisor: int = 1, weight: float | None = None) -> None:
-        """A backward begins, which counts `weight` (None: as any other)."""
-        self.weigh(weight)
+    def add(self, *, scaled: bool, divisor: int = 1) -> None:
+        """A backward begins."""
         self.micro_batches += self.micro_batches != UNKNOWN
         self.has_gradient = self.changed = True
         self.scaled, self.divisor = scaled, divisor
 
     def weigh(self, weight: float | None) -> None:
-        """A backward that has begun brings gradients of a loss that counts `weight`, too."""
+        """The loss of a backward that has begun counts `weight` (None: its rank's share)."""
         if weight is None:
             self.kinds |= UNWEIGHTED
         else:
             self.kinds |= WEIGHTED
             self.weight += weight if 0.0 <= weight < math.inf else math.nan
+
+    def bring(self, *, of_another: bool) -> None:
+        """A backward brings a gradient of a loss that the engine does not see: a plain
+        ``loss.backward()``, or that `of_another` engine, which has multiplied the loss.
+        """
+        self.kinds |= OF_ANOTHER if of_another else PLAIN
 
     def finalized(self) -> None:
         """The gradients have been averaged, or stepped."""
@@ -84,20 +89,35 @@ class Accumulation:
         self.micro_batches = micro_batches
 
 
-def total_weight(kinds: Sequence[int], weights: Sequence[float]) -> float | None:
+def total_weight(
+    kinds: Sequence[int], weights: Sequence[float], *, shared: bool = False
+) -> float | None:
     """Return the sum of all ranks' `weights`, in rank order; None where no backward had one.
 
     Raises StateError where only some of the backwards had one (`kinds`, of every rank), for weights
-    that are negative or not finite, and for a sum of 0.
+    that are negative or not finite, and for a sum of 0; where losses are `shared` (batch_shares),
+    and one was not seen, and where another engine has multiplied one.
     """
     found = set(kinds)  # a few, of thousands of ranks
-    if not any(kind & WEIGHTED for kind in found):
-        return None
-    if any(kind & UNWEIGHTED for kind in found):
+    if any(kind & OF_ANOTHER for kind in found):
         raise StateError(
-            "backwards with a weight and without one cannot be added"
-            f" ({holders([_KINDS[kind] for kind in kinds])}): give every engine.backward() of a"
-            " step a weight on every rank, or none, and call zero_grad() between the steps"
+            "another engine's backward() has brought these gradients, and has multiplied its loss"
+            " by a weight, its batch_shares or its loss scale: give zs.shard() one module that"
+            " holds both models, or call zero_grad() where these gradients are not wanted"
+        )
+    if not any(kind & WEIGHTED for kind in found):
+        if shared and any(kind & PLAIN for kind in found):
+            raise StateError(
+                "batch_shares multiply the loss, and loss.backward() does not show it to the"
+                " engine: call engine.backward(loss) instead, on every rank"
+            )
+        return None
+    if any(kind & ~WEIGHTED for kind in found):
+        told = [_KINDS[(kind & WEIGHTED) + bool(kind & ~WEIGHTED)] for kind in kinds]
+        raise StateError(
+            f"backwards with a weight and without one cannot be added ({holders(told)}): give every"
+            " engine.backward() of a step a weight on every rank, or none, and call zero_grad()"
+            " between the steps"
         )
     total = sum(weights)
     if not math.isfinite(total):

@@ -46,15 +46,20 @@ __all__ = ["Backward", "retains_graph"]
 class Backward:
     """One engine's gradients, from the first hook of a backward to the optimizer's step."""
 
-    def __init__(self, weights: Weights, reductions: Reductions, manner: Manner) -> None:
-        """`manner`: that of a plain ``loss.backward()``."""
+    def __init__(
+        self, weights: Weights, reductions: Reductions, *, share: float | None = None
+    ) -> None:
+        """`share`: what the loss of this rank counts where it has no weight (None: as all
+        others).
+        """
         self.optimizer: ShardedOptimizer | None = None
         self.accumulation = Accumulation()
         self.decisions = Decisions()
         self.reductions = reductions
         self.saved = SavedTensors(weights)
         self._weights = weights
-        self.manner = self._plain = manner
+        self.share = share
+        self.manner = self._plain = Manner()  # of a plain loss.backward()
         self.announce: Callable[[str, Any], None] | None = None  # inside join()
         self._pass = BackwardPass()
         self._trainable = [unit for unit in weights.units if unit.trainable]
@@ -77,10 +82,17 @@ class Backward:
     def running_as(self, **changes: Any) -> Iterator[None]:
         """Run the backwards inside in a manner with these `changes`."""
         before, self.manner = self.manner, replace(self.manner, **changes)
+        multiplies = changes.get("seen") and (
+            self.manner.scaled or self.manner.weight is not None or self.share is not None
+        )
+        if multiplies:
+            _multiplying.append(self)
         try:
             yield
         finally:
             self.manner = before
+            if multiplies:
+                _multiplying.remove(self)
 
     @contextmanager
     def of_schedule(
@@ -238,9 +250,10 @@ class Backward:
         grad = grad.detach() if grad.requires_grad else grad
         if leaf.to_local is not None:
             grad = leaf.to_local(grad)
-        manner, room = self.manner, self.reductions.make_room
-        more = self._pass.gathers
-        leaf.path.add(leaf.index, grad, manner.factor, sync=manner.sync, more=more, make_room=room)
+        if not self._pass.seen:
+            self.accumulation.bring(of_another=_multiplying[-1:] not in ([], [self]))
+        room, more = self.reductions.make_room, self._pass.gathers
+        leaf.path.add(leaf.index, grad, sync=self.manner.sync, more=more, make_room=room)
         self._pass.took(leaf.unit, leaf.parameter)
 
     # ------------------------------------------------------------------ a pass
@@ -260,10 +273,12 @@ class Backward:
             weighted = manner.weight is not None
             told = {"sync": manner.sync, "scaled": manner.scaled, "weighted": weighted}
             self.tell("backward", told)
-            self.accumulation.add(
-                scaled=manner.scaled, divisor=manner.divisor, weight=manner.weight
-            )
-        self._pass = BackwardPass(retains=retains, brings=brings, gathers=gathers, units=units)
+            self.accumulation.add(scaled=manner.scaled, divisor=manner.divisor)
+            if manner.seen:
+                self.accumulation.weigh(manner.weight)
+        self._pass = BackwardPass(
+            retains=retains, brings=brings, gathers=gathers, units=units, seen=manner.seen
+        )
         self._weights.begin("backward")
         self.leaves.clear_gradients()
         # released parameters are asked for what they answer anyway
@@ -309,7 +324,8 @@ class Backward:
         """Take part in a backward of the other ranks, without one of our own: gather what they
         gather, contribute zeros.
         """
-        with self.running_as(sync=sync, scaled=scaled, weight=0.0 if weighted else None):
+        weight = 0.0 if weighted else None
+        with self.running_as(sync=sync, scaled=scaled, seen=True, weight=weight):
             self._begin(brings=True)
             for unit in self._weights.shadow("backward"):
                 # at once, as they do: they may wait for our part before they gather on
@@ -415,6 +431,10 @@ class Backward:
             path.abandon()
         self.leaves.clear_gradients()
         self.reset()
+
+
+# engines that have multiplied the loss of the backward under way, which may reach others
+_multiplying: list[Backward] = []
 
 
 def _gets_gradient(parameter: torch.Tensor) -> bool:

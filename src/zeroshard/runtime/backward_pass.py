@@ -19,8 +19,8 @@ class Manner:
     sync: bool = True  # False inside no_sync()
     scaled: bool = False  # inside engine.backward()
     divisor: int = 1  # by which the step divides, beside the number of ranks
-    weight: float | None = None  # of engine.backward(weight=): what the backward counts
-    factor: float = 1.0  # by which gradients are multiplied as they enter their buffer
+    seen: bool = False  # the engine has the loss, which counts its share or `weight`
+    weight: float | None = None  # of engine.backward(weight=)
     refused: str | None = None  # why a backward that no schedule runs is refused
     joined: bool = False  # inside join(): other ranks may shadow this one
 
@@ -33,6 +33,7 @@ class BackwardPass:
     # many graph tasks as there are
     units: Sequence[Unit] | None = None
     ended: bool = False
+    seen: bool = False  # see Manner
     gathers: bool = False  # gradients of several micro-batches: units are handed over when told
     brings: bool = False  # gradients have come: one by torch.autograd.grad brings none
     retains: bool = False  # its graph may be walked again

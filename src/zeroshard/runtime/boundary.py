@@ -32,6 +32,7 @@ from zeroshard.runtime.micro_batches import Autocast
 from zeroshard.runtime.sections import Section
 from zeroshard.runtime.shelf import Shelf
 from zeroshard.runtime.trees import tensors_within
+from zeroshard.runtime.weighting import silence
 
 __all__ = ["Visit"]
 
@@ -134,11 +135,11 @@ class Visit:
         if self.needs_backward:
             self._shelf.ahead()
 
-    def backward(self, watch: Callable[[Any], None], *, checks: bool) -> None:
+    def backward(self, watch: Callable[[Any], None], *, checks: bool, counts: bool = True) -> None:
         """Run the section again and its backward, and push the gradients of the inputs on.
 
         `watch` is given the outputs before the backward. `checks`: look for tensors that nobody can
-        follow.
+        follow. Unless it `counts`, zeros make zeros.
         """
         if not self.needs_backward or all(grad is None for grad in self._grads):
             self._end()
@@ -156,6 +157,9 @@ class Visit:
             self._refuse_kept()
         outputs, grads = [output for output, _ in pairs], [grad for _, grad in pairs]
         watch(outputs)
+        if not counts:
+            before = [edge.node for edge in self._edges.values()]
+            silence([*(output.grad_fn for output in outputs), *before])
         del leaves, pairs, args, kwargs
         self._grads = []
         if outputs:

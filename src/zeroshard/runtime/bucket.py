@@ -5,8 +5,7 @@ sum of micro-batches that waits for it.
     inside no_sync, where the row adds micro-batches before ranks:
     param.grad --add---> PartialSum ... --cast--> GradBucket                 --> a reduce
 
-Invariant: a bucket is handed over whole; parameters without a gradient and padding are zeros. A
-gradient that counts more or less than others is multiplied here, in the dtype of the buffer. Cost:
+Invariant: a bucket is handed over whole; parameters without a gradient and padding are zeros. Cost:
 one copy of each gradient.
 """
 
@@ -85,12 +84,10 @@ class GradBucket:
         self._streams.alloc(self.name)
         self.views = self._flat.buffer.views_of(self.buffer.data)
 
-    def add(self, index: int, grad: torch.Tensor, factor: float = 1.0) -> None:
-        """Take in a gradient of parameter `index` times `factor`."""
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Take in a gradient of parameter `index`."""
         view = self.views[index]
-        if factor != 1.0:
-            _take(view, grad, factor, fresh=not self.seen[index])
-        elif self.seen[index]:
+        if self.seen[index]:
             view.add_(grad)
         else:
             view.copy_(grad)
@@ -208,16 +205,14 @@ class PartialSum:
         whole, self.state = self.state.whole, None
         return whole
 
-    def add(self, index: int, grad: torch.Tensor, factor: float = 1.0) -> None:
-        """Add a gradient of parameter `index` times `factor`."""
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Add a gradient of parameter `index`."""
         slot = self._flat.layout.slots[index]
         with self._losing():
             state = self.open() if self.state is None else self.state
             with state.borrowed(slot.offset, slot.stop, write=True) as part:
                 view = self._flat.buffer.view_in(part, index)
-                if factor != 1.0:
-                    _take(view, grad.to(view.device), factor, fresh=not self.seen[index])
-                elif self.seen[index]:
+                if self.seen[index]:
                     view.add_(grad.to(view.device))
                 else:
                     view.copy_(grad)
@@ -255,17 +250,3 @@ class PartialSum:
         if self.state is not None:
             self.state.close()
         self.state, self.seen, self._lost = None, [False] * len(self.seen), False
-
-
-def _take(view: torch.Tensor, grad: torch.Tensor, factor: float, *, fresh: bool) -> None:
-    """Store `grad` times `factor` in `view`, or add it where it is not `fresh`: rounded once to the
-    dtype of `view` before it is added. A factor of 0 counts nothing, whatever `grad` holds: the
-    mean over no token is NaN.
-    """
-    if not fresh:
-        if factor:
-            view.add_(grad.to(view.dtype) * factor)
-    elif factor:
-        view.copy_(grad).mul_(factor)
-    else:
-        view.zero_()

@@ -223,7 +223,7 @@ class Engine(Assembly):
         weight: float | torch.Tensor | None = None,
         retain_graph: bool = False,
     ) -> None:
-        """Run the backward of `loss` (0-d); in fp16 of the scaled loss.
+        """Run the backward of `loss` (0-d) times what it counts; in fp16 of the scaled loss.
 
         With a `weight` on every backward since ``zero_grad()``, on every rank, the gradient of the
         step is the sum of weights x gradients over ranks and micro-batches, divided by the sum of
@@ -231,10 +231,13 @@ class Engine(Assembly):
         of them. Do not divide such a loss by the number of micro-batches. 0 counts nothing, even of
         a loss that is NaN. A tensor (0-d) is read by the host. Without `weight`, ranks count the
         same, or as ``batch_shares`` says, and micro-batches are added.
+
+        The loss is multiplied, so that gradients which cross ranks (experts, 'cp') count what the
+        rank of their loss says; other parameters that `loss` reaches see it, too.
         """
         self._states.check_open()
-        with weighed(self._backward, self._scaler, weight) as scaled:
-            scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        with weighed(self._backward, self._scaler, loss, weight) as scaled:
+            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Say that more micro-batches follow before the step: gradients rest where the policy's

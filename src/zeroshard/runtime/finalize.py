@@ -116,7 +116,7 @@ class Finalizer:
         self._scaler = scaler
         # of all ranks' losses where they have none of their own: shares add up to 1. All ranks
         # count for every parameter: tokens of all pass through experts that some hold
-        self._weight = 1 if context.options.batch_shares else context.transport.size
+        self._weight = context.transport.size if backward.share is None else 1
         self._faults = context.faults
         self._bad_steps = bad_steps
         self._bad_in_a_row = 0
@@ -148,7 +148,11 @@ class Finalizer:
                 backward.flush()
                 answers = self._average_and_compare()
             united = self._unite(answers)
-            weight = total_weight([one.kinds for one in answers], [one.weight for one in answers])
+            weight = total_weight(
+                [one.kinds for one in answers],
+                [one.weight for one in answers],
+                shared=backward.share is not None,
+            )
         culprits = self._culprits(answers, united, weight)
         if weight is not None:
             self._divide(weight)

@@ -126,23 +126,22 @@ class GradientPath:
         self,
         index: int,
         grad: torch.Tensor,
-        factor: float = 1.0,
         *,
         sync: bool,
         more: bool = False,
         make_room: Callable[[int], None],
     ) -> None:
-        """Take in the gradient of parameter `index` times `factor`; `make_room(num_bytes)` is
-        called before a buffer is borrowed. `more` gradients of it may come before a reduce.
+        """Take in the gradient of parameter `index`; `make_room(num_bytes)` is called before a
+        buffer is borrowed. `more` gradients of it may come before a reduce.
         """
         self.used[index] = True
         rests = self.partial.of_micro_batches and (self.partial.is_there or not sync)
         # a sum in the dtype of the wire would be rounded after every micro-batch
         if rests or (more and self.precision.wire is not self.precision.accumulate):
-            self._whole.add(index, grad, factor)
+            self._whole.add(index, grad)
             return
         self._open_bucket(make_room)
-        self.bucket.add(index, grad, factor)
+        self.bucket.add(index, grad)
 
     def _open_bucket(self, make_room: Callable[[int], None]) -> None:
         if self.bucket.is_open:

@@ -13,7 +13,6 @@ from zeroshard.optim.runner import StepOptions
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.state_dicts import PartialState
 from zeroshard.runtime.backward import Backward
-from zeroshard.runtime.backward_pass import Manner
 from zeroshard.runtime.budget import Budget
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.finalize import Finalizer
@@ -78,8 +77,8 @@ def make_weights_and_gradients(
         trimmer=context.tiering.trimmer if context.device.type == "cpu" else Trimmer(None),
     )
     shares = context.options.batch_shares
-    manner = Manner(factor=shares[context.transport.rank]) if shares else Manner()
-    return weights, Backward(weights, reductions, manner)
+    share = shares[context.transport.rank] if shares else None
+    return weights, Backward(weights, reductions, share=share)
 
 
 def step_settings(context: Context, units: Sequence[Unit]) -> tuple[PartialState, StepOptions]:

@@ -41,6 +41,7 @@ from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import Manner
 from zeroshard.runtime.unit import Unit
+from zeroshard.runtime.weighting import weighed
 from zeroshard.runtime.weights import Weights
 
 __all__ = ["Following", "Terms", "check_budget", "check_mesh", "stages_of", "units_of"]
@@ -261,10 +262,12 @@ class Following:
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> Any:
-        if loss is not None and self._scaler is not None:
-            loss = loss.float() * self._scaler.scale
         kind = "B" if full_backward else "I"
-        with self._computing(driven, kind), self._gradients(driven, kind):
+        with ExitStack() as stack:
+            if loss is not None:
+                loss = stack.enter_context(weighed(self._backward, self._scaler, loss))
+            stack.enter_context(self._computing(driven, kind))
+            stack.enter_context(self._gradients(driven, kind))
             return original(
                 chunk, loss=loss, full_backward=full_backward, last_backward=last_backward
             )
@@ -287,7 +290,7 @@ class Following:
         units = driven.units if brings else ()
         with (
             backward.running_as(
-                sync=sync, scaled=self._manner.scaled, divisor=self._manner.divisor
+                sync=sync, seen=True, scaled=self._manner.scaled, divisor=self._manner.divisor
             ),
             self._whole(driven.units, kind),
             backward.of_schedule(units, retains=kind == "I"),

@@ -1,54 +1,100 @@
-"""What a backward counts in its step: ``engine.backward(loss, weight=n)``.
+"""What the loss of a backward counts in its step: ``engine.backward(loss, weight=n)``, and
+``batch_shares``.
 
 Of means over n_1, n_2, ... samples with gradients g_1, g_2, ... the mean over all samples has::
 
     (n_1 g_1 + n_2 g_2 + ...) / (n_1 + n_2 + ...)          over ranks and micro-batches
 
-Each product is formed where a gradient enters its buffer (bucket.py), the sum as any other, and the
-quotient once all ranks have told their weights (finalize.py). In fp16 the power of two in a weight
-goes to the loss, as the loss scale does, so that gradients of activations keep their range.
+The loss is multiplied, before its backward: where autograd crosses ranks (experts, context
+parallelism, gathered features, SyncBatchNorm) the gradient that arrives in a parameter comes from
+the losses of several ranks, each with its own weight. The quotient is formed once all ranks have
+told their weights (finalize.py).
 
-Invariant: a product is rounded once (docs/design/weights-of-losses.md).
+Invariant: a loss that counts 0 brings zeros, whatever its numbers are, and its graph runs, in which
+other ranks may wait (docs/design/weights-of-losses.md).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
 
-__all__ = ["weighed"]
+__all__ = ["silence", "weighed"]
 
 
 @contextmanager
 def weighed(
-    backward: Backward, scaler: LossScaler | None, weight: float | torch.Tensor | None
-) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Run backwards of losses that count `weight` (0-d of a tensor; None: as all others of their
-    rank) inside. Yields the function that gives the loss to call ``backward()`` of.
+    backward: Backward,
+    scaler: LossScaler | None,
+    loss: torch.Tensor,
+    weight: float | torch.Tensor | None = None,
+) -> Iterator[torch.Tensor]:
+    """Run the backward of `loss` inside, which counts `weight` (0-d of a tensor; None: the share of
+    this rank). Yields the loss to call ``backward()`` of.
     """
-    scale = 1.0 if scaler is None else scaler.scale
-    changes: dict[str, float] = {}
     if weight is not None:
-        weight = float(weight)
-        power = 1.0 if scaler is None else _power_of_two(weight)
-        scale *= power
-        changes = {"weight": weight, "factor": weight / power}
+        weight = _in_dtype(float(weight), loss.dtype)
+    counts = backward.share if weight is None else weight
+    scaled = loss if scaler is None else loss.float() * scaler.scale
+    if counts is not None:
+        scaled = scaled * counts
+    silenced = silence([scaled.grad_fn]) if counts == 0 else []
+    try:
+        with backward.running_as(seen=True, scaled=scaler is not None, weight=weight):
+            yield scaled
+    finally:
+        for handle in silenced:
+            handle.remove()
 
-    def scaled(loss: torch.Tensor) -> torch.Tensor:
-        return loss if scaler is None else loss.float() * scale
 
-    with backward.running_as(scaled=scaler is not None, **changes):
-        yield scaled
+def _in_dtype(weight: float, dtype: torch.dtype) -> float:
+    """Return `weight` with as many digits as numbers of `dtype` have: autograd rounds it so, and it
+    shall count as much in the sum of all weights.
+    """
+    digits, power = math.frexp(weight)
+    return math.ldexp(float(torch.tensor(digits, dtype=dtype)), power)
 
 
-def _power_of_two(weight: float) -> float:
-    """Return the largest power of two that is at most `weight`, 1 where there is none."""
-    if not 0.0 < weight < math.inf:
-        return 1.0
-    return math.ldexp(1.0, math.frexp(weight)[1] - 1)
+def silence(nodes: Iterable[Any]) -> list[RemovableHandle]:
+    """Let all operators between `nodes` and the leaves make zeros of zeros, where 0 x NaN and 0 / 0
+    would be NaN: the mean over no token is. Return the hooks that do so.
+
+    Functions of other code are left alone: gradients of other ranks may come out of them.
+    """
+    handles, seen, todo = [], set[Any](), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo.extend(after for after, _ in node.next_functions)
+        if not isinstance(node, BackwardCFunction) and "::" not in node.name():
+            handles.append(node.register_hook(_zeros_of_zeros))
+    return handles
+
+
+def _zeros_of_zeros(
+    grads: tuple[torch.Tensor | None, ...], arrived: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor | None, ...] | None:
+    """Return the `grads` that an operator has made of those that have `arrived`, zeros where all of
+    these are. Nothing is read by the host.
+    """
+    there = [grad for grad in arrived if grad is not None]
+    if not there or not all(_is_dense(grad) for grad in (*there, *grads) if grad is not None):
+        return None
+    nothing = torch.stack([grad.count_nonzero() for grad in there]).sum() == 0
+    return tuple(None if grad is None else torch.where(nothing, 0.0, grad) for grad in grads)
+
+
+def _is_dense(grad: torch.Tensor) -> bool:
+    """Whether all numbers of `grad` are here, in one block."""
+    return type(grad) is torch.Tensor and grad.layout is torch.strided and not grad.is_nested
