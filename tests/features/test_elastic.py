@@ -7,6 +7,9 @@ The repeated deaths are in ``tests/faults/test_elastic.py``.
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zeroshard as zs
 from tests.support.elastic_runs import (
@@ -120,6 +124,8 @@ def test_the_launcher_says_from_where_the_ranks_go_on() -> None:
     on_disk: dict[str, Any] = {"parts": [], "saved": {"/runs/gpt": 8}}
     assert source([*halves, on_disk]) == "from checkpoint (step 8)"
     assert source([halves[0], on_disk]) == "from checkpoint (step 8)"
+    older: dict[str, Any] = {"parts": [], "saved": {"/runs/gpt": 6}}
+    assert source([older, on_disk]) == source([on_disk, older]) == "from checkpoint (step 8)"
 
 
 def test_the_device_of_a_dead_rank_is_left_alone() -> None:
@@ -333,12 +339,12 @@ def test_redundancy_is_one_other_host_or_none(tmp_path: Path) -> None:
 
 
 def test_strangers_and_nonsense_change_nothing_in_a_keeper() -> None:
-    import socket
-
     with servers(1) as (server,):
         keeper = Keeper(server.address)
         keeper.saved("/runs", 3)
-        for nonsense in (b"", b"no JSON", b"[]", b'{"put": ["a", "b"]}', b'{"open": 99}'):
+        deep, huge = b"[" * 60000, b'{"saved": "/runs", "step": 1e400}'
+        short = b'{"put": ["a", "b"]}'
+        for nonsense in (b"", b"no JSON", b"[]", short, b'{"open": 99}', deep, huge):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
                 client.connect("\0" + server.address)
                 client.send(nonsense)
@@ -346,12 +352,170 @@ def test_strangers_and_nonsense_change_nothing_in_a_keeper() -> None:
         assert server.summary() == {"parts": [], "saved": {"/runs": 3}}
 
 
+def _alternate(rank: int, world: int, homes: list[str], directory: Path, redundancy: int) -> None:
+    with kept_at(homes[rank]):
+        model, optimizer, engine = make()
+        savers = [zs.Saver(directory, engine, redundancy=redundancy) for _ in range(2)]
+        for number in range(1, 7):
+            step_once(model, optimizer, number, rank, world)
+            if number == 6:  # made anew, and the other one is not closed
+                savers[0] = zs.Saver(directory, engine, redundancy=redundancy)
+            assert savers[number % 2].keep(number)
+            restored = zs.load(directory, engine)
+            assert (restored.step, restored.from_memory) == (number, True)
+        for saver in savers:
+            saver.close()
+        engine.close()
+
+
+@pytest.mark.parametrize("redundancy", [0, 1])
+def test_two_savers_of_one_directory_keep_the_newest_step_in_turn(
+    redundancy: int, tmp_path: Path
+) -> None:
+    with servers(2) as (one, other):
+        homes = [one.address, other.address if redundancy else one.address]
+        run_ranks(2, _alternate, homes, tmp_path, redundancy)
+        kept = [part["step"] for server in (one, other) for part in server.summary()["parts"]]
+        assert set(kept) == {6} and len(kept) == 2 + 2 * redundancy, "the older ones are dropped"
+
+
+def _two_engines(rank: int, world: int, address: str, directory: Path) -> str:
+    with kept_at(address):
+        (_, _, engine), (_, _, other) = make(), make()
+        zs.Saver(directory, engine).keep(1)
+        with pytest.raises(zs.CheckpointError) as error:
+            zs.Saver(directory, other).keep(1)
+        zs.Saver(directory / "other", other).keep(1)
+        zs.Saver(directory, engine).keep(2)
+        engine.close()
+        zs.Saver(directory, other).keep(3)
+        assert zs.load(directory, other).step == 3
+        other.close()
+    return str(error.value)
+
+
+def test_a_directory_keeps_the_steps_of_one_engine_and_the_second_is_told(tmp_path: Path) -> None:
+    with servers(1) as (server,):
+        for told in run_ranks(2, _two_engines, server.address, tmp_path):
+            assert "keeps the steps of another engine (of Sequential)" in told, told
+            assert "give each engine a directory of its own" in told
+
+
+def _count_open(rank: int, world: int, homes: list[str], directory: Path) -> list[list[int]]:
+    counts = []
+    with kept_at(homes[rank]):
+        model, optimizer, engine = make()
+        for number in (1, 2, 3):
+            step_once(model, optimizer, number, rank, world)
+            with suppress(ZeroDivisionError), zs.Saver(directory, engine, redundancy=1) as saver:
+                saver.keep(number)
+                if number == 2:
+                    1 / 0  # noqa: B018  # as a script that fails
+            groups = len(dist.distributed_c10d._world.pg_names)
+            counts.append([groups, len(os.listdir("/proc/self/fd"))])
+        # to another host, where the parts are fetched
+        with kept_at(homes[2 + rank]):
+            assert zs.load(directory, engine).step == 3
+        counts.append([len(dist.distributed_c10d._world.pg_names)])
+        engine.close()
+    return counts
+
+
+def test_savers_and_loads_leave_no_process_group_behind(tmp_path: Path) -> None:
+    with servers(3) as (one, other, third):
+        homes = [one.address, other.address, one.address, third.address]
+        for first, *more, fetched in run_ranks(2, _count_open, homes, tmp_path):
+            assert more == [first] * 2 and fetched == first[:1]
+
+
+def _fetch_at_limit(rank: int, world: int, homes: list[str], directory: Path) -> str:
+    real = Keeper.put
+
+    def put(self: Keeper, slot: list[Any], file: int, note: int) -> None:
+        raise zs.CheckpointError("as many files open as it may")
+
+    with kept_at(homes[rank]):
+        _, _, engine = make()
+        Keeper.put = put if rank else real  # type: ignore[method-assign]
+        try:
+            with pytest.raises(zs.CheckpointError) as error:
+                zs.load(directory, engine)
+        finally:
+            Keeper.put = real  # type: ignore[method-assign]
+        assert zs.load(directory, engine).step == 2
+        engine.close()
+    return str(error.value)
+
+
+def test_a_host_that_cannot_hold_what_it_fetches_is_told_on_all(tmp_path: Path) -> None:
+    with servers(3) as (one, other, third):
+        homes = [one.address, other.address]
+        run_ranks(2, _train, homes, tmp_path, 2, 1)
+        for told in run_ranks(2, _fetch_at_limit, [one.address, third.address], tmp_path):
+            assert "as many files open as it may" in told
+
+
+LIMITED = """
+import os, resource, sys, threading
+from zeroshard.core.keeper import Keeper
+from zeroshard.core.kept import Part, note_of
+from zeroshard.errors import CheckpointError
+from zeroshard.launch.keeper import KeeperServer
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
+more = [os.open(os.devnull, os.O_RDONLY) for _ in range(int(sys.argv[1]))]
+server = KeeperServer()
+address, done = os.pipe(), os.pipe()
+child = os.fork()
+if child == 0:  # a rank
+    for fd in (address[1], done[0]):
+        os.close(fd)
+    keeper = Keeper(os.read(address[0], 100).decode())
+    def put(rank):
+        file, note = os.memfd_create("file"), os.memfd_create("note")
+        os.write(note, note_of(Part("/runs", "writer", "nonce", 7, 200, rank, 0), b"{}"))
+        try:
+            keeper.put(["/runs", "writer", rank, 0], file, note)
+        finally:
+            os.close(file), os.close(note)
+    rank = 0
+    try:
+        for rank in range(200):
+            put(rank)
+    except CheckpointError as error:
+        print(rank, error)
+    keeper.saved("/runs", 3)  # takes no more files
+    keeper.drop("/runs", but="nobody")
+    put(0)
+    print([part.rank for _, part in keeper.parts("/runs")], keeper.whole_step("/runs"))
+    sys.stdout.flush()
+    os._exit(0)
+os.write(address[1], server.address.encode())
+assert os.waitpid(child, 0)[1] == 0
+assert server.summary()["saved"] == {"/runs": 3}
+server.close()
+"""
+
+
+@pytest.mark.parametrize("others", [0, 1], ids=["one file is left", "none is left"])
+def test_a_keeper_raises_its_limit_of_open_files_and_at_it_says_so_and_goes_on(others: int) -> None:
+    line = [sys.executable, "-c", LIMITED, str(others)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    refused, after = done.stdout.splitlines()
+    rank, _, told = refused.partition(" ")
+    assert 100 < int(rank) < 128, "two files for each part, of 256"
+    assert told == (
+        "the launcher, which keeps this job's memory, has as many files open as it may (256), two"
+        " for each part of a checkpoint: raise its limit (ulimit -n)"
+    )
+    assert after == "[0] None"
+
+
 # ------------------------------------------------------------------ a real launch
 
 
 def test_a_killed_rank_costs_no_step_and_the_other_goes_on_from_memory(tmp_path: Path) -> None:
-    import subprocess
-
     from tests.support import elastic_runs
 
     plan = Plan(steps=8, deaths=[Death(world=2, rank=0, step=5, where="forward")])

@@ -22,11 +22,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
 from zeroshard.checkpoint.indices import heading_of, index_of
-from zeroshard.checkpoint.kept import local_keeper
+from zeroshard.checkpoint.kept import local_keeper, telling_keeper
 from zeroshard.checkpoint.pieces import Stateful, collect, divide
 from zeroshard.checkpoint.shards import write_shard
 from zeroshard.checkpoint.stages import unite
@@ -35,13 +36,15 @@ from zeroshard.comm import memfd
 from zeroshard.comm.copies import Copies
 from zeroshard.core.keeper import Keeper
 from zeroshard.core.kept import Part, note_of, partners
-from zeroshard.errors import ConfigError
+from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.runtime.engine import Engine, states_of
 
 __all__ = ["Keeping", "copies_of"]
 
 _log = logging.getLogger("zeroshard")
 _CALL = "saver.keep()"
+# by directory: the engine whose step was kept last
+_kept: WeakValueDictionary[str, Engine] = WeakValueDictionary()
 
 
 def copies_of(engine: Engine) -> Copies:
@@ -54,10 +57,8 @@ def copies_of(engine: Engine) -> Copies:
 class _Slot:
     """Two files that the keeper holds: pieces, and the note that says that they are complete."""
 
-    def __init__(self, keeper: Keeper, place: list[Any]) -> None:
+    def __init__(self) -> None:
         self.file, self.note = memfd.create(0), memfd.create(0)
-        os.ftruncate(self.note, 0)
-        keeper.put(place, self.file, self.note)
 
     def empty(self) -> None:
         """Say that the pieces are not complete."""
@@ -145,6 +146,7 @@ class Keeping:
         """
         assert self._place is not None
         with on_all_ranks(self._engine, _CALL, f"step {step} cannot be collected"):
+            self._refuse_other_engine(self._place.directory)
             part = collect(self._engine, states, extra, frozen=frozen)
         unite(self._engine, part)
         divide(self._engine, part)
@@ -154,7 +156,6 @@ class Keeping:
         note = b""
         with on_all_ranks(self._engine, _CALL, f"step {step} cannot be kept"):
             slot = self._slot(rank)
-            slot.empty()
             name = Path(f"rank-{rank:05d}-of-{self._ranks.size:05d}.safetensors")
             metadata = {"format": "zeroshard", "rank": str(rank), "step": str(step)}
             file, tensors = write_shard(name, rank, part.stored, metadata, write=slot.write)
@@ -168,28 +169,48 @@ class Keeping:
             self._send(place.copies, slot, note)
         self._finish()
 
+    def _refuse_other_engine(self, directory: str) -> None:
+        """Raise CheckpointError where this step would take the place of another engine's."""
+        other = _kept.setdefault(directory, self._engine)
+        if other is not self._engine and not states_of(other).is_closed:
+            raise CheckpointError(
+                f"{directory} keeps the steps of another engine (of"
+                f" {type(other.module).__name__}) in memory, and of one engine alone: give each"
+                " engine a directory of its own, or close the other one"
+            )
+        _kept[directory] = self._engine
+
     def close(self) -> None:
-        """Close our descriptors; what is kept stays with the launcher."""
-        if self._place is not None:
-            for slot in (slot for pair in self._place.slots.values() for slot in pair):
+        """Close our descriptors and connections; what is kept stays with the launcher."""
+        place, self._place = self._place, None
+        self._asked = False
+        if place is not None:
+            for slot in (slot for pair in place.slots.values() for slot in pair):
                 slot.close()
-            self._place.slots.clear()
+            if place.copies is not None:
+                place.copies.close()
 
     def _finish(self) -> None:
         """All ranks have the new save: what others have left here is no longer needed."""
         place = self._place
         assert place is not None
         place.turn = 1 - place.turn
-        place.keeper.drop(place.directory, but=place.writer)
+        with telling_keeper():
+            place.keeper.drop(place.directory, but=place.writer)
 
     def _slot(self, rank: int) -> _Slot:
-        """Return where this turn's part of `rank` goes."""
+        """Return where this turn's part of `rank` goes, empty, and held by the keeper, which has
+        dropped it where another Saver has kept a step since.
+        """
         place = self._place
         assert place is not None
         if rank not in place.slots:
-            where = [place.directory, place.writer, rank]
-            place.slots[rank] = [_Slot(place.keeper, [*where, turn]) for turn in range(2)]
-        return place.slots[rank][place.turn]
+            place.slots[rank] = [_Slot(), _Slot()]
+        slot = place.slots[rank][place.turn]
+        slot.empty()
+        where = [place.directory, place.writer, rank, place.turn]
+        place.keeper.put(where, slot.file, slot.note)
+        return slot
 
     def _find_place(self) -> _Place | None:
         keeper = local_keeper()
@@ -227,7 +248,6 @@ class Keeping:
             theirs = {rank: self._slot(rank) for rank in place.wards}
             notes = {rank: memfd.create(everyone[rank][1]) for rank in place.wards}
             for rank, copy in theirs.items():
-                copy.empty()
                 copy.resize(everyone[rank][0])
             own = memfd.create(len(note))
             os.pwrite(own, note, 0)

@@ -12,8 +12,10 @@ host until the next `keep`.
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,19 +23,35 @@ from typing import Any
 from zeroshard.checkpoint.indices import manifest_of
 from zeroshard.checkpoint.manifest import Manifest, digest
 from zeroshard.checkpoint.steps import os_errors
+from zeroshard.comm import memfd
 from zeroshard.comm.copies import Copies
 from zeroshard.core.keeper import Keeper
 from zeroshard.core.kept import Part, newest, read_note
 from zeroshard.core.launched import keeper_address
 from zeroshard.errors import CheckpointError
 
-__all__ = ["Holdings", "KeptStep", "local_keeper", "newest_kept_step", "own_holdings"]
+__all__ = [
+    "Holdings", "KeptStep", "local_keeper", "newest_kept_step", "own_holdings", "telling_keeper",
+]  # fmt: skip
+
+_log = logging.getLogger("zeroshard")
 
 
 def local_keeper() -> Keeper | None:
     """Return the keeper of this host, None where the launcher runs none."""
     address = keeper_address()
     return None if address is None else Keeper(address)
+
+
+@contextmanager
+def telling_keeper() -> Iterator[None]:
+    """Log a CheckpointError of the body, in which one rank tells its keeper something that others
+    do not wait for.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        _log.warning("%s", error)
 
 
 def newest_kept_step(directory: Path) -> int | None:
@@ -87,21 +105,51 @@ class KeptStep:
         return None if found is None else KeptStep(directory, found)
 
     def fetch(
-        self, everyone: Sequence[Holdings], rank: int, make_copies: Callable[[], Copies]
+        self,
+        everyone: Sequence[Holdings],
+        rank: int,
+        make_copies: Callable[[], AbstractContextManager[Copies]],
+        together: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Have every part on this host. Collective, as is `make_copies`."""
+        """Have every part on this host. Collective, as are `make_copies`, and the end of
+        `together`, which raises on every rank what fails on one.
+        """
         journeys = self._journeys(everyone)
-        copies = make_copies() if journeys else None
-        for source, target, part in journeys:
-            assert copies is not None
-            if rank == source:
-                files = self._open(part.rank)
-                copies.send(target, files)
-                for descriptor in files:
-                    os.close(descriptor)
-            elif rank == target:
-                self._receive(copies, source, part)
-        self._numbers = self._at_home()
+        if journeys:
+            mine = [journey for journey in journeys if rank in journey[:2]]
+            with ExitStack() as stack:
+                with together():  # nobody waits for a rank that has no memory
+                    files = [self._files_of(rank, journey, stack) for journey in mine]
+                with make_copies() as copies:
+                    for (source, target, part), pair in zip(mine, files, strict=True):
+                        if rank == source:
+                            copies.wait(copies.sending(target, pair))
+                        else:
+                            sizes = [part.file_bytes, part.note_bytes]
+                            copies.wait(copies.receiving(source, pair, sizes))
+                with together():
+                    for (_, target, part), pair in zip(mine, files, strict=True):
+                        if rank == target:
+                            self._hold(part, pair)
+        with together():
+            self._numbers = self._at_home()
+
+    def _files_of(self, rank: int, journey: tuple[int, int, Part], stack: ExitStack) -> list[int]:
+        """Return the two files that are sent, or new ones to be filled; `stack` closes them."""
+        source, _, part = journey
+        if rank == source:
+            files = list(self._open(part.rank))
+        else:
+            files = [memfd.create(size) for size in (part.file_bytes, part.note_bytes)]
+        for descriptor in files:
+            stack.callback(os.close, descriptor)
+        return files
+
+    def _hold(self, part: Part, files: Sequence[int]) -> None:
+        """Have the keeper of this host hold a part that came from another."""
+        keeper = local_keeper()
+        assert keeper is not None
+        keeper.put([self._directory, part.writer, part.rank, part.nonce, "fetched"], *files)
 
     def _journeys(self, everyone: Sequence[Holdings]) -> list[tuple[int, int, Part]]:
         """Return which parts travel, from which rank to which: the first ranks of their hosts."""
@@ -122,14 +170,6 @@ class KeptStep:
 
     def _is_of(self, part: Part) -> bool:
         return part.save == (self.step, self._nonce, self._world)
-
-    def _receive(self, copies: Copies, source: int, part: Part) -> None:
-        keeper = local_keeper()
-        assert keeper is not None
-        files = copies.receive(source, [part.file_bytes, part.note_bytes])
-        keeper.put([self._directory, part.writer, part.rank, part.nonce, "fetched"], *files)
-        for descriptor in files:
-            os.close(descriptor)
 
     def _at_home(self) -> dict[int, int]:
         keeper = local_keeper()

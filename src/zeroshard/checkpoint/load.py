@@ -16,6 +16,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from zeroshard.checkpoint.kept import (
     local_keeper,
     newest_kept_step,
     own_holdings,
+    telling_keeper,
 )
 from zeroshard.checkpoint.match import Wanted
 from zeroshard.checkpoint.pieces import RNG, Stateful, check_arguments
@@ -146,8 +148,9 @@ class _Candidate:
     def fetch(self, engine: Engine) -> None:
         """Have all of it where this rank can read it. Collective."""
         if self.kept is not None:
-            rank = states_of(engine).everyone.rank
-            self.kept.fetch(self.held, rank, lambda: copies_of(engine))
+            rank, what = states_of(engine).everyone.rank, f"step {self.step} cannot be fetched"
+            together = partial(on_all_ranks, engine, "zs.load()", f"{what} from memory")
+            self.kept.fetch(self.held, rank, partial(copies_of, engine), together)
 
 
 def _candidates(directory: Path, engine: Engine, step: int | None) -> list[_Candidate]:
@@ -227,7 +230,8 @@ def _note(candidate: _Candidate) -> None:
         where = "disk" if candidate.kept is None else "memory"
         _log.info("step %d of %s is loaded from %s", candidate.step, candidate.directory, where)
         if candidate.kept is None:
-            keeper.saved(os.path.realpath(candidate.directory), candidate.step)
+            with telling_keeper():
+                keeper.saved(os.path.realpath(candidate.directory), candidate.step)
 
 
 def _tell_differing(candidate: _Candidate, differed: list[str], world: int) -> None:

@@ -163,6 +163,7 @@ class Saver:
         else:
             self._hurry.set()
             self._join_writer()  # the ranks may be anywhere: nothing collective
+            self._keeping.close()
 
     def save(self, step: int, *, extra: Any = None) -> Path:
         """Save `step`; return the path that it has, or will have once it is written."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,17 +30,21 @@ class Copies:
 
     def __init__(self, ranks: Sequence[int], exchange: Callable[[bytes], list[bytes]]) -> None:
         self._ranks = list(ranks)
+        self._exchange = exchange
         self._group = make_group(ranks, exchange, backend="gloo")
 
-    def send(self, peer: int, files: Sequence[int]) -> None:
-        """Send whole files to `peer`."""
-        self.wait(self.sending(peer, files))
+    def __enter__(self) -> Copies:
+        return self
 
-    def receive(self, peer: int, sizes: Sequence[int]) -> list[int]:
-        """Return new files of these sizes that `peer` sends, the caller's to close."""
-        files = [memfd.create(size) for size in sizes]
-        self.wait(self.receiving(peer, files, sizes))
-        return files
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._exchange(b"")  # all that was sent has come
+        self.close()
+
+    def close(self) -> None:
+        """Give back the group, its threads and descriptors. No copy is under way on any rank."""
+        with suppress(ValueError):  # with the job's own group it has gone
+            dist.destroy_process_group(self._group)
 
     def sending(self, peer: int, files: Sequence[int]) -> list[Any]:
         """Begin to send whole files to `peer`; return what `wait` takes."""

@@ -17,11 +17,13 @@ from contextlib import closing
 from typing import Any
 
 from zeroshard.core.kept import Part
+from zeroshard.errors import CheckpointError
 
 __all__ = ["MAX_RECORD", "Keeper"]
 
 MAX_RECORD = 1 << 16
 _TIMEOUT_S = 60.0
+_HOLDER = "the launcher that keeps this job's memory"
 
 
 class Keeper:
@@ -60,14 +62,26 @@ class Keeper:
         return step
 
     def _ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> tuple[Any, list[int]]:
-        """Send a request with `files`; return the answer, and its descriptors."""
-        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
-            connection.settimeout(_TIMEOUT_S)
-            connection.connect("\0" + self.address)
-            socket.send_fds(connection, [json.dumps(request).encode()], files)
-            answer, received, _, _ = socket.recv_fds(
-                connection, MAX_RECORD, 2, socket.MSG_CMSG_CLOEXEC
-            )
-        if not answer:
-            raise ConnectionError("the launcher that keeps this job's memory is gone")
-        return json.loads(answer), received
+        """Send a request with `files`; return the answer, and its descriptors. Raises
+        CheckpointError.
+        """
+        try:
+            with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
+                connection.settimeout(_TIMEOUT_S)
+                connection.connect("\0" + self.address)
+                socket.send_fds(connection, [json.dumps(request).encode()], files)
+                data, received, flags, _ = socket.recv_fds(
+                    connection, MAX_RECORD, 2, socket.MSG_CMSG_CLOEXEC
+                )
+        except ConnectionRefusedError:
+            raise CheckpointError(f"{_HOLDER} is gone") from None
+        except OSError as error:
+            raise CheckpointError(f"{_HOLDER} cannot be asked: {error}") from error
+        answer = json.loads(data) if data else {"refused": f"{_HOLDER} gave no answer"}
+        if flags & socket.MSG_CTRUNC:
+            answer["refused"] = "this rank has as many files open as it may: raise ulimit -n"
+        if "refused" in answer:
+            for descriptor in received:
+                os.close(descriptor)
+            raise CheckpointError(answer["refused"])
+        return answer, received

@@ -133,7 +133,8 @@ def source(summaries: Sequence[Mapping[str, Any]]) -> str:
     """Return from where the ranks will go on, from what the keepers of all hosts say."""
     kept, saved = _whole(summaries), dict[str, int]()
     for summary in summaries:
-        saved |= summary["saved"]
+        for directory, step in summary["saved"].items():  # hosts heard of different saves
+            saved[directory] = max(step, saved.get(directory, step))
     found = []
     for directory in sorted({*saved, *kept}):
         if kept.get(directory, -1) >= saved.get(directory, -1):

@@ -5,18 +5,22 @@ of anonymous files that ranks have filled, by slot; ``core/keeper.py`` is the ra
 what they ask. It reads the notes of parts (``core/kept.py``) and never their content.
 
 Invariant: only processes of this user are answered. A request that is not understood ends its
-connection and changes nothing. No torch here.
+connection and changes nothing. At the limit of open files, which is raised first, ranks are told
+so, and what is kept stays. No torch here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import resource
 import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -27,6 +31,9 @@ from zeroshard.core.kept import Part, read_note
 __all__ = ["KeeperServer"]
 
 _PATIENCE_S = 10.0  # for a rank that has connected and says nothing
+_FULL = (errno.EMFILE, errno.ENFILE)
+_FULL_PAUSE_S = 0.05
+_MOST_FILES = 1 << 16  # two for each part that is kept here
 
 
 class _Files:
@@ -59,6 +66,8 @@ class KeeperServer:
         self._files: dict[tuple[Any, ...], _Files] = {}  # by slot
         self._count = 0
         self._lock = threading.Lock()
+        _raise_limit()
+        self._spare: int | None = _nothing()  # given up to take a connection at the limit
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("\0" + self.address)
         self._listener.listen(4096)
@@ -76,6 +85,7 @@ class KeeperServer:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
+        self._give_up_spare()
         for files in self._files.values():
             files.close()
 
@@ -83,16 +93,45 @@ class KeeperServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            with connection, contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            except OSError as error:
+                if error.errno not in _FULL:  # closed
+                    return
+                if self._spare is None:
+                    time.sleep(_FULL_PAUSE_S)
+                self._give_up_spare()
+                continue
+            # whatever a rank sends: the others' memory is here
+            with connection, contextlib.suppress(Exception):
                 connection.settimeout(_PATIENCE_S)
                 if _is_ours(connection):
-                    self._answer(connection)
+                    self._answer_or_refuse(connection)
+            if self._spare is None:
+                with contextlib.suppress(OSError):
+                    self._spare = _nothing()
+
+    def _give_up_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            os.close(spare)
+
+    def _answer_or_refuse(self, connection: socket.socket) -> None:
+        try:
+            self._answer(connection)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            reason = (
+                f"the launcher, which keeps this job's memory, has as many files open as it may"
+                f" ({limit}), two for each part of a checkpoint: raise its limit (ulimit -n)"
+            )
+            connection.send(json.dumps({"refused": reason}).encode())
 
     def _answer(self, connection: socket.socket) -> None:
-        data, files, _, _ = socket.recv_fds(connection, MAX_RECORD, 2, socket.MSG_CMSG_CLOEXEC)
+        data, files, flags, _ = socket.recv_fds(connection, MAX_RECORD, 2, socket.MSG_CMSG_CLOEXEC)
         try:
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             request = json.loads(data)
             with self._lock:
                 given = self._do(request, files)
@@ -153,6 +192,19 @@ class KeeperServer:
             part = files.part()
             if part is not None:
                 yield files.number, part
+
+
+def _nothing() -> int:
+    """Return a descriptor of an empty file."""
+    return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _raise_limit() -> None:
+    """Let this process open as many files as its hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _is_ours(connection: socket.socket) -> bool:
