@@ -86,13 +86,16 @@ def _zeros_of_zeros(
     grads: tuple[torch.Tensor | None, ...], arrived: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...] | None:
     """Return the `grads` that an operator has made of those that have `arrived`, zeros where all of
-    these are. Nothing is read by the host.
+    these are. The host waits only where an operator copies to another device.
     """
     there = [grad for grad in arrived if grad is not None]
     if not there or not all(_is_dense(grad) for grad in (*there, *grads) if grad is not None):
         return None
-    nothing = torch.stack([grad.count_nonzero() for grad in there]).sum() == 0
-    return tuple(None if grad is None else torch.where(nothing, 0.0, grad) for grad in grads)
+    device = there[0].device
+    nothing = torch.stack([grad.count_nonzero().to(device) for grad in there]).sum() == 0
+    return tuple(
+        None if grad is None else torch.where(nothing.to(grad.device), 0.0, grad) for grad in grads
+    )
 
 
 def _is_dense(grad: torch.Tensor) -> bool:
