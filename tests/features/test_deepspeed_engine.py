@@ -124,20 +124,25 @@ def test_a_plain_backward_is_divided_by_the_accumulation_steps_too() -> None:
 
 
 def test_of_a_loss_and_its_logits_only_the_loss_is_divided() -> None:
-    from zeroshard.integrations.deepspeed.plain_backward import PlainBackward
+    from zeroshard.integrations.deepspeed.plain_backward import divided
 
-    weight = torch.ones(3, requires_grad=True)
-    plain = PlainBackward(lambda: 4)
-    logits = weight * 2
-    loss = logits.sum()
-    plain.watch({"loss": loss, "logits": logits})
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert weight.grad is not None and weight.grad.tolist() == [0.5] * 3
-    weight.grad = None
-    one, other = weight.sum(), (weight * 3).sum()
-    plain.watch((one, other))
-    (one + other).backward()
-    assert weight.grad is not None and weight.grad.tolist() == [1.0] * 3
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self) -> Any:
+            logits = self.weight * 2
+            return {"loss": logits.sum(), "logits": logits}, (logits * 1.5).sum()
+
+    model = Twice()
+    outputs, other = divided(model, 4, (), {})
+    outputs["loss"].backward()
+    assert model.weight.grad is not None and model.weight.grad.tolist() == [0.5] * 3
+    model.weight.grad = None
+    outputs, other = divided(model, 4, (), {})
+    (outputs["loss"] + other).backward()
+    assert model.weight.grad is not None and model.weight.grad.tolist() == [1.25] * 3
 
 
 def _no_sync(rank: int, world: int) -> None:

@@ -26,7 +26,7 @@ from zeroshard.integrations.deepspeed import owners
 from zeroshard.integrations.deepspeed.batches import Batch, Progress
 from zeroshard.integrations.deepspeed.files import Files
 from zeroshard.integrations.deepspeed.optimizers import ZeROOptimizer
-from zeroshard.integrations.deepspeed.plain_backward import PlainBackward
+from zeroshard.integrations.deepspeed.plain_backward import divided, undivided
 from zeroshard.integrations.deepspeed.settings import Settings
 
 __all__ = ["DeepSpeedEngine"]
@@ -58,7 +58,6 @@ class DeepSpeedEngine(Settings, Files, nn.Module):
         self.progress = Progress()
         self._boundary: bool | None = None  # as set_gradient_accumulation_boundary() says
         self._collecting = False  # inside no_sync()
-        self._plain = PlainBackward(self.gradient_accumulation_steps)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -72,10 +71,7 @@ class DeepSpeedEngine(Settings, Files, nn.Module):
     # ------------------------------------------------------------------ a step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self.module(*args, **kwargs)
-        if self.training:
-            self._plain.watch(outputs)
-        return outputs
+        return divided(self.module, self.gradient_accumulation_steps(), args, kwargs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -88,7 +84,7 @@ class DeepSpeedEngine(Settings, Files, nn.Module):
         if scale_wrt_gas and steps > 1:
             loss = loss / steps
         with ExitStack() as stack:
-            stack.enter_context(self._plain.paused())
+            stack.enter_context(undivided())
             if self.zero_optimization_stage() < 2 and not self.is_gradient_accumulation_boundary():
                 stack.enter_context(self.engine.no_sync())
             self.engine.backward(loss, retain_graph=retain_graph)
