@@ -190,3 +190,61 @@ def _kept_inside(rank: int, world: int) -> None:
 
 def test_outputs_in_an_object_that_cannot_be_divided_are_refused_in_a_plain_backward() -> None:
     run_ranks(2, _kept_inside)
+
+
+# ---------------------------------------------------------------------- steps that a program counts
+
+
+def _unmanaged(rank: int, world: int) -> None:
+    for stage in (0, 1, 2, 3):
+        with made(stage, 4, managed_gradient_accumulation=False) as engine:
+            seen = 0
+            for counts in (1, 3, 2):  # micro-batches of a step, whatever the configuration counts
+                model = Small()
+                model.load_state_dict(engine.module_state_dict())
+                before = engine.module_state_dict()
+                for micro in range(counts):
+                    assert not engine.is_gradient_accumulation_boundary()
+                    engine.backward(engine(inputs(rank, micro)).square().sum())
+                    for other in range(world):
+                        x = inputs(other, micro)
+                        (model(x).square().sum() / 4 / world).backward()
+                engine.step()
+                seen += counts
+                assert engine.was_step_applied() and engine.global_samples == seen * world
+                for name, value in gradient_of(engine, before).items():
+                    expected = model.get_parameter(name).grad
+                    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+            assert engine.global_steps == 3
+            for call in (
+                lambda engine=engine: engine.set_gradient_accumulation_boundary(True),
+                lambda engine=engine: engine.coalesce_grad_reduction(),
+            ):
+                with pytest.raises(zs.ConfigError, match=r"every engine\.step\(\) is a boundary"):
+                    call()
+
+
+def test_without_managed_accumulation_every_step_steps() -> None:
+    run_ranks(2, _unmanaged)
+
+
+def _resumed(rank: int, world: int, path: str) -> None:
+    with made(2, 2) as engine:
+        for micro in range(3):  # the caller's own boundary: an odd number of micro-batches
+            engine.set_gradient_accumulation_boundary(micro == 2)
+            engine.backward(engine(inputs(rank, micro)).sum())
+            engine.step()
+        engine.save_checkpoint(path)
+    for steps in (2, 4):
+        with made(1, steps) as engine:
+            engine.load_checkpoint(path)
+            boundaries = []
+            for micro in range(steps):
+                boundaries.append(engine.is_gradient_accumulation_boundary())
+                engine.backward(engine(inputs(rank, micro)).sum())
+                engine.step()
+            assert boundaries == [False] * (steps - 1) + [True] and engine.global_steps == 2
+
+
+def test_a_loaded_run_begins_a_step_of_as_many_micro_batches_as_it_has(tmp_path: Any) -> None:
+    run_ranks(2, _resumed, str(tmp_path))

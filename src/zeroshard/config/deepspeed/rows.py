@@ -98,9 +98,9 @@ def becomes(
     return Key(name, default, why, kind, lower, tells_default=tells_default)
 
 
-def tunes(name: str, default: Any, why: str) -> Key:
+def tunes(name: str, default: Any, why: str, kind: Kind = anything) -> Key:
     """Return a key that changes speed or memory there, and nothing here."""
-    return Key(name, default, why)
+    return Key(name, default, why, kind)
 
 
 def refuses(name: str, default: Any, why: str, instead: str = "leave it out") -> Key:

@@ -42,6 +42,7 @@ class Progress:
     global_steps: int = 0
     global_samples: int = 0
     skipped_steps: int = 0
+    backwards: int = 0  # calls of backward() since the last step
     applied: bool = False  # whether the last step() moved the weights
     norm: torch.Tensor | None = None  # of the last step's gradient, before clipping
 

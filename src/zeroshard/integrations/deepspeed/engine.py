@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class DeepSpeedEngine(Settings, Files, nn.Module):
         self.progress = Progress()
         self._boundary: bool | None = None  # as set_gradient_accumulation_boundary() says
         self._collecting = False  # inside no_sync()
+        self._stepping = False  # inside step()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -88,6 +89,7 @@ class DeepSpeedEngine(Settings, Files, nn.Module):
             if self.zero_optimization_stage() < 2 and not self.is_gradient_accumulation_boundary():
                 stack.enter_context(self.engine.no_sync())
             self.engine.backward(loss, retain_graph=retain_graph)
+        self.progress.backwards += 1
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -99,13 +101,20 @@ class DeepSpeedEngine(Settings, Files, nn.Module):
         return loss
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether this micro-batch is the last before a step."""
+        """Whether this micro-batch is the last before a step. Without
+        `managed_gradient_accumulation` only ``step()`` is a boundary.
+        """
+        if not self.managed_gradient_accumulation():
+            return self._stepping
         if self._boundary is not None:
             return self._boundary
         return (self.progress.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the micro-batches from here on are at a boundary; None: count them."""
+        """Say whether the micro-batches from here on are at a boundary; None: count them. Raises
+        ConfigError where every ``step()`` is one.
+        """
+        self._managed("set_gradient_accumulation_boundary()")
         self._boundary = is_boundary
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -114,8 +123,12 @@ class DeepSpeedEngine(Settings, Files, nn.Module):
         if self._collecting:
             raise zs.StateError("engine.step() inside no_sync(): call it after the context")
         self.progress.applied = False
-        if self.is_gradient_accumulation_boundary():
-            self._take_step(lr_kwargs or {})
+        self._stepping = True
+        try:
+            if self.is_gradient_accumulation_boundary():
+                self._take_step(lr_kwargs or {})
+        finally:
+            self._stepping = False
         self.progress.micro_steps += 1
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
@@ -129,13 +142,27 @@ class DeepSpeedEngine(Settings, Files, nn.Module):
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.progress.global_steps += 1
-        self.progress.global_samples += self.train_batch_size()
+        self.progress.global_samples += self._samples()
+        self.progress.backwards = 0
         every = self.config.get("steps_per_print")
         if every and self.progress.global_steps % every == 0 and self.engine.rank == 0:
             _log.info(
                 "step=%d, skipped=%d, lr=%s",
                 self.progress.global_steps, self.progress.skipped_steps, self.get_lr(),
             )  # fmt: skip
+
+    def _samples(self) -> int:
+        """Return the samples of the step that is taken."""
+        if self.managed_gradient_accumulation():
+            return self.train_batch_size()
+        return self.train_micro_batch_size_per_gpu() * self.dp_world_size * self.progress.backwards
+
+    def _managed(self, call: str) -> None:
+        if not self.managed_gradient_accumulation():
+            raise zs.ConfigError(
+                f"engine.{call} with managed_gradient_accumulation=false: every engine.step() is a"
+                " boundary, so call it where the step is"
+            )
 
     def _trained(self, call: str) -> None:
         if self.optimizer is None:
@@ -156,7 +183,12 @@ class DeepSpeedEngine(Settings, Files, nn.Module):
         finally:
             self._collecting = before
 
-    coalesce_grad_reduction = no_sync  # what is left is reduced once, by the step
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """The same: what is left is reduced once, by the step. Raises ConfigError where every
+        ``step()`` is a boundary.
+        """
+        self._managed("coalesce_grad_reduction()")
+        return self.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import zeroshard as zs
-from zeroshard.integrations.deepspeed.batches import Progress
+from zeroshard.integrations.deepspeed.batches import Batch, Progress
 
 __all__ = ["Files"]
 
@@ -34,6 +34,7 @@ class Files:
     optimizer: Any
     lr_scheduler: Any
     progress: Progress
+    batch: Batch
 
     def save_checkpoint(
         self,
@@ -103,6 +104,8 @@ class Files:
         extra = restored.extra or {}
         if not load_module_only:
             vars(self.progress).update(extra.get("progress", {}))
+            # a checkpoint holds no gradient, so a step begins, of as many micro-batches as now
+            self.progress.micro_steps = self.progress.global_steps * self.batch.steps
         return str(directory), extra.get("client_state", {})
 
     def _states(self) -> dict[str, Any]:

@@ -34,6 +34,10 @@ class Settings:
         """Return the forwards of a step."""
         return self.batch.steps
 
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether ``step()`` steps at a boundary only, which the micro-batches are counted for."""
+        return self.config.get("managed_gradient_accumulation") is not False
+
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the batch by the accumulation steps. Raises ConfigError where it cannot be."""
         self.batch.set_train(train_batch_size)

@@ -40,6 +40,7 @@ _OPTIONS = (
 # called, as in DeepSpeed); the rest is zeroshard's configuration
 _ENGINES = (
     "optimizer", "scheduler", "steps_per_print", "dataloader_drop_last",
+    "managed_gradient_accumulation",
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "activation_checkpointing",
 )  # fmt: skip
 _GATHERS = "stage3_gather_16bit_weights_on_model_save"
