@@ -111,3 +111,28 @@ def test_clipping_a_gradient_that_is_not_finite_skips_the_step() -> None:
     assert engine.steps_skipped == 1
     assert all(torch.equal(before[name], value) for name, value in engine.full_state_dict().items())
     engine.close()
+
+
+def _clipped_by_option(rank: int, world: int, row: str) -> None:
+    states, big = [], 1e9
+    for reads in (False, True):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        engine = zs.shard(model, optimizer, policy=row, gradient_clipping=0.05)
+        for step in range(2):
+            model(*batch(rank, step)).backward()
+            if reads:
+                assert float(engine.clip_grad_norm_(float("inf"))) > 0.05
+            if step:
+                engine.clip_grad_norm_(big)  # this step's own, in the place of the option
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(engine.full_state_dict(rank0_only=False))
+        engine.close()
+    read, plain = states[1], states[0]
+    assert all(torch.equal(read[name], value) for name, value in plain.items())
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero2"])
+def test_reading_the_norm_leaves_the_clip_of_the_step_to_the_option(row: str) -> None:
+    run_ranks(2, _clipped_by_option, row)

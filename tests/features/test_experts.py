@@ -17,6 +17,7 @@ import zeroshard as zs
 from tests.support.experts import NUM_EXPERTS, Listed, Mixture, Stacked, local_part, whole_mixture
 from tests.support.harness import run_ranks
 from tests.support.training import VOCABULARY, State, two_groups
+from zeroshard.errors import PlanMismatch
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
 KINDS: dict[str, type[nn.Module]] = {"stacked": Stacked, "listed": Listed}
@@ -66,7 +67,7 @@ def _sharded(
     state = whole_mixture(kind).state_dict()
     place, num_ranks = experts.get_local_rank("ep"), experts.size(1)
     model.load_state_dict(local_part(state, kind, place, num_ranks))
-    optimizer = two_groups(model)
+    optimizer = options.pop("optimizer", two_groups)(model)
     options = {"policy": row, "stall_timeout_s": 20, "mesh_of": {PATTERN: experts}, **options}
     return model, optimizer, zs.shard(model, optimizer, **options)
 
@@ -346,3 +347,42 @@ def test_wrong_meshes_of_experts_are_refused_in_one_line_on_every_rank() -> None
     for told in run_ranks(4, _refused, timeout=60):
         for message, text in zip(messages, told, strict=True):
             assert message in text and "\n" not in text, (message, text)
+
+
+# ---------------------------------------------------------------------------- .grad by hand
+
+
+def _assigned(rank: int, world: int, row: str) -> None:
+    mesh = _mesh()
+    place = mesh.get_local_rank("ep")
+    model, optimizer, engine = _sharded(Stacked, mesh, row, optimizer=_plain_sgd)
+    experts = [p for name, p in model.named_parameters() if "experts" in name]
+    before = _values(engine, experts)
+    for step in range(2):
+        engine.backward(model(*_batch(rank, step)))
+        for parameter in experts:
+            parameter.grad = torch.full_like(parameter, 1.0 + place)  # other experts, others
+        optimizer.step()
+        optimizer.zero_grad()
+    for old, new in zip(before, _values(engine, experts), strict=True):
+        torch.testing.assert_close(old - new, torch.full_like(old, 2 * 0.125 * (1.0 + place)))
+    engine.backward(model(*_batch(rank, 0)))
+    experts[0].grad = torch.full_like(experts[0], 1.0 + (rank == 3))  # as its replica has not
+    with pytest.raises(PlanMismatch, match=r"assigned to 'layers.*differs between ranks"):
+        optimizer.step()
+    engine.reset()
+    engine.close()
+
+
+def _plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.125)
+
+
+def _values(engine: zs.Engine, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    with engine.gathered(parameters):
+        return [parameter.detach().clone() for parameter in parameters]
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero2", "zero3"])
+def test_a_gradient_assigned_to_an_expert_is_that_of_the_ranks_that_hold_it(row: str) -> None:
+    run_ranks(4, _assigned, row)

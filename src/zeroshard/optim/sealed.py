@@ -186,7 +186,7 @@ class SealedGrad(torch.Tensor):
             for grad in args[0]:
                 grad.zero_()
             return None
-        raise _refusal(getattr(func, "__name__", str(func)), (args, kwargs))
+        raise _refusal(name_of(func), (args, kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -222,7 +222,7 @@ def _refusal(operation: str, arguments: Any) -> StateError:
     return StateError(
         f"the gradient of {name!r} rests sharded and cannot be read by"
         f" {operation.strip('_') or operation}: clip with engine.clip_grad_norm_(max_norm), read it"
-        " whole with engine.full_grad(param) on every rank, scale fp16 losses with"
-        " engine.backward(loss), and step only an optimizer that was given to zs.shard() or"
-        " engine.attach()"
+        " whole with engine.full_grad(param) on every rank, change it by param.grad = tensor, scale"
+        " fp16 losses with engine.backward(loss), and step only an optimizer that was given to"
+        " zs.shard() or engine.attach()"
     )

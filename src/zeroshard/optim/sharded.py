@@ -115,6 +115,36 @@ class _Step:
             self.in_closure = False
 
 
+class _ZeroGrad:
+    """An entry in an optimizer's instance dictionary that hides its ``zero_grad()`` until it is
+    removed: one that clears or zeroes the gradients assigned to the model's parameters, too.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[Sequence[nn.Parameter]]
+    ) -> None:
+        self._optimizer, self._parameters = optimizer, parameters
+        self._own = vars(optimizer).get("zero_grad")
+        self._zero_grad = optimizer.zero_grad
+        vars(optimizer)["zero_grad"] = self
+
+    def __call__(self, set_to_none: bool = True, **options: Any) -> None:
+        self._zero_grad(set_to_none, **options)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for parameter in (parameter for group in self._parameters for parameter in group):
+                if parameter.grad is None or isinstance(parameter.grad, SealedGrad):
+                    continue
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    parameter.grad.zero_()
+
+    def remove(self) -> None:
+        del vars(self._optimizer)["zero_grad"]
+        if self._own is not None:
+            vars(self._optimizer)["zero_grad"] = self._own
+
+
 class ShardedOptimizer:
     """The tie between one optimizer and this rank's tiles of one engine."""
 
@@ -167,6 +197,7 @@ class ShardedOptimizer:
         self._point()
         self.park()
         self._handles = [
+            _ZeroGrad(optimizer, self.parameters),
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
             optimizer.register_state_dict_pre_hook(lambda _: self._part.refuse(self.taken)),

@@ -63,6 +63,11 @@ class Accumulation:
         self.has_gradient = self.changed = True
         self.scaled, self.divisor = scaled, divisor
 
+    def assign(self, *, scaled: bool) -> None:
+        """Gradients rest that no backward has brought, divided as those of `scaled` losses are."""
+        if not self.has_gradient:
+            self.has_gradient, self.scaled = True, scaled
+
     def weigh(self, weight: float | None) -> None:
         """The loss of a backward that has begun counts `weight` (None: its rank's share)."""
         if weight is None:

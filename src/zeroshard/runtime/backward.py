@@ -27,10 +27,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.errors import ConfigError, StateError
+from zeroshard.errors import StateError
 from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.accumulation import UNKNOWN, Accumulation
+from zeroshard.runtime.assigned import ASSIGNED, names_of
 from zeroshard.runtime.backward_pass import BackwardPass, Manner
 from zeroshard.runtime.decisions import Decisions
 from zeroshard.runtime.leaves import Leaf, Leaves
@@ -233,11 +234,6 @@ class Backward:
             leaf.clear()
             self.enter()
         assert grad is not None, leaf.name
-        if grad.layout is not torch.strided:
-            raise ConfigError(
-                f"parameter {leaf.name!r} has a sparse gradient, which cannot be sharded: use"
-                " sparse=False"
-            )
         if self._pass.units is not None and leaf.unit not in self._pass.units:
             return  # torch has only looked for the shapes of gradients
         self._add(leaf, grad)
@@ -246,10 +242,7 @@ class Backward:
             self.complete(leaf.unit)
 
     def _add(self, leaf: Leaf, grad: torch.Tensor) -> None:
-        # create_graph=True: what is summed has no graph
-        grad = grad.detach() if grad.requires_grad else grad
-        if leaf.to_local is not None:
-            grad = leaf.to_local(grad)
+        grad = leaf.local(grad)
         if not self._pass.seen:
             self.accumulation.bring(of_another=_multiplying[-1:] not in ([], [self]))
         room, more = self.reductions.make_room, self._pass.gathers
@@ -268,6 +261,9 @@ class Backward:
     ) -> BackwardPass:
         self.collect_dropped()
         manner = self.manner
+        if brings:  # no backward of our own
+            self.leaves.clear_gradients()
+        assigned = self._replaced(units)
         if units is None or units:
             self.accumulation.check(scaled=manner.scaled, divisor=manner.divisor)
             weighted = manner.weight is not None
@@ -277,15 +273,39 @@ class Backward:
             if manner.seen:
                 self.accumulation.weigh(manner.weight)
         self._pass = BackwardPass(
-            retains=retains, brings=brings, gathers=gathers, units=units, seen=manner.seen
+            retains=retains,
+            brings=brings,
+            gathers=gathers,
+            units=units,
+            seen=manner.seen,
+            assigned=assigned,
         )
         self._weights.begin("backward")
-        self.leaves.clear_gradients()
+        self.leaves.clear_gradients(assigned=False)
         # released parameters are asked for what they answer anyway
         with torch._C.DisableTorchFunctionSubclass():
             for unit in self._trainable:
                 unit.expect_gradients()
         return self._pass
+
+    def _replaced(self, units: Sequence[Unit] | None) -> list[Leaf]:
+        """Return the leaves in `units` to whose assigned gradients the backward that begins adds:
+        what rests of these is no longer theirs.
+        """
+        assigned, manner = self.leaves.assigned(units), self.manner
+        if not assigned:
+            return []
+        weighed = manner.weight is not None or self.share is not None
+        if units is not None and (manner.scaled or weighed):
+            raise StateError(
+                f"the gradient assigned to {assigned[0].name!r} cannot be added to those of losses"
+                " that a schedule or engine.accumulate() scales or weighs: assign it after them"
+            )
+        if self.accumulation.has_gradient:
+            self.decisions.note(f"{ASSIGNED}, before a backward", names_of(assigned))
+            for leaf in assigned:
+                leaf.path.zero(leaf.index)
+        return assigned
 
     def complete(self, unit: Unit, *, told: bool = False) -> None:
         """Hand `unit` over, once in this pass, unless gradients of it are still to come. `told`:
@@ -311,6 +331,8 @@ class Backward:
         )
 
     def _hand_over(self, unit: Unit) -> None:
+        for leaf in self._pass.left(unit):
+            self._add(leaf, leaf.take())
         unit.expect_no_more()
         for segment, path in zip(unit.trainable, unit.paths, strict=True):
             if self.manner.sync or not path.sums_micro_batches:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zeroshard.runtime.leaves import Leaf
 from zeroshard.runtime.unit import Unit
 
 __all__ = ["BackwardPass", "Manner"]
@@ -35,6 +36,8 @@ class BackwardPass:
     ended: bool = False
     seen: bool = False  # see Manner
     gathers: bool = False  # gradients of several micro-batches: units are handed over when told
+    # whose gradients the user has assigned; autograd adds to them
+    assigned: Sequence[Leaf] = ()
     brings: bool = False  # gradients have come: one by torch.autograd.grad brings none
     retains: bool = False  # its graph may be walked again
     nested: bool = False  # a backward has run inside this one
@@ -58,6 +61,15 @@ class BackwardPass:
     def end(self) -> None:
         """No gradient comes any more."""
         self.ended = True
+
+    def left(self, unit: Unit) -> list[Leaf]:
+        """Return the leaves in `unit` to whose assigned gradients autograd has added none; none in
+        a pass that brings no gradients.
+        """
+        if not (self.assigned and self.brings):
+            return []
+        with torch._C.DisableTorchFunctionSubclass():
+            return [leaf for leaf in self.assigned if leaf.unit is unit and leaf.is_assigned]
 
     def push(self, task: int) -> None:
         """A graph task begins, the first or one inside another."""

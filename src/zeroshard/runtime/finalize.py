@@ -31,12 +31,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from zeroshard.core.digest import Digest, first_difference, holders
 from zeroshard.core.launched import heartbeat
 from zeroshard.errors import PlanMismatch, StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.accumulation import UNKNOWN, total_weight
+from zeroshard.runtime.assigned import AssignedGradients
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.decisions import first_disagreement
@@ -58,6 +60,8 @@ class Finalized:
     """What the ranks agreed on."""
 
     finite: bool
+    divisor: float  # of the sums: ranks, micro-batches and loss scale
+    weight: float | None  # of all losses together, by which they were divided, too
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,9 @@ class Finalizer:
         self._bad_steps = bad_steps
         self._bad_in_a_row = 0
         self._result: Finalized | None = None
+        self._assigned = AssignedGradients(
+            backward.leaves, backward.decisions, context.transport.control
+        )
         self._beat = heartbeat()
 
     @property
@@ -129,8 +136,9 @@ class Finalizer:
         here = self._backward.accumulation
         return here.has_gradient and (here.changed or self._result is not None)
 
-    def finalize(self) -> Finalized:
-        """Return with every resting gradient averaged and agreed upon.
+    def finalize(self, only: nn.Parameter | None = None) -> Finalized:
+        """Return with every resting gradient averaged and agreed upon, and those that the user has
+        assigned in their places; of those assigned later, the one of parameter `only`.
 
         Raises StorageError where a rank could not read or write one.
         Raises StateError when no rank has a gradient, PlanMismatch when the ranks did different
@@ -141,12 +149,18 @@ class Finalizer:
         backward = self._backward
         backward.collect_dropped()
         if self._result is not None and not backward.accumulation.changed:
+            self._take_late(only, self._result)
             return self._result
+        if self._assigned.take():
+            self._assigned.replace_sums()
+            backward.accumulation.assign(scaled=self._scaler is not None)
+        divisor = self._divisor()
         with self._axes.telling(_STEP):
-            answers = self._average_and_compare()
+            answers = self._average_and_compare(divisor)
             if True in {answer.unreduced for answer in answers}:
                 backward.flush()
-                answers = self._average_and_compare()
+                answers = self._average_and_compare(divisor)
+            self._assigned.compare()
             united = self._unite(answers)
             weight = total_weight(
                 [one.kinds for one in answers],
@@ -156,12 +170,27 @@ class Finalizer:
         culprits = self._culprits(answers, united, weight)
         if weight is not None:
             self._divide(weight)
+        if self._assigned.store():
+            backward.seal()
         self._count_bad(culprits)
         backward.accumulation.finalized()
-        self._result = Finalized(not culprits)
+        self._result = Finalized(not culprits, divisor, weight)
         return self._result
 
-    def _average_and_compare(self) -> list[_Answer]:
+    def _take_late(self, only: nn.Parameter | None, result: Finalized) -> None:
+        """Take what was assigned since the gradients were averaged; the ranks compare it in the
+        next step.
+        """
+        if result.finite and self._assigned.take(only):
+            self._assigned.store_late(result.divisor, result.weight)
+            self._backward.seal()
+
+    def _divisor(self) -> float:
+        """Return the number by which sums are divided, but for the weights of losses."""
+        divisor = self._loss_scale() * self._backward.accumulation.divisor
+        return divisor if self._backward.accumulation.is_weighted else divisor * self._weight
+
+    def _average_and_compare(self, divisor: float) -> list[_Answer]:
         """Average what has been reduced; return what every rank says about it. Raises
         PlanMismatch when the ranks did different things.
 
@@ -171,16 +200,13 @@ class Finalizer:
         backward = self._backward
         self._digest.enter("step", "")
         unreduced = backward.has_unreduced
-        divisor = self._loss_scale() * backward.accumulation.divisor
-        if not backward.accumulation.is_weighted:
-            divisor *= self._weight
         backward.reductions.wait()
         sums = [path.summed for path in backward.paths]
         averaged = [] if unreduced else sums
         bad = [summed.key for summed in averaged if not summed.average(divisor)]
         backward.reductions.gather_averages([summed for summed in sums if summed.gathers_averages])
         bad += self._read(averaged, divisor)
-        bad.append(backward.saved.read_released or "")
+        bad.append(backward.saved.read_released or self._assigned.first_bad() or "")
         self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step
         return self._compare(unreduced, bad[0])
 
@@ -404,10 +430,11 @@ class Finalizer:
         self._backward.tell("clip", max_norm)
         self._backward.decisions.note("max_norm of clip_grad_norm_()", repr(max_norm))
         total = self.norm(max_norm)
-        self.clipped = True
+        self.clipped = self.clipped or math.isfinite(max_norm)  # else it is only read
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         factor = float(coefficient)
         if factor < 1.0:
+            self._backward.leaves.scale_assigned(factor)
             for path in self._backward.paths:
                 path.summed.scale(factor)
         return total
@@ -453,6 +480,7 @@ class Finalizer:
         self._result = None
         self.clipped = False
         self._backward.decisions.reset()
+        self._assigned.abandon()
         self._digest.advance()
 
 

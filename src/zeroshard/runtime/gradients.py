@@ -299,6 +299,7 @@ class GradientPath:
         for index in indices:
             self.used[index] = False
             self._whole.seen[index] = False
+            self.bucket.seen[index] = False
         if not any(self.used):
             self.partial.close()
             self._whole.close()
@@ -313,6 +314,7 @@ class GradientPath:
         self.wait()
         for sums in self._sums:
             sums.zero({index})
+        self.bucket.seen[index] = False
         self.summed.zero({index})
 
     def abandon(self) -> None:

@@ -13,6 +13,7 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from zeroshard.errors import ConfigError
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.segment import Segment
@@ -39,6 +40,12 @@ class Leaf:
         """The parameter's qualified name."""
         return self.segment.names[self.index]
 
+    @property
+    def is_assigned(self) -> bool:
+        """Whether it has a gradient that is not sealed: one that the user has assigned."""
+        grad = self.parameter.grad
+        return grad is not None and not isinstance(grad, SealedGrad)
+
     def take(self) -> torch.Tensor:
         """Take its gradient, which is there, off and return it."""
         grad = self.parameter.grad
@@ -46,12 +53,32 @@ class Leaf:
         self.clear()
         return grad
 
+    def assigned(self) -> torch.Tensor:
+        """Return what lies here of its gradient, which the user has assigned and keeps."""
+        grad = self.parameter.grad
+        assert grad is not None, self.name
+        return self.local(grad)
+
+    def local(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return what lies here of a gradient of it, without a graph. Raises ConfigError for a
+        sparse one.
+        """
+        if grad.layout is not torch.strided:
+            raise ConfigError(
+                f"parameter {self.name!r} has a sparse gradient, which cannot be sharded: use"
+                " sparse=False"
+            )
+        grad = grad.detach() if grad.requires_grad else grad
+        return grad if self.to_local is None else self.to_local(grad)
+
     def clear(self) -> None:
         """Take its gradient off."""
         self.parameter.grad = None
 
     def seal(self, owner: GradientOwner, holds: object) -> None:
-        """Give it its sealed gradient, which keeps `holds` alive."""
+        """Give it its sealed gradient, which keeps `holds` alive, unless one is assigned."""
+        if self.is_assigned:
+            return
         sealed = self._sealed
         if sealed is None or sealed.dtype is not self.parameter.dtype:
             sealed = self._sealed = SealedGrad(self.parameter, self.name, owner, self.parameter)
@@ -86,11 +113,20 @@ class Leaves(list[Leaf]):
         """Return those that have a gradient since the last drop."""
         return [leaf for leaf in self if leaf.path.used[leaf.index]]
 
-    def clear_gradients(self) -> None:
-        """Take all gradients off."""
+    def clear_gradients(self, *, assigned: bool = True) -> None:
+        """Take all gradients off, or leave those that the user has `assigned`."""
         with torch._C.DisableTorchFunctionSubclass():
             for leaf in self:
-                leaf.clear()
+                if assigned or not leaf.is_assigned:
+                    leaf.clear()
+
+    def scale_assigned(self, factor: float) -> None:
+        """Multiply the gradients that the user has assigned by `factor`, in place."""
+        if factor != 1.0:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                for leaf in self.assigned():
+                    assert leaf.parameter.grad is not None, leaf.name
+                    leaf.parameter.grad.mul_(factor)
 
     def seal(self, owner: GradientOwner, *, holds: bool) -> None:
         """Put sealed gradients on those that have one. `holds`: it lives as long as they do."""
@@ -98,15 +134,12 @@ class Leaves(list[Leaf]):
             for leaf in self._used():
                 leaf.seal(owner, leaf.path.summed.resting() if holds else None)
 
-    def assigned(self, units: Collection[Unit]) -> list[Leaf]:
-        """Return those in `units` that have a gradient which no hook has taken."""
-        return [
-            leaf
-            for leaf in self
-            if leaf.unit in units
-            and leaf.parameter.grad is not None
-            and not isinstance(leaf.parameter.grad, SealedGrad)
-        ]
+    def assigned(self, units: Collection[Unit] | None = None) -> list[Leaf]:
+        """Return those in `units` (default: all) that have a gradient which no hook has taken."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                leaf for leaf in self if leaf.is_assigned and (units is None or leaf.unit in units)
+            ]
 
     def take_cleared(self, cleared: Collection[int]) -> list[Leaf]:
         """Forget the gradients that the user has cleared, there or at the optimizer (`cleared`: ids
@@ -119,7 +152,8 @@ class Leaves(list[Leaf]):
                 if leaf.parameter.grad is None or id(leaf.parameter) in cleared
             ]
             for leaf in gone:
-                leaf.clear()
+                if not leaf.is_assigned:  # else after the optimizer's side was cleared
+                    leaf.clear()
         for path, leaves in groupby(gone, key=lambda leaf: leaf.path):
             path.clear([leaf.index for leaf in leaves])
         return gone

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import ConfigError, StateError
+from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.state.local import local_of, part_within, whole_of
@@ -106,7 +107,16 @@ class ParameterStates:
                     piece.write(part(piece.start, piece.stop))
 
     def set_grad(self, value: torch.Tensor, *, local: bool = False) -> None:
-        """Set the averaged gradient. Raises StateError without one."""
+        """Set the averaged gradient. Raises StateError without one, and where the user has assigned
+        ``.grad``, which the step takes.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = self._param.grad
+        if grad is not None and not isinstance(grad, SealedGrad):
+            raise StateError(
+                f"a parameter of shape {tuple(self._param.shape)} has a .grad that was assigned by"
+                " hand, which the step takes: assign the value to it instead"
+            )
         if self.grad() is None:
             raise StateError(
                 f"a parameter of shape {tuple(self._param.shape)} has no gradient to set: run a"

@@ -90,6 +90,14 @@ class SummedGradient:
         self._held = resting
         return resting, fresh
 
+    def open_empty(self) -> bool:
+        """Let zeros rest here where nothing does; return whether that was so."""
+        if self.resting() is not None:
+            return False
+        resting, _ = self.open()
+        resting.zero(0, resting.state.numel)
+        return True
+
     def release(self) -> None:
         """Stop holding the resting gradient: its sealed gradients do."""
         self._held = None
@@ -237,6 +245,16 @@ class SummedGradient:
         if resting is not None:
             self._streams.write(f"{self.key}.resting")
             resting.scale(factor)
+
+    def store(self, index: int, average: torch.Tensor) -> None:
+        """Let `average` [numel, as the buffer holds it] be that of parameter `index`."""
+        resting = self.resting()
+        assert resting is not None, self.key
+        self._streams.write(f"{self.key}.resting")
+        for piece in self._flat.layout.pieces_in(self._flat.stepped):
+            if piece.index == index:
+                numbers = average[piece.start : piece.stop]
+                resting.store(piece.shard_start, piece.shard_stop, numbers)
 
     def zero(self, indices: Container[int]) -> None:
         """Set the gradients of parameters `indices` to zero."""

@@ -256,7 +256,7 @@ class Whole:
         path = segment.grad
         if path is None:
             return None
-        self._finalizer.finalize()
+        self._finalizer.finalize(param)
         if not path.used[index]:
             return None
         flat = segment.flat
