@@ -60,6 +60,7 @@ class Case:
         grads = numel * (4 if way.precision == "fp32" else 2)
         return zs.Training(
             way.precision,
+            way.precision,
             batch=way.batch,
             sequence=SIZES[way.size][0],
             micro_batches=self.micro_batches,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations, count, product
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ class Case:
     fraction: float = 1.0
     optimizer: str = "adam"
     precision: str = "bf16"
+    accumulate: str = "fp32"
     shares: tuple[float, ...] | None = None
     kept: float = 0.0  # what `accumulation_budget` holds of what whole gradients take beyond shards
 
@@ -103,6 +104,7 @@ class Case:
         """What is planned."""
         return zs.Training(
             self.precision,
+            self.accumulate,
             optimizer=self.optimizer,
             micro_batches=2,
             fraction=self.fraction,
@@ -154,7 +156,7 @@ def _sharded(
         model,
         optimizer,
         policy=case.row,
-        precision=zs.Precision(case.precision, accumulate=case.precision),
+        precision=zs.Precision(case.precision, accumulate=case.accumulate),
         offload=case.offload(path),
         comm=comm,
         shares=case.shares,
@@ -207,7 +209,7 @@ def _pairs(rank: int, case: Case, path: Path) -> list[tuple[str, Any, Any]]:
 
 
 def _budget(kept: float, laid_out: LaidOut, policy: Policy) -> int:
-    """Return the bytes (of bf16) that hold all shards, and `kept` of what whole gradients take
+    """Return the bytes (of fp32) that hold all shards, and `kept` of what whole gradients take
     beyond them, or the first unit at least.
     """
     sizes = [
@@ -216,14 +218,19 @@ def _budget(kept: float, laid_out: LaidOut, policy: Policy) -> int:
     ]
     shards = sum(shard for _, shard in sizes)
     extras = [whole - shard for whole, shard in sizes if whole > shard]
-    return 2 * (shards + max(min(extras), round(kept * sum(extras))))
+    return 4 * (shards + max(min(extras), round(kept * sum(extras))))
 
 
 def _every_case() -> list[Case]:
     """Return every row, tier, codec, model and number of ranks, with the other choices in turn."""
-    others = list(product((1.0, 0.4), ("adam", "momentum", "sgd", "adam-bf16"), ("bf16", "fp32")))
+    dtypes = (("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "bf16"))
+    others = list(product((1.0, 0.4), ("adam", "momentum", "sgd", "adam-bf16"), dtypes))
     shapes = product(RANKS, MODELS, ROWS, range(len(MIXES)), range(len(CODECS)))
-    cases = [Case(*shape, *others[number % 16]) for number, shape in enumerate(shapes)]
+    chosen = (others[number % len(others)] for number in count())
+    cases = [
+        Case(*shape, fraction, optimizer, *dtypes)
+        for shape, (fraction, optimizer, dtypes) in zip(shapes, chosen, strict=False)
+    ]
     return [case for case in cases if case.is_possible]
 
 
@@ -238,7 +245,7 @@ def _covering(cases: Sequence[Case]) -> list[Case]:
     """
 
     def choices(case: Case) -> set[tuple[Any, ...]]:
-        alone = ("fraction", "optimizer", "precision", "shares")
+        alone = ("fraction", "optimizer", "precision", "accumulate", "shares")
         chosen = [(name, value) for name, value in vars(case).items() if name not in alone]
         return {*combinations(chosen, 2), *((name, getattr(case, name)) for name in alone)}
 
@@ -264,6 +271,39 @@ def test_predicted_bytes_are_the_engines(
     assert cases
     for differences in run_ranks(ranks[0], _compare, cases, tmp_path, timeout=1500):
         assert not differences, differences[0]
+
+
+def _planned_and_held(rank: int, world: int) -> list[tuple[str, Any, Any]]:
+    """Return what rests between micro-batches, as planned with defaults, and as the engine that is
+    given the same options, or the written configuration, counts it.
+    """
+    family, machine, out = FAMILIES["Llama"], zs.Machine.of("CPU", gpus=world, node_size=world), []
+    for name, precision in product(("ddp", "zero1", "zero3"), ("fp32", "bf16")):
+        training = zs.Training(precision, micro_batches=2)
+        plan = zs.plan(family.model(TINY), machine, training)
+        laid_out = LaidOut(plan.model, machine.mesh, training.align)
+        rest = rest_bytes(laid_out, ROWS[name], training, rank)
+        planned = {s: {t.value: n for t, n in by.items()} for s, by in rest.items() if by}
+        written = {**plan.config(), "policy": name}
+        for given in ({"policy": name, "precision": precision}, {"config": written}):
+            model = family.model(TINY)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            engine = zs.shard(model, optimizer, stall_timeout_s=20, **given)
+            family.loss(model, family.data(TINY, rank, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with engine.no_sync():
+                family.loss(model, family.data(TINY, rank, 1)).backward()
+            held = {state: tiers for state, tiers in engine.memory().tiers.items() if tiers}
+            out.append((f"{precision}, {given}", planned, held))
+            engine.close()
+    return out
+
+
+def test_a_plan_has_the_precision_that_shard_has_by_default() -> None:
+    for of_rank in run_ranks(2, _planned_and_held):
+        for options, planned, held in of_rank:
+            assert planned == held, options
 
 
 BUDGETED = [

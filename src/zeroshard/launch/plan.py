@@ -61,7 +61,7 @@ def add_parser(commands: Any) -> None:
     add("--disk", metavar="SIZE", help="of one node: 3.2TB (default: none)")
     add("--network", metavar="SIZE", help="bytes a second of one GPU to other nodes: 25GB")
     add("--precision", metavar="TYPE", default="bf16", help="bf16 (default), fp16 or fp32")
-    add("--accumulate", metavar="TYPE", help="in which gradients rest (default: precision)")
+    add("--accumulate", metavar="TYPE", default="fp32", help="of gradients at rest (default fp32)")
     optimizers = "adam (default), adam-8bit, adam-bf16, momentum, sgd"
     add("--optimizer", metavar="NAME", default="adam", help=optimizers)
     add("--batch", metavar="N", type=int, default=1, help="sequences of a micro-batch of a GPU")
@@ -312,7 +312,10 @@ def _print_plan(plan: Plan) -> None:
     facts = [("take", f"{words}: {advice.reason}"), ("smaller", advice.smaller)]
     if advice.row is not None:
         facts[1:1] = _explained(advice.row)
-    for name, told in (*facts, ("change", advice.change)):
+    offer = (
+        None if advice.offer is None else f"--accumulate {plan.training.precision}: {advice.offer}"
+    )
+    for name, told in (*facts, ("change", advice.change), ("offer", offer)):
         if told is not None:
             console.print(f"{name:9} {told}", markup=False, highlight=False)
 
@@ -356,8 +359,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "budget", f"{held}: {most} units keep theirs whole"
     yield (
         "training",
-        f"{training.precision}, gradients rest in {training.resting}, {training.optimizer}; {step}"
-        f" a step and GPU, activations {activations}",
+        f"{training.precision}, gradients rest in {training.accumulate}, {training.optimizer};"
+        f" {step} a step and GPU, activations {activations}",
     )
     from zeroshard.planner.machine import presets
 

@@ -36,6 +36,7 @@ class Recommendation:
     reason: str
     smaller: str | None = None  # how it would be on half of the GPUs
     change: str | None = None  # where nothing fits: the cheapest change that would
+    offer: str | None = None  # what gradients in the compute dtype would save
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Plan:
         model, advice, training = self.model, self.recommended, self.training
         states = {
             "weight": round(model.numel * Wire.of(training.precision).bytes_per_element),
-            "grad": round(model.num_trained * Wire.of(training.resting).bytes_per_element),
+            "grad": round(model.num_trained * Wire.of(training.accumulate).bytes_per_element),
             "optimizer": round(model.num_trained * (4 + training.moment_bytes)),
         }
         return {
@@ -67,7 +68,7 @@ class Plan:
                 "note": model.note,
             },
             "machine": asdict(self.machine),
-            "training": {**asdict(training), "accumulate": training.resting},
+            "training": asdict(training),
             "axes": None if self.axes is None else asdict(self.axes),
             "rows": [one.to_dict() for one in self.rows],
             "recommended": {
@@ -80,6 +81,7 @@ class Plan:
                 "reason": advice.reason,
                 "smaller": advice.smaller,
                 "change": advice.change,
+                "offer": advice.offer,
             },
         }
 
@@ -92,7 +94,7 @@ class Plan:
         row, training = self.recommended.row, self.training
         if row is None:
             raise ConfigError(f"there is no configuration to write: {self.recommended.reason}")
-        precision = {"compute": training.precision, "accumulate": training.resting}
+        precision = {"compute": training.precision, "accumulate": training.accumulate}
         out: dict[str, Any] = {"policy": row.row, "precision": precision}
         away = {state: tier for state, tier in row.tiers.items() if tier != Tier.DEVICE.value}
         if away:
@@ -141,7 +143,9 @@ def make_plan(
         )
     search = Search(model, policies, chosen)
     rows = search.rows(machine, training)
-    return Plan(model, machine, training, rows, _recommend(search, machine, training, rows), chosen)
+    advice = _recommend(search, machine, training, rows)
+    advice = replace(advice, offer=_offer(search, machine, training, advice.row))
+    return Plan(model, machine, training, rows, advice, chosen)
 
 
 def _share(row: PlannedRow, machine: Machine) -> Machine:
@@ -202,6 +206,22 @@ def _lack(row: PlannedRow, machine: Machine) -> str:
     part = share.node_size / machine.node_size  # other stages take as much, at most
     needs, there = needs / part, there / part
     return f"needs {needs / 1e9:,.4g} GB of {what} a node and has {there / 1e9:,.4g} GB"
+
+
+def _offer(
+    search: Search, machine: Machine, training: Training, best: PlannedRow | None
+) -> str | None:
+    """Return what is saved where gradients rest in the compute dtype, None where nothing is."""
+    dtype = training.precision
+    other, what = replace(training, accumulate=dtype), f"gradients that rest in {dtype}"
+    if other == training:
+        return None
+    sums = f"each micro-batch is then added in {dtype}"
+    if best is None:
+        rows = search.fitting(machine, other)
+        return f"{what}: {describe_row(_fastest(rows))} would fit; {sums}" if rows else None
+    saved = best.peak_bytes["device"] - search.peak_of(best, machine, other)
+    return f"{what} save {saved / 1e9:.3g} GB of a GPU; {sums}" if saved > 0 else None
 
 
 def _smaller(search: Search, machine: Machine, training: Training) -> str | None:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from zeroshard.core.placement import Tier
-from zeroshard.core.policy import Policy
-from zeroshard.planner.axes import Axes, grids
+from zeroshard.core.policy import ROWS, Policy
+from zeroshard.planner.axes import Axes, Grid, grids
 from zeroshard.planner.exact import LaidOut, StateBytes, rest_bytes
 from zeroshard.planner.grid import GridPlan, RankPlan
 from zeroshard.planner.machine import Machine
@@ -30,6 +30,7 @@ from zeroshard.planner.rows import (
     short_of,
     takes,
 )
+from zeroshard.planner.schedules import Schedule
 from zeroshard.planner.training import Training
 
 __all__ = ["Policies", "Search"]
@@ -82,6 +83,17 @@ class Search:
         runnable = self._runnable(plan.share, training)
         fits = _that_fit(runnable, plan.share, plan.rests, plan.worst)
         return [plan_on_grid(plan, policy, sizes) for policy, sizes in fits]
+
+    def peak_of(self, row: PlannedRow, machine: Machine, training: Training) -> int:
+        """Return the peak on the device of the line that is `row`, with another `training`."""
+        policy = ROWS[row.row].tiered(*(Tier(tier) for tier in row.tiers.values()))
+        if self.axes is None:
+            laid_out = LaidOut(self.model, machine.mesh, training.align)
+            return bytes_of(laid_out, policy, machine, training).peak.total
+        one = row.spread
+        schedule = self.axes.pipeline if one.pp > 1 else Schedule()
+        grid = Grid(one.tp, one.pp, one.dp, schedule, one.micro_batches)
+        return GridPlan(grid, self.model, machine, training).worst(policy).peak.total
 
     def least_bytes(self, machine: Machine, training: Training) -> int:
         """Return the peak of the line that takes least of a device."""

@@ -32,12 +32,11 @@ _CODECS = tuple(CODEC_BITS)
 class Training:
     """One training run. Raises ConfigError for values that make no sense.
 
-    `accumulate` is the dtype in which gradients rest ("fp32" or that of `precision`, which is the
-    default and the papers' count; ``zs.shard`` alone takes fp32). `optimizer` is "adam" (AdamW
-    alike), "adam-bf16" (moments in bf16), "adam-8bit" (planned only), "momentum" (SGD with it) or
-    "sgd". `batch` sequences of `sequence` tokens are one micro-batch of one GPU; `micro_batches` of
-    them, all but the last inside ``no_sync()``, are a step. `checkpointing`: every block is
-    recomputed in the backward.
+    `accumulate` is the dtype in which gradients rest: "fp32" (as in ``zs.shard``) or that of
+    `precision`, the papers' count. `optimizer` is "adam" (AdamW alike), "adam-bf16" (moments in
+    bf16), "adam-8bit" (planned only), "momentum" (SGD with it) or "sgd". `batch` sequences of
+    `sequence` tokens are one micro-batch of one GPU; `micro_batches` of them, all but the last
+    inside ``no_sync()``, are a step. `checkpointing`: every block is recomputed in the backward.
 
     `weight_codec`, `grad_codec`, `frozen_codec`, `codec_block` and `error_feedback` are those of
     ``zs.Comm``; rows that take no such codec are not planned. `fraction` is that of ``zs.Offload``:
@@ -47,7 +46,7 @@ class Training:
     """
 
     precision: str = "bf16"
-    accumulate: str | None = None
+    accumulate: str = "fp32"
     optimizer: str = "adam"
     batch: int = 1
     sequence: int = 2048
@@ -65,7 +64,7 @@ class Training:
         for name, value, choices in (
             ("precision", self.precision, PRECISIONS),
             ("optimizer", self.optimizer, tuple(MOMENT_BYTES)),
-            ("accumulate", self.resting, tuple(dict.fromkeys(("fp32", self.precision)))),
+            ("accumulate", self.accumulate, tuple(dict.fromkeys(("fp32", self.precision)))),
             ("weight_codec", self.weight_codec, (None, *_CODECS)),
             ("grad_codec", self.grad_codec, (None, *_CODECS, "bf16")),
             ("frozen_codec", self.frozen_codec, (None, *_CODECS)),
@@ -100,11 +99,6 @@ class Training:
     def accumulation_bytes(self) -> int | None:
         """The budget for gradients between micro-batches, in bytes."""
         return budget_bytes(self.accumulation_budget)
-
-    @property
-    def resting(self) -> str:
-        """The dtype in which gradients rest."""
-        return self.accumulate or self.precision
 
     @property
     def moment_bytes(self) -> float:
@@ -148,7 +142,7 @@ class Training:
         `rests_packed`: they rest in `frozen_codec`.
         """
         compute = dtype or self.precision
-        accumulate = "fp32" if self.resting == "fp32" else compute
+        accumulate = "fp32" if self.accumulate == "fp32" else compute
         frozen = None if trained else self.frozen_codec
         return Formats.of(
             compute,

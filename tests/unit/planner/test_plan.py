@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 
 from zeroshard.config import Config, build_config
 from zeroshard.core.placement import Mesh, Tier
-from zeroshard.core.policy import ROWS, row
+from zeroshard.core.policy import ROWS, Policy, row
 from zeroshard.core.precision import Precision
 from zeroshard.errors import ConfigError
-from zeroshard.planner import Machine, Plan, Training, describe, make_plan
+from zeroshard.planner import Axes, Machine, Plan, Training, describe, make_plan
 from zeroshard.planner.checkpoint import checkpoint_bytes
 from zeroshard.planner.closed_form import closed_form, layer_bytes, logit_bytes
 from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
@@ -70,7 +71,7 @@ _SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(2, 40)), min_size=1
 def test_ranks_together_hold_each_sharded_state_once_for_each_copy(
     shapes: list[tuple[int, int]], nodes: int, local: int, name: str
 ) -> None:
-    mesh, training = Mesh(nodes, local), Training()
+    mesh, training = Mesh(nodes, local), Training("bf16", "bf16")
     laid_out, cells = LaidOut(_small(list(shapes)), mesh), row(name).default
     ranks = [rest_bytes(laid_out, row(name), training, rank) for rank in range(mesh.size)]
     padded = sum(one.layout.numel * one.count for one in laid_out.groups)
@@ -94,7 +95,7 @@ def test_ranks_together_hold_each_sharded_state_once_for_each_copy(
 def test_bytes_are_the_policys_closed_forms_but_for_padding(
     shapes: list[tuple[int, int]], nodes: int, local: int, name: str
 ) -> None:
-    mesh, training = Mesh(nodes, local), Training(micro_batches=3)
+    mesh, training = Mesh(nodes, local), Training("bf16", "bf16", micro_batches=3)
     laid_out, policy = LaidOut(_small(list(shapes)), mesh), row(name)
     padded = sum(one.layout.numel * one.count for one in laid_out.groups)
     precision = Precision("bf16", accumulate="bf16")
@@ -259,17 +260,17 @@ def test_the_recommendation_is_the_fastest_that_fits() -> None:
     [
         ("7.5B", {"gpus": 8, "gpu_memory": "28GiB"}, {"sequence": 8192}, "checkpoint activations"),
         ("1B", {"gpus": 1, "gpu_memory": "24GiB"}, {"batch": 32}, "a micro-batch of"),
-        ("200B", {"gpus": 1}, {"checkpointing": True}, "3.2 TB of disk a node"),
-        ("1T", {"gpus": 8, "disk": "1TB"}, {"checkpointing": True}, "64 GPUs: "),
+        ("200B", {"gpus": 1}, {"accumulate": "bf16"}, "3.2 TB of disk a node"),
+        ("1T", {"gpus": 8, "disk": "1TB"}, {"accumulate": "bf16"}, "64 GPUs: "),
     ],
 )
 def test_where_nothing_fits_the_cheapest_change_that_would_is_named(
-    params: str, machine: dict[str, int], training: dict[str, int], change: str
+    params: str, machine: dict[str, Any], training: dict[str, Any], change: str
 ) -> None:
     plan = make_plan(
         describe(params),
-        Machine.of("H100", **machine),  # type: ignore[arg-type]
-        Training(**training),  # type: ignore[arg-type]
+        Machine.of("H100", **machine),
+        Training(**{"checkpointing": "gpu_memory" not in machine, **training}),
     )
     assert plan.recommended.row is None and not any(one.fits for one in plan.rows)
     assert change in str(plan.recommended.change)
@@ -305,7 +306,7 @@ def test_every_written_configuration_is_one_that_shard_takes() -> None:
             "grad": cells.grad.tier.value,
             "optimizer": cells.optim.tier.value,
         } == best.tiers
-        assert config.resolved_precision() == Precision("bf16", accumulate="bf16")
+        assert config.resolved_precision() == Precision("bf16")
         assert Config.from_json(config.to_json()) == config
         tiers.add(tuple(best.tiers.values()))
     assert len(tiers) >= 3, tiers
@@ -333,7 +334,7 @@ def test_a_budget_moves_traffic_into_memory_until_the_row_is_zero1() -> None:
 
     plain, zero1 = planned("zero2", None), planned("zero1", None)
     assert planned("zero2", 1) == plain and planned("zero1", 1 << 40) == zero1
-    all_of_them = 2 * model.numel
+    all_of_them = 4 * model.numel
     some = [planned("zero2", round(share * all_of_them)) for share in (0.3, 0.6, 0.9, 1.1)]
     for less, more, share in zip([plain, *some], some, (0.3, 0.6, 0.9, 1.1), strict=False):
         assert less.whole_gradients < more.whole_gradients
@@ -360,6 +361,36 @@ def test_one_node_says_nothing_about_nodes() -> None:
         make_plan(describe("1B"), Machine.of(gpus=gpus), Training()).config() for gpus in (8, 16)
     )
     assert "comm" not in one and many["comm"] == {"node_size": 8}
+
+
+def _zero1(machine: Machine) -> list[Policy]:
+    return [row("zero1")]
+
+
+def test_gradients_of_two_bytes_are_an_offer_that_says_what_it_saves() -> None:
+    model, machine = describe("7B"), Machine.of(gpus=8)
+    training = Training(micro_batches=8)
+    plan, half = (
+        make_plan(model, machine, one, _zero1)
+        for one in (training, replace(training, accumulate="bf16"))
+    )
+    saved = plan.rows[0].peak_bytes["device"] - half.rows[0].peak_bytes["device"]
+    assert f"save {saved / 1e9:.3g} GB of a GPU" in str(plan.recommended.offer)
+    assert plan.config()["precision"] == {"compute": "bf16", "accumulate": "fp32"}
+    assert half.recommended.offer is None
+    small = make_plan(model, Machine.of(gpus=8, gpu_memory="60GB"), training, _zero1)
+    assert small.recommended.row is None and "zero1 would fit" in str(small.recommended.offer)
+    assert make_plan(model, machine, Training("fp32"), _zero1).recommended.offer is None
+
+
+def test_the_offer_is_of_the_grid_that_is_recommended() -> None:
+    machine, training = Machine.of(gpus=64), Training(micro_batches=8)
+    plan, half = (
+        make_plan(describe("13B"), machine, one, _zero1, Axes(4, 2))
+        for one in (training, replace(training, accumulate="bf16"))
+    )
+    saved = plan.rows[0].peak_bytes["device"] - half.rows[0].peak_bytes["device"]
+    assert f"save {saved / 1e9:.3g} GB of a GPU" in str(plan.recommended.offer)
 
 
 def test_checkpointing_keeps_less_and_computes_more() -> None:
@@ -442,7 +473,9 @@ def test_the_ranks_of_a_node_share_its_host_and_its_disk() -> None:
     """7.5B on 8 GPUs: all states on the host are 120 GB a node, whoever holds which part."""
     for needs, fits in (("119GB", False), ("122GB", True)):
         plan = make_plan(
-            describe("7.5B"), Machine.of(gpus=8, host_memory=needs, disk=needs), Training()
+            describe("7.5B"),
+            Machine.of(gpus=8, host_memory=needs, disk=needs),
+            Training("bf16", "bf16"),
         )
         last = {one.tiers["weight"]: one for one in plan.rows if one.row == "zero3"}
         assert (last["host"].fits, last["disk"].fits) == (fits, fits), needs

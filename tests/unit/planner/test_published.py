@@ -33,14 +33,16 @@ def test_model_states_are_those_of_table_1_of_the_zero_paper() -> None:
     for params, stages in table.items():
         laid_out = LaidOut(describe(params), Machine.of("V100-32", gpus=64).mesh)
         for stage, gigabytes in enumerate(stages):
-            rest = rest_bytes(laid_out, row(STAGES[stage]), Training(precision="fp16"))
+            rest = rest_bytes(laid_out, row(STAGES[stage]), Training("fp16", "fp16"))
             seen = sum(sum(by_tier.values()) for by_tier in rest.values()) / 1e9
             assert seen == pytest.approx(gigabytes, rel=0.003), (params, stage)
 
 
 def test_one_and_a_half_billion_parameters_need_24_gb_unsharded() -> None:
     """arXiv 1910.02054, section 3.1: GPT-2 of 1.5B parameters."""
-    rest = rest_bytes(LaidOut(describe("1.5B"), Machine.of().mesh), row("ddp"), Training())
+    rest = rest_bytes(
+        LaidOut(describe("1.5B"), Machine.of().mesh), row("ddp"), Training("bf16", "bf16")
+    )
     assert sum(sum(by_tier.values()) for by_tier in rest.values()) == pytest.approx(24e9, rel=1e-3)
 
 
@@ -144,7 +146,7 @@ def test_parameters_and_gradients_need_the_bandwidth_of_zero_infinity(
     """arXiv 2104.07857, section 4: ait = seq x bsz, of 8 FLOPs per parameter and token and 8 bytes
     per parameter, with recomputation; here without, 6 FLOPs and 6 bytes.
     """
-    training = Training("fp16", batch=batch, sequence=_SEQUENCE)
+    training = Training("fp16", "fp16", batch=batch, sequence=_SEQUENCE)
     timeline = _infinity(training, host_link=bandwidth)
     computing, moving = (
         _seconds(timeline, "forward", "backward"),
@@ -157,7 +159,7 @@ def test_parameters_and_gradients_need_the_bandwidth_of_zero_infinity(
 def test_70_gb_a_second_are_half_the_peak_in_turn_and_nearly_all_of_it_beside_each_other() -> None:
     """Section 4.2: over 50% at the smallest batch; data movement can then be overlapped."""
     assert _published(_SEQUENCE, 70e9) == pytest.approx(0.506, abs=0.001)
-    timeline = _infinity(Training("fp16", sequence=_SEQUENCE), host_link=70e9)
+    timeline = _infinity(Training("fp16", "fp16", sequence=_SEQUENCE), host_link=70e9)
     assert _seconds(timeline, "forward", "backward") / timeline.stop > 0.96
 
 
@@ -166,7 +168,7 @@ def test_optimizer_states_need_one_and_a_half_tb_a_second() -> None:
     parameter and token and 16 bytes per parameter both ways; here of 6 FLOPs and 26 bytes (masters
     and moments both ways, the gradient read).
     """
-    training = Training("fp16", batch=2, sequence=_SEQUENCE)
+    training = Training("fp16", "fp16", batch=2, sequence=_SEQUENCE)
     timeline = _infinity(training, host=1.5e12)
     computing, stepping = _seconds(timeline, "forward", "backward"), _seconds(timeline, "step")
     efficiency = computing / (computing + stepping)
@@ -242,7 +244,7 @@ def test_megatrons_flops_per_second_are_as_far_off_as_the_docs_say(
     }  # fmt: skip
     schedule = Schedule.parse("interleaved") if pp > 1 else Schedule()
     grid = Grid(tp, pp, gpus // (tp * pp), schedule, batch * tp * pp // gpus)
-    training = Training("fp16", checkpointing=True)
+    training = Training("fp16", "fp16", checkpointing=True)
     machine = Machine.of("A100-80", gpus=gpus)
     plan = GridPlan(grid, shape_of_config(fields, "megatron"), machine, training)
     seconds = plan.step(row("ddp")).total

@@ -289,7 +289,7 @@ def test_the_rows_stand_in_the_order_that_theory_says() -> None:
     for network in (1e8, 1e9, 5e9):
         machine = _machine(8, 8, network=network)
         laid_out = LaidOut(model, machine.mesh)
-        training = Training(sequence=512)
+        training = Training("bf16", "bf16", sequence=512)
         time = {
             name: step_time(laid_out, policy, machine, training).total
             for name, policy in ROWS.items()
