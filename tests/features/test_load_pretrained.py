@@ -18,6 +18,7 @@ import zeroshard as zs
 from tests.support.harness import run_ranks
 from tests.support.training import ROWS, TRANSPORTS, batch, make_model, take_steps, two_groups
 from zeroshard import CheckpointError, PlanMismatch
+from zeroshard.checkpoint.foreign import import_checkpoint
 from zeroshard.runtime.engine import states_of
 
 
@@ -314,3 +315,81 @@ def _refused(rank: int, world: int, directory: str) -> None:
 
 def test_what_does_not_fit_is_named_before_anything_changes(tmp_path: Path) -> None:
     run_ranks(2, _refused, str(tmp_path))
+
+
+def _swapped_on_one_rank(rank: int, world: int, directory: str) -> None:
+    model = make_model()
+    engine = zs.shard(model, two_groups(model), stage=3)
+    before = engine.full_state_dict(rank0_only=False)
+    names = {"norm.weight": "norm.bias", "norm.bias": "norm.weight"} if rank else {}
+    with pytest.raises(PlanMismatch, match="first about 'names of the tensors, digest'"):
+        zs.load_pretrained(engine, directory, rename=lambda name: names.get(name, name))
+    after = engine.full_state_dict(rank0_only=False)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    engine.close()
+
+
+def test_ranks_whose_rename_gives_other_names_are_told(tmp_path: Path) -> None:
+    _write(tmp_path, dict(_reseeded(19).state_dict()), 1)
+    run_ranks(2, _swapped_on_one_rank, str(tmp_path))
+
+
+def _files(directory: Path, weight_map: dict[str, str], **values: dict[str, float]) -> None:
+    """Write ``NAME.safetensors`` with [2, 2] tensors of one number each, and an index."""
+    for file, tensors in values.items():
+        state = {name: torch.full((2, 2), value) for name, value in tensors.items()}
+        save_file(state, directory / f"{file}.safetensors")
+    index = {"weight_map": {name: f"{file}.safetensors" for name, file in weight_map.items()}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_two_tensors_that_get_one_name_are_refused_with_their_files(
+    strict: bool, tmp_path: Path
+) -> None:
+    weights = {"a.weight": "one", "b.weight": "two"}
+    _files(tmp_path, weights, one={"a.weight": 1.0}, two={"b.weight": 2.0})
+    layer = nn.Linear(2, 2, bias=False)
+    before = layer.weight.clone()
+    with pytest.raises(
+        CheckpointError,
+        match=r"two tensors are for 'weight': 'a\.weight' in .*one\.safetensors and 'b\.weight' in"
+        r" .*two\.safetensors; give them different names with rename=",
+    ):
+        zs.load_pretrained(layer, tmp_path, rename=lambda name: name[2:], strict=strict)
+    assert torch.equal(layer.weight, before)
+
+
+def test_a_tensor_in_two_files_is_read_from_the_one_that_the_index_names(tmp_path: Path) -> None:
+    both: dict[str, dict[str, float]] = {"one": {"weight": 1.0}, "two": {"weight": 2.0}}
+    for file, value in (("one", 1.0), ("two", 2.0)):
+        _files(tmp_path, {"weight": file, "other": "one", "more": "two"}, **both)
+        layer = nn.Linear(2, 2, bias=False)
+        zs.load_pretrained(layer, tmp_path)
+        assert torch.equal(layer.weight, torch.full((2, 2), value))
+        import_checkpoint(tmp_path, tmp_path / f"imported-{file}", format="hf")
+        zs.load(tmp_path / f"imported-{file}", engine := zs.shard(layer), strict=False)
+        assert torch.equal(engine.full_state_dict()["weight"], torch.full((2, 2), value))
+        engine.close()
+    _files(tmp_path, {"other": "one", "more": "two"}, **both)  # which one nobody says
+    with pytest.raises(CheckpointError, match=r"two tensors are for 'weight': .*one.*two"):
+        zs.load_pretrained(nn.Linear(2, 2, bias=False), tmp_path)
+
+
+def test_a_tied_parameter_takes_both_of_its_tensors_only_where_they_are_equal(
+    tmp_path: Path,
+) -> None:
+    model = nn.ModuleDict({"first": nn.Linear(2, 2, False), "second": nn.Linear(2, 2, False)})
+    model["second"].weight = model["first"].weight
+    names = {"first.weight": "one", "second.weight": "two"}
+    _files(tmp_path, names, one={"first.weight": 3.0}, two={"second.weight": 3.0})
+    zs.load_pretrained(model, tmp_path)
+    assert torch.equal(model["second"].weight, torch.full((2, 2), 3.0))
+    _files(tmp_path, names, one={"first.weight": 3.0}, two={"second.weight": 4.0})
+    with pytest.raises(
+        CheckpointError,
+        match=r"'first\.weight' in .*one\.safetensors and 'second\.weight' in .*two\.safetensors"
+        r" differ, and are one tied parameter of the model: untie it",
+    ):
+        zs.load_pretrained(model, tmp_path)
+    assert torch.equal(model["first"].weight, torch.full((2, 2), 3.0))

@@ -6,17 +6,20 @@ its memory is not in row order (channels_last).
 
 Of a DTensor the rank's own part is read: its columns of its rows.
 
-Invariant: everything is compared (missing, unexpected, shapes) before anything is written. Nothing
-is unpickled. Cost: ``LoadReport.bytes_read``; replicated weights are read whole on every rank.
+Invariant: everything is compared (missing, unexpected, shapes, two tensors for one parameter)
+before anything is written. Nothing is unpickled. Cost: ``LoadReport.bytes_read``; replicated
+weights are read whole on every rank, and so are tensors of all names of a tied parameter, to be
+compared, where the files hold several.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -39,9 +42,10 @@ from zeroshard.nn.deferred import allocate
 from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.state.local import local_of, part_of
 
-__all__ = ["LoadReport", "load_pretrained", "weight_files"]
+__all__ = ["LoadReport", "load_pretrained", "open_tensors"]
 
 _INDEX = "model.safetensors.index.json"
+_BLOCK = 1 << 22  # elements of two tensors that are compared at a time
 
 
 @dataclass
@@ -64,20 +68,24 @@ def load_pretrained(
     """Fill a sharded model (give its engine; collective) or a plain one from safetensors files.
 
     `directory` holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files it
-    names; it may be one file, too. `rename` maps a name in the files to the model's. Tied
-    parameters are read under whichever of their names is there. Numbers are converted to the dtype
-    at rest (fp32 masters take an fp32 file's full precision). Optimizer state is left alone.
+    names; it may be one file, too. A tensor that several files hold is read from the file that the
+    index says. `rename` maps a name in the files to the model's. Tied parameters are read under
+    whichever of their names is there. Numbers are converted to the dtype at rest (fp32 masters take
+    an fp32 file's full precision). Optimizer state is left alone.
 
-    Raises CheckpointError naming missing and unexpected tensors (only reported with `strict` off)
-    and tensors of another shape, before anything is changed; PlanMismatch where another rank does.
+    Raises CheckpointError naming missing and unexpected tensors (only reported with `strict` off),
+    tensors of another shape, and two tensors for one parameter, before anything is changed;
+    PlanMismatch where another rank does, or where `rename` gives other names there.
     """
     report = LoadReport()
     model = target.module if isinstance(target, Engine) else target
     experts = Experts.of(target) if isinstance(target, Engine) else Experts(model, {})
     with ExitStack() as stack:
         error: CheckpointError | None = None
+        renamed = ""
         try:
             files = _Files(Path(directory), rename or (lambda name: name), stack)
+            renamed = files.digest()
             found = _match(model, files, report, experts)
             if strict and (report.missing or report.unexpected):
                 found_wrong = {"missing": report.missing, "unexpected": report.unexpected}
@@ -92,7 +100,8 @@ def load_pretrained(
             both = {"missing": report.missing, "unexpected": report.unexpected}
             own = experts.divided()  # of these each rank misses others
             states_of(target).peers.agree(
-                {what: ", ".join(n for n in names if n not in own) for what, names in both.items()},
+                {what: ", ".join(n for n in names if n not in own) for what, names in both.items()}
+                | {"names of the tensors, digest": renamed},
                 error,
                 "zs.load_pretrained()",
             )
@@ -134,20 +143,42 @@ class _Files:
 
     def __init__(self, path: Path, rename: Callable[[str], str], stack: ExitStack) -> None:
         self.bytes_read = 0
-        self._tensors: dict[str, tuple[Any, str]] = {}  # model's name -> open file, name there
-        for file in weight_files(path):
-            try:
-                opened = stack.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
-                self._tensors[rename(name)] = (opened, name)
+        # model's name -> open file, name there, which file
+        self._tensors: dict[str, tuple[Any, str, Path]] = {}
+        for file, opened, there in open_tensors(path, stack):
+            name = rename(there)
+            if name in self._tensors:
+                _, other, before = self._tensors[name]
+                raise CheckpointError(
+                    f"two tensors are for {name!r}: {other!r} in {before} and {there!r} in {file};"
+                    " give them different names with rename=, or name one file"
+                )
+            self._tensors[name] = (opened, there, file)
 
     def names(self) -> Iterable[str]:
         return self._tensors
 
+    def digest(self) -> str:
+        """Return what differs where a tensor of the files has another name in the model."""
+        names = sorted((name, there) for name, (_, there, _) in self._tensors.items())
+        return sha256(repr(names).encode(errors="surrogatepass")).hexdigest()[:16]
+
+    def require_equal(self, name: str, other: str, part: Part) -> None:
+        """Raise CheckpointError where part of two tensors for one parameter, `name` and `other`,
+        is not the same.
+        """
+        for start in range(0, part.numel, _BLOCK):
+            stop = min(start + _BLOCK, part.numel)
+            first, second = (self.read(one, part, start, stop) for one in (name, other))
+            if not torch.equal(first, second.to(first.dtype)):
+                files = [self._tensors[one][2] for one in (name, other)]
+                raise CheckpointError(
+                    f"{name!r} in {files[0]} and {other!r} in {files[1]} differ, and are one tied"
+                    " parameter of the model: untie it, or leave one tensor out of the files"
+                )
+
     def shape(self, name: str) -> tuple[int, ...]:
-        file, there = self._tensors[name]
+        file, there, _ = self._tensors[name]
         return tuple(file.get_slice(there).get_shape())
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
@@ -160,7 +191,7 @@ class _Files:
         """Return elements ``[start, stop)`` of a part of a tensor, in row order, 1-D, in the file's
         dtype. It has elements.
         """
-        file, there = self._tensors[name]
+        file, there, _ = self._tensors[name]
         if not part.shape:
             rows: torch.Tensor = file.get_tensor(there)
             self.bytes_read += rows.numel() * rows.element_size()
@@ -176,13 +207,34 @@ class _Files:
         return rows.reshape(-1)[start - first * row : stop - first * row]
 
 
-def weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files that `path` is, holds or indexes. Raises CheckpointError."""
+def open_tensors(path: Path, stack: ExitStack) -> Iterator[tuple[Path, Any, str]]:
+    """Open the safetensors files that `path` is, holds or indexes until `stack` ends; yield the
+    file, what `safe_open` returns for it, and the name of each tensor.
+
+    A tensor that the index places in one file is not yielded from the others. Raises
+    CheckpointError.
+    """
+    files, weight_map = _weight_files(path)
+    for file in files:
+        try:
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
+        for name in opened.keys():  # noqa: SIM118 (not a dict)
+            if weight_map.get(name, file.name) == file.name:
+                yield file, opened, name
+
+
+def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the safetensors files that `path` is, holds or indexes, and the index: a tensor's name
+    -> its file's. Raises CheckpointError.
+    """
     if path.is_file() and path.suffix == ".safetensors":
-        return [path]
+        return [path], {}
     if (path / _INDEX).is_file():
         try:
-            names = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
+            weight_map = dict(json.loads((path / _INDEX).read_text())["weight_map"])
+            names = sorted(set(weight_map.values()))
             outside = [name for name in names if Path(name).name != name]
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(
@@ -192,9 +244,9 @@ def weight_files(path: Path) -> list[Path]:
             raise CheckpointError(
                 f"{path / _INDEX} names a file outside its directory: {outside[0]!r}"
             )
-        return [path / name for name in names]
+        return [path / name for name in names], weight_map
     if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
+        return [path / "model.safetensors"], {}
     raise CheckpointError(f"{path} holds neither model.safetensors nor {_INDEX}")
 
 
@@ -218,6 +270,8 @@ def _match(model: nn.Module, files: _Files, report: LoadReport, experts: Experts
         for name in here:
             del left[name]
             _require_shape(name, whole.shape, files)
+        for name in here[1:]:
+            files.require_equal(here[0], name, whole)
         if here:
             found.parameters[id(parameter)] = here[0]
         else:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from zeroshard._version import __version__
 from zeroshard.checkpoint.files import write_new
@@ -42,7 +42,7 @@ from zeroshard.checkpoint.foreign.importer import (
 )
 from zeroshard.checkpoint.foreign.restricted_unpickler import load_tensors
 from zeroshard.checkpoint.manifest import Manifest
-from zeroshard.checkpoint.pretrained import weight_files
+from zeroshard.checkpoint.pretrained import open_tensors
 from zeroshard.checkpoint.shards import write_shard
 from zeroshard.checkpoint.steps import (
     MANIFEST,
@@ -227,14 +227,11 @@ def _named_optimizer(
 
 def _read_hf(source: Path, importer: Importer, stack: ExitStack) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    for path in weight_files(source):
+    for path, opened, name in open_tensors(source, stack):
+        if name in tensors:
+            raise CheckpointError(f"{path} holds {name!r}, as another file of the checkpoint does")
         try:
-            opened = stack.enter_context(safe_open(path, framework="pt"))
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
-                if name in tensors:
-                    others = "as another file of the checkpoint does"
-                    raise CheckpointError(f"{path} holds {name!r}, {others}")
-                tensors[name] = opened.get_tensor(name)
+            tensors[name] = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
     take_state(importer, tensors, None)
