@@ -335,8 +335,8 @@ def test_exceptions_of_single_ranks_leave_nothing_that_meets_later_messages() ->
 
 
 def _left_behind(rank: int, world: int) -> list[int]:
-    """Rank 1 raises in a forward again and again; return how many threads wait for messages after
-    each reset, and in the end.
+    """Rank 1 raises in a forward, and both ranks wait for a message of the other's; return how
+    many threads wait for messages after each reset, and in the end.
     """
     model, optimizer, engine = _made("zero3", "gloo", stall_timeout_s=20)
     handle = None
@@ -348,6 +348,8 @@ def _left_behind(rank: int, world: int) -> list[int]:
             for _ in range(2):  # rank 0 may come through one step
                 model(*batch(rank, 0)).backward()
                 optimizer.step()
+        messages = inside.transport(engine).control.messages
+        messages.post("nothing", messages.tag("never", 0), {}, {1 - rank: torch.empty(1)})
         engine.reset()
         counts.append(_waiting_threads())
     if handle is not None:
