@@ -187,6 +187,25 @@ def test_many_exceptions_leave_no_thread_and_no_descriptor(transport: str) -> No
     run_ranks(2, _often, transport)
 
 
+def _dropped(rank: int, world: int, transport: str, how: str) -> None:
+    counts = []
+    for _ in range(4):
+        model, optimizer, engine = make_sharded("zero3", transport)
+        take_steps(rank, 1, model, optimizer)
+        if how == "closed":
+            engine.close()
+        del model, optimizer, engine
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[3] <= counts[1], counts
+
+
+@pytest.mark.parametrize("how", ["dropped", "closed"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_engines_leave_no_descriptor(transport: str, how: str) -> None:
+    run_ranks(2, _dropped, transport, how)
+
+
 # ------------------------------------------------------------------------- one rank dies, or stalls
 
 

@@ -24,6 +24,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,6 +103,10 @@ class Links:
             if process is not None:
                 self._processes[peer], self._peer_of[process] = process, peer
                 self._poll.register(process, select.POLLIN)
+        # also where nobody calls `close`: an engine may be dropped
+        descriptors = [self.wake_fd, *self._processes.values()]
+        self._close_descriptors = weakref.finalize(self, _close_all, descriptors)
+        self._close_descriptors.atexit = False
 
     def send(
         self, peer: int, kind: Kind, *numbers: int, tail: bytes = b"", fd: int | None = None
@@ -209,15 +214,17 @@ class Links:
         self._inbox.clear()
         for sock in self._sockets.values():
             sock.close()
-        for process in self._processes.values():
-            os.close(process)
         self._processes.clear()
         self.lost.update(self._sockets)
         self._poll = select.poll()
         with self._wake_lock:
-            if self.wake_fd >= 0:
-                os.close(self.wake_fd)
-                self.wake_fd = -1
+            self.wake_fd = -1
+            self._close_descriptors()
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
