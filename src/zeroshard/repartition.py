@@ -397,7 +397,7 @@ class _Move:
             self._run()
         except BaseException:
             for parts in (self._parts, parts_of(self._engine)):
-                parts.weights.refuse(_CUT_OFF)
+                parts.weights.availability.refuse(_CUT_OFF)
             raise
 
     def _run(self) -> None:
@@ -414,7 +414,7 @@ class _Move:
             for buffer in self._engine.module.buffers():
                 self._hand_over.give(local_of(buffer), self._first)
         if ready is None:
-            self._parts.weights.refuse(_AWAY)
+            self._parts.weights.availability.refuse(_AWAY)
         elif self._comes_back:
             assert self._carried is not None
             take_over(self._engine, self._carried)

@@ -101,12 +101,13 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"decay=1.0 is not in \[0, 1\)"):
         zs.EMA(engine, 1.0)
     ema = zs.EMA(engine)
-    loss = model(*batch(0, 0))
+    loss, later = model(*batch(0, 0)), model(*batch(0, 1))
     with ema.swapped():
-        with pytest.raises(StateError, match="backward through unit"):
-            loss.backward()
-        engine.reset()
-        model(*batch(0, 0)).backward()
+        for backward in (loss.backward, model(*batch(0, 0)).backward):
+            with pytest.raises(StateError, match=r"train, .* outside EMA\.swapped\(\)"):
+                backward()
         with pytest.raises(StateError, match=r"step outside EMA\.swapped\(\)"):
             optimizer.step()
+    with pytest.raises(StateError, match="backward through unit"):
+        later.backward()
     engine.close()

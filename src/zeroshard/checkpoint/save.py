@@ -184,6 +184,7 @@ class Saver:
         launcher nothing happens, and the answer is False. When a rank has died, ``zs.load`` takes
         the newest step of memory and disk. A save under way goes on meanwhile.
         """
+        states_of(self._engine).check_open(trained=True)
         if not self._keeping.begin():
             return False
         self._agree_on(step, "saver.keep()")

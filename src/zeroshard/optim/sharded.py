@@ -57,6 +57,9 @@ class StepHooks(GradientOwner, Protocol):
     def publish_late(self) -> None:
         """Publish a step that was taken one step late."""
 
+    def check_states(self) -> None:
+        """Raise StateError where the optimizer's state is not there, or not to be changed now."""
+
 
 def check_parameters(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
     """Raise ConfigError unless `optimizer` holds all trainable `parameters` (by qualified name)
@@ -200,8 +203,10 @@ class ShardedOptimizer:
             _ZeroGrad(optimizer, self.parameters),
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
+            optimizer.register_state_dict_pre_hook(lambda _: self._hooks.check_states()),
             optimizer.register_state_dict_pre_hook(lambda _: self._part.refuse(self.taken)),
             optimizer.register_state_dict_post_hook(self._label_state),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._hooks.check_states()),
             optimizer.register_load_state_dict_pre_hook(
                 lambda _, state: self._part.checked(state, self._groups)
             ),

@@ -257,7 +257,7 @@ class StateAccess:
         """Called before a load: no step is under way, and whether what rests is lost is known on
         every rank. Collective.
         """
-        self._weights.check_awake()
+        self._weights.availability.check_trained()
         self.end_step()
         with suppress(StorageError):
             self._faults.agree()
@@ -314,8 +314,10 @@ class StateAccess:
             self._sharded.close_moments()
 
     def join_step(self) -> None:
-        """Return when no step is under way; what went wrong in it is noted."""
-        self._weights.check_awake()
+        """Return when no step is under way, and what rests may be read and written as what is
+        trained; what went wrong in the step is noted.
+        """
+        self._weights.availability.check_trained()
         with self._faults.noted(lost=True):
             if self._sharded is not None:
                 self._sharded.join()
@@ -336,12 +338,15 @@ class StateAccess:
             self.join_step()
             self._faults.agree()
 
-    def check_open(self) -> None:
-        """Raise StateError where the engine is closed, or refuses to be used."""
-        if self._weights.refusal is not None:
-            raise StateError(self._weights.refusal)
+    def check_open(self, *, trained: bool = False) -> None:
+        """Raise StateError where the engine is closed, or refuses to be used; `trained`: also where
+        what rests is off the device, or averages.
+        """
+        self._weights.availability.check_open()
         if self.is_closed:
             raise StateError(
                 "this engine is closed: the module is plain again; call zeroshard.shard() for a"
                 " new one"
             )
+        if trained:
+            self._weights.availability.check_trained()

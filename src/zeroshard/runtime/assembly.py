@@ -109,7 +109,7 @@ class Assembly:
         )
         transports.watch(digest, context.streams.is_idle)
         has_peers = context.transport.size > 1 or context.axes.size > 1
-        refuse_in_children(self, weights.refuse if has_peers else None)
+        refuse_in_children(self, weights.availability.refuse if has_peers else None)
 
     def _step_with(self, sharded: ShardedOptimizer, tiles: StepTiles) -> None:
         """Let `sharded` step the `tiles` of these parts."""

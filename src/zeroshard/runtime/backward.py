@@ -259,6 +259,7 @@ class Backward:
         gathers: bool = False,
         units: Sequence[Unit] | None = None,
     ) -> BackwardPass:
+        self._weights.availability.check_trained()
         self.collect_dropped()
         manner = self.manner
         if brings:  # no backward of our own

@@ -7,8 +7,8 @@ Evaluation with the average swaps it with the masters and publishes, as a step d
 context swaps back, so that training goes on with the same bits. Polyak averaging as in torch's
 ``swa_utils.AveragedModel``, to which the numbers are equal.
 
-Invariant: inside ``swapped()`` no step is taken. Cost: one copy of the masters at rest (``bytes``);
-a swap is a publish.
+Invariant: inside ``swapped()`` nothing reads or writes the masters as what is trained. Cost: one
+copy of the masters at rest (``bytes``); a swap is a publish.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from zeroshard.errors import ConfigError
-from zeroshard.runtime.engine import Engine, refusing_steps, states_of
+from zeroshard.runtime.engine import Engine, states_of
 
 __all__ = ["EMA", "averages_of"]
 
@@ -75,15 +75,15 @@ class EMA:
         """Compute with the average instead of the weights: evaluation,
         ``engine.full_state_dict()``. Collective, at both ends.
 
-        ``optimizer.step()`` inside raises StateError; so does the backward of a forward that ran
-        outside.
+        Inside, forwards, ``engine.gathered()`` and ``full_state_dict()`` read the averages.
+        Whatever needs the trained numbers raises StateError: a backward, ``optimizer.step()``,
+        ``update()``, another ``swapped()``, saves, loads, writes into weights, a repartition,
+        ``offload_states()`` and ``close()``. ``zs.save(..., states={"ema": ema})`` outside holds
+        both.
         """
         self._swap()
         try:
-            with refusing_steps(
-                self._engine,
-                "the weights are swapped for their average: step outside EMA.swapped()",
-            ):
+            with states_of(self._engine).rest.swapped():
                 yield
         finally:
             self._swap()

@@ -49,7 +49,6 @@ __all__ = [
     "living_engines",
     "open_engines",
     "parts_of",
-    "refusing_steps",
     "relaid",
     "states_of",
 ]
@@ -79,11 +78,6 @@ def states_of(engine: Engine) -> StateAccess:
     averages, reports.
     """
     return engine._states
-
-
-def refusing_steps(engine: Engine, why: str) -> AbstractContextManager[None]:
-    """Raise StateError with `why` for an ``optimizer.step()`` of `engine` inside."""
-    return engine._loop.refusing_steps(why)
 
 
 def parts_of(engine: Engine) -> Parts:
@@ -168,7 +162,7 @@ class Engine(Assembly):
         elementwise; StorageError on every rank where one has no room for masters and moments on
         their tier.
         """
-        self._states.check_open()
+        self._states.check_open(trained=True)
         if self._sharded is not None:
             raise ConfigError(
                 "an optimizer is attached already: one engine has one optimizer; use param groups,"
@@ -235,7 +229,7 @@ class Engine(Assembly):
         The loss is multiplied, so that gradients which cross ranks (experts, 'cp') count what the
         rank of their loss says; other parameters that `loss` reaches see it, too.
         """
-        self._states.check_open()
+        self._states.check_open(trained=True)
         with weighed(self._backward, self._scaler, loss, weight) as scaled:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
@@ -269,7 +263,7 @@ class Engine(Assembly):
         Raises ConfigError for what cannot run so, StateError where batches use different modules;
         after an exception call ``engine.reset()``.
         """
-        self._states.check_open()
+        self._states.check_open(trained=True)
         following = self._states.following
         check_accumulate(self._hooks, followed=following is not None and following.is_on)
         shelf = self._context.tiering.shelves(tier, disk_path)
@@ -290,7 +284,7 @@ class Engine(Assembly):
         from a rank with the most batches. Collective; raises PlanMismatch where ranks with data do
         different things.
         """
-        self._states.check_open()
+        self._states.check_open(trained=True)
         if self._sharded is None:
             raise ConfigError("join() needs an optimizer: give it to shard() or engine.attach()")
         if self._states.following is not None and self._states.following.is_on:
@@ -354,7 +348,7 @@ class Engine(Assembly):
         Returns the norm before, a 0-d fp32 tensor, the same number on every rank and in every row.
         Raises StateError without a gradient.
         """
-        self._states.check_open()
+        self._states.check_open(trained=True)
         return self._finalizer.clip(float(max_norm))
 
     # -------------------------------------------------- parameters and gradients, whole and at rest
@@ -391,7 +385,7 @@ class Engine(Assembly):
         """Return the averaged gradient of `param` [its shape, whole of a DTensor] on every rank,
         or None where no rank used it. Collective.
         """
-        self._states.check_open()
+        self._states.check_open(trained=True)
         return self._whole.full_grad(param)
 
     def exchange(self, payload: bytes, call: str = "engine.exchange()") -> list[bytes]:
@@ -543,6 +537,7 @@ class Engine(Assembly):
         self._states.check_open()
         told = self._context.faults.refusal if self._context.faults.is_lost else None
         self.reload_states()
+        self._states.check_open(trained=True)
         if self._states.following is not None:
             self._states.following.remove()
         self._backward.abandon()

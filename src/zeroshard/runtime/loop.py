@@ -77,7 +77,6 @@ class Loop:
         self._watch = Watch(model, (p for segment in segments for p in segment.parameters))
         self._optimizer: ShardedOptimizer | None = None
         self._tiles: StepTiles | None = None
-        self._refuse_steps: str | None = None  # why, while they are refused
         # a micro-batch of engine.accumulate() runs outside its sections: what it needs is held
         self.between_sections = False
         self._saved = backward.saved
@@ -253,9 +252,7 @@ class Loop:
         if recording is not None:
             recording.enter("step")
         context.faults.check()
-        if self._refuse_steps is not None:
-            raise StateError(self._refuse_steps)
-        self.weights.check_awake()
+        self.check_states()
         self._watch.check()
         if context.options.clip_norm is not None and not self._finalizer.clipped:
             self._finalizer.clip(context.options.clip_norm)
@@ -292,6 +289,10 @@ class Loop:
         """A step that was taken one step late goes into the weights."""
         self._rest.publish(everything=True)
 
+    def check_states(self) -> None:
+        """Raise StateError where what rests is not what is trained, or not there."""
+        self.weights.availability.check_trained()
+
     def zero_gradient(self, parameter: nn.Parameter | None) -> None:
         """The ``zero_()`` of a sealed gradient on the optimizer's side was called."""
         self.backward.zero_gradient(parameter)
@@ -311,14 +312,12 @@ class Loop:
         """Raise StateError, naming the `call`, where something is under way that goes on with
         the layout as it is, or where the model is not the one that was sharded.
         """
-        self.weights.check_awake()
+        self.check_states()
         context, optimizer = self._context, self._optimizer
         if (unsaved := context.faults.unsaved) is not None:
             raise StateError(f"{call}: what rests here is not whole: {unsaved}")
         if optimizer is not None and optimizer.is_interrupted:
             raise StateError(INTERRUPTED)
-        if self._refuse_steps is not None:
-            raise StateError(f"{call} inside EMA.swapped(): call it outside")
         if context.streams.probe.recording is not None:
             raise StateError(f"{call} inside engine.trace(): leave that first")
         if not self.backward.runs_plainly:
@@ -334,12 +333,3 @@ class Loop:
                     f"parameter {leaf.name!r} was trained when the model was sharded and is frozen"
                     f" now: set requires_grad=True before {call}"
                 )
-
-    @contextmanager
-    def refusing_steps(self, why: str) -> Iterator[None]:
-        """Raise StateError with `why` for an ``optimizer.step()`` inside."""
-        self._refuse_steps = why
-        try:
-            yield
-        finally:
-            self._refuse_steps = None

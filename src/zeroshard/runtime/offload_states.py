@@ -33,7 +33,6 @@ from zeroshard.tier.host import HostStore
 __all__ = ["OffloadedStates", "bring_to_rest"]
 
 _PAGE = mmap.PAGESIZE
-_OFFLOADED = "the states are off the device: call engine.reload_states() on every rank first"
 
 
 class OffloadedStates:
@@ -76,7 +75,7 @@ class OffloadedStates:
             for tensor in _own_memory(segment):
                 if tensor.numel():
                     self._put_memory(segment.key, tensor)
-        self._weights.refuse_gathers(_OFFLOADED)
+        self._weights.availability.offloaded(True)
 
     def end(self) -> None:
         """Bring everything back. Collective."""
@@ -88,7 +87,7 @@ class OffloadedStates:
         for segment in self._segments():
             segment.flat.publish()
         self._store.close()
-        self._weights.refuse_gathers(None)
+        self._weights.availability.offloaded(False)
 
     def _segments(self) -> Iterator[Segment]:
         return (segment for unit in self._weights.units for segment in unit.segments)

@@ -74,6 +74,7 @@ class ParameterStates:
         """Return the averaged gradient as the step will take it; None where no rank used the
         parameter, or the step has taken the gradient.
         """
+        self._states.check_open(trained=True)
         if not self._states.has_pending_gradients:
             return None
         whole = self._engine.full_grad(self._param)

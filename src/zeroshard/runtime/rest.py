@@ -122,12 +122,20 @@ class Rest:
         self.publish(frozen=True)
         self._faults.agree()
 
+    def swapped(self) -> AbstractContextManager[None]:
+        """Return a context in which averages rest in the place of the masters: nothing that needs
+        trained numbers may run.
+        """
+        return self._weights.availability.swapped()
+
     def masters(self) -> list[torch.Tensor]:
         """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor
         per segment in unit order.
 
-        Raises ConfigError where masters rest on another tier.
+        Raises ConfigError where masters rest on another tier, StateError where they are not there
+        or are averages.
         """
+        self._weights.availability.check_trained()
         states = [
             segment.master
             for unit in self._weights.units

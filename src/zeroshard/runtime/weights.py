@@ -25,6 +25,7 @@ from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
 from zeroshard.errors import StateError
 from zeroshard.heap import Trimmer
+from zeroshard.runtime.availability import Availability
 from zeroshard.runtime.passes import Passes, Until
 from zeroshard.runtime.prefetch import Phase, Prefetch
 from zeroshard.runtime.streams import Streams
@@ -66,8 +67,7 @@ class Weights:
         self._idle: Unit | None = None  # forward over, kept until another unit is needed
         # whether each gathered() context, which shows what rests, holds every unit
         self._shown: list[bool] = []
-        self._gathers_refused: str | None = None  # why nothing may be gathered, for a while
-        self.refusal: str | None = None  # why nothing may be used here: in a forked child
+        self.availability = Availability()
         self.passes = Passes()
 
     @property
@@ -82,8 +82,7 @@ class Weights:
 
     def enter(self, *, evaluates: bool | None = None) -> None:
         """A forward begins, of the model where it is known whether it `evaluates`."""
-        if self.refusal is not None:
-            raise StateError(self.refusal)
+        self.availability.check_open()
         self.passes.enter(evaluates)
 
     def leave(self, *, evaluates: bool | None = None) -> None:
@@ -126,13 +125,12 @@ class Weights:
             unit.acquire(Use.SCHEDULE)
             self._prefetch.hold(unit)
             if unit.state is UnitState.RESTING:
-                self.check_awake()
+                self.availability.check_gather()
                 self.start(unit)
 
     def begin(self, phase: Phase, *, repeats: bool = False) -> None:
         """Start a pass over the model, which `repeats` itself: see Prefetch."""
-        if self.refusal is not None:
-            raise StateError(self.refusal)
+        self.availability.check_open()
         if not repeats:  # a backward needs last what is ahead for a forward
             for unit in self._prefetch.units:
                 self.release_prefetched(unit)
@@ -140,8 +138,7 @@ class Weights:
 
     def unshard(self, unit: Unit, phase: Phase) -> None:
         """Return with `unit` gathered, and the units expected next on their way."""
-        if self.refusal is not None:
-            raise StateError(self.refusal)
+        self.availability.check_open()
         self._digest.enter(phase, unit.name)
         if self._idle is unit:
             self._idle = None
@@ -157,7 +154,7 @@ class Weights:
     def _gather(self, unit: Unit, phase: Phase) -> None:
         _refuse_transforms(unit)
         if unit.state is UnitState.RESTING:
-            self.check_awake()
+            self.availability.check_gather()
             for other in self._prefetch.giving_way(unit, phase):
                 self.release_prefetched(other)
             self._wait_for_reduces(unit.full_bytes)
@@ -282,20 +279,6 @@ class Weights:
         unit.release(Use.BACKWARD)
         self.release_unused(unit)
 
-    def refuse(self, why: str) -> None:
-        """Raise StateError with `why` at every later use."""
-        self.refusal = why
-
-    def refuse_gathers(self, why: str | None) -> None:
-        """Raise StateError with `why` where a unit would be gathered; None: no longer."""
-        self._gathers_refused = why
-
-    def check_awake(self) -> None:
-        """Raise StateError while the states are off the device, and in a forked child."""
-        why = self.refusal or self._gathers_refused
-        if why is not None:
-            raise StateError(why)
-
     def serves(self, unit: Unit, epoch: int) -> bool:
         """Whether `unit` is gathered for the backward of a forward under `epoch` already."""
         return (
@@ -304,7 +287,7 @@ class Weights:
             and not unit.dozing
             and epoch == self.epoch
             and self._idle is None
-            and self.refusal is None
+            and self.availability.refusal is None
         )
 
     def check_epoch(self, unit: Unit, epoch: int) -> None:

@@ -1,0 +1,71 @@
+"""What of an engine's states may be used now, and why not the rest.
+
+    state          weights are gathered     the numbers that rest are written, stepped, saved
+    at rest        yes                      yes
+    swapped        yes, the averages        no: trained numbers would be mixed with averages
+    off the device no                       no
+    refused        no                       no, for ever (a forked child, a rank without a part)
+
+Whoever reads or writes numbers asks here, and nobody else decides: a gather (`check_gather`), and
+what needs trained numbers (`check_trained`), a step, a backward, a save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zeroshard.errors import StateError
+
+__all__ = ["Availability"]
+
+_OFFLOADED = "the states are off the device: call engine.reload_states() on every rank first"
+_SWAPPED = (
+    "the weights are swapped for their average: train, save, load, change weights and step outside"
+    " EMA.swapped(); inside it are forwards without a backward, engine.gathered() and"
+    " engine.full_state_dict()"
+)
+
+
+class Availability:
+    """Whether the states of one engine may be used; it is in one of the states above."""
+
+    def __init__(self) -> None:
+        self.refusal: str | None = None  # why nothing may be used, for ever
+        self._is_offloaded = False
+        self._is_swapped = False
+
+    def refuse(self, why: str) -> None:
+        """Raise StateError with `why` at every later use."""
+        self.refusal = why
+
+    def offloaded(self, is_offloaded: bool) -> None:
+        """The states have left the device, or are back."""
+        self._is_offloaded = is_offloaded
+
+    def check_open(self) -> None:
+        """Raise StateError where nothing may be used any more."""
+        if self.refusal is not None:
+            raise StateError(self.refusal)
+
+    def check_gather(self) -> None:
+        """Raise StateError where weights cannot be gathered."""
+        self.check_open()
+        if self._is_offloaded:
+            raise StateError(_OFFLOADED)
+
+    def check_trained(self) -> None:
+        """Raise StateError where what rests is not what is trained, or not there."""
+        self.check_gather()
+        if self._is_swapped:
+            raise StateError(_SWAPPED)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Inside, averages rest in the place of the trained numbers."""
+        self.check_trained()
+        self._is_swapped = True
+        try:
+            yield
+        finally:
+            self._is_swapped = False
