@@ -7,6 +7,7 @@ The repeated deaths are in ``tests/faults/test_elastic.py``.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -456,14 +457,13 @@ def test_a_host_that_cannot_hold_what_it_fetches_is_told_on_all(tmp_path: Path) 
 
 
 LIMITED = """
-import os, resource, sys, threading
+import os, resource, sys, time
 from zeroshard.core.keeper import Keeper
 from zeroshard.core.kept import Part, note_of
 from zeroshard.errors import CheckpointError
 from zeroshard.launch.keeper import KeeperServer
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
-more = [os.open(os.devnull, os.O_RDONLY) for _ in range(int(sys.argv[1]))]
 server = KeeperServer()
 address, done = os.pipe(), os.pipe()
 child = os.fork()
@@ -486,28 +486,46 @@ if child == 0:  # a rank
         print(rank, error)
     keeper.saved("/runs", 3)  # takes no more files
     keeper.drop("/runs", but="nobody")
+    os.write(done[1], b"x")
+    os.read(address[0], 1)
     put(0)
     print([part.rank for _, part in keeper.parts("/runs")], keeper.whole_step("/runs"))
     sys.stdout.flush()
     os._exit(0)
+opened = []
+if sys.argv[1] == "launcher":  # no descriptor is left but that of the accept() under way
+    time.sleep(0.5)
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(9)]
+    taken = set(map(int, os.listdir("/proc/self/fd")))
+    reserved = min(set(range(256)) - taken)
+    assert reserved < opened[0]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (reserved, 256))
 os.write(address[1], server.address.encode())
+os.read(done[0], 1)
+for fd in opened:
+    os.close(fd)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+os.write(address[1], b"x")
 assert os.waitpid(child, 0)[1] == 0
 assert server.summary()["saved"] == {"/runs": 3}
 server.close()
 """
 
 
-@pytest.mark.parametrize("others", [0, 1], ids=["one file is left", "none is left"])
-def test_a_keeper_raises_its_limit_of_open_files_and_at_it_says_so_and_goes_on(others: int) -> None:
-    line = [sys.executable, "-c", LIMITED, str(others)]
+@pytest.mark.parametrize("full_of", ["parts", "launcher"])
+def test_a_keeper_raises_its_limit_of_open_files_and_at_it_says_so_and_goes_on(
+    full_of: str,
+) -> None:
+    line = [sys.executable, "-c", LIMITED, full_of]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     refused, after = done.stdout.splitlines()
     rank, _, told = refused.partition(" ")
-    assert 100 < int(rank) < 128, "two files for each part, of 256"
-    assert told == (
-        "the launcher, which keeps this job's memory, has as many files open as it may (256), two"
-        " for each part of a checkpoint: raise its limit (ulimit -n)"
+    assert (100 < int(rank) < 128) if full_of == "parts" else rank == "0"
+    assert re.fullmatch(
+        r"the launcher, which keeps this job's memory, has as many files open as it may \(\d+\),"
+        r" two for each part of a checkpoint: raise its limit \(ulimit -n\)",
+        told,
     )
     assert after == "[0] None"
 
