@@ -159,6 +159,8 @@ def _faults(rank: int, world: int, folder: Path, background: bool, failing: int)
                     told.append("")
                 except CheckpointError as error:
                     told.append(str(error))
+            if rank == 0 and told[-1]:
+                assert ("is complete, but" in told[-1]) == (number in steps.list_steps(folder))
             if inside.exchange(engine, b"on" if left <= 0 else b"over")[failing] == b"over":
                 break
         saver.save(1000)
@@ -185,6 +187,57 @@ def test_every_system_call_that_fails_is_told_on_all_ranks(
     assert zero[-1] == "" and sum(map(bool, zero)) >= (12 if failing == 0 else 3)
     for text in filter(None, zero):
         assert "Input/output error" in text
+
+
+def _closes_badly(rank: int, world: int, folder: Path, background: bool) -> str:
+    """Save where every close() of the hidden directory fails on rank 0, the clean-up's too."""
+    training = make("zero3")
+    training.step(rank, 0)
+
+    def fail(name: str, path: str) -> None:
+        if name == "close" and Path(path).name.startswith(".saving"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with zs.Saver(folder, training.engine, background=background) as saver:
+        with (
+            watched(folder, fail) if rank == 0 else ExitStack(),
+            pytest.raises(CheckpointError) as error,
+        ):
+            saver.save(1)
+            saver.wait()
+        saver.save(2)
+    training.engine.close()
+    assert list(steps.list_steps(folder)) == [2] and not list(folder.glob(".saving*"))
+    return str(error.value)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_clean_up_that_fails_too_hides_no_error_from_the_other_ranks(
+    tmp_path: Path, background: bool
+) -> None:
+    for text in run_ranks(2, _closes_badly, tmp_path, background):
+        assert "cannot be put in place: No space left on device" in text
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o027])
+def test_all_files_of_a_step_have_the_umasks_mode_and_the_lock_is_the_owners(
+    tmp_path: Path, umask: int
+) -> None:
+    training, before = make("zero2"), os.umask(umask)
+    try:
+        training.save(tmp_path, 1)
+        (tmp_path / ".lock").chmod(0o644)  # as older versions have made it
+        training.save(tmp_path, 2)
+    finally:
+        os.umask(before)
+    training.engine.close()
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
+    assert {path.name for path in files} == {
+        "manifest.json", "rank-00000-of-00001.safetensors"
+    }  # fmt: skip
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
+    assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -9,13 +9,17 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint.steps import make_directory, require_space, sync_directory
+from zeroshard.checkpoint.steps import (
+    make_directory,
+    remove_tree,
+    require_space,
+    sync_directory,
+)
 from zeroshard.errors import CheckpointError, ConfigError
 
 __all__ = ["published", "write_new"]
@@ -47,7 +51,7 @@ def published(out: Path, num_bytes: int) -> Iterator[Path]:
         os.rename(working, out)
         sync_directory(out.parent)
     except BaseException:
-        shutil.rmtree(working, ignore_errors=True)
+        remove_tree(working)
         with suppress(OSError):
             working.unlink()
         raise
@@ -55,12 +59,13 @@ def published(out: Path, num_bytes: int) -> Iterator[Path]:
 
 def write_new(path: Path, num_bytes: int, parts: Iterable[Any]) -> None:
     """Write `parts` (buffers of bytes, `num_bytes` in all) to the new file `path` and fsync it.
+    Who may read it is the umask's.
 
     The space is reserved first. Raises CheckpointError when there is none, or the disk fails; the
     file may be left behind.
     """
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             _reserve(fd, num_bytes)
             for part in parts:

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -43,7 +42,9 @@ from zeroshard.checkpoint.steps import (
     prune,
     remember_steps,
     remove_leftovers,
+    remove_tree,
     require_space,
+    settle,
     step_path,
     working_path,
 )
@@ -345,8 +346,8 @@ class Saver:
             if job.visible:
                 error = CheckpointError(f"step {job.step} is complete, but {error}")
             self._failure = error
-            if self._ranks.rank == 0:
-                shutil.rmtree(job.path, ignore_errors=True)
+            if self._ranks.rank == 0 and not job.visible:  # else the next save removes it
+                remove_tree(job.path)
         finally:
             job.tried.set()
 
@@ -411,8 +412,9 @@ class Saver:
             for rank in range(1, self._ranks.size):
                 (job.path / f"rank-{rank}.json").unlink()
             _leave(job.path / MANIFEST, manifest.dump())
-        commit(job.path, self.directory, job.step)
+        older = commit(job.path, self.directory, job.step)
         job.visible = True
+        settle(self.directory, older)
         self._keeping.saved(job.step)
         prune(self.directory, **self._keep, written=job.step)
 

@@ -25,8 +25,8 @@ from zeroshard.errors import CheckpointError
 __all__ = [
     "MANIFEST", "SLACK_BYTES", "STEP_NAME", "check_alone", "check_files", "commit", "list_steps",
     "lock", "make_directory", "open_regular", "os_errors", "prune", "read_manifest",
-    "remember_steps", "remove_leftovers", "require_space", "step_path", "sync_directory",
-    "working_path",
+    "remember_steps", "remove_leftovers", "remove_tree", "require_space", "settle", "step_path",
+    "sync_directory", "working_path",
 ]  # fmt: skip
 
 MANIFEST = "manifest.json"
@@ -134,10 +134,15 @@ def working_path(directory: Path, step: int, nonce: str) -> Path:
 
 @contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Hold the lock of `directory`; raise CheckpointError naming the process that has it."""
+    """Hold the lock of `directory`; raise CheckpointError naming the process that has it.
+
+    Nobody but its owner may open the file: whoever can open one, even to read, can lock it.
+    """
     path = directory / ".lock"
     with os_errors(f"{directory} cannot be written"):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with suppress(OSError):  # an older one may be readable; on some disks files have no modes
+        os.fchmod(fd, 0o600)
     try:
         _take_lock(fd, path)
         yield
@@ -226,27 +231,32 @@ def make_directory(path: Path) -> None:
         path.mkdir(exist_ok=True)  # raises where it is no directory
 
 
-def commit(working: Path, directory: Path, step: int) -> Path:
-    """Make the complete `working` visible as `step` in one rename, replacing an older one."""
+def commit(working: Path, directory: Path, step: int) -> Path | None:
+    """Make the complete `working` visible as `step` in one rename, and return where an older one
+    is now; `settle` follows.
+    """
     final = step_path(directory, step)
     with os_errors(f"{final} cannot be put in place"):
         sync_directory(working)
         if not final.exists():
             os.rename(working, final)
-            sync_directory(directory)
-            return final
+            return None
         aside = directory / f".replaced-{final.name}"
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_tree(aside)
         if _exchange(working, final):
-            sync_directory(directory)
-            _remove(working)
-        else:
-            # without that system call the old one steps aside first, under a name that still counts
-            os.rename(final, aside)
-            os.rename(working, final)
-            sync_directory(directory)
-            _remove(aside)
-    return final
+            return working
+        # without that system call the old one steps aside first, under a name that still counts
+        os.rename(final, aside)
+        os.rename(working, final)
+        return aside
+
+
+def settle(directory: Path, older: Path | None) -> None:
+    """Write to disk that `commit` has made a step visible; then remove the `older` one."""
+    with os_errors(f"{directory} cannot be synced, so a crash of the machine may undo the rename"):
+        sync_directory(directory)
+    if older is not None:
+        _remove(older)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -289,7 +299,7 @@ def remove_leftovers(directory: Path) -> None:
         path, replaced = Path(entry.path), _REPLACED.fullmatch(entry.name)
         is_old = replaced is not None and steps.get(int(replaced[1])) != path
         if is_old or _LEFTOVER.fullmatch(entry.name):
-            _delete(path)
+            remove_tree(path)
 
 
 def prune(
@@ -315,15 +325,16 @@ def prune(
 def _remove(path: Path) -> None:
     """Take a directory out of sight first, so that it is never seen in part."""
     hidden = path.with_name(f".removing-{path.name.lstrip('.')}")
-    _delete(hidden)
+    remove_tree(hidden)
     with suppress(OSError):
         os.rename(path, hidden)
-        _delete(hidden)
+        remove_tree(hidden)
 
 
-def _delete(path: Path) -> None:
-    if path.is_symlink():
-        with suppress(OSError):
+def remove_tree(path: Path) -> None:
+    """Remove a directory with all in it, as far as that can be done; of a link the link."""
+    with suppress(OSError):  # rmtree() raises what close() says, even where it ignores errors
+        if path.is_symlink():
             path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+        else:
+            shutil.rmtree(path, ignore_errors=True)

@@ -17,7 +17,6 @@ held whole.
 from __future__ import annotations
 
 import secrets
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -53,6 +52,9 @@ from zeroshard.checkpoint.steps import (
     make_directory,
     remember_steps,
     remove_leftovers,
+    remove_tree,
+    settle,
+    step_path,
     working_path,
 )
 from zeroshard.core.precision import PRECISIONS
@@ -152,11 +154,11 @@ def _write(importer: Importer, directory: Path, step: int, format: str) -> tuple
             text = manifest.dump()
             Manifest.parse(text, "what was imported")
             write_new(working / MANIFEST, len(text), [text])
-            path = commit(working, directory, step)
+            settle(directory, commit(working, directory, step))
             remember_steps(directory)
-            return path, manifest.total_bytes()
+            return step_path(directory, step), manifest.total_bytes()
         except BaseException:
-            shutil.rmtree(working, ignore_errors=True)
+            remove_tree(working)
             raise
 
 
