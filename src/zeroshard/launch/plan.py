@@ -387,11 +387,14 @@ def _axes(plan: Plan, axes: Axes) -> Iterator[tuple[str, str]]:
 
 
 def _machine(machine: Machine) -> str:
+    from zeroshard.planner.plan import ALLOWED_FOR
+
     nodes = machine.gpus // machine.node_size
     return (
-        f"{machine.gpus} x {machine.name} of {size_text(machine.gpu_memory)} in {nodes} node(s) of"
-        f" {machine.node_size}; {size_text(machine.host_memory)} of host memory,"
-        f" {size_text(machine.disk) if machine.disk else 'no'} disk a node"
+        f"{machine.gpus} x {machine.name} of {size_text(machine.gpu_memory)}"
+        f" ({machine.gpu_memory / 2**30:.4g} GiB) in {nodes} node(s) of {machine.node_size};"
+        f" {size_text(machine.host_memory)} of host memory ({size_text(machine.host_allowance)} of"
+        f" it for {ALLOWED_FOR}), {size_text(machine.disk) if machine.disk else 'no'} disk a node"
     )
 
 

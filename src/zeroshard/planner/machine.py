@@ -54,6 +54,8 @@ class Machine:
     disk: int  # of one node; 0: none
     speeds: Speeds
     accelerator: bool = True  # False: the device is the host itself
+    host_process: int = 0  # of host memory, for each rank: Python, torch, data loaders
+    page_cache: float = 0.0  # part of host memory: for the page cache and the system
 
     @classmethod
     def of(
@@ -89,31 +91,37 @@ class Machine:
                 raise ConfigError(f"{name}={given!r} is less than one byte")
             return out
 
-        of_network = preset["network_gbs"] * 1e9 if network is None else size("network", network)
-        speeds = Speeds(
-            half_flops=preset["half_tflops"] * 1e12,
-            fp32_flops=preset["fp32_tflops"] * 1e12,
-            memory=preset["memory_gbs"] * 1e9,
-            local=preset["local_gbs"] * 1e9,
-            network=of_network,
-            host_link=preset["host_link_gbs"] * 1e9,
-            host=preset["host_gbs"] * 1e9,
-            disk=preset["disk_gbs"] * 1e9,
-            local_latency=preset["local_latency_us"] / 1e6,
-            network_latency=preset["network_latency_us"] / 1e6,
-            host_latency=preset["host_latency_us"] / 1e6,
-            disk_latency=preset["disk_latency_us"] / 1e6,
-            compute_efficiency=preset["compute_efficiency"],
-            bandwidth_efficiency=preset["bandwidth_efficiency"],
-        )
         memory = size("gpu_memory", gpu_memory), size("host_memory", host_memory)
         is_accelerator = preset.get("accelerator", True)
-        return cls(gpu, gpus, local, *memory, size("disk", disk), speeds, is_accelerator)
+        return cls(
+            gpu,
+            gpus,
+            local,
+            *memory,
+            size("disk", disk),
+            _speeds(preset, None if network is None else size("network", network)),
+            is_accelerator,
+            size("host_process", None),
+            preset["page_cache"],
+        )
 
     @property
     def mesh(self) -> Mesh:
         """The ranks."""
         return Mesh(self.gpus // self.node_size, self.node_size)
+
+    @property
+    def host_allowance(self) -> int:
+        """The bytes of one node's host memory in which no state can rest: what its ranks' programs
+        and the page cache take.
+        """
+        taken = self.node_size * self.host_process + round(self.page_cache * self.host_memory)
+        return min(taken, self.host_memory)
+
+    @property
+    def host_room(self) -> int:
+        """The bytes of one node's host memory that states and buffers may take."""
+        return self.host_memory - self.host_allowance
 
     def flops(self, precision: str) -> float:
         """Return the peak FLOP/s of one GPU."""
@@ -136,6 +144,26 @@ def _preset(name: str) -> dict[str, Any]:
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.3)
     hint = f"; did you mean {by_lower[near[0]]!r}?" if near else ""
     raise ConfigError(f"gpu={name!r} is not a preset ({', '.join(presets())}){hint}")
+
+
+def _speeds(preset: dict[str, Any], network: int | None) -> Speeds:
+    """Return the speeds of `preset`, with `network` bytes per second between nodes if given."""
+    return Speeds(
+        half_flops=preset["half_tflops"] * 1e12,
+        fp32_flops=preset["fp32_tflops"] * 1e12,
+        memory=preset["memory_gbs"] * 1e9,
+        local=preset["local_gbs"] * 1e9,
+        network=preset["network_gbs"] * 1e9 if network is None else network,
+        host_link=preset["host_link_gbs"] * 1e9,
+        host=preset["host_gbs"] * 1e9,
+        disk=preset["disk_gbs"] * 1e9,
+        local_latency=preset["local_latency_us"] / 1e6,
+        network_latency=preset["network_latency_us"] / 1e6,
+        host_latency=preset["host_latency_us"] / 1e6,
+        disk_latency=preset["disk_latency_us"] / 1e6,
+        compute_efficiency=preset["compute_efficiency"],
+        bandwidth_efficiency=preset["bandwidth_efficiency"],
+    )
 
 
 def nearest_preset(device: str, memory: int) -> str:

@@ -103,7 +103,7 @@ def machine_of(report: Report, *, ranks: int | None = None) -> Machine:
         name, preset = devices[0]["name"], nearest_preset(devices[0]["name"], memory)
     else:
         memory, name, preset = host_memory, "CPU", "CPU"
-    disk = next(_entries(report, "disk"), None)
+    disk, like = next(_entries(report, "disk"), None), Machine.of(preset)
     return Machine(
         name=f"{name} (this machine)",
         gpus=num,
@@ -111,8 +111,10 @@ def machine_of(report: Report, *, ranks: int | None = None) -> Machine:
         gpu_memory=memory,
         host_memory=host_memory,
         disk=0 if disk is None else disk["free_bytes"],
-        speeds=_speeds(report, num, Machine.of(preset).speeds, disk),
+        speeds=_speeds(report, num, like.speeds, disk),
         accelerator=bool(devices),
+        host_process=like.host_process,
+        page_cache=like.page_cache,
     )
 
 

@@ -22,10 +22,11 @@ from zeroshard.planner.schedules import Schedule
 from zeroshard.planner.search import Policies, Search
 from zeroshard.planner.training import Training
 
-__all__ = ["Plan", "Recommendation", "make_plan"]
+__all__ = ["ALLOWED_FOR", "Plan", "Recommendation", "make_plan"]
 
 _SUGGESTED_DISK = 3200 * 10**9  # bytes per node, where a disk is what is missing
 _MOST_GPUS = 16_384
+ALLOWED_FOR = "Python, torch, data loaders and the page cache"
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,10 @@ def _lack(row: PlannedRow, machine: Machine) -> str:
         return f"needs {needs / 1e9:,.4g} GB of {what} a GPU and has {there / 1e9:,.4g} GB"
     part = share.node_size / machine.node_size  # other stages take as much, at most
     needs, there = needs / part, there / part
-    return f"needs {needs / 1e9:,.4g} GB of {what} a node and has {there / 1e9:,.4g} GB"
+    beside = ""
+    if what == "host memory":
+        beside = f" beside the {machine.host_allowance / 1e9:,.3g} GB that {ALLOWED_FOR} take"
+    return f"needs {needs / 1e9:,.4g} GB of {what} a node and has {there / 1e9:,.4g} GB{beside}"
 
 
 def _offer(

@@ -188,14 +188,14 @@ def _row(
 
 def short_of(peak: dict[str, int], machine: Machine) -> tuple[str, float, float] | None:
     """Return of which memory there is too little (the first of device, host, disk), the bytes that
-    are needed and those that there are; None where all fits. Hosts and disks are shared by the
-    ranks of a node.
+    are needed and those that there are (of a host, beside its allowance); None where all fits.
+    Hosts and disks are shared by the ranks of a node.
     """
     device, ranks = peak["device"], machine.node_size
     on_host = peak["host"] + (0 if machine.accelerator else device)
     memories = (
         ("device memory", device, machine.gpu_memory),
-        ("host memory", on_host * ranks, machine.host_memory),
+        ("host memory", on_host * ranks, machine.host_room),
         ("disk space", peak["disk"] * ranks, machine.disk),
     )
     return next((one for one in memories if one[1] > one[2]), None)

@@ -204,7 +204,7 @@ def _short(ranks: Sequence[UnevenRank], machine: Machine) -> Iterator[str]:
             for rank in mine
         ]
         for what, needs, there in (
-            ("host memory", sum(on_host), machine.host_memory),
+            ("host memory", sum(on_host), machine.host_room),
             ("disk space", sum(rank.peak_bytes["disk"] for rank in mine), machine.disk),
         ):
             if needs > there:

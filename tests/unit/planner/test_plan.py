@@ -23,6 +23,7 @@ from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
 from zeroshard.planner.families import shape_of_config
 from zeroshard.planner.files import read_model
 from zeroshard.planner.held import Exchange
+from zeroshard.planner.machine import nearest_preset
 from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
 from zeroshard.planner.peak import peak_bytes
 from zeroshard.planner.playback import Playback
@@ -472,15 +473,47 @@ def test_a_node_of_one_rank_keeps_one_bucket_and_two_sums_on_their_way(name: str
 def test_the_ranks_of_a_node_share_its_host_and_its_disk() -> None:
     """7.5B on 8 GPUs: all states on the host are 120 GB a node, whoever holds which part."""
     for needs, fits in (("119GB", False), ("122GB", True)):
-        plan = make_plan(
-            describe("7.5B"),
-            Machine.of(gpus=8, host_memory=needs, disk=needs),
-            Training("bf16", "bf16"),
-        )
+        machine = Machine.of(gpus=8, host_memory=needs, disk=needs)
+        machine = replace(machine, host_process=0, page_cache=0.0)
+        plan = make_plan(describe("7.5B"), machine, Training("bf16", "bf16"))
         last = {one.tiers["weight"]: one for one in plan.rows if one.row == "zero3"}
         assert (last["host"].fits, last["disk"].fits) == (fits, fits), needs
         if not fits:
             assert (last["host"].bound_by, last["disk"].bound_by) == ("host memory", "disk space")
+
+
+@pytest.mark.parametrize(("params", "host"), [("7B", 128), ("5.45B", 99)])
+def test_a_host_has_room_beside_its_ranks_programs_and_its_page_cache(
+    params: str, host: int
+) -> None:
+    """All states of 7B on the host are 126 of 128 GB: Python, torch and data loaders take 2 GiB a
+    rank, the page cache 5%.
+    """
+    for more, fits in ((0, False), (5, False), (15, True)):
+        machine = Machine.of(gpus=1, host_memory=f"{host + more}GB")
+        plan = make_plan(describe(params), machine, Training(checkpointing=True))
+        (line,) = (one for one in plan.rows if one.tiers["weight"] == "host")
+        assert 0.98 * host < line.peak_bytes["host"] / 1e9 < host
+        assert line.fits is fits, (machine, line)
+    small = Machine.of("CPU", gpus=2, node_size=2, gpu_memory="16GB", host_memory="16GB")
+    assert small.host_allowance == 2 * (2 << 30) + 800_000_000
+    advice = make_plan(describe("1B"), small, Training(batch=1, sequence=8)).recommended
+    assert advice.row is None
+    assert "and has 10.91 GB beside the 5.09 GB that Python, torch" in advice.reason
+
+
+@pytest.mark.parametrize(
+    ("gpu", "least", "most"),
+    [
+        ("A100-80", 79.1, 79.4),
+        ("H100", 79.1, 79.6),
+        ("H200", 139.7, 139.9),
+        ("RTX4090", 23.5, 23.7),
+    ],
+)
+def test_a_preset_has_the_memory_that_torch_reports(gpu: str, least: float, most: float) -> None:
+    assert least <= Machine.of(gpu).gpu_memory / 2**30 <= most
+    assert nearest_preset(f"NVIDIA {gpu}", Machine.of(gpu).gpu_memory) == gpu
 
 
 def test_slower_links_between_nodes_bind_and_hpz_is_faster_there() -> None:
