@@ -8,8 +8,9 @@ The comment on the line before a block says what is special about it:
     <!-- file: train.py -->      is written to that file, which a console block of the page uses
 
 A Python block finds the names of a training script there: ``torch``, ``nn``, ``F``, ``dist``,
-``zs``, a small GPT as ``model``, its ``optimizer``, a ``loader``, and ``engine`` where it makes
-none. ``wandb`` and TensorBoard are replaced by objects that take every call.
+``zs``, a small GPT as ``model``, its ``optimizer``, a ``loader``, ``data`` (rows, the same on every
+rank), and ``engine`` where it makes none. ``wandb`` and TensorBoard are replaced by objects that
+take every call.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,6 +71,23 @@ def _gpt() -> tuple[GPT, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+class Rows:
+    """Rows of data, the same on every rank; notes which were read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+        generator = torch.Generator().manual_seed(0)
+        self.rows = torch.randint(256, (8, 2, 16), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.read.append(number)
+        x, y = self.rows[number]
+        return x, y
+
+
 def _namespace(text: str) -> dict[str, Any]:
     """Return the names that `text` may use."""
     model, optimizer = _gpt()
@@ -78,7 +97,7 @@ def _namespace(text: str) -> dict[str, Any]:
         "__name__": "snippet", "torch": torch, "nn": nn, "F": F, "dist": dist, "zs": zs,
         "GPT": GPT, "config": model.config, "model": model, "optimizer": optimizer,
         "loader": [(x, y) for x, y in batches], "x": batches[0][0], "y": batches[0][1],
-        "rank": dist.get_rank(), "seed": 0,
+        "data": Rows(), "rank": dist.get_rank(), "seed": 0,
     }  # fmt: skip
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
     stored = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
@@ -113,6 +132,36 @@ def _run(rank: int, world_size: int, text: str, folder: str) -> None:
 @pytest.mark.parametrize("text", list(_cases()))
 def test_a_python_block_runs_on_two_ranks(text: str, tmp_path: Path) -> None:
     run_ranks(2, _run, text.replace(NVME, str(tmp_path)), str(tmp_path))
+
+
+def _elastic(rank: int, world_size: int, folder: str, last: int) -> dict[int, list[int]]:
+    """Run the loop of docs/elastic.md to step `last`, saving every second step; return the rows
+    that this rank has read, by step.
+    """
+    ((_, text), *_) = _snippets(ROOT / "docs" / "elastic.md")
+    assert "= 0, 6, 4" in text and "step % 100" in text
+    text = text.replace("= 0, 6, 4", f"= 0, {last}, 4").replace("step % 100", "step % 2")
+    names, before = _namespace(text), Path.cwd()
+    os.chdir(folder)
+    try:
+        exec(compile(text, "snippet", "exec"), names)
+    finally:
+        os.chdir(before)
+    names["engine"].close()
+    read = iter(names["data"].read)
+    return {step: [next(read) for _ in names["rows_of"](step)] for step in names["steps"]}
+
+
+def test_the_loop_of_elastic_runs_goes_on_with_the_rows_of_the_next_step(tmp_path: Path) -> None:
+    taken: list[dict[int, list[int]]] = []
+    for world, last in ((2, 3), (1, 5), (3, 6)):  # it ends one step after the last that is saved
+        parts = run_ranks(world, _elastic, str(tmp_path), last)
+        taken.append({step: sorted(chain(*(one[step] for one in parts))) for step in parts[0]})
+    assert [list(one) for one in taken] == [[1, 2, 3], [3, 4, 5], [5, 6]]
+    assert taken[0][3] == taken[1][3] and taken[1][5] == taken[2][5]
+    rows = taken[0] | taken[1] | taken[2]
+    for step in (1, 3, 5):  # an epoch has two steps, and reads each row once
+        assert sorted(rows[step] + rows[step + 1]) == list(range(8))
 
 
 def _consoles() -> Iterator[Any]:
