@@ -30,9 +30,9 @@ from zeroshard.comm.transport import Transport
 from zeroshard.config import Config, ShardOptions, build_config
 from zeroshard.core.holders import Holders
 from zeroshard.core.launched import meeting_file
+from zeroshard.core.mpi import rank_variables
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
-from zeroshard.core.slurm import rank_variables
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.memory import MemoryCounter, Pages
 from zeroshard.nn.deferred import (
@@ -69,20 +69,21 @@ def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -
     """Join the process group that torchrun (or ``zeroshard run``) describes in the environment.
 
     Does nothing for a single process (no ``RANK`` in the environment) or where a group exists
-    already. Tasks of a Slurm step become ranks: without ``RANK``, torchrun's variables are set from
-    ``SLURM_PROCID`` and its siblings. With CUDA each rank takes the device of its ``LOCAL_RANK``;
+    already. Tasks of a Slurm step or of an MPI job become ranks: without ``RANK``, torchrun's
+    variables are set from those of srun or mpirun, which on several hosts does not say
+    ``MASTER_ADDR``. With CUDA each rank takes the device of its ``LOCAL_RANK``;
     the backend is then nccl for CUDA and gloo for CPU tensors, else gloo; nccl connects here and
     now. Ranks that ``zeroshard run`` has started on one host meet in a file that only this user can
     read.
     """
     if dist.is_initialized():
         return
-    from_slurm = rank_variables(os.environ)
-    os.environ.update(from_slurm)
+    from_tasks = rank_variables(os.environ)
+    os.environ.update(from_tasks)
     if "RANK" not in os.environ:
         return
     local_rank, device = int(os.environ.get("LOCAL_RANK", 0)), None
-    if from_slurm and torch.cuda.device_count() == 1:
+    if from_tasks and torch.cuda.device_count() == 1:
         local_rank = 0  # with --gpus-per-task=1 each task sees its own alone
     if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
         torch.cuda.set_device(local_rank)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -233,6 +235,28 @@ def test_one_launcher_per_node_of_a_slurm_step_makes_one_job(tmp_path: Path) -> 
     assert [code for code, _, _ in ends] == [0, 0], ends
     lines = sorted(line for _, stdout, _ in ends for line in stdout.splitlines())
     assert lines == [f"{rank} 4.0" for rank in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpirun.openmpi", "mpiexec.hydra"])
+def test_tasks_of_mpirun_are_ranks_of_one_job(tmp_path: Path, launcher: str) -> None:
+    if shutil.which(launcher) is None:
+        pytest.skip(f"NOTHING WAS CHECKED UNDER {launcher}: it is not installed")
+    script = tmp_path / "script.py"
+    text = TRAIN + "zs.init_distributed()\nrank = torch.distributed.get_rank()\n"
+    text += "train(rank, torch.distributed.get_world_size())\n"
+    script.write_text(text + "torch.distributed.destroy_process_group()\nprint('done', rank)\n")
+    options = []
+    if launcher == "mpirun.openmpi":
+        options = ["--allow-run-as-root", "--oversubscribe", "--mca", "btl", "self,vader"]
+        options += ["--mca", "oob_tcp_if_include", "lo"]
+    ended = subprocess.run(
+        [launcher, *options, "-n", "2", sys.executable, str(script)],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    done = [line for line in ended.stdout.splitlines() if line.startswith("done")]
+    assert sorted(done) == ["done 0", "done 1"], ended
 
 
 @pytest.mark.slow

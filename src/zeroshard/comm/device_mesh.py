@@ -20,6 +20,7 @@ from zeroshard.comm.along import group_along, ranks_along
 from zeroshard.comm.other_axes import OtherAxes, ThroughGroups
 from zeroshard.comm.own_mesh import OwnMesh, check_meshes, meet
 from zeroshard.core.dims import Dims
+from zeroshard.core.mpi import rank_variables
 from zeroshard.errors import ConfigError
 
 __all__ = ["Seat", "seat_of"]
@@ -113,9 +114,10 @@ def _members(mesh: DeviceMesh | None) -> Exchange:
 def _everyone() -> dist.ProcessGroup | None:
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 or rank_variables(os.environ):
+        name = "WORLD_SIZE" if "WORLD_SIZE" in os.environ else "a rank of mpirun's or Slurm's"
         raise ConfigError(
-            "WORLD_SIZE is set but there is no process group: call zeroshard.init_distributed()"
+            f"{name} is set but there is no process group: call zeroshard.init_distributed()"
             " before shard()"
         )
     return None

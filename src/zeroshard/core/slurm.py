@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["SlurmStep", "expand", "rank_variables", "read_step"]
+__all__ = ["FIRST_PORT", "NUM_PORTS", "SlurmStep", "expand", "rank_variables", "read_step"]
 
 _MAX_NODES = 1 << 17
-_FIRST_PORT, _NUM_PORTS = 15000, 10000  # below the ports that Linux gives to clients
+FIRST_PORT, NUM_PORTS = 15000, 10000  # below the ports that Linux gives to clients
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
@@ -110,7 +110,7 @@ def read_step(environ: Mapping[str, str]) -> SlurmStep | None:
         local_rank=_number(environ, "SLURM_LOCALID", "0"),
         node_rank=_number(environ, "SLURM_NODEID", "0"),
         nodes=nodes,
-        port=int(reserved[1]) if reserved else _FIRST_PORT + (job * 101 + step) % _NUM_PORTS,
+        port=int(reserved[1]) if reserved else FIRST_PORT + (job * 101 + step) % NUM_PORTS,
     )
 
 

@@ -15,6 +15,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
+from zeroshard.core.mpi import read_task
 from zeroshard.core.slurm import read_step
 
 __all__ = [
@@ -238,7 +239,7 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     if given.standalone and named:
         raise UsageError(f"--standalone and {named[0]} exclude each other")
     hosts = _host_choice(given, named)
-    place = None if hosts is not None else _slurm_place(given, named)
+    place = None if hosts is not None else _mpi_place(given, named) or _slurm_place(given, named)
     if hosts is None and place is None:
         _check_port(given)
     one_host = hosts is None and place is None
@@ -338,6 +339,31 @@ def _slurm_place(given: argparse.Namespace, named: list[str]) -> Place | None:
         )
     address, port = given.master_addr or step.nodes[0], _port(given.master_port) or step.port
     return Place(step.node_rank, step.num_nodes, address, port)
+
+
+def _mpi_place(given: argparse.Namespace, named: list[str]) -> Place | None:
+    """Return the place of this launcher, where ``mpirun`` has started one on each of several hosts
+    and the line says nothing else.
+    """
+    if given.standalone or set(named) - {"--master-addr", "--master-port"}:
+        return None
+    task = read_task(os.environ)
+    if task is None or task.num_tasks == 1:
+        return None
+    if task.num_local != 1:
+        raise UsageError(
+            f"mpirun has started {task.num_local} of {task.num_tasks} tasks on this host, and"
+            " zeroshard run needs one per host: `mpirun --map-by ppr:1:node zeroshard run ...`"
+            " (Hydra: -ppn 1); with one task per rank start the script itself, `mpirun python"
+            " script.py`, in which zs.init_distributed() reads MPI's variables"
+        )
+    address = given.master_addr or os.environ.get("MASTER_ADDR")
+    if address is None:
+        raise UsageError(
+            f"mpirun has started one task on each of {task.num_tasks} hosts, and does not say which"
+            " is the first: --master-addr HOST"
+        )
+    return Place(task.rank, task.num_tasks, address, _port(given.master_port) or task.port)
 
 
 def _hint_at_order(options: list[tuple[str, str | None]], rest: list[str]) -> None:

@@ -185,6 +185,21 @@ def test_one_task_per_node_of_a_slurm_step_takes_its_place(monkeypatch: pytest.M
     assert _parse(SCRIPT).standalone and _parse(SCRIPT).place is None
 
 
+def test_one_task_of_mpirun_per_host_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}
+    for name, value in task.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    with pytest.raises(UsageError, match=r"one task on each of 2 hosts.*--master-addr HOST"):
+        _parse(SCRIPT)
+    chosen = _parse("--master-port=5000", "--master-addr=x", SCRIPT).place
+    assert chosen is not None and (chosen.node_rank, chosen.num_nodes) == (1, 2)
+    assert (chosen.master_addr, chosen.master_port) == ("x", 5000)
+    assert _parse("--standalone", SCRIPT).place is None
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    with pytest.raises(UsageError, match=r"2 of 2 tasks on this host.*one per host"):
+        _parse(SCRIPT)
+
+
 def test_a_hostfile_takes_a_master_and_torchruns_options(tmp_path: Path) -> None:
     options = _parse("--hostfile=h", "--master-port=5", "--export=A,B", "--tee=3", SCRIPT)
     assert options.hosts is not None and options.hosts.export == ("A", "B")
