@@ -458,6 +458,16 @@ def test_schedules_give_deepspeeds_numbers() -> None:
     assert {pair[1] for pair in betas} == {0.99}
 
 
+def test_a_warmup_without_a_rate_rises_to_that_of_each_group() -> None:
+    """As in DeepSpeed from 0.19.5 on; before, all groups got the first one's."""
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    groups = [{"params": [one], "lr": lr} for one, lr in zip(parameters, (0.1, 0.01), strict=True)]
+    schedule = schedules.make_schedule("WarmupLR", {"warmup_num_steps": 2}, torch.optim.SGD(groups))
+    for _ in range(4):
+        schedule.step()
+    assert schedule.get_last_lr() == [0.1, 0.01]
+
+
 def test_a_schedule_goes_on_where_it_was_saved() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     first = schedules.WarmupLR(optimizer, warmup_num_steps=9)
@@ -483,6 +493,13 @@ def test_optimizers_are_made_by_deepspeeds_names() -> None:
     assert type(of("Adam", lr=1e-3, torch_adam=True)) is torch.optim.AdamW
     assert type(of("Adam", adam_w_mode=False)) is torch.optim.Adam
     assert of("AdamW").defaults["weight_decay"] == 0.0
+    # torch_adam: torch's class with torch's own defaults
+    for kind, decay in (("AdamW", 0.01), ("Adam", 0.01)):
+        assert of(kind, torch_adam=True).defaults["weight_decay"] == decay
+        assert of(kind, torch_adam=False).defaults["weight_decay"] == 0.0
+    plain = of("Adam", torch_adam=True, adam_w_mode=False)
+    assert type(plain) is torch.optim.Adam and plain.defaults["weight_decay"] == 0.0
+    assert of("AdamW", torch_adam=True, weight_decay=0.5).defaults["weight_decay"] == 0.5
     assert type(of("SGD", lr=0.1)) is torch.optim.SGD
     assert type(of("adagrad")) is torch.optim.Adagrad
     assert type(of("RMSprop")) is torch.optim.RMSprop

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,6 @@ _REFUSED = {
     "muadamw": _WIDTHS,
     "musgd": _WIDTHS,
 }
-_OF_DEEPSPEED = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 
 
 class Lion(torch.optim.Optimizer):
@@ -86,8 +86,7 @@ def _adam(params: Any, *, decoupled: bool, **options: Any) -> torch.optim.Optimi
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     if options.pop("bias_correction", True) is not True:
         raise zs.ConfigError("bias_correction=False is not supported: torch's Adam always corrects")
-    for name in _OF_DEEPSPEED:
-        options.pop(name, None)
+    options.pop("fp32_optimizer_states", None)
     options.setdefault("weight_decay", 0.0)  # DeepSpeed's default, for AdamW too
     return kind(params, **options)
 
@@ -127,7 +126,8 @@ DeepSpeedCPULion = FusedLion = Lion
 def make_optimizer(kind: str, params: dict[str, Any], parameters: Any) -> torch.optim.Optimizer:
     """Build the optimizer of a configuration's section over `parameters`. Raises ConfigError.
 
-    "Adam" means AdamW unless `adam_w_mode` is off, as in DeepSpeed. Other names are torch.optim's.
+    "Adam" means AdamW unless `adam_w_mode` is off, as in DeepSpeed. Other names are torch.optim's,
+    and so are the defaults with `torch_adam`: AdamW then decays weights by 0.01, not by 0.
     """
     name = kind.lower()
     if name in _REFUSED:
@@ -137,8 +137,10 @@ def make_optimizer(kind: str, params: dict[str, Any], parameters: Any) -> torch.
     make: Callable[..., torch.optim.Optimizer]
     options = dict(params)
     if name in ("adam", "adamw"):
-        options["decoupled"] = name == "adamw" or bool(options.get("adam_w_mode", True))
-        make = _adam
+        decoupled = bool(options.pop("adam_w_mode", True)) or name == "adamw"
+        make = partial(_adam, decoupled=decoupled)
+        if options.pop("torch_adam", False):
+            make = torch.optim.AdamW if decoupled else torch.optim.Adam
     elif name in ("lion", "adagrad"):
         make = Lion if name == "lion" else torch.optim.Adagrad
         options.pop("fp32_optimizer_states", None)
