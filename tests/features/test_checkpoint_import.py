@@ -602,6 +602,30 @@ def test_what_is_no_whole_deepspeed_checkpoint_is_refused_and_nothing_is_written
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("format", "name"),
+    [
+        ("torch", "weights.pt"),
+        ("dcp", ".metadata"),
+        ("deepspeed", "global_step1/mp_rank_00_model_states.pt"),
+    ],
+)
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(
+    tmp_path: Path, format: str, name: str
+) -> None:
+    (tmp_path / "in" / name).parent.mkdir(parents=True)
+    os.mkfifo(tmp_path / "in" / name)
+    source = tmp_path / "in" / (name if format == "torch" else "")
+    with pytest.raises(CheckpointError, match="it is not a file"):
+        import_checkpoint(source, tmp_path / "out", format=format)
+
+
+def test_bytes_that_are_no_text_in_latest_name_no_tag(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_bytes(b"\xff" * 1000)
+    with pytest.raises(CheckpointError, match="its file 'latest' names"):
+        import_checkpoint(tmp_path, tmp_path / "out")
+
+
 @pytest.mark.parametrize("latest", [None, "", "global_step9", "../elsewhere", "/etc"])
 def test_the_newest_tag_is_taken_where_latest_names_none(
     tmp_path: Path, latest: str | None

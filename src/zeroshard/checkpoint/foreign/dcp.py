@@ -24,6 +24,7 @@ from zeroshard.checkpoint.foreign.restricted_unpickler import (
     Record,
     load_tensors,
     read_restricted,
+    require_file,
 )
 from zeroshard.checkpoint.shards import DTYPES
 from zeroshard.errors import CheckpointError
@@ -80,6 +81,7 @@ def _overlap(blocks: list[_Block]) -> bool:
 def read_dcp(directory: Path, wanted: Container[str]) -> dict[Any, Any]:
     """Return what was saved under the keys `wanted`, or everything. Raises CheckpointError."""
     path = directory / ".metadata"
+    require_file(path)
     if path.stat().st_size > _MAX_BYTES:
         raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than {_MAX_BYTES}")
     record = read_restricted(path.read_bytes(), _ALLOWED, str(path), _ENUMS)

@@ -111,7 +111,10 @@ def _tag(source: Path, importer: Importer) -> Path:
         for path in source.glob("global_step*")
         if path.name[11:].isdecimal()
     }
-    latest = (source / "latest").read_text()[:200].strip() if (source / "latest").is_file() else ""
+    latest = ""
+    if (source / "latest").is_file():
+        with (source / "latest").open(encoding="utf-8", errors="replace") as file:
+            latest = file.read(200).strip()
     if _TAG.fullmatch(latest) and latest not in (".", "..") and (source / latest).is_dir():
         return source / latest
     if not numbered:

@@ -26,7 +26,7 @@ import torch
 
 from zeroshard.errors import CheckpointError
 
-__all__ = ["Name", "Record", "load_tensors", "read_restricted"]
+__all__ = ["Name", "Record", "load_tensors", "read_restricted", "require_file"]
 
 
 @dataclass(frozen=True)
@@ -197,6 +197,12 @@ def _attribute(args: tuple[Any, ...]) -> str:
     return f"attribute {brief(args[1])} of {brief(args[0])}"
 
 
+def require_file(path: Path) -> None:
+    """Raise CheckpointError where `path` is there and no file: a pipe would be waited for."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} cannot be read: it is not a file")
+
+
 # ------------------------------------------------------------------ torch
 
 
@@ -215,6 +221,8 @@ def load_tensors(
     Raises CheckpointError for a file that is damaged, or that asks for anything but tensors and
     plain values.
     """
+    if isinstance(source, Path):
+        require_file(source)
     mapped = isinstance(source, Path) and zipfile.is_zipfile(source)
 
     def member(*args: Any) -> Any:

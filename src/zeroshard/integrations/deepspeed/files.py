@@ -3,16 +3,25 @@
     save_dir/latest                                the newest tag
     save_dir/global_step8/step-0000000008/...      zeroshard's checkpoint (zs.save), which loads on
                                                    any number of ranks and any stage
+    save_dir/global_step8/saved_step               8: the step that is the tag's
 
-Invariant: ``latest`` names a tag only once its checkpoint is complete. Frozen parameters are always
-in it.
+Invariants: ``latest`` names a tag only once its checkpoint is complete. A tag is one name: nothing
+outside of ``save_dir`` is written, removed or, by ``latest``, read. Of a tag's directory only the
+step that was the tag's before is removed. Rank 0 reads and writes these files, and its errors are
+raised on every rank. Frozen parameters are always in a checkpoint.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
+import secrets
 import shutil
+import stat
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +33,8 @@ from zeroshard.integrations.deepspeed.batches import Batch, Progress
 __all__ = ["Files"]
 
 _log = logging.getLogger("DeepSpeed")
-_LATEST = "latest"
+_LATEST, _STEP = "latest", "saved_step"
+_MOST_BYTES = 4096  # of a file that holds a name
 
 
 class Files:
@@ -51,20 +61,23 @@ class Files:
         """
         tag = f"global_step{self.progress.global_steps}" if tag is None else str(tag)
         self._same_tag(tag)
+        _check_tag(tag)
         directory = Path(save_dir) / tag
         extra = {"client_state": dict(client_state or {}), "progress": self.progress.counts()}
         step = self.progress.global_steps
         path = zs.save(directory, self.engine, step=step, states=self._states(), extra=extra)
-        if self.engine.rank == 0:
-            # a tag has one checkpoint: those of a run before would count as newer
-            for other in directory.glob("step-*"):
-                if other != path:
-                    shutil.rmtree(other, ignore_errors=True)
+
+        def finish() -> None:
+            before = None
+            with suppress(zs.CheckpointError):
+                before = _saved_step(directory)
+            _write_name(directory / _STEP, str(step))
+            if before not in (None, step):
+                shutil.rmtree(path.with_name(f"step-{before:010d}"), ignore_errors=True)
             if save_latest:
-                part = Path(save_dir) / f".{_LATEST}.part"
-                part.write_text(tag, encoding="utf-8")
-                part.replace(Path(save_dir) / _LATEST)
-        self.engine.exchange(b"", "save_checkpoint()")  # `latest` is there for every rank
+                _write_name(Path(save_dir) / _LATEST, tag)
+
+        self._on_rank_0("save_checkpoint()", finish)
         return True
 
     def load_checkpoint(
@@ -80,24 +93,25 @@ class Files:
         """Load what `save_checkpoint` wrote; return its path and the client state, or (None, {})
         where `load_dir` has no ``latest``. Collective.
 
-        Raises CheckpointError, and ConfigError for `custom_load_fn`.
+        Raises CheckpointError, and ConfigError for `custom_load_fn` and a `tag` that is no name.
         """
         if custom_load_fn is not None:
             raise zs.ConfigError("custom_load_fn: weights are read in shards; load them before")
-        tag = _latest(Path(load_dir)) if tag is None else str(tag)
-        self._same_tag(tag or "")
-        if tag is None:
+        self._same_tag(None if tag is None else str(tag))
+        if tag is not None:
+            _check_tag(str(tag))
+        found = self._on_rank_0("load_checkpoint()", lambda: _found(Path(load_dir), tag))
+        if found is None:
             _log.warning("%s has no file %r: nothing is loaded", load_dir, _LATEST)
             return None, {}
-        directory = Path(load_dir) / tag
-        _refuse_foreign(directory)
+        directory, step = Path(load_dir) / found[0], found[1]
         with_optimizer = load_optimizer_states and not load_module_only
         with_schedule = load_lr_scheduler_states and not load_module_only
         states = self._states() if with_schedule else {}
         keeps = self.optimizer is not None and not with_optimizer
         before = self.optimizer.state_dict() if keeps else None
         strict = load_module_strict and not keeps
-        restored = zs.load(directory, self.engine, states=states, strict=strict)
+        restored = zs.load(directory, self.engine, step=step, states=states, strict=strict)
         if before is not None:
             self.optimizer.load_state_dict(before)
         _check_module(restored.skipped, strict=load_module_strict)
@@ -111,10 +125,30 @@ class Files:
     def _states(self) -> dict[str, Any]:
         return {} if self.lr_scheduler is None else {"lr_scheduler": self.lr_scheduler}
 
-    def _same_tag(self, tag: str) -> None:
-        tags = {one.decode() for one in self.engine.exchange(tag.encode(), "a checkpoint's tag")}
+    def _same_tag(self, tag: str | None) -> None:
+        mine = json.dumps(tag).encode()
+        tags = {one.decode() for one in self.engine.exchange(mine, "a checkpoint's tag")}
         if len(tags) > 1:
             raise zs.PlanMismatch(f"the ranks name different tags: {', '.join(sorted(tags))}")
+
+    def _on_rank_0(self, call: str, work: Callable[[], Any]) -> Any:
+        """Return what `work` returns on rank 0, by way of JSON. Raises its error on every rank, as
+        a CheckpointError. Collective.
+        """
+        told: dict[str, Any] = {}
+        if self.engine.rank == 0:
+            try:
+                told["result"] = work()
+            except OSError as error:
+                told["error"] = f"{call}: {error.filename or ''}: {error.strerror or error}"
+            except zs.CheckpointError as error:
+                told["error"] = str(error)
+            except Exception as error:  # torch's, of a disk that is full
+                told["error"] = f"{call}: {type(error).__name__}: {error}"
+        told = json.loads(self.engine.exchange(json.dumps(told).encode(), call)[0])
+        if "error" in told:
+            raise zs.CheckpointError(told["error"])
+        return told["result"]
 
     # ------------------------------------------------------------------ whole weights
 
@@ -143,20 +177,91 @@ class Files:
     ) -> bool:
         """Write the whole weights in the dtype that computes, with torch.save. Collective."""
         state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-        if state is not None:
+
+        def write() -> None:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
-            torch.save(state, Path(save_dir) / save_filename)
-        self.engine.exchange(b"", "save_16bit_model()")
+            with (Path(save_dir) / save_filename).open("wb") as file:
+                torch.save(state, file)
+
+        self._on_rank_0("save_16bit_model()", write)
         return True
 
     save_fp16_model = save_16bit_model
 
 
-def _latest(directory: Path) -> str | None:
+def _check_tag(tag: str) -> None:
+    if not _is_name(tag):
+        raise zs.ConfigError(
+            f"tag={tag!r} is not the name of a directory inside of the checkpoint's: give one name,"
+            f" without a slash or a dot in front, and not {_LATEST!r}"
+        )
+
+
+def _is_name(tag: str) -> bool:
+    """Whether `tag` is one visible name, and not that of the file beside it."""
+    plain = re.fullmatch(r"[^./][^/]*", tag) is not None and tag.isprintable()
+    return plain and tag != _LATEST and len(os.fsencode(tag)) <= 255
+
+
+def _found(load_dir: Path, tag: str | None) -> tuple[str, int | None] | None:
+    """Return the tag to load, ``latest``'s if it is None, and the tag's step where that is known;
+    None without ``latest``. Raises CheckpointError.
+    """
+    if tag is None:
+        tag = _read_name(load_dir / _LATEST)
+        if tag is None:
+            return None
+        inside = _is_name(tag) and (load_dir / tag).resolve().parent == load_dir.resolve()
+        if not inside:
+            raise zs.CheckpointError(
+                f"{load_dir / _LATEST} names {tag[:100]!r}, which is no directory beside it: give"
+                " tag= the name of one"
+            )
+    _refuse_foreign(load_dir / str(tag))
+    return str(tag), _saved_step(load_dir / str(tag))
+
+
+def _saved_step(directory: Path) -> int | None:
+    """Return the step that is the tag's, None where nothing says so. Raises CheckpointError."""
+    text = _read_name(directory / _STEP)
+    if text is not None and re.fullmatch(r"[0-9]{1,18}", text) is None:
+        raise zs.CheckpointError(f"{directory / _STEP} holds {text[:100]!r}, not a number of steps")
+    return None if text is None else int(text)
+
+
+def _read_name(path: Path) -> str | None:
+    """Return what the file holds, None where it is missing. Raises CheckpointError for what is no
+    small file of text.
+    """
     try:
-        return (directory / _LATEST).read_text(encoding="utf-8").strip()
+        # a pipe opens at once so, and is told by its kind
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
+    with os.fdopen(fd, "rb") as file:
+        regular = stat.S_ISREG(os.fstat(fd).st_mode)
+        content = file.read(_MOST_BYTES + 1) if regular else b""
+    try:
+        if regular and len(content) <= _MOST_BYTES:
+            return content.decode("utf-8").strip()
+    except UnicodeDecodeError:
+        pass
+    raise zs.CheckpointError(f"{path} cannot be read: it is not a file that holds a name")
+
+
+def _write_name(path: Path, text: str) -> None:
+    """Write the file as a whole, or leave the one that is there."""
+    part = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        with part.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
 
 
 def _refuse_foreign(directory: Path) -> None:
