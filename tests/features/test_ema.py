@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -11,6 +13,7 @@ import zeroshard as zs
 from tests.support.harness import run_ranks
 from tests.support.training import ROWS, TRANSPORTS, batch, differences, make_model, two_groups
 from zeroshard import ConfigError, StateError
+from zeroshard.runtime.engine import states_of
 
 DECAY, STEPS = 0.9, 5
 
@@ -111,3 +114,76 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(StateError, match="backward through unit"):
         later.backward()
     engine.close()
+
+
+def _gradient_of_inputs(rank: int, world: int) -> None:
+    def make() -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zs.shard(model, optimizer, stage=3)
+    ema = zs.EMA(engine, 0.5)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    x = torch.ones(2, 4, requires_grad=True)
+    with ema.swapped():
+        (guided,) = torch.autograd.grad(model(x).sum(), x)
+        state = engine.full_state_dict(rank0_only=False)
+    plain = make()
+    plain.load_state_dict(state)
+    (expected,) = torch.autograd.grad(plain(x).sum(), x)
+    assert torch.equal(guided, expected)
+    engine.close()
+
+
+def test_the_average_gives_gradients_of_its_inputs() -> None:
+    run_ranks(2, _gradient_of_inputs)
+
+
+def _swap_fails(rank: int, world: int, at: str) -> None:
+    """End a swap by an exception: before or after the masters are exchanged, at its beginning or
+    its end.
+    """
+    model = make_model()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, policy="zero1", stall_timeout_s=20)
+    ema = zs.EMA(engine, DECAY)
+    model(*batch(rank, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    rest = states_of(engine).rest
+    trained = [master.clone() for master in rest.masters()]
+    averages = [average.clone() for average in ema.averages]
+    assert not torch.equal(trained[0], averages[0])
+    name = "before_writing" if "before" in at else "publish"
+    method, calls = getattr(rest, name), list[int]()
+
+    def failing(**options: Any) -> None:
+        calls.append(0)
+        if len(calls) == (2 if "leaving" in at else 1):
+            raise RuntimeError("planned")
+        method(**options)
+
+    setattr(rest, name, failing)
+    with pytest.raises(RuntimeError, match="planned"), ema.swapped():
+        assert "leaving" in at
+    setattr(rest, name, method)
+    assert all(torch.equal(*pair) for pair in zip(rest.masters(), trained, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(ema.averages, averages, strict=True))
+    if at == "before entering":
+        model(*batch(rank, 0))
+    else:
+        with pytest.raises(StateError, match=r"since EMA\.swapped\(\) ended by an exception"):
+            model(*batch(rank, 0))
+    engine.reset()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "at", ["before entering", "after entering", "before leaving", "after leaving"]
+)
+def test_a_swap_that_fails_keeps_both_and_trains_no_average(at: str) -> None:
+    run_ranks(2, _swap_fails, at)

@@ -60,6 +60,11 @@ class Availability:
         if self._is_swapped:
             raise StateError(_SWAPPED)
 
+    @property
+    def is_swapped(self) -> bool:
+        """Whether averages rest in the place of the trained numbers."""
+        return self._is_swapped
+
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Inside, averages rest in the place of the trained numbers."""

@@ -259,7 +259,13 @@ class Backward:
         gathers: bool = False,
         units: Sequence[Unit] | None = None,
     ) -> BackwardPass:
-        self._weights.availability.check_trained()
+        availability = self._weights.availability
+        inputs_alone = (
+            availability.is_swapped
+            and not (brings or units is not None)
+            and not any(_gets_gradient(leaf.parameter) for leaf in self.leaves)
+        )
+        availability.check_gather() if inputs_alone else availability.check_trained()
         self.collect_dropped()
         manner = self.manner
         if brings:  # no backward of our own

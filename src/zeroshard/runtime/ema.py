@@ -75,26 +75,25 @@ class EMA:
         """Compute with the average instead of the weights: evaluation,
         ``engine.full_state_dict()``. Collective, at both ends.
 
-        Inside, forwards, ``engine.gathered()`` and ``full_state_dict()`` read the averages.
-        Whatever needs the trained numbers raises StateError: a backward, ``optimizer.step()``,
-        ``update()``, another ``swapped()``, saves, loads, writes into weights, a repartition,
-        ``offload_states()`` and ``close()``. ``zs.save(..., states={"ema": ema})`` outside holds
-        both.
+        Inside, forwards, ``torch.autograd.grad`` of inputs, ``engine.gathered()`` and
+        ``full_state_dict()`` read the averages. Whatever needs the trained numbers raises
+        StateError: gradients of parameters, ``optimizer.step()``, ``update()``, another
+        ``swapped()``, saves, loads, writes into weights, a repartition, ``offload_states()`` and
+        ``close()``. ``zs.save(..., states={"ema": ema})`` outside holds both.
         """
-        self._swap()
-        try:
-            with states_of(self._engine).rest.swapped():
-                yield
-        finally:
-            self._swap()
-
-    def _swap(self) -> None:
         states = states_of(self._engine)
-        with torch.no_grad(), states.rewriting():
-            for average, master in zip(self.averages, states.rest.masters(), strict=True):
-                for here, there in zip(
-                    torch.split(average, _CHUNK), torch.split(master, _CHUNK), strict=True
-                ):
-                    saved = here.clone()
-                    here.copy_(there)
-                    there.copy_(saved)
+        states.check_open()
+        states.join_step()
+        with states.rest.swapped(self._exchange):
+            yield
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        masters = states_of(self._engine).rest.masters()
+        for average, master in zip(self.averages, masters, strict=True):
+            for here, there in zip(
+                torch.split(average, _CHUNK), torch.split(master, _CHUNK), strict=True
+            ):
+                saved = here.clone()
+                here.copy_(there)
+                there.copy_(saved)

@@ -12,7 +12,7 @@ a step's publish.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -122,11 +122,36 @@ class Rest:
         self.publish(frozen=True)
         self._faults.agree()
 
-    def swapped(self) -> AbstractContextManager[None]:
-        """Return a context in which averages rest in the place of the masters: nothing that needs
-        trained numbers may run.
+    @contextmanager
+    def swapped(self, exchange: Callable[[], None]) -> Iterator[None]:
+        """Let averages rest in the place of the masters inside, where nothing that needs trained
+        numbers may run: `exchange` puts them there, and back. Collective, at both ends.
         """
-        return self._weights.availability.swapped()
+        self._weights.availability.check_trained()
+        self._swap(exchange, entering=True)
+        try:
+            with self._weights.availability.swapped():
+                yield
+        finally:
+            self._swap(exchange, entering=False)
+
+    def _swap(self, exchange: Callable[[], None], *, entering: bool) -> None:
+        """Exchange the masters, and let the weights follow. Where that fails the masters are the
+        trained ones again, the weights may be either, and only a load helps.
+        """
+        has_begun = is_exchanged = False
+        try:
+            with torch.no_grad(), self.rewriting():
+                has_begun = True
+                exchange()
+                is_exchanged = True
+        except BaseException:
+            if has_begun == is_exchanged == entering:
+                exchange()
+            if has_begun or not entering:  # else nothing has changed
+                reason = "the weights may be those of the average"
+                self._faults.lose("EMA.swapped() ended by an exception", reason)
+            raise
 
     def masters(self) -> list[torch.Tensor]:
         """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor
