@@ -239,6 +239,14 @@ def test_the_table_fits_a_hundred_columns(capsys: pytest.CaptureFixture[str]) ->
     assert words == ["take", "peak", "save", "smaller"]
 
 
+def test_a_checkpoint_is_timed_where_a_disk_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for disk, told in (((), False), (("--disk", "4TB"), True)):
+        assert _run("--params", "1B", "--gpus", "8", *disk) == 0
+        (line,) = (one for one in capsys.readouterr().out.splitlines() if one.startswith("save"))
+        assert "in the background" in line and ("; load" in line or ", load" in line)
+        assert ("timed with a --disk" in line) is not told
+
+
 def test_nothing_that_fits_is_not_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

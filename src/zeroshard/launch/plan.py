@@ -325,10 +325,21 @@ def _explained(row: PlannedRow) -> Iterator[tuple[str, str]]:
     parts = (f"{three_digits(size / 1e9)} {part}" for part, size in row.parts.items() if size)
     yield "peak", f"{' + '.join(parts)} = {size_text(row.peak_bytes['device'])}"
     whole, mine = (size_text(row.checkpoint_bytes[part]) for part in ("all", "rank"))
-    save, behind = (three_digits(row.save_s[way]) for way in ("foreground", "background"))
-    load = three_digits(row.load_s)
-    text = f"{whole}, {mine} of a rank: {save} s, in the background {behind} s; load {load} s"
-    yield "save", text
+    yield "save", f"{whole}, {mine} of a rank: {', '.join(_save_times(row))}"
+
+
+def _save_times(row: PlannedRow) -> Iterator[str]:
+    """Yield how long a save and a load take, as far as that is known."""
+    save, behind = row.save_s["foreground"], row.save_s["background"]
+    if save is not None:
+        yield f"{three_digits(save)} s"
+    if behind is not None:
+        yield f"in the background {three_digits(behind)} s"
+    yield (
+        "load and save are timed with a --disk"
+        if row.load_s is None
+        else (f"load {three_digits(row.load_s)} s")
+    )
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,8 @@ Every element is saved once: of trained parameters the fp32 master and the optim
 frozen ones the weight, decoded (checkpoint/pieces.py). Padding is not. Random generators (some
 kilobytes per rank), buffers, schedulers and the files' headers come on top.
 
+Where a machine has no disk the times of files are None: nobody knows how fast they are.
+
     save        what rests on the device over the host link, then all of it to the node's disks
                 (what rests on disk is read there first)
     background  the copy alone: over the host link, or in the host's memory; where a state rests
@@ -30,11 +32,11 @@ _MASTER_BYTES = 4
 
 @dataclass(frozen=True)
 class CheckpointTimes:
-    """Seconds that one checkpoint takes."""
+    """Seconds that one checkpoint takes; None: not known, on a machine without a disk."""
 
-    load: float  # zs.load
-    save: float  # zs.save
-    background: float  # for which zs.Saver holds training up
+    load: float | None  # zs.load
+    save: float | None  # zs.save
+    background: float | None  # for which zs.Saver holds training up
 
 
 def checkpoint_bytes(laid_out: LaidOut, training: Training, rank: int | None = None) -> int:
@@ -53,22 +55,19 @@ def checkpoint_times(
     """Return how long rank 0 takes; its node's other ranks do as much at the same time."""
     speeds, cells, ranks = machine.speeds, policy.default, machine.node_size
     part = speeds.bandwidth_efficiency
-    link, disks, memory = (
-        speeds.host_link * part,
-        speeds.disk * part / ranks,
-        speeds.host * part / ranks,
-    )
+    link, memory = speeds.host_link * part, speeds.host * part / ranks
     saved, held = checkpoint_bytes(laid_out, training, 0), _held_bytes(laid_out, policy, training)
     away = 0.0 if cells.optim.tier is Tier.DEVICE else training.fraction
     on_disk = away if cells.optim.tier is Tier.DISK else 0.0
     copied = saved * (1.0 - away) / link
-    save = copied + saved * (1.0 + on_disk) / disks
     uses_disk = Tier.DISK in (cells.weight.tier, cells.grad.tier, cells.optim.tier)
-    return CheckpointTimes(
-        load=held * (1.0 + 2.0 * on_disk) / disks + held * (1.0 - away) / link,
-        save=save,
-        background=save if uses_disk else copied + 2.0 * saved * away / memory,
-    )
+    behind = None if uses_disk else copied + 2.0 * saved * away / memory
+    if not machine.disk:
+        return CheckpointTimes(None, None, behind)
+    disks = speeds.disk * part / ranks
+    save = copied + saved * (1.0 + on_disk) / disks
+    load = held * (1.0 + 2.0 * on_disk) / disks + held * (1.0 - away) / link
+    return CheckpointTimes(load, save, save if behind is None else behind)
 
 
 def _held_bytes(laid_out: LaidOut, policy: Policy, training: Training) -> int:

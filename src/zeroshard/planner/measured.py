@@ -147,7 +147,9 @@ def _speeds(report: Report, ranks: int, preset: Speeds, disk: Report | None) -> 
         network=preset.network,
         host_link=host_link,
         host=2 * copy("cpu"),
-        disk=1.0 if disk is None else _mean(disk["read_bytes_per_s"], disk["write_bytes_per_s"]),
+        disk=preset.disk
+        if disk is None
+        else _mean(disk["read_bytes_per_s"], disk["write_bytes_per_s"]),
         local_latency=latency,
         network_latency=preset.network_latency,
         host_latency=preset.host_latency,

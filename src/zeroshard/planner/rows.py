@@ -74,8 +74,9 @@ class PlannedRow:
     fits: bool
     bound_by: str  # what takes longest, or what there is too little of
     checkpoint_bytes: dict[str, int]  # "all", "rank": what a save writes, exact
-    load_s: float
-    save_s: dict[str, float]  # "foreground" (zs.save), "background" (what zs.Saver holds up)
+    # seconds of files are None on a machine without a disk
+    load_s: float | None
+    save_s: dict[str, float | None]  # "foreground" (zs.save), "background" (what Saver holds up)
     whole_gradients: int = 0  # units whose gradients rest whole, by accumulation_budget
     spread: Spread = field(default_factory=lambda: Spread())
 

@@ -98,7 +98,8 @@ def test_no_share_is_taken_of_what_was_reached_and_the_rest_is_a_presets() -> No
 
 def test_a_disk_is_planned_with_where_it_was_measured() -> None:
     report = _report()
-    assert machine_of(report).disk == 0
+    without = machine_of(report)
+    assert (without.disk, without.speeds.disk) == (0, Machine.of("CPU").speeds.disk)
     rates = {"read_bytes_per_s": 3e9, "write_bytes_per_s": 1e9}
     report["measured"]["disk"] = [{"what": "disk", "error": "full"}, {"free_bytes": 7, **rates}]
     machine = machine_of(report)

@@ -182,7 +182,22 @@ def test_the_parts_of_a_peak_are_its_total() -> None:
             assert 0 <= one.parts["states"] <= one.rest_bytes["device"]
             assert one.checkpoint_bytes["all"] == 12 * 7_500_000_000
             on_disk = "disk" in one.tiers.values()
-            assert (one.save_s["background"] < one.save_s["foreground"]) is not on_disk
+            behind, save = one.save_s["background"], one.save_s["foreground"]
+            assert behind is not None and save is not None and (behind < save) is not on_disk
+
+
+def test_files_have_no_times_where_no_disk_is_known() -> None:
+    plain, disk = (
+        make_plan(describe("1B"), Machine.of(gpus=8, disk=size), Training())
+        for size in (None, "4TB")
+    )
+    timed = {(one.row, *one.tiers.values()): one for one in disk.rows}
+    for one in plain.rows:
+        assert (one.load_s, one.save_s["foreground"]) == (None, None)
+        with_disk = timed[(one.row, *one.tiers.values())]
+        assert one.save_s["background"] == with_disk.save_s["background"] is not None
+        assert with_disk.load_s is not None and with_disk.save_s["foreground"] is not None
+        assert one.step_s == with_disk.step_s
 
 
 def test_rows_that_take_no_weight_codec_are_not_planned() -> None:
