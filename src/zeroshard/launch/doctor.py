@@ -8,8 +8,9 @@ The JSON has "versions", "host", "devices", "backends", "limits" and "missing" (
 "problems" (why the library cannot run), "grade" ("probe") and "measured": null, or a list of
 entries for each of `KINDS` (probes.py), where an entry with "error" could not be measured. Sizes
 are in bytes, rates per second, times in seconds; null is "no limit", or "not here". What was
-measured is kept in the user's cache directory for ``zeroshard plan --this-machine``
-(planner/measured.py).
+measured is kept in the user's cache directory for ``zeroshard plan --this-machine`` and
+``policy="auto"`` (planner/measured.py). Where others were computing, a warning names the load and
+nothing is kept.
 
 Exit code 1 where the library cannot run here at all, with the reason; else 0, whatever optional
 thing is missing and whichever measurement has failed.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,12 +60,12 @@ def add_parser(commands: Any) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from zeroshard.planner.measured import write
+    from zeroshard.planner.measured import busy, write
 
     if arguments.disk is not None and not arguments.disk.is_dir():
         raise UsageError(f"--disk {arguments.disk} is not a directory")
     report = examine(arguments.disk, quick=arguments.quick)
-    kept = write(report)
+    kept, warning = write(report), busy(report)
     if arguments.json:
         print(json.dumps(report, indent=1))
     elif report["versions"]["rich"] is None:
@@ -72,6 +74,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
         _print(report)
         if kept is not None:
             print(f"Kept for zeroshard plan --this-machine: {kept}")
+    if warning is not None:
+        sys.stderr.write(f"zeroshard: {warning}\n")
     return EXIT_UNABLE if report["problems"] else 0
 
 

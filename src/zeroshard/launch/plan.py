@@ -196,6 +196,8 @@ def _this_machine(ranks: int | None) -> Machine:
         report = doctor.examine()
         if report["problems"]:
             raise UsageError(f"plan: --this-machine: {report['problems'][0]}")
+        if measured.busy(report) is not None:
+            sys.stderr.write(f"zeroshard: {measured.busy(report)}\n")
         measured.write(report)
     else:
         sys.stderr.write(f"zeroshard: as measured {report['date']}; zeroshard doctor renews it\n")
@@ -355,6 +357,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         ),
     )
     yield "machine", _machine(machine)
+    if machine.note:
+        yield "note", machine.note
     encoded = ", ".join(f"{name}={value}" for name, value in training.comm().items())
     if encoded:
         yield "codecs", f"{encoded}; without the rows that take none"

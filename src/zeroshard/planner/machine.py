@@ -56,6 +56,7 @@ class Machine:
     accelerator: bool = True  # False: the device is the host itself
     host_process: int = 0  # of host memory, for each rank: Python, torch, data loaders
     page_cache: float = 0.0  # part of host memory: for the page cache and the system
+    note: str = ""  # what is not as measured, or as a preset has it
 
     @classmethod
     def of(

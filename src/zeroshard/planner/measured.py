@@ -1,5 +1,6 @@
 """This machine as ``zeroshard doctor`` has measured it, in the place of a preset.
 
+    busy(report)                     others were computing while it was measured
     write(report)                    doctor keeps what it has found in the user's cache directory
     read(devices, versions)          ... and a plan takes it from there while it is fresh
     machine_of(report, ranks=4)      ... as a Machine of 4 ranks here
@@ -25,16 +26,31 @@ from typing import Any
 from zeroshard.errors import ConfigError
 from zeroshard.planner.machine import Machine, Speeds, nearest_preset
 
-__all__ = ["cache_file", "machine_of", "read", "write"]
+__all__ = ["busy", "cache_file", "machine_of", "read", "write"]
 
 Report = Mapping[str, Any]  # what ``zeroshard doctor --json`` prints
 
 FRESH = timedelta(days=30)
 _NEEDED = ("matmul", "copies", "collectives")  # kinds without which a report is of no use
+_BUSY = 0.5  # programs that run or wait for a CPU, per CPU, from which on rates are too low
 _VERSIONS = ("zeroshard", "torch")  # another one may be faster or slower
 
 
 # ------------------------------------------------------------------ the file
+
+
+def busy(report: Report) -> str | None:
+    """Return why the rates of `report` are lower than this machine's: others were computing before
+    it was measured. None where they were not, or nothing was measured.
+    """
+    host = report["host"]
+    load, cpus = host.get("load", 0.0), host.get("cpus") or host["cores"]
+    if report["measured"] is None or load <= max(1.0, _BUSY * cpus):
+        return None
+    return (
+        f"measured at load {load:.1f} on {cpus} CPU(s): rates are lower than those of this machine,"
+        " and are not kept; run zeroshard doctor where nothing else runs"
+    )
 
 
 def cache_file(devices: Sequence[str]) -> Path:
@@ -48,10 +64,12 @@ def cache_file(devices: Sequence[str]) -> Path:
 
 def write(report: Report) -> Path | None:
     """Keep `report` for `read`; return the file, or None where something in it could not be
-    measured or the directory cannot be written.
+    measured, others were computing, or the directory cannot be written.
     """
     measured = report["measured"]
-    if measured is None or any("error" in one for kind in _NEEDED for one in measured[kind]):
+    if measured is None or busy(report) is not None:
+        return None
+    if any("error" in one for kind in _NEEDED for one in measured[kind]):
         return None
     file = cache_file([one["name"] for one in report["devices"]])
     part = file.with_name(f"{file.name}.{os.getpid()}")
@@ -88,7 +106,8 @@ def machine_of(report: Report, *, ranks: int | None = None) -> Machine:
     """Return the machine of `report` with `ranks` ranks on it (default: one per GPU; without a
     GPU, one).
 
-    Raises ConfigError for more ranks than GPUs, and where something was not measured.
+    Links between ranks that were not measured are the nearest preset's, which the note says. Raises
+    ConfigError for more ranks than GPUs, and where anything else was not measured.
     """
     devices = report["devices"]
     num = (len(devices) or 1) if ranks is None else ranks
@@ -104,6 +123,11 @@ def machine_of(report: Report, *, ranks: int | None = None) -> Machine:
     else:
         memory, name, preset = host_memory, "CPU", "CPU"
     disk, like = next(_entries(report, "disk"), None), Machine.of(preset)
+    links, note = _links(report, num), ""
+    if links is None:
+        missing = _unmeasured(report, "collectives", " and ".join(_transports(report)))
+        note = f"links between ranks are preset {preset}'s: {missing}"
+        links = like.speeds.local * like.speeds.bandwidth_efficiency, like.speeds.local_latency
     return Machine(
         name=f"{name} (this machine)",
         gpus=num,
@@ -111,16 +135,19 @@ def machine_of(report: Report, *, ranks: int | None = None) -> Machine:
         gpu_memory=memory,
         host_memory=host_memory,
         disk=0 if disk is None else disk["free_bytes"],
-        speeds=_speeds(report, num, like.speeds, disk),
+        speeds=_speeds(report, num, like.speeds, disk, links),
         accelerator=bool(devices),
         host_process=like.host_process,
         page_cache=like.page_cache,
+        note=note,
     )
 
 
-def _speeds(report: Report, ranks: int, preset: Speeds, disk: Report | None) -> Speeds:
-    """Return what each of `ranks` ranks has of the measured rates, and what was not measured of the
-    `preset`. A copy reads and writes.
+def _speeds(
+    report: Report, ranks: int, preset: Speeds, disk: Report | None, links: tuple[float, float]
+) -> Speeds:
+    """Return what each of `ranks` ranks has of the measured rates, of `links` (rate and latency)
+    among them, and what was not measured of the `preset`. A copy reads and writes.
     """
     on_gpu, host = bool(report["devices"]), report["host"]
     threads_each = host["cores"] / ranks
@@ -138,7 +165,7 @@ def _speeds(report: Report, ranks: int, preset: Speeds, disk: Report | None) -> 
     host_link = copy("cpu") / sharing
     if on_gpu:
         host_link = _mean(*(copy(device, way, pinned=True) for way in ("to device", "to host")))
-    local, latency = _links(report, ranks)
+    local, latency = links
     return Speeds(
         half_flops=matmul("bfloat16"),
         fp32_flops=matmul("float32"),
@@ -147,7 +174,7 @@ def _speeds(report: Report, ranks: int, preset: Speeds, disk: Report | None) -> 
         network=preset.network,
         host_link=host_link,
         host=2 * copy("cpu"),
-        disk=preset.disk
+        disk=preset.disk * preset.bandwidth_efficiency
         if disk is None
         else _mean(disk["read_bytes_per_s"], disk["write_bytes_per_s"]),
         local_latency=latency,
@@ -164,24 +191,26 @@ def _disk_latency(disk: Report, spare: float, preset: Speeds) -> float:
     return spare * idle + (1.0 - spare) * float(disk.get("busy_latency_s", idle))
 
 
-def _links(report: Report, ranks: int) -> tuple[float, float]:
+def _transports(report: Report) -> tuple[str, ...]:
+    """Return the transports that would be taken here, the first one that works."""
+    return ("nccl",) if report["devices"] else ("shared_memory", "gloo")
+
+
+def _links(report: Report, ranks: int) -> tuple[float, float] | None:
     """Return the bytes per second of one rank's collectives inside the node and the latency of one,
     over the transport that would be taken: measured between two ranks, which on CPUs share with the
-    others. One rank sends nothing: 0, where there is no measurement.
+    others. Without a measurement None; one rank sends nothing: 0.
     """
-    on_gpu = bool(report["devices"])
     by_transport: dict[str, list[Report]] = {}
     for one in _entries(report, "collectives"):
         by_transport.setdefault(one["transport"], []).append(one)
-    names = ("nccl",) if on_gpu else ("shared_memory", "gloo")
+    names = _transports(report)
     taken = next((by_transport[name] for name in names if name in by_transport), None)
     if taken is None:
-        if ranks > 1:
-            raise _not_measured(report, "collectives", " and ".join(names))
-        return 0.0, 0.0
+        return None if ranks > 1 else (0.0, 0.0)
     rate = _mean(*(one["bytes_per_s"] for one in taken))
     latency = sum(one["latency_s"] for one in taken) / len(taken)
-    return rate if on_gpu else rate * min(1.0, 2 / ranks), latency
+    return rate if report["devices"] else rate * min(1.0, 2 / ranks), latency
 
 
 def _entries(report: Report, kind: str) -> Iterator[Report]:
@@ -193,14 +222,14 @@ def _rate(report: Report, kind: str, wanted: Report) -> float:
     for one in _entries(report, kind):
         if all(one[name] == value for name, value in wanted.items()):
             return float(one["flops_per_s" if kind == "matmul" else "bytes_per_s"])
-    raise _not_measured(report, kind, f"{kind}, {wanted['device']}")
+    raise ConfigError(_unmeasured(report, kind, f"{kind}, {wanted['device']}"))
 
 
-def _not_measured(report: Report, kind: str, what: str) -> ConfigError:
-    """Return the error for `what` there is no rate of, with the reason where doctor has one."""
+def _unmeasured(report: Report, kind: str, what: str) -> str:
+    """Return that there is no rate of `what`, with the reason where doctor has one."""
     reasons = [one["error"] for one in report["measured"][kind] if "error" in one]
     reason = f" ({reasons[0]})" if reasons else ""
-    return ConfigError(f"{what} could not be measured{reason}: run zeroshard doctor")
+    return f"{what} could not be measured{reason}: run zeroshard doctor"
 
 
 def _mean(*rates: float) -> float:

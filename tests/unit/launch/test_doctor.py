@@ -27,6 +27,7 @@ from zeroshard.tier.swapdir import SwapDirectory
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave what the user's own doctor has found alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))  # whatever runs beside the tests
 
 
 @pytest.fixture(scope="module")
@@ -246,3 +247,49 @@ def test_doctor_says_where_it_keeps_what_it_found(
     assert cli.main(["doctor"]) == 0
     (kept,) = (tmp_path / "cache" / "zeroshard").iterdir()
     assert f"Kept for zeroshard plan --this-machine: {kept}" in capsys.readouterr().out
+
+
+def test_what_is_measured_beside_other_programs_is_told_with_the_load_and_not_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (60.25, 3.0, 2.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(doctor, "_measure", lambda facts, disk: _rates())
+    assert cli.main(["doctor"]) == 0
+    seen = capsys.readouterr()
+    assert seen.err.count("\n") == 1 and "measured at load 60.2 on 2 CPU(s)" in seen.err
+    assert "Kept" not in seen.out and not (tmp_path / "cache").exists()
+    assert cli.main(["doctor", "--quick"]) == 0
+    assert capsys.readouterr().err == ""
+    argv = ["plan", "--params", "10M", "--this-machine", "--gpus", "2", "--precision", "fp32"]
+    assert cli.main(argv) == 0  # planned, with the warning, and measured anew the next time
+    assert "measured at load 60.2" in capsys.readouterr().err and not (tmp_path / "cache").exists()
+
+
+def test_links_that_were_not_measured_in_time_are_the_presets_with_a_note(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rates = _rates()
+    rates["collectives"] = [{"what": "2 ranks on the host", "error": "no answer within 40 s"}]
+    monkeypatch.setattr(doctor, "_measure", lambda facts, disk: rates)
+    argv = ["plan", "--params", "10M", "--this-machine", "--gpus", "2", "--precision", "fp32"]
+    assert cli.main(argv) == 0
+    text = capsys.readouterr().out
+    assert "note      links between ranks are preset CPU's: shared_memory and gloo could" in text
+    assert "(no answer within 40 s)" in text
+    assert not (tmp_path / "cache").exists()
+    assert cli.main([*argv[:3], "--this-machine"]) == 0
+    assert "links between ranks" not in capsys.readouterr().out  # one rank has none
+
+
+def _rates() -> dict[str, list[dict[str, Any]]]:
+    matmul = [
+        {"device": "cpu", "dtype": dtype, "side": 512, "flops_per_s": 1e11}
+        for dtype in ("float32", "bfloat16")
+    ]
+    copies = [{"device": "cpu", "way": "within", "pinned": None, "bytes_per_s": 5e9}]
+    links = [
+        {"transport": "gloo", "operation": name, "ranks": 2, "bytes_per_s": 1e9, "latency_s": 1e-4}
+        for name in ("all_gather", "reduce_scatter")
+    ]
+    return {"matmul": matmul, "copies": copies, "collectives": links, "disk": []}

@@ -14,7 +14,7 @@ import pytest
 from zeroshard.errors import ConfigError
 from zeroshard.planner import Training, describe, make_plan
 from zeroshard.planner.machine import Machine, nearest_preset
-from zeroshard.planner.measured import cache_file, machine_of, read, write
+from zeroshard.planner.measured import busy, cache_file, machine_of, read, write
 
 VERSIONS = {"zeroshard": "1", "torch": "2"}
 
@@ -96,10 +96,24 @@ def test_no_share_is_taken_of_what_was_reached_and_the_rest_is_a_presets() -> No
     assert all(getattr(speeds, name) == getattr(preset, name) for name in unmeasured)
 
 
+@pytest.mark.parametrize(("gpus", "name"), [(0, "CPU"), (2, "H100")])
+def test_links_that_were_not_measured_are_what_is_reached_of_a_presets(
+    gpus: int, name: str
+) -> None:
+    report = _report(gpus=gpus)
+    report["measured"]["collectives"] = [{"what": "2 ranks", "error": "no answer within 40 s"}]
+    machine, preset = machine_of(report, ranks=2), Machine.of(name).speeds
+    assert machine.speeds.local == preset.local * preset.bandwidth_efficiency
+    assert machine.speeds.local_latency == preset.local_latency
+    transport = "nccl" if gpus else "shared_memory and gloo"
+    assert f"preset {name}'s: {transport} could not be measured (no answer" in machine.note
+    assert machine_of(_report(gpus=gpus), ranks=2).note == ""
+
+
 def test_a_disk_is_planned_with_where_it_was_measured() -> None:
     report = _report()
     without = machine_of(report)
-    assert (without.disk, without.speeds.disk) == (0, Machine.of("CPU").speeds.disk)
+    assert (without.disk, without.speeds.disk) == (0, 0.8 * Machine.of("CPU").speeds.disk)
     rates = {"read_bytes_per_s": 3e9, "write_bytes_per_s": 1e9}
     report["measured"]["disk"] = [{"what": "disk", "error": "full"}, {"free_bytes": 7, **rates}]
     machine = machine_of(report)
@@ -133,7 +147,6 @@ def test_a_containers_limit_is_the_hosts_memory() -> None:
         (0, 0, None, "gpus=0 is less than one"),
         (0, 1, "matmul", "matmul, cpu could not be measured (no driver): run zeroshard doctor"),
         (1, 1, "copies", "copies, cpu could not be measured (no driver)"),
-        (0, 2, "collectives", "shared_memory and gloo could not be measured (no driver)"),
     ],
 )
 def test_what_is_not_there_is_refused(gpus: int, ranks: int, kind: str, message: str) -> None:
@@ -180,6 +193,13 @@ def test_a_report_is_kept_per_host_and_read_while_it_is_fresh(cache: Path) -> No
     kept["date"] = (datetime.now(UTC) - timedelta(days=31)).isoformat()
     file.write_text(json.dumps(kept))
     assert read([], VERSIONS) is None
+
+
+def test_a_report_of_a_busy_machine_is_not_kept(cache: Path) -> None:
+    for cpus, load, kept in ((2, 1.0, True), (2, 1.1, False), (64, 30.0, True), (64, 60.0, False)):
+        report = _report()
+        report["host"] |= {"cpus": cpus, "load": load}
+        assert ((busy(report) is None), (write(report) is not None)) == (kept, kept), (cpus, load)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"date": "yesterday"}', '{"date": 3}'])
