@@ -242,7 +242,9 @@ def test_training_goes_on_where_it_was_saved_in_the_background_on_every_mesh(
         assert [len(group["params"]) for group in manifest.optimizer["groups"]] == [8, 16]
     # ranks of another layout take what was alike, and say what was not
     (skipped,) = run_ranks(1, _one_rank_loads_the_pipeline, tmp_path / "pp x dp")
-    assert skipped == ["states['rng']: it differed between the 4 ranks that saved it"]
+    differed = ": it differed between the 4 ranks that saved it"
+    assert {f"states['rng']['torch']{differed}", f"extra{differed}"} <= set(skipped)
+    assert all(one.startswith(("states['rng']['", "extra:")) for one in skipped)
 
 
 # --------------------------------------------------------------------------- names of two stages
