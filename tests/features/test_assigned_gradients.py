@@ -216,9 +216,10 @@ def _what_was_not_finite(job: Job, step: int) -> None:
 def _around_a_local_gradient(job: Job, step: int) -> None:
     """``torch.autograd.grad`` leaves ``.grad`` alone."""
     weight = job.model.blocks[1].up.weight
-    weight.grad = _noise(weight, step)
+    kept = weight.grad = _noise(weight, step)
     loss = job.model(*batch(job.rank, step))  # DDP's hooks want a backward
     torch.autograd.grad(loss, [weight])
+    assert weight.grad is kept
     job.optimizer.step()
     job.optimizer.zero_grad()
 
