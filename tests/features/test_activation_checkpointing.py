@@ -1072,3 +1072,117 @@ def test_transformers_models_train_to_ddps_bits(
     prepare = functools.partial(_prepare, use_reentrant=use_reentrant)
     for differences in run_ranks(2, compare, name, 2, stages, prepare, timeout=100):
         assert not any(differences.values()), differences
+
+
+# ---------------------------------------------------------------------------- one sum per gradient
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.b(torch.tanh(self.a(x))))
+
+
+class _NeverCalled(nn.Module):
+    """Reads the weight of a module that it does not call, as ``nn.MultiheadAttention`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(nn.functional.linear(x, self.out.weight, self.out.bias))
+
+
+class _Ends(nn.Module):
+    """Its output is that of a checkpoint: the backward begins with it."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch_checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+def _two_forwards(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    return [model(x).square().mean() + model(2 * x).square().mean()]
+
+
+def _three_forwards(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.cat([model(scale * x) for scale in (1, 2, 3)]).square().mean()]
+
+
+def _penalty_and_again(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Two backwards through one graph."""
+    loss = _two_forwards(model, x)[0]
+    loss = loss + 0.1 * sum(parameter.square().sum() for parameter in model.parameters())
+    return [loss, loss * 0.3]
+
+
+def _whole_before_it_leaves(
+    rank: int, world: int, block: type[nn.Module], losses: str, units: bool
+) -> dict[str, list[str]]:
+    def backwards(model: nn.Module, reduce: Callable[[], None]) -> None:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+        told = globals()[losses](model, x)
+        for loss in told:
+            loss.backward(retain_graph=loss is not told[-1])
+            reduce()
+
+    def seeded() -> nn.Module:
+        torch.manual_seed(0)
+        return _Ends(block)
+
+    plain = seeded()
+    sums = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+
+    def reduce() -> None:
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            sums[name] += parameter.grad
+            parameter.grad = None
+
+    backwards(plain, reduce)
+    out = {}
+    for row in ("zero1", "zero3"):
+        model = seeded()
+        chosen = {"units": lambda name, module: any(True for _ in module.parameters())}
+        engine = zs.shard(
+            model,
+            torch.optim.SGD(model.parameters(), 0.5),
+            policy=row,
+            stall_timeout_s=20,
+            **(chosen if units else {}),
+        )
+        backwards(model, lambda: None)
+        grads = {name: engine.full_grad(parameter) for name, parameter in model.named_parameters()}
+        out[row] = [name for name, grad in grads.items() if not torch.equal(grad, sums[name] / 2)]
+        engine.close()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("block", "losses", "units"),
+    [
+        (block, losses, units)
+        for block in (_Two, _NeverCalled)
+        for losses in ("_two_forwards", "_three_forwards", "_penalty_and_again")
+        for units in (False, True)
+        # docs/STATUS.md: a module of a unit of its own that nothing calls, and a penalty
+        if (block, losses, units) != (_NeverCalled, "_penalty_and_again", True)
+    ],
+)
+def test_gradients_of_reentrant_checkpoints_are_summed_here_before_they_leave(
+    block: type[nn.Module], losses: str, units: bool
+) -> None:
+    for differing in run_ranks(2, _whole_before_it_leaves, block, losses, units):
+        assert not any(differing.values()), differing

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -134,8 +135,8 @@ class _ZeroGrad:
     def __call__(self, set_to_none: bool = True, **options: Any) -> None:
         self._zero_grad(set_to_none, **options)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for parameter in (parameter for group in self._parameters for parameter in group):
-                if parameter.grad is None or isinstance(parameter.grad, SealedGrad):
+            for parameter in chain(*self._parameters):
+                if parameter.grad is None or type(parameter.grad) is SealedGrad:
                     continue
                 if set_to_none:
                     parameter.grad = None

@@ -7,8 +7,10 @@ that ran in part), or else at the end of the pass (one that did not run).
 
 [Note: nested backwards] Reentrant checkpointing runs a backward inside a backward. Each autograd
 graph task that touches us is pushed on a stack and popped by its final callback; only the outermost
-one ends the pass. A parameter may get a gradient in each task, so a unit that is still to be
-recomputed, or that also ran outside the checkpoint, waits for those.
+one ends the pass. Where the first gradient comes inside a checkpoint, the backward around it is
+entered when the checkpoint runs its forward again, or is over. A parameter may get a gradient in
+each task, so a unit that is still to be recomputed, or that also ran outside the checkpoint, waits
+for those.
 
 Invariant: outside ``no_sync`` every trainable segment is reduced exactly once per backward, on
 every rank, however often its unit ran there: reduces meet by number, and a rank on which it did not
@@ -19,7 +21,7 @@ buffer and goes with the next reduce; the ranks agree about what is left before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -36,6 +38,7 @@ from zeroshard.runtime.backward_pass import BackwardPass, Manner
 from zeroshard.runtime.decisions import Decisions
 from zeroshard.runtime.leaves import Leaf, Leaves
 from zeroshard.runtime.passes import Until
+from zeroshard.runtime.recomputed import checkpoint_around, when_over
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.saved import SavedTensors
 from zeroshard.runtime.unit import Unit, Use
@@ -139,32 +142,32 @@ class Backward:
             return
         if task < 0:
             raise StateError("a backward hook ran outside a backward")
-        if not current.tasks and not current.driven:
+        if not self.running:
             if self.manner.refused is not None:
                 raise StateError(self.manner.refused)
             current = self._begin(retains=retains_graph())
+        checkpoint = checkpoint_around()
         if not current.tasks:
-            self._note_outer()
-        current.push(task)
+            if checkpoint is None:
+                self._note_outer()
+            else:
+                when_over(checkpoint, self.enter)  # which the backward around it has to
+        current.push(task, checkpoint=checkpoint is not None, retains=retains_graph())
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._leave(task))
 
     def _note_outer(self) -> None:
-        """Note which parameters of units that are still to be recomputed the outermost backward
-        brings a gradient itself: nested ones cannot ask.
+        """Where units run again, note which parameters the outermost backward brings a gradient
+        itself: nested ones cannot ask.
         """
-        for unit in self._trainable:
-            if unit.forwards.to_recompute:
-                self._pass.outer.update(
-                    id(p)
-                    for segment in unit.trainable
-                    for p in segment.parameters
-                    if _gets_gradient(p)
-                )
+        if self._pass.recomputed:
+            self._pass.outer.update(
+                id(leaf.parameter) for leaf in self.leaves if _gets_gradient(leaf.parameter)
+            )
 
     @property
     def running(self) -> bool:
         """Whether a backward is under way."""
-        return bool(self._pass.tasks) or self._pass.driven
+        return bool(self._pass.tasks) or self._pass.driven or self._pass.awaits_outer
 
     def before_unit(self, unit: Unit, epoch: int) -> None:
         """A gradient arrives at `unit`'s outputs: its weights are needed as they were in the
@@ -242,7 +245,8 @@ class Backward:
             self.complete(leaf.unit)
 
     def _add(self, leaf: Leaf, grad: torch.Tensor) -> None:
-        grad = leaf.local(grad)
+        if grad.requires_grad or leaf.to_local is not None or grad.layout is not torch.strided:
+            grad = leaf.local(grad)
         if not self._pass.seen:
             self.accumulation.bring(of_another=_multiplying[-1:] not in ([], [self]))
         room, more = self.reductions.make_room, self._pass.gathers
@@ -286,6 +290,7 @@ class Backward:
             units=units,
             seen=manner.seen,
             assigned=assigned,
+            recomputed=_recomputed(self._trainable),
         )
         self._weights.begin("backward")
         self.leaves.clear_gradients(assigned=False)
@@ -328,7 +333,10 @@ class Backward:
         forwards = unit.forwards
         if forwards.to_recompute or (len(self._pass.tasks) > 1 and forwards.open):
             return True
-        if unit.pending <= 0 and not self._pass.nested:
+        nested = self._pass.nested
+        if nested and self._pass.in_checkpoint and unit not in self._pass.recomputed:
+            return True  # read there, and none of its modules called
+        if unit.pending <= 0 and not nested:
             return False
         task = torch._C._current_graph_task_id()
         return any(
@@ -338,8 +346,9 @@ class Backward:
         )
 
     def _hand_over(self, unit: Unit) -> None:
-        for leaf in self._pass.left(unit):
-            self._add(leaf, leaf.take())
+        if self._pass.assigned:
+            for leaf in self._pass.left(unit):
+                self._add(leaf, leaf.take())
         unit.expect_no_more()
         for segment, path in zip(unit.trainable, unit.paths, strict=True):
             if self.manner.sync or not path.sums_micro_batches:
@@ -381,7 +390,10 @@ class Backward:
                 self._weights.after_backward(unit)
         self._pass.finished.clear()
         self._weights.end_pass()
-        if not self._pass.retains:
+        if self._pass.retains:
+            for unit, count in self._pass.recomputed.items():
+                unit.forwards.restore(count)
+        else:
             self._weights.end_backward()
         self.seal()
 
@@ -464,6 +476,11 @@ class Backward:
 
 # engines that have multiplied the loss of the backward under way, which may reach others
 _multiplying: list[Backward] = []
+
+
+def _recomputed(units: Iterable[Unit]) -> dict[Unit, int]:
+    """Return how often each of `units` runs again inside reentrant checkpoints, where it does."""
+    return {unit: unit.forwards.to_recompute for unit in units if unit.forwards.to_recompute}
 
 
 def _gets_gradient(parameter: torch.Tensor) -> bool:

@@ -26,6 +26,14 @@ class Manner:
     joined: bool = False  # inside join(): other ranks may shadow this one
 
 
+@dataclass
+class _Task:
+    """One graph task."""
+
+    in_checkpoint: bool  # a reentrant one runs it, inside another task
+    entered: list[Unit] = field(default_factory=list)  # at whose outputs a gradient has arrived
+
+
 @dataclass(eq=False)
 class BackwardPass:
     """One backward, from its first graph task to the end of its last."""
@@ -41,12 +49,14 @@ class BackwardPass:
     brings: bool = False  # gradients have come: one by torch.autograd.grad brings none
     retains: bool = False  # its graph may be walked again
     nested: bool = False  # a backward has run inside this one
-    tasks: list[int] = field(default_factory=list)
+    # a backward around this one has not been entered yet
+    awaits_outer: bool = False
+    tasks: dict[int, _Task] = field(default_factory=dict)
     # parameters, by id, that get a gradient outside of reentrant checkpoints, too, and have none of
     # it yet
     outer: set[int] = field(default_factory=set)
-    # by graph task: units at whose outputs a gradient has arrived
-    entered: dict[int, list[Unit]] = field(default_factory=dict)
+    # units that run again in it, inside reentrant checkpoints, and how often
+    recomputed: dict[Unit, int] = field(default_factory=dict)
     # whose gradients have all come; released when the backward goes on to another unit
     finished: dict[int, Unit] = field(default_factory=dict)
     reduced: set[int] = field(default_factory=set)  # units handed over
@@ -71,22 +81,30 @@ class BackwardPass:
         with torch._C.DisableTorchFunctionSubclass():
             return [leaf for leaf in self.assigned if leaf.unit is unit and leaf.is_assigned]
 
-    def push(self, task: int) -> None:
-        """A graph task begins, the first or one inside another."""
-        self.nested = self.nested or bool(self.tasks)
-        self.tasks.append(task)
-        self.entered[task] = []
+    @property
+    def in_checkpoint(self) -> bool:
+        """Whether the backward that runs now is that of a reentrant checkpoint."""
+        return any(task.in_checkpoint for task in self.tasks.values())
+
+    def push(self, task: int, *, checkpoint: bool, retains: bool) -> None:
+        """A graph task begins, the first or one inside another; `checkpoint`: that of a reentrant
+        one, inside another task.
+        """
+        if not self.tasks:
+            self.awaits_outer = checkpoint
+            self.retains = self.retains or retains
+        self.nested = self.nested or checkpoint or bool(self.tasks)
+        self.tasks[task] = _Task(in_checkpoint=checkpoint)
         self.at = (None, -1)
 
     def pop(self, task: int) -> list[Unit]:
         """A graph task is over; return the units that it has come to."""
-        self.tasks.remove(task)
         self.at = (None, -1)
-        return self.entered.pop(task)
+        return self.tasks.pop(task).entered
 
     def reach(self, unit: Unit, task: int, *, again: bool) -> None:
         """A gradient has arrived at `unit`'s outputs; `again`: the next one is of interest, too."""
-        self.entered[task].append(unit)
+        self.tasks[task].entered.append(unit)
         self.at = (None if again else unit, task)
 
     def took(self, unit: Unit, parameter: torch.Tensor) -> None:

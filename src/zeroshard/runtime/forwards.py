@@ -33,6 +33,10 @@ class Forwards:
         """It runs again."""
         self.to_recompute = max(0, self.to_recompute - 1)
 
+    def restore(self, to_recompute: int) -> None:
+        """So many run again in another backward: the graph was retained."""
+        self.to_recompute = to_recompute
+
     def reset(self) -> None:
         """Nothing of an earlier forward can follow."""
         self.open = self.to_recompute = 0

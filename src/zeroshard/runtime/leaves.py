@@ -44,7 +44,7 @@ class Leaf:
     def is_assigned(self) -> bool:
         """Whether it has a gradient that is not sealed: one that the user has assigned."""
         grad = self.parameter.grad
-        return grad is not None and not isinstance(grad, SealedGrad)
+        return grad is not None and type(grad) is not SealedGrad
 
     def take(self) -> torch.Tensor:
         """Take its gradient, which is there, off and return it."""
@@ -77,7 +77,8 @@ class Leaf:
 
     def seal(self, owner: GradientOwner, holds: object) -> None:
         """Give it its sealed gradient, which keeps `holds` alive, unless one is assigned."""
-        if self.is_assigned:
+        grad = self.parameter.grad
+        if grad is not None and type(grad) is not SealedGrad:
             return
         sealed = self._sealed
         if sealed is None or sealed.dtype is not self.parameter.dtype:
@@ -117,8 +118,9 @@ class Leaves(list[Leaf]):
         """Take all gradients off, or leave those that the user has `assigned`."""
         with torch._C.DisableTorchFunctionSubclass():
             for leaf in self:
-                if assigned or not leaf.is_assigned:
-                    leaf.clear()
+                grad = leaf.parameter.grad
+                if grad is not None and (assigned or type(grad) is SealedGrad):
+                    leaf.parameter.grad = None
 
     def scale_assigned(self, factor: float) -> None:
         """Multiply the gradients that the user has assigned by `factor`, in place."""
@@ -138,7 +140,11 @@ class Leaves(list[Leaf]):
         """Return those in `units` (default: all) that have a gradient which no hook has taken."""
         with torch._C.DisableTorchFunctionSubclass():
             return [
-                leaf for leaf in self if leaf.is_assigned and (units is None or leaf.unit in units)
+                leaf
+                for leaf in self
+                if (grad := leaf.parameter.grad) is not None  # no call for each: there are many
+                and type(grad) is not SealedGrad
+                and (units is None or leaf.unit in units)
             ]
 
     def take_cleared(self, cleared: Collection[int]) -> list[Leaf]:
@@ -152,8 +158,8 @@ class Leaves(list[Leaf]):
                 if leaf.parameter.grad is None or id(leaf.parameter) in cleared
             ]
             for leaf in gone:
-                if not leaf.is_assigned:  # else after the optimizer's side was cleared
-                    leaf.clear()
+                if type(leaf.parameter.grad) is SealedGrad:  # else assigned after that
+                    leaf.parameter.grad = None
         for path, leaves in groupby(gone, key=lambda leaf: leaf.path):
             path.clear([leaf.index for leaf in leaves])
         return gone

@@ -166,7 +166,7 @@ class Loop:
             unit.acquire(Use.FORWARD)
             self.weights.unshard(unit, "backward" if in_backward else "forward")
         if in_backward == torch.is_grad_enabled() and not self.weights.passes.evaluates:
-            count_recomputations(units, ends_one=in_backward)
+            count_recomputations(units, ends_one=in_backward, enter=self.backward.enter)
 
     def end_module(self, units: Sequence[Unit], output: Any, *, apart: bool) -> None:
         """It has ended; `apart`: the module is a tile, which is recomputed one at a time."""

@@ -15,23 +15,36 @@ before the step (backward.py).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["count_recomputations", "is_checkpointed", "is_recomputed"]
+__all__ = [
+    "checkpoint_around",
+    "count_recomputations",
+    "is_checkpointed",
+    "is_recomputed",
+    "when_over",
+]
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
-def count_recomputations(units: Sequence[Unit], *, ends_one: bool) -> None:
+def count_recomputations(
+    units: Sequence[Unit], *, ends_one: bool, enter: Callable[[], None]
+) -> None:
     """Count the forward of a module of `units` that is about to run: with gradients inside a
-    backward (`ends_one`), or without outside of it.
+    backward (`ends_one`), or without outside of it. `enter` notes that backward, which may bring no
+    gradient before the one that the checkpoint runs inside it.
     """
     if ends_one:
         if any(unit.forwards.to_recompute for unit in units) and is_recomputed():
+            enter()
             for unit in units:
                 unit.forwards.recompute()
     elif is_checkpointed():
@@ -41,23 +54,45 @@ def count_recomputations(units: Sequence[Unit], *, ends_one: bool) -> None:
 
 def is_checkpointed() -> bool:
     """Whether this runs inside the forward of a reentrant checkpoint."""
-    return _runs_inside(CheckpointFunction.forward.__code__)
+    return _frame_of(CheckpointFunction.forward.__code__) is not None
 
 
 def is_recomputed() -> bool:
     """Whether this runs inside the backward of a reentrant checkpoint, and not in the nested
     backward that it starts.
     """
-    return _runs_inside(
-        CheckpointFunction.backward.__code__,
-        but_not=torch.autograd.graph._engine_run_backward.__code__,
-    )
+    return _frame_of(CheckpointFunction.backward.__code__, _RUN_BACKWARD) is not None
 
 
-def _runs_inside(code: CodeType, but_not: CodeType | None = None) -> bool:
-    frame: FrameType | None = sys._getframe(2)
+def checkpoint_around() -> Any:
+    """Return the autograd node of the reentrant checkpoint inside whose backward this runs, None
+    outside of one.
+    """
+    inside = _frame_of(_RUN_BACKWARD)
+    code = CheckpointFunction.backward.__code__
+    around = inside and _frame_of(code, _RUN_BACKWARD, inside.f_back)
+    return None if around is None else around.f_locals["ctx"]
+
+
+def when_over(node: Any, call: Callable[[], None]) -> None:
+    """Call `call` once, in the backward of `node`, right after that of the node itself."""
+
+    def over(*grads: Any) -> None:
+        handle.remove()
+        call()
+
+    handle = node.register_hook(over)
+
+
+def _frame_of(
+    code: CodeType, but_not: CodeType | None = None, frame: FrameType | None = None
+) -> FrameType | None:
+    """Return the innermost frame that runs `code`, from `frame` (default: the caller's caller) on
+    outwards, none beyond one that runs `but_not`.
+    """
+    frame = frame or sys._getframe(2)
     while frame is not None and frame.f_code is not but_not:
         if frame.f_code is code:
-            return True
+            return frame
         frame = frame.f_back
-    return False
+    return None
