@@ -229,6 +229,8 @@ def _training(optimizer: torch.optim.Optimizer | None, settings: Config) -> Trai
         kind = "momentum" if has_momentum else "sgd"
     elif isinstance(optimizer, _ONE_STATE):
         kind = "momentum"
+    elif any(group.get("fused") for group in optimizer.param_groups):
+        kind = "adam-fused"
     budget = settings.accumulation_budget
     return Training(
         dtype_name(precision.compute),

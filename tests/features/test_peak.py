@@ -53,6 +53,7 @@ class Case:
     micro_batches: int = 1
     fraction: float = 1.0
     whole: float = 0.0
+    optimizer: str = "adam"
 
     def training(self, way: Way, model: nn.Module) -> zs.Training:
         """Return what is planned."""
@@ -61,6 +62,7 @@ class Case:
         return zs.Training(
             way.precision,
             way.precision,
+            self.optimizer,
             batch=way.batch,
             sequence=SIZES[way.size][0],
             micro_batches=self.micro_batches,
@@ -75,7 +77,8 @@ class Case:
         codecs = [f"{name} {value}" for name, value in self.codecs]
         micro = [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
         budget = [f"a budget of {self.whole:.0%}"] if self.whole else []
-        return ", ".join([self.row, *away, *codecs, *micro, *budget])
+        fused = [] if self.optimizer == "adam" else [self.optimizer]
+        return ", ".join([self.row, *away, *codecs, *micro, *budget, *fused])
 
 
 CASES = [
@@ -96,6 +99,10 @@ CUT = [
     Case("zero1", (DEVICE, DEVICE, HOST), fraction=0.5),
     Case("zero2", (DEVICE, HOST, HOST), fraction=0.5),
     Case("zero3", (DEVICE, HOST, HOST), fraction=0.25),
+]
+FUSED = [
+    Case("zero1", optimizer="adam-fused"),
+    Case("zero2", (DEVICE, DEVICE, HOST), optimizer="adam-fused"),
 ]
 SIZES = {"small": (64, 64, 3, 500), "large": (128, 384, 6, 4000)}  # tokens, width, layers, vocab
 
@@ -177,6 +184,7 @@ TABLE: dict[str, tuple[Way, list[Case]]] = {
     "alone": (Way(1, transport="auto"), CASES),
     "gloo": (Way(2), CASES),
     "steps": (Way(2, batch=1), CASES),  # in bf16 the step is the peak
+    "fused": (Way(2, batch=1), FUSED),
     "shared": (Way(2, transport="shared_memory"), CASES),
     "micro": (Way(2), MICRO),
     "cut": (Way(2, batch=8), CUT),  # with so much of activations that they are the peak
@@ -192,7 +200,8 @@ def _measured(way: Way, case: Case) -> tuple[int, int]:
     with inside.ranks_in_step(), AllocatedBytes() as allocated:
         model = _built(way.kind, way.size)
         training = case.training(way, model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        fused = case.optimizer == "adam-fused"
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
         states = zip(("weight", "grad", "optimizer"), case.tiers, strict=True)
         engine = zs.shard(
             model,
@@ -279,6 +288,10 @@ def test_predicted_peaks_are_what_two_ranks_allocate() -> None:
 
 def test_predicted_peaks_of_steps_are_what_two_ranks_allocate() -> None:
     _check(Way(2, size="small", precision="bf16", batch=1), CASES[:2])
+
+
+def test_predicted_peaks_of_fused_steps_are_what_two_ranks_allocate() -> None:
+    _check(Way(2, size="small", batch=1), FUSED)
 
 
 def test_predicted_peaks_with_codecs_and_micro_batches_are_what_two_ranks_allocate() -> None:

@@ -239,6 +239,26 @@ def test_the_table_fits_a_hundred_columns(capsys: pytest.CaptureFixture[str]) ->
     assert words == ["take", "peak", "save", "smaller"]
 
 
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--gpus", "8"], True),
+        (["--gpus", "8", "--micro-batches", "2"], False),
+        (["--gpu-memory", "80GiB,60GiB"], True),
+    ],
+    ids=["one micro-batch", "two", "unequal GPUs"],
+)
+def test_a_peak_below_what_rests_is_explained(
+    argv: list[str], told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run("--params", "7B", *argv) == 0
+    out = capsys.readouterr().out
+    assert ("rest is between micro-batches, whole gradients included" in out) is told
+    below = [line.split() for line in out.splitlines() if line.startswith("zero1      -   ")]
+    if told and len(argv) == 2 and argv[0] == "--gpus":
+        assert float(below[0][3]) < float(below[0][2])
+
+
 def test_a_checkpoint_is_timed_where_a_disk_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     for disk, told in (((), False), (("--disk", "4TB"), True)):
         assert _run("--params", "1B", "--gpus", "8", *disk) == 0

@@ -68,6 +68,17 @@ def _decide(facts: list[dict[str, Any]], **settings: Any) -> tuple[zs.Config, st
     )
 
 
+def test_a_fused_optimizer_is_planned_without_temporaries() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    for optimizer, kind in (
+        (torch.optim.AdamW([weight]), "adam"),
+        (torch.optim.AdamW([weight], fused=True), "adam-fused"),
+        (torch.optim.Adam([{"params": [weight], "fused": True}]), "adam-fused"),
+        (torch.optim.SGD([weight], fused=True), "sgd"),
+    ):
+        assert auto._training(optimizer, zs.Config()).optimizer == kind
+
+
 def _planned(ranks: int) -> dict[str, PlannedRow]:
     """Return the rows on the device, planned with room for all, by name."""
     machine = zs.Machine.of("A100-80", gpus=ranks)

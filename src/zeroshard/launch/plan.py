@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 from zeroshard.errors import ConfigError
 from zeroshard.launch.numbers import size_text, three_digits
 from zeroshard.launch.options import UsageError
-from zeroshard.launch.plan_uneven import elsewhere, is_uneven, memories_of, plan_and_print
+from zeroshard.launch.plan_uneven import (
+    BELOW_REST,
+    elsewhere,
+    is_below_rest,
+    is_uneven,
+    memories_of,
+    plan_and_print,
+)
 
 if TYPE_CHECKING:
     from zeroshard.planner import Axes, Machine, ModelShape, Plan, PlannedRow, Training
@@ -62,7 +69,7 @@ def add_parser(commands: Any) -> None:
     add("--network", metavar="SIZE", help="bytes a second of one GPU to other nodes: 25GB")
     add("--precision", metavar="TYPE", default="bf16", help="bf16 (default), fp16 or fp32")
     add("--accumulate", metavar="TYPE", default="fp32", help="of gradients at rest (default fp32)")
-    optimizers = "adam (default), adam-8bit, adam-bf16, momentum, sgd"
+    optimizers = "adam (default), adam-fused, adam-8bit, adam-bf16, momentum, sgd"
     add("--optimizer", metavar="NAME", default="adam", help=optimizers)
     add("--batch", metavar="N", type=int, default=1, help="sequences of a micro-batch of a GPU")
     add("--sequence", metavar="N", type=int, default=2048, help="tokens of one (default 2048)")
@@ -305,6 +312,8 @@ def _print_plan(plan: Plan) -> None:
         table.add_row(*(texts[name] for name in shown), style=style)
     # the last column breaks its texts; a narrower terminal breaks lines, which loses no number
     Console(width=100).print(table)
+    if any(is_below_rest(row.peak_bytes, row.rest_bytes) for row in plan.rows):
+        console.print(BELOW_REST)
     console.print()
 
     advice = plan.recommended

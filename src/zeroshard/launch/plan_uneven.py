@@ -15,7 +15,19 @@ if TYPE_CHECKING:
     from zeroshard.planner import Machine, ModelShape, Training
     from zeroshard.planner.uneven import UnevenRow
 
-__all__ = ["is_uneven", "memories_of", "plan_and_print"]
+__all__ = [
+    "BELOW_REST",
+    "elsewhere",
+    "is_below_rest",
+    "is_uneven",
+    "memories_of",
+    "plan_and_print",
+]
+
+BELOW_REST = (
+    "rest is between micro-batches, whole gradients included: a step of one micro-batch reduces\n"
+    "each as it comes, so that its peak can be below"
+)
 
 
 def is_uneven(arguments: argparse.Namespace) -> bool:
@@ -91,6 +103,13 @@ def _print(model: ModelShape, machine: Machine, rows: Sequence[UnevenRow]) -> No
             first = (row.row, elsewhere(row.tiers)) if not number else ("", "")
             table.add_row(*first, *texts, style="" if row.fits else "dim")
     Console(width=110).print(table)
+    if any(is_below_rest(rank.peak_bytes, rank.rest_bytes) for row in rows for rank in row.ranks):
+        console.print(BELOW_REST)
+
+
+def is_below_rest(peak: Mapping[str, int], rest: Mapping[str, int]) -> bool:
+    """Whether a step takes less of the device than rests there between micro-batches."""
+    return peak["device"] < rest["device"]
 
 
 def _lines(row: UnevenRow) -> list[list[str]]:

@@ -19,6 +19,7 @@ _BLOCK_8BIT, _LEAST_8BIT = 256, 4096
 # state per parameter beside the master
 MOMENT_BYTES = {
     "adam": 8.0,
+    "adam-fused": 8.0,
     "adam-8bit": 2 * (1 + 4 / _BLOCK_8BIT),
     "adam-bf16": 4.0,
     "momentum": 4.0,
@@ -33,8 +34,9 @@ class Training:
     """One training run. Raises ConfigError for values that make no sense.
 
     `accumulate` is the dtype in which gradients rest: "fp32" (as in ``zs.shard``) or that of
-    `precision`, the papers' count. `optimizer` is "adam" (AdamW alike), "adam-bf16" (moments in
-    bf16), "adam-8bit" (planned only), "momentum" (SGD with it) or "sgd". `batch` sequences of
+    `precision`, the papers' count. `optimizer` is "adam" (AdamW alike), "adam-fused" (the
+    same with ``fused=True``: no temporaries in a step), "adam-bf16" (moments in bf16), "adam-8bit"
+    (planned only), "momentum" (SGD with it) or "sgd". `batch` sequences of
     `sequence` tokens are one micro-batch of one GPU; `micro_batches` of them, all but the last
     inside ``no_sync()``, are a step. `checkpointing`: every block is recomputed in the backward.
 

@@ -448,16 +448,19 @@ def test_a_step_casts_gradients_and_makes_denominators_in_small_numbers() -> Non
     """
     shapes = (("a", (8, 64)), ("b", (8, 36)))
     model = ModelShape("two", (UnitShape("a", (GroupShape(shapes),)),))
-    for gpu, accumulate, staging in (
-        ("CPU", "bf16", 4 * 800 + 8 * 512),
-        ("CPU", "fp32", 8 * 512),
-        ("H100", "bf16", 4 * 800 + 4 * 800),
+    for gpu, accumulate, optimizer, staging in (
+        ("CPU", "bf16", "adam", 4 * 800 + 8 * 512),
+        ("CPU", "fp32", "adam", 8 * 512),
+        ("CPU", "fp32", "adam-fused", 0),
+        ("H100", "bf16", "adam", 4 * 800 + 4 * 800),
+        ("H100", "bf16", "adam-fused", 4 * 800),
+        ("H100", "fp32", "adam-fused", 0),
     ):
-        machine, training = Machine.of(gpu), Training("bf16", accumulate)
+        machine, training = Machine.of(gpu), Training("bf16", accumulate, optimizer)
         laid_out, policy = LaidOut(model, machine.mesh), ROWS["zero1"]
         rest = rest_bytes(laid_out, policy, training)
         peak = peak_bytes(laid_out, policy, machine, training, rest)
-        assert peak.parts["staging"] == staging, (gpu, accumulate)
+        assert peak.parts["staging"] == staging, (gpu, accumulate, optimizer)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])  # of two, the first one's gradients rest
