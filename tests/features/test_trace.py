@@ -5,6 +5,7 @@ counts, and training goes on as if nobody had looked.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -282,6 +283,21 @@ def test_a_trace_inside_a_trace_and_of_a_closed_engine_are_refused(tmp_path: Pat
     assert (tmp_path / "closed" / "rank-00000.json").is_file()
     with pytest.raises(zs.StateError, match="closed"):
         engine.trace(tmp_path)
+
+
+def test_a_link_that_waits_in_the_directory_is_not_written_through(tmp_path: Path) -> None:
+    engine, model, optimizer = _alone()
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    for name in ("rank-00000.json", f".rank-00000.json.{os.getpid()}"):
+        (traces / name).symlink_to(victim)
+    with engine.trace(traces):
+        take_steps(0, 1, model, optimizer)
+    assert victim.read_text() == "precious"
+    assert not (traces / "rank-00000.json").is_symlink()
+    assert Timeline.from_chrome(json.loads((traces / "rank-00000.json").read_text())).events
 
 
 def test_a_directory_that_cannot_be_written_is_one_line_before_anything_is_traced(

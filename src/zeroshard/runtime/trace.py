@@ -30,11 +30,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +43,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm.control import Operation as Collective
+from zeroshard.core.drafts import replacing
 from zeroshard.core.placement import Tier
 from zeroshard.core.recording import Operation, Probe, Stamp
 from zeroshard.core.timeline import LANES, WAIT, Event, Timeline
@@ -388,16 +389,14 @@ def tracing(
 
 def _write(path: Path, timeline: Timeline | None) -> None:
     """Write a trace, the file as a whole or not at all; None: only see that it can be written."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("w", encoding="utf-8") as file:
-            if timeline is not None:
-                json.dump(timeline.to_chrome(), file)
-        draft.unlink() if timeline is None else draft.replace(path)
+        if timeline is None:
+            tempfile.TemporaryFile(dir=path.parent).close()
+            return
+        with replacing(path) as file:
+            file.write(json.dumps(timeline.to_chrome()).encode())
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
         raise StorageError(
             f"trace {path}: cannot write it ({error.strerror or error}): name another directory"
         ) from None
