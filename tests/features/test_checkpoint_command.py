@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,21 @@ def test_show_says_what_is_there(saved: Path, capsys: pytest.CaptureFixture[str]
     ):
         assert text in answer.out, text
     assert "rank-00001-of-00002.safetensors" in answer.out
+
+
+def test_names_in_a_manifest_are_shown_as_they_are_written_and_move_no_cursor(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "[/red] \x1b[31m\u202e"
+    step = list_steps(run)[30]
+    manifest = read_manifest(step)
+    tensors = tuple(
+        replace(one, kind=one.kind.replace("exp_avg_sq", name)) for one in manifest.tensors
+    )
+    hostile = replace(manifest, written_by=name, policy=name, tensors=tensors)
+    (step / "manifest.json").write_bytes(hostile.dump())
+    out = Answer(capsys, "show", run).out
+    assert out.count("[/red] \\x1b[31m\\u202e") == 3 and "\x1b" not in out and "\u202e" not in out
 
 
 def test_show_as_json_has_the_sizes_of_everything(

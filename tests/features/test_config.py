@@ -5,6 +5,7 @@ whatever the text or the value is.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ def test_a_file_that_is_no_plain_json_is_named(tmp_path: Path, text: bytes, mess
 def test_a_path_that_is_no_file_is_named(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config=.* cannot be read"):
         build_config(path)
+
+
+def test_a_pipe_is_not_waited_for_and_levels_have_a_limit(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"pipe' cannot be read: it is not a regular file"):
+        build_config(tmp_path / "pipe")
+    (tmp_path / "deep").write_text('{"a":' * 101 + "1" + "}" * 101)
+    with pytest.raises(ConfigError, match="nested too deep"):
+        build_config(tmp_path / "deep")
 
 
 def test_a_byte_order_mark_is_taken(tmp_path: Path) -> None:

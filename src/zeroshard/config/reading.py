@@ -9,6 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from zeroshard.core.untrusted import NotReadable, check_depth, read_file
 from zeroshard.errors import ConfigError
 
 __all__ = ["nearest", "parse_json", "read_json"]
@@ -17,10 +18,9 @@ __all__ = ["nearest", "parse_json", "read_json"]
 def read_json(path: str | Path) -> Any:
     """Read a JSON file; raises ConfigError naming `path`."""
     try:
-        data = Path(path).read_bytes()
-    except (OSError, ValueError) as error:  # a path with a zero in it is a ValueError
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"config={str(path)!r} cannot be read: {reason}") from None
+        data = read_file(path)
+    except NotReadable as error:
+        raise ConfigError(f"config={str(path)!r} cannot be read: {error}") from None
     return parse_json(data, f"config={str(path)!r}")
 
 
@@ -42,15 +42,17 @@ def parse_json(text: str | bytes, where: str) -> Any:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
-        return json.loads(text, object_pairs_hook=unique, parse_float=number, parse_constant=number)
+        data = json.loads(text, object_pairs_hook=unique, parse_float=number, parse_constant=number)
+        check_depth(data)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{where} is not JSON: it is not UTF-8 text, from byte {error.start} on"
         ) from None
-    except RecursionError:
+    except (RecursionError, NotReadable):
         raise ConfigError(f"{where} is not JSON that can be read: it is nested too deep") from None
     except ValueError as error:
         raise ConfigError(f"{where} is not JSON: {error}") from None
+    return data
 
 
 def nearest(name: str, choices: list[str]) -> str:

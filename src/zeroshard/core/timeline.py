@@ -22,6 +22,7 @@ __all__ = ["LANES", "WAIT", "Event", "Level", "Timeline"]
 
 LANES: tuple[Lane, ...] = get_args(Lane)
 WAIT = "wait for "  # and the lane, as the name of an event on compute
+_MOST = 1e20  # bytes, microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,26 +100,46 @@ class Timeline:
 
     @classmethod
     def from_chrome(cls, trace: Mapping[str, Any]) -> Timeline:
-        """Return what `to_chrome` has written. Raises ValueError for anything else."""
+        """Return what `to_chrome` has written. Raises ValueError for anything else, also for
+        numbers that no run has (negative or endless times and sizes).
+        """
         try:
             about = dict(trace["otherData"])
             written = trace["traceEvents"]
             events = tuple(
                 Event(
                     LANES[one["tid"]],
-                    one["args"]["event"],
-                    one["args"]["unit"],
-                    one["ts"] / 1e6,
-                    one["dur"] / 1e6,
-                    one["args"]["bytes"],
+                    _text(one["args"]["event"]),
+                    _text(one["args"]["unit"]),
+                    _number(one["ts"]) / 1e6,
+                    _number(one["dur"]) / 1e6,
+                    _number(one["args"]["bytes"]),
                 )
                 for one in written
                 if one["ph"] == "X"
             )
             levels = tuple(
-                Level(one["ts"] / 1e6, one["args"]) for one in written if one["ph"] == "C"
+                Level(
+                    _number(one["ts"]) / 1e6,
+                    {_text(name): _number(size) for name, size in one["args"].items()},
+                )
+                for one in written
+                if one["ph"] == "C"
             )
-            rank, origin = int(about.pop("rank")), float(about.pop("origin"))
-        except (KeyError, IndexError, TypeError) as error:
+            rank, origin = int(_number(about.pop("rank"))), _number(about.pop("origin"))
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(f"not a trace of zeroshard: {error!r}") from None
         return cls(rank, origin, events, levels, {name: str(text) for name, text in about.items()})
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} where a name is expected")
+    return value
+
+
+def _number(value: Any) -> float:
+    """Return a number of bytes, of microseconds, or of seconds since the epoch."""
+    if not 0 <= value <= _MOST:  # TypeError: it is no number
+        raise ValueError(f"a time or a size in it is negative or is not finite: {value!r:.40}")
+    return float(value)

@@ -16,7 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from zeroshard.core.untrusted import printable
 from zeroshard.errors import CheckpointError
+from zeroshard.launch.console import cell, say
 from zeroshard.launch.options import UsageError
 
 __all__ = ["add_parser"]
@@ -212,10 +214,9 @@ def _print_summary(summary: dict[str, Any]) -> None:
         ),
         "states": "; ".join(f"{name} ({how})" for name, how in summary["states"].items()),
     }
-    console = Console(soft_wrap=True)
     for name, fact in facts.items():
         if fact:
-            console.print(f"{name:11} {fact}", markup=False, highlight=False)
+            say(f"{name:11} {fact}")
     for title, rows in (("tensors", summary["tensors"]), ("files", summary["files"])):
         table = Table(title=title, title_justify="left")
         for key in rows[0] if rows else ():
@@ -223,9 +224,9 @@ def _print_summary(summary: dict[str, Any]) -> None:
             table.add_column(key, justify="right" if is_number else "left", no_wrap=True)
         for row in rows:
             cells = row.items()
-            table.add_row(*(decimal(one) if key == "bytes" else str(one) for key, one in cells))
+            table.add_row(*(cell(decimal(one) if key == "bytes" else one) for key, one in cells))
         if rows:
-            console.print(table)
+            Console(soft_wrap=True).print(table)
 
 
 # ------------------------------------------------------------------ verify
@@ -282,9 +283,9 @@ def _print_result(result: dict[str, Any]) -> None:
 
     if not result["damage"]:
         size = f"{decimal(result['bytes'])} in {result['files']} file(s)"
-        print(f"{result['path']}: every byte is right ({size})")
+        say(f"{result['path']}: every byte is right ({size})")
     for damage in result["damage"]:
-        print(damage["what"])
+        say(damage["what"])
 
 
 # ------------------------------------------------------------------ export and import
@@ -338,7 +339,7 @@ def _import(arguments: argparse.Namespace) -> int:
     optimizer = "without an optimizer's state: load it with strict=False"
     if done.optimizer:
         optimizer = f"with the state of {done.optimizer}"
-    print(f"{done.path}: {done.num_parameters} parameters, {done.num_bytes} bytes, {optimizer}")
+    say(f"{done.path}: {done.num_parameters} parameters, {done.num_bytes} bytes, {optimizer}")
     for note in done.notes:
-        sys.stderr.write(f"zeroshard: {note}\n")
+        sys.stderr.write(f"zeroshard: {printable(note)}\n")
     return 0

@@ -11,6 +11,7 @@ import sys
 import traceback
 
 from zeroshard._version import __version__
+from zeroshard.core.untrusted import printable
 from zeroshard.errors import ZeroshardError
 from zeroshard.launch import bench, checkpoint, config, doctor, generate, plan, report
 from zeroshard.launch.options import LineParser, UsageError, add_run_options, parse_run
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         code, message = explain(error)
         if message:
-            sys.stderr.write(f"zeroshard: {message}\n")
+            sys.stderr.write(f"zeroshard: {printable(message)}\n")
         return code
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.errors import ConfigError
+from zeroshard.launch.console import say
 
 if TYPE_CHECKING:
     from zeroshard.config import Finding
@@ -63,9 +64,9 @@ def _explain(arguments: argparse.Namespace) -> int:
         keys = [asdict(finding) for finding in findings]
         print(json.dumps({"form": form, "refused": refused, "keys": keys}, indent=1, default=str))
     else:
-        print(f"{arguments.file} ({form}'s form)")
+        say(f"{arguments.file} ({form}'s form)")
         for finding in findings:
-            print(_lines(finding))
+            say(_lines(finding))
         if refused:
             print(f"{refused} of {len(findings)} keys refused")
     return ConfigError.exit_code if refused else 0

@@ -15,12 +15,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from zeroshard.core.drafts import replacing
 from zeroshard.core.timeline import LANES, Event, Timeline
+from zeroshard.core.untrusted import printable
 
 __all__ = ["draw_lanes", "draw_memory"]
 
 _DPI = 130
 _MOST_IN_LEGEND = 16
+_MOST_IN_LABEL = 60  # characters
 _GREY, _WAIT = "#9a9a9a", "#d62728"
 _STATES = {  # from the bottom up
     "weight": "#4c72b0",
@@ -64,13 +67,14 @@ def draw_lanes(panels: Mapping[str, Timeline], path: Path) -> None:
                                "optimizer's step", "compute waits"), looks, strict=True)
     ]  # fmt: skip
     handles += [
-        patches.Patch(facecolor=colours[unit], label=unit) for unit in units[:_MOST_IN_LEGEND]
+        patches.Patch(facecolor=colours[unit], label=_label(unit))
+        for unit in units[:_MOST_IN_LEGEND]
     ]
     if len(units) > _MOST_IN_LEGEND:
         more = f"and {len(units) - _MOST_IN_LEGEND} more units"
         handles.append(patches.Patch(facecolor="none", label=more))
     figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=_DPI)
+    _save(figure, path)
 
 
 def draw_memory(timeline: Timeline, path: Path) -> None:
@@ -98,7 +102,7 @@ def draw_memory(timeline: Timeline, path: Path) -> None:
         times,
         heights,
         step="post",
-        labels=names,
+        labels=list(map(_label, names)),
         colors=[_STATES[name.partition(" ")[0]] for name in names],
         alpha=0.9,
     )
@@ -118,7 +122,7 @@ def draw_memory(timeline: Timeline, path: Path) -> None:
     axes.grid(alpha=0.25)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=_DPI)
+    _save(figure, path)
 
 
 # ------------------------------------------------------------------ helpers
@@ -136,6 +140,17 @@ def _figures() -> Any:
     import matplotlib.figure
 
     return matplotlib.figure
+
+
+def _save(figure: Any, path: Path) -> None:
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=_DPI)
+
+
+def _label(name: str) -> str:
+    """Return a name from a trace as matplotlib draws it: no formulas, one line."""
+    line = printable(name).replace("\n", " ").replace("\t", " ")
+    return line[:_MOST_IN_LABEL].replace("$", r"\$")
 
 
 def _patches() -> Any:
@@ -189,7 +204,7 @@ def _draw(axes: Any, row: int, event: Event, colours: Mapping[str, Any], stop: f
     if width < stop * 1e-3:  # thinner than its edge
         look |= {"edgecolor": _WAIT if event.waits_for else look["facecolor"], "linewidth": 0.6}
     axes.broken_barh([(start, width)], (row - height / 2, height), **look)
-    label = event.unit.rpartition(".")[0] if event.unit.endswith(".weight") else event.unit
+    label = _label(event.unit.removesuffix(".weight"))
     if label and width > stop * 0.0052 * len(label) and not event.waits_for:
         axes.text(
             start + width / 2, row, label, ha="center", va="center", fontsize=7, clip_on=True,

@@ -12,23 +12,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zeroshard.core.timeline import Timeline
+from zeroshard.core.untrusted import read_json
+from zeroshard.launch.console import cell, say
 from zeroshard.launch.options import UsageError
 from zeroshard.launch.timeline import TraceReport, analyse, step_spans, within
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 __all__ = ["add_parser"]
 
 _MOST_PANELS = 4
 _MOST_ROWS = 12
+_MOST_BYTES = 1 << 30  # of one trace
 _NO_PICTURES = "report: no pictures without matplotlib: pip install 'zeroshard[report]'"
 
 
@@ -92,38 +91,19 @@ def _read_all(directory: Path) -> list[Timeline]:
 
 def _read(path: Path) -> Timeline:
     try:
-        timeline = Timeline.from_chrome(json.loads(path.read_text(encoding="utf-8")))
-        _check(timeline)
-    except OSError as error:
-        raise UsageError(f"report: {path}: {error.strerror}") from None
-    except (ValueError, AttributeError, TypeError) as error:
+        timeline = Timeline.from_chrome(read_json(path, _MOST_BYTES))
+        if not any(event.lane == "compute" for event in timeline.events):
+            raise ValueError("nothing was computed inside it")
+    except (ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"report: {path} is no trace of zeroshard, or torn: {reason}") from None
     return timeline
-
-
-def _check(timeline: Timeline) -> None:
-    """Raise ValueError where a number is none, or nothing has been recorded."""
-    sizes = [event.num_bytes for event in timeline.events]
-    sizes += [size for level in timeline.levels for size in level.num_bytes.values()]
-    times = [time for event in timeline.events for time in (event.start, event.duration)]
-    if not all(map(math.isfinite, (*sizes, *times))):  # TypeError: it is no number
-        raise ValueError("a time or a size in it is not finite")
-    if not any(event.lane == "compute" for event in timeline.events):
-        raise ValueError("nothing was computed inside it")
 
 
 # ------------------------------------------------------------------ text
 
 
 def _print(report: TraceReport, first: Timeline, predicted: Timeline | None) -> None:
-    from rich.console import Console
-
-    console = Console(soft_wrap=True)
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
-
     about = ", ".join(f"{name} {text}" for name, text in first.labels.items() if name != "steps")
     say(about)
     say(
@@ -132,27 +112,27 @@ def _print(report: TraceReport, first: Timeline, predicted: Timeline | None) -> 
     )
     if predicted is not None:
         say(f"predicted: {_ms(analyse([predicted]).step_s)} ms")
-    _print_exposed(console, report)
-    _print_ranks(console, report)
+    _print_exposed(report)
+    _print_ranks(report)
     say("What costs most:")
     for number, sentence in enumerate(report.costs, 1):
         say(f"{number}. {sentence}")
 
 
-def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Any]) -> None:
+def _table(title: str, columns: Sequence[str], rows: Sequence[Any]) -> None:
     from rich.box import SIMPLE_HEAD
+    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(columns):
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
+        table.add_row(*map(cell, row))
+    Console(soft_wrap=True).print(table)
 
 
-def _print_exposed(console: Console, report: TraceReport) -> None:
+def _print_exposed(report: TraceReport) -> None:
     lanes = list(dict.fromkeys(one.lane for one in report.exposed))
     units: dict[str, dict[str, float]] = {}
     for one in report.exposed:
@@ -167,10 +147,10 @@ def _print_exposed(console: Console, report: TraceReport) -> None:
         sums = [sum(by.get(lane, 0.0) for by in rest) for lane in lanes]
         rows.append((f"{len(rest)} more units", *map(_ms, sums), _ms(sum(sums))))
     title = "exposed: ms of a step that compute waits, by unit and lane, mean over ranks"
-    _table(console, title, ("unit", *lanes, "together"), rows)
+    _table(title, ("unit", *lanes, "together"), rows)
 
 
-def _print_ranks(console: Console, report: TraceReport) -> None:
+def _print_ranks(report: TraceReport) -> None:
     rows = [
         (
             str(one.rank),
@@ -181,7 +161,7 @@ def _print_ranks(console: Console, report: TraceReport) -> None:
         )
         for one in report.ranks
     ]
-    _table(console, "ranks: ms of a step", ("rank", "step", "waits", "for others", ""), rows)
+    _table("ranks: ms of a step", ("rank", "step", "waits", "for others", ""), rows)
 
 
 def _ms(seconds: float) -> str:

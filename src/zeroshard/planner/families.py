@@ -12,13 +12,13 @@ do: guess. A family that is not here is refused with the list.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from zeroshard.core.untrusted import NotReadable, from_json, read_file
 from zeroshard.errors import ConfigError
 from zeroshard.planner.model import Decoder, ModelShape, Shape, pack_units
 
@@ -57,11 +57,15 @@ class _Fields:
 def read_config(file: Path) -> dict[str, Any]:
     """Return the fields of a Transformers config.json. Raises ConfigError if it is none."""
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"model {str(file)!r} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise ConfigError(f"model {str(file)!r} is not a Transformers config.json") from None
+        data = read_file(file)
+    except NotReadable as error:
+        raise ConfigError(f"model {str(file)!r} cannot be read: {error}") from None
+    try:
+        fields = from_json(data)
+    except NotReadable as error:
+        raise ConfigError(
+            f"model {str(file)!r} is not a Transformers config.json: {error}"
+        ) from None
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise ConfigError(
             f"model {str(file)!r} is not a Transformers config.json: it names no model_type"

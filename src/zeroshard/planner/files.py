@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from zeroshard.core.untrusted import NotReadable, open_file
 from zeroshard.errors import ConfigError
 from zeroshard.planner.families import is_known, read_config, shape_of_config
 from zeroshard.planner.model import ModelShape, Shape, pack_units
@@ -47,14 +48,14 @@ def read_model(path: Path) -> ModelShape:
 def _read_header(file: Path) -> list[Shape]:
     """Return the names and shapes of the tensors of one file, in the order of their bytes."""
     try:
-        with file.open("rb") as stream:
+        with open_file(file) as stream:
             length = int.from_bytes(stream.read(8), "little")
             header: dict[str, Any] = json.loads(stream.read(min(length, _HEADER_BYTES)))
         entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
         entries.sort(key=lambda named: named[1]["data_offsets"][0])
         return [_shape(name, entry) for name, entry in entries if entry["dtype"] in _FLOATS]
-    except OSError as error:
-        raise ConfigError(f"model {str(file)!r} cannot be read: {error.strerror}") from None
+    except NotReadable as error:
+        raise ConfigError(f"model {str(file)!r} cannot be read: {error}") from None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise ConfigError(f"model {str(file)!r} is not a safetensors file") from None
 

@@ -23,6 +23,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from zeroshard.core.untrusted import read_json
 from zeroshard.errors import ConfigError
 from zeroshard.planner.machine import Machine, Speeds, nearest_preset
 
@@ -90,7 +91,7 @@ def read(devices: Sequence[str], versions: Mapping[str, str | None]) -> dict[str
     none, it is older than 30 days, or another version has measured it.
     """
     try:
-        report: dict[str, Any] = json.loads(cache_file(devices).read_text(encoding="utf-8"))
+        report: dict[str, Any] = read_json(cache_file(devices))
         age = datetime.now(UTC) - datetime.fromisoformat(report["date"])
         known = all(report["versions"][name] == versions[name] for name in _VERSIONS)
         machine_of(report, ranks=1)

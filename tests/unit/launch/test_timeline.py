@@ -5,7 +5,9 @@ there, and bad input as one line.
 from __future__ import annotations
 
 import json
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,16 +159,67 @@ def test_without_matplotlib_the_text_is_printed_and_one_line_says_what_to_instal
         (json.dumps(Timeline().to_chrome()), "nothing was computed inside it"),
         (json.dumps(_timeline().to_chrome()).replace("100.0", '"many"'), "or torn"),
         (json.dumps(_timeline().to_chrome()).replace("100.0", "NaN"), "is not finite"),
+        (json.dumps(_timeline().to_chrome()).replace("100.0", "-1"), "is negative"),
+        (json.dumps(_timeline().to_chrome()).replace("100.0", "1" * 400), "is not finite"),
+        (json.dumps(_timeline().to_chrome()).replace('"forward"', "5"), "5 where a name"),
+        (json.dumps(_timeline().to_chrome()).replace('{"weight', '7, "x": {"weight'), "or torn"),
+        ("[" * 200_000, "is nested deeper than 100 levels"),
+        ("[" * 200 + "]" * 200, "is nested deeper than 100 levels"),
+        ("\ud800", "or torn"),
     ],
 )
 def test_what_is_no_trace_is_one_line_and_exit_code_2(
     text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if text is not None:
-        (tmp_path / TRACE).write_text(text)
+        (tmp_path / TRACE).write_text(text, errors="surrogatepass")
     assert main(["report", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("zeroshard: report: ") and error.count("\n") == 1 and said in error
+
+
+def test_a_pipe_and_a_file_without_end_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / TRACE)  # a read of it waits
+    assert main(["report", str(tmp_path)]) == 2
+    assert "it is not a regular file" in (error := capsys.readouterr().err)
+    assert error.count("\n") == 1
+    (tmp_path / TRACE).unlink()
+    (tmp_path / TRACE).write_text(json.dumps(_timeline().to_chrome()))
+    monkeypatch.setattr("zeroshard.launch.report._MOST_BYTES", 100)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "it has more than 100 bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["$x^{$", "\x1b]0;evil\x07\x1b[31mred", "two\nlines", "\u202ederorre", "\ud800", "x" * 9999],
+)
+def test_names_in_a_trace_are_drawn_and_printed_as_they_are_written_and_move_no_cursor(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = _timeline()
+    events = tuple(replace(one, unit=name) for one in line.events)
+    levels = (*line.levels, Level(21 * MS, {f"weight ({name})": 9.0}))
+    labels = {"policy": "zero3", "model": name}
+    traces = _write(tmp_path, replace(line, events=events, levels=levels, labels=labels))
+    assert main(["report", str(traces)]) == 0
+    printed = capsys.readouterr().out
+    assert not {"\x1b", "\x07", "\u202e"} & set(printed)
+    assert ascii(name)[1:-1][:20] in printed or name in printed
+    for picture in ("lanes.png", "memory.png"):
+        assert (traces / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_replaces_a_link_and_not_the_file_behind_it(tmp_path: Path) -> None:
+    traces = _write(tmp_path / "traces", _timeline())
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (traces / "lanes.png").symlink_to(victim)
+    assert main(["report", str(traces)]) == 0
+    assert victim.read_text() == "precious"
+    assert (traces / "lanes.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_directories_and_files_that_are_not_there_are_one_line(

@@ -202,7 +202,7 @@ def test_a_report_of_a_busy_machine_is_not_kept(cache: Path) -> None:
         assert ((busy(report) is None), (write(report) is not None)) == (kept, kept), (cpus, load)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"date": "yesterday"}', '{"date": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"date": "yesterday"}', '{"date": 3}', "[" * 200_000])
 def test_a_file_that_makes_no_sense_is_none(cache: Path, text: str) -> None:
     file = write(_report())
     assert file is not None

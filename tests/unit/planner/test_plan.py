@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -558,6 +559,17 @@ def test_a_file_that_is_no_config_is_refused(text: str, message: str, tmp_path: 
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_model(path.parent)
+
+
+def test_pipes_are_not_waited_for_and_levels_have_a_limit(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    os.mkfifo(tmp_path / "model.safetensors")
+    for path in (tmp_path / "config.json", tmp_path / "model.safetensors"):
+        with pytest.raises(ConfigError, match="cannot be read: it is not a regular file"):
+            read_model(path)
+    (tmp_path / "deep.json").write_text('{"a":' * 900 + "1" + "}" * 900)
+    with pytest.raises(ConfigError, match="nested deeper than 100 levels"):
+        read_model(tmp_path / "deep.json")
 
 
 def _write_header(path: Path, header: object) -> None:

@@ -1,0 +1,102 @@
+"""Files and text that other people wrote.
+
+A file is read only where it is a regular one (a read of a pipe waits, and opening a device may act
+on it), up to a number of bytes. JSON has at most `DEPTH` levels, since what reads it later calls
+itself for each. Text is printed without the characters that a terminal obeys.
+
+Every error is a `NotReadable`, whose text is a reason in one line, without the file's name: the
+caller raises an error of its own that names file and remedy. Links are followed, as caches of
+models are made of them; checkpoint/steps.py reads what must not be one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import unicodedata
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = [
+    "DEPTH", "NotReadable", "check_depth", "from_json", "open_file", "printable", "read_file",
+    "read_json",
+]  # fmt: skip
+
+DEPTH = 100
+_MOST_BYTES = 64 << 20
+# they change the order of the text around them, or end a line
+_MISLEADING = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029}
+
+
+class NotReadable(ValueError):
+    """A file that cannot be read, or holds something else; its text is the reason."""
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Open a regular file to read bytes. Raises NotReadable."""
+    try:
+        found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # which opens nothing yet
+        try:
+            if not stat.S_ISREG(os.fstat(found).st_mode):
+                raise NotReadable("it is not a regular file")
+            return os.fdopen(os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC), "rb")
+        finally:
+            os.close(found)
+    except OSError as error:
+        raise NotReadable(error.strerror or str(error)) from None
+    except ValueError as error:  # a path with a zero in it
+        raise NotReadable(str(error)) from None
+
+
+def read_file(path: str | Path, most_bytes: int = _MOST_BYTES) -> bytes:
+    """Return what is in a regular file of at most `most_bytes`. Raises NotReadable."""
+    with open_file(path) as file:
+        try:
+            data = file.read(most_bytes + 1)
+        except OSError as error:
+            raise NotReadable(error.strerror or str(error)) from None
+    if len(data) > most_bytes:
+        raise NotReadable(f"it has more than {most_bytes} bytes")
+    return data
+
+
+def read_json(path: str | Path, most_bytes: int = _MOST_BYTES) -> Any:
+    """Return the JSON in a regular file of at most `most_bytes`. Raises NotReadable."""
+    return from_json(read_file(path, most_bytes))
+
+
+def from_json(data: bytes) -> Any:
+    """Return the JSON that `data` is. Raises NotReadable."""
+    try:
+        read = json.loads(data)
+    except RecursionError:
+        raise NotReadable(f"it is nested deeper than {DEPTH} levels") from None
+    except ValueError as error:
+        raise NotReadable(f"it is not JSON: {printable(str(error))}") from None
+    check_depth(read)
+    return read
+
+
+def check_depth(data: object) -> None:
+    """Raise NotReadable where lists and dictionaries are nested deeper than `DEPTH`."""
+    level = [data] if isinstance(data, dict | list) else []
+    for _ in range(DEPTH):
+        inside = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [child for one in inside for child in one if isinstance(child, dict | list)]
+    if level:
+        raise NotReadable(f"it is nested deeper than {DEPTH} levels")
+
+
+def printable(text: str) -> str:
+    """Return `text` with escapes, as in a string of Python's, for the characters that move a
+    terminal's cursor, colour it, turn the order of a text around, or cannot be encoded. Line ends
+    and tabs stay.
+    """
+    return "".join(
+        char.encode("unicode_escape").decode()
+        if (unicodedata.category(char) in ("Cc", "Cs") and char not in "\n\t")
+        or ord(char) in _MISLEADING
+        else char
+        for char in text
+    )
