@@ -5,6 +5,7 @@ options of param groups, counts, the loss scale, the random generators.
 from __future__ import annotations
 
 import base64
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from zeroshard.checkpoint.values import decode, encode
 from zeroshard.runtime.engine import Engine, parts_of
 
 __all__ = ["carried", "take_over"]
+
+_log = logging.getLogger("zeroshard")
 
 
 def carried(engine: Engine) -> dict[str, Any]:
@@ -42,6 +45,13 @@ def take_over(engine: Engine, known: Mapping[str, Any]) -> None:
             parts.sharded.optimizer.param_groups, known["groups"], strict=True
         ):
             group.update({key: decode(value, _no_tensor) for key, value in options.items()})
+        if hasattr(parts.sharded.optimizer.step, "_wrapped_by_lr_sched"):
+            _log.warning(
+                "rank %d comes back, and its learning rate scheduler stood still while it was away:"
+                " load the state_dict() of that of a rank that stayed before the next"
+                " scheduler.step()",
+                engine.rank,
+            )
     scaler = parts.context.options.loss_scaler
     if scaler is not None and known["scaler"] is not None:
         scaler.load_state_dict(known["scaler"])

@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.asked import Asked, asked_again
 from zeroshard.comm.device_mesh import Seat, seat_of
-from zeroshard.comm.hand_over import HandOver
+from zeroshard.comm.hand_over import HandOver, HandOverError
 from zeroshard.config import AUTO, Config, build_config
 from zeroshard.core.digest import first_difference, holders
 from zeroshard.core.placement import Tier
@@ -35,7 +36,9 @@ from zeroshard.core.shares import shares_of
 from zeroshard.errors import (
     CheckpointError,
     ConfigError,
+    PeerLostError,
     PlanMismatch,
+    StallError,
     StateError,
     StorageError,
     ZeroshardError,
@@ -395,10 +398,29 @@ class _Move:
         """Move everything. What is cut off leaves an engine that refuses to be used."""
         try:
             self._run()
-        except BaseException:
+        except BaseException as error:
             for parts in (self._parts, parts_of(self._engine)):
-                parts.weights.availability.refuse(_CUT_OFF)
+                parts.weights.availability.give_up(_CUT_OFF)
+            if isinstance(error, Exception) and not isinstance(error, HandOverError):
+                self._tell_of(error)
             raise
+
+    def _tell_of(self, error: Exception) -> None:
+        """Let the other ranks end what waits for this one, and tell them of its `error`. Where
+        another rank's has caused it, raise that.
+        """
+        ready = None if self._ready is None else self._ready.context
+        for context in (self._parts.context, ready):
+            if context is not None:
+                with suppress(Exception):
+                    context.close()
+        follows = isinstance(error, (PeerLostError, StallError))
+        reason = "" if follows else f"{type(error).__name__}: {error}"
+        try:
+            self._hand_over.meet(reason, ended=True)
+        except HandOverError as of_another:
+            if follows:
+                raise of_another from error
 
     def _run(self) -> None:
         ready, departure = self._ready, self._departure
@@ -414,7 +436,7 @@ class _Move:
             for buffer in self._engine.module.buffers():
                 self._hand_over.give(local_of(buffer), self._first)
         if ready is None:
-            self._parts.weights.availability.refuse(_AWAY)
+            self._parts.weights.availability.give_up(_AWAY)
         elif self._comes_back:
             assert self._carried is not None
             take_over(self._engine, self._carried)

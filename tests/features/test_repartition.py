@@ -4,8 +4,10 @@ bits of a run that was saved, sharded anew and loaded.
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import gc
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -20,10 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard as zs
 from tests.support.broken_storage import Broken, patched
-from tests.support.harness import run_ranks, spawn_ranks
+from tests.support.harness import ROOT, run_ranks, spawn_ranks
 from tests.support.repartitions import Trained, loaded, made, rests
 from tests.support.training import batch, make_model
 from zeroshard.comm.hand_over import HandOver
+from zeroshard.runtime.relayout import Departure
 
 Change = dict[str, Any]
 
@@ -382,6 +385,170 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_changes_nothing(tmp_path
     run_ranks(2, _refusals, str(tmp_path))
 
 
+# ------------------------------------------------------------------- what was made before it
+
+
+def _made_before(rank: int, world: int, path: str) -> None:
+    """Savers, states of a parameter and averages serve the layouts that follow."""
+    run = made(policy="zero1", averaged=True)
+    run.train(rank, range(1))
+    parameter = run.model.head.weight
+    numbers = zs.ParameterStates(run.engine, parameter)
+    saver = zs.Saver(path, run.engine, states=run.states)
+    saver.save(1)  # the files are written while states move
+    for step, change in enumerate((_row("zero3"), {"shares": [0.25, 0.75]}, _row("ddp")), 2):
+        run.engine.repartition(**change | ({"shares": "equal"} if step > 3 else {}))
+        run.train(rank, range(step, step + 1))
+        saver.save(step)
+        fresh = zs.ParameterStates(run.engine, parameter)
+        assert torch.equal(numbers.master(), fresh.master())
+        assert torch.equal(numbers.state("exp_avg"), fresh.state("exp_avg"))
+    saver.close()
+    assert zs.latest_step(path) == 4
+    other = loaded(run, Path(path), policy="ddp")
+    found, expected = rests(other), rests(run)
+    assert found == expected
+    other.engine.close()
+    run.engine.close()
+
+
+def test_savers_and_states_from_before_it_serve_the_layouts_that_follow(tmp_path: Path) -> None:
+    run_ranks(2, _made_before, str(tmp_path))
+
+
+def _fewer_ranks(rank: int, world: int, path: str) -> None:
+    everyone, alone = _meshes(2, 1).values()
+    run = made(policy="zero3", mesh=everyone)
+    run.train(rank, range(1))
+    saver = zs.Saver(path, run.engine)
+    saver.save(1)
+    run.engine.repartition(mesh=alone)
+    if rank == 0:
+        run.train(rank, range(1, 2))
+        saver.save(2)
+        saver.close()
+        assert zs.latest_step(path) == 2
+    else:
+        with pytest.raises(zs.StateError, match="has left the ranks of its engine"):
+            saver.save(2)  # when the file under way is written
+        saver.close()
+        assert not any(one.name == "zeroshard-save" for one in threading.enumerate())
+    dist.barrier()
+    run.engine.close()  # nothing is left of a rank that is away but to close it
+
+
+def test_a_saver_serves_the_ranks_that_stay(tmp_path: Path) -> None:
+    run_ranks(2, _fewer_ranks, str(tmp_path))
+
+
+def test_nobody_keeps_the_parts_of_a_layout() -> None:
+    """What holds an engine asks it when it needs them: a repartition replaces all of them."""
+    kept = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                calls = {
+                    one.func.id
+                    for one in ast.walk(node.value)
+                    if isinstance(one, ast.Call) and isinstance(one.func, ast.Name)
+                }
+                if calls & {"states_of", "parts_of"}:
+                    names = [one.attr for one in targets if isinstance(one, ast.Attribute)]
+                    kept += [f"{path.name} {name}" for name in names]
+    # the first replaces the parts, the others are numbers of their own that it replaces
+    assert kept == ["repartition.py _parts", "ema.py averages"]
+
+
+def _scheduled(rank: int, world: int) -> list[str]:
+    """Return what is logged on a rank that comes back to an optimizer with a scheduler."""
+    everyone, alone = _meshes(2, 1).values()
+    run = made(policy="zero1", mesh=everyone)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1 / (1 + step))
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroshard").addHandler(handler)
+    run.train(rank, range(1))
+    scheduler.step()
+    run.engine.repartition(mesh=alone)
+    if rank == 0:
+        run.train(rank, range(1, 2))
+        scheduler.step()
+    run.engine.repartition(mesh=everyone)
+    told = [scheduler.state_dict()] if rank == 0 else [None]
+    dist.broadcast_object_list(told)
+    if rank == 1:
+        assert scheduler.last_epoch == 1
+        scheduler.load_state_dict(told[0])
+    run.train(rank, range(2, 3))
+    scheduler.step()
+    run.train(rank, range(3, 4))
+    run.engine.close()
+    logging.getLogger("zeroshard").removeHandler(handler)
+    return lines
+
+
+def test_a_rank_that_comes_back_says_that_its_scheduler_stood_still() -> None:
+    stayed, returned = run_ranks(2, _scheduled)
+    assert not [line for line in stayed if "scheduler" in line]
+    (line,) = [line for line in returned if "scheduler" in line]
+    assert "rank 1 comes back" in line and "load the state_dict()" in line
+
+
+# ------------------------------------------------------------------------- exceptions on the way
+
+
+def _fails_on_the_way(rank: int, world: int, transport: str, at: int) -> str:
+    """Raise on rank 1 at its copy number `at` since states began to move; return what this rank is
+    told.
+    """
+    comm = zs.Comm.model_validate({"transport": transport})
+    run = made(policy="zero1", averaged=True, stall_timeout_s=60, comm=comm)
+    run.train(rank, range(2))
+    real, begin, count = torch.Tensor.copy_, Departure.begin, -1
+
+    def begun(self: Departure) -> None:
+        nonlocal count
+        count = 0
+        begin(self)
+
+    def failing(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal count
+        count += count >= 0
+        if rank == 1 and count == at:
+            raise MemoryError("no room for a copy")
+        return real(self, *args, **kwargs)
+
+    torch.Tensor.copy_ = failing  # type: ignore[method-assign, assignment]
+    try:
+        with patched(Departure, "begin", begun):
+            run.engine.repartition(policy="zero3")
+        told = ""
+    except (MemoryError, zs.StateError) as error:
+        told = f"{type(error).__name__}: {error}"
+    finally:
+        torch.Tensor.copy_ = real  # type: ignore[method-assign]
+    with pytest.raises(zs.StateError, match="make model and engine anew"):
+        run.model(*batch(rank, 0))
+    run.engine.close()
+    assert not hasattr(run.model, "_zeroshard_engine")
+    again = made(policy="zero3")  # in the same process
+    again.train(rank, range(1))
+    again.engine.close()
+    return told
+
+
+@pytest.mark.parametrize("at", [1, 5, 12])
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_an_exception_while_states_move_is_told_to_every_rank_at_once(
+    transport: str, at: int
+) -> None:
+    first, second = run_ranks(2, _fails_on_the_way, transport, at, timeout=40)
+    assert second == "MemoryError: no room for a copy"
+    assert "rank 1 ended while states moved (MemoryError: no room for a copy)" in first
+
+
 # ------------------------------------------------------------------------------- nothing is left
 
 
@@ -639,9 +806,9 @@ def _cut_off(rank: int, world: int) -> None:
         lambda: run.model(*batch(rank, 0)),
         run.optimizer.step,
         lambda: run.engine.repartition(policy="zero1"),
-        run.engine.close,
     ):
         assert "was cut off" in _refused(use)
+    run.engine.close()
 
 
 def test_a_repartition_that_is_cut_off_leaves_an_engine_that_says_so() -> None:

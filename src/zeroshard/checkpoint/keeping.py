@@ -37,6 +37,7 @@ from zeroshard.comm.copies import Copies
 from zeroshard.core.keeper import Keeper
 from zeroshard.core.kept import Part, note_of, partners
 from zeroshard.errors import CheckpointError, ConfigError
+from zeroshard.runtime.access import Ranks
 from zeroshard.runtime.engine import Engine, states_of
 
 __all__ = ["Keeping", "copies_of"]
@@ -123,9 +124,13 @@ class Keeping:
         self._directory = directory
         self._engine = engine
         self._redundancy = redundancy
-        self._ranks = states_of(engine).everyone
         self._place: _Place | None = None
-        self._asked = False  # whether there is a keeper
+        self._found_by: Ranks | None = None  # the ranks that have looked for it
+
+    @property
+    def _ranks(self) -> Ranks:
+        """All ranks of the mesh, as the engine lies now."""
+        return states_of(self._engine).everyone
 
     def saved(self, step: int) -> None:
         """Tell the launcher that `step` is complete on disk, or was when we began."""
@@ -135,8 +140,9 @@ class Keeping:
 
     def begin(self) -> bool:
         """Return whether there is memory that outlives the ranks. Collective."""
-        if not self._asked:
-            self._asked = True
+        if self._found_by is not self._ranks:  # a repartition has made others
+            self.close()
+            self._found_by = self._ranks
             self._place = self._find_place()
         return self._place is not None
 
@@ -183,7 +189,7 @@ class Keeping:
     def close(self) -> None:
         """Close our descriptors and connections; what is kept stays with the launcher."""
         place, self._place = self._place, None
-        self._asked = False
+        self._found_by = None
         if place is not None:
             for slot in (slot for pair in place.slots.values() for slot in pair):
                 slot.close()

@@ -55,10 +55,12 @@ from zeroshard.errors import (
     PeerLostError,
     PlanMismatch,
     StallError,
+    StateError,
     StorageError,
     ZeroshardError,
 )
 from zeroshard.memory import Pages
+from zeroshard.runtime.access import Ranks
 from zeroshard.runtime.engine import Engine, states_of
 
 __all__ = ["Saver", "save"]
@@ -138,14 +140,11 @@ class Saver:
             )
         self.directory = Path(directory)
         self._engine = engine
-        self._ranks = states_of(engine).everyone
         self._states = dict(states or {})
         self._keep = {"keep_last": keep_last, "keep_every": keep_every}
         self._frozen = frozen  # whether frozen parameters are saved, too
-        self._background = background and not states_of(engine).rests_on_disk
-        if background and states_of(engine).rests_on_disk and self._ranks.rank == 0:
-            reason = "a copy in memory of what rests on disk would undo the offload"
-            _log.info("saves of %s are written in the foreground: %s", self.directory, reason)
+        self._background = background
+        self._has_told = False  # that saves are written in the foreground
         self._keeping = Keeping(self.directory, engine, redundancy)
         self._timeout_s = timeout_s  # how long rank 0 waits for the other ranks' files
         self._pages = Pages()
@@ -154,6 +153,11 @@ class Saver:
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._hurry = threading.Event()  # something has gone wrong: other ranks may never come
+
+    @property
+    def _ranks(self) -> Ranks:
+        """All ranks of the mesh, as the engine lies now: a repartition may have changed them."""
+        return states_of(self._engine).everyone
 
     def __enter__(self) -> Saver:
         return self
@@ -171,7 +175,7 @@ class Saver:
         self.wait()
         self._agree_on(step, "zs.save()")
         job = self._prepare(step, extra)
-        if self._background:
+        if job.background:
             self._begin(job)
         else:
             self._run(job)
@@ -203,14 +207,16 @@ class Saver:
         if job is None:
             return
         try:
+            states_of(self._engine).check_open()  # else this rank has left in a repartition
             while not job.tried.wait(_LOOK_S):
                 self._ranks.check("a save in the background")
             job.failure_elsewhere = first_failure(self._engine, job.failure, "zs.save()")
             while self._writer is not None and self._writer.is_alive():
                 self._writer.join(_LOOK_S)
                 self._ranks.check("a save in the background")
-        except PeerLostError:
-            self._hurry.set()
+        except (PeerLostError, StateError) as error:
+            if isinstance(error, PeerLostError):
+                self._hurry.set()
             self._join_writer()
             raise
         self._join_writer()
@@ -271,7 +277,8 @@ class Saver:
             part = collect(engine, self._states, extra, frozen=self._frozen)
         unite(engine, part)
         divide(engine, part)
-        metadata = {"format": "zeroshard", "rank": str(self._ranks.rank), "step": str(step)}
+        rank, num_ranks = self._ranks.rank, self._ranks.size
+        metadata = {"format": "zeroshard", "rank": str(rank), "step": str(step)}
         size = str(shard_bytes(part.stored, metadata)).encode()
         num_bytes, nonce = sum(map(int, self._ranks.exchange(size, "zs.save()"))), ""
         with ExitStack() as stack:
@@ -280,7 +287,17 @@ class Saver:
                     nonce = self._open(step, num_bytes, stack)
             nonce = self._ranks.exchange(nonce.encode(), "zs.save()")[0].decode()
             path = working_path(self.directory, step, nonce)
-            return _Job(step, part, metadata, path, stack.pop_all())
+            background = self._background and not self._rests_on_disk()
+            return _Job(step, rank, num_ranks, background, part, metadata, path, stack.pop_all())
+
+    def _rests_on_disk(self) -> bool:
+        """Whether any state rests on disk now, which is logged once where it matters."""
+        found = states_of(self._engine).rests_on_disk
+        if found and not self._has_told and self._ranks.rank == 0:
+            reason = "a copy in memory of what rests on disk would undo the offload"
+            _log.info("saves of %s are written in the foreground: %s", self.directory, reason)
+        self._has_told = self._has_told or found
+        return found
 
     def _finish_step(self, call: str) -> None:
         """Return when no step is under way; raise on every rank where that fails on any."""
@@ -335,7 +352,7 @@ class Saver:
         try:
             with job.stack:
                 self._write_or_report(job)
-                if self._ranks.rank == 0:
+                if job.rank == 0:
                     try:
                         self._commit(job)
                     finally:
@@ -346,7 +363,7 @@ class Saver:
             if job.visible:
                 error = CheckpointError(f"step {job.step} is complete, but {error}")
             self._failure = error
-            if self._ranks.rank == 0 and not job.visible:  # else the next save removes it
+            if job.rank == 0 and not job.visible:  # else the next save removes it
                 remove_tree(job.path)
         finally:
             job.tried.set()
@@ -358,25 +375,25 @@ class Saver:
                 job.index = self._write(job)
             except Exception as error:
                 job.failure = error
-        if self._background and job.failure is not None:
+        if job.background and job.failure is not None:
             with suppress(OSError):
                 self._shard(job).unlink()  # on a full disk the note needs its space
-            if self._ranks.rank > 0:
+            if job.rank > 0:
                 with suppress(OSError):
-                    _leave(job.path / f"rank-{self._ranks.rank}.failed", str(job.failure))
+                    _leave(job.path / f"rank-{job.rank}.failed", str(job.failure))
         # we write nothing more: once all have tried, rank 0 may remove the directory
         job.tried.set()
-        if not self._background:
+        if not job.background:
             raise_on_all(self._engine, job.failure, "zs.save()")
         elif job.failure is not None:
-            if self._ranks.rank == 0:
+            if job.rank == 0:
                 with suppress(CheckpointError, OSError):
                     self._gather(job)
             raise job.failure
 
     def _write(self, job: _Job) -> dict[str, Any]:
         """Write our file, leave its part of the manifest for rank 0, and return that part."""
-        rank = self._ranks.rank
+        rank = job.rank
         if not job.path.is_dir():
             raise CheckpointError(
                 f"{job.path} is not there, though rank 0 has made it: is {self.directory} on"
@@ -390,12 +407,12 @@ class Saver:
         return index
 
     def _shard(self, job: _Job) -> Path:
-        return job.path / f"rank-{self._ranks.rank:05d}-of-{self._ranks.size:05d}.safetensors"
+        return job.path / f"rank-{job.rank:05d}-of-{job.num_ranks:05d}.safetensors"
 
     def _gather(self, job: _Job) -> list[dict[str, Any]]:
         """Collect all indices. Raise only after every rank has stopped writing to the directory."""
         indices, failure = [job.index], None
-        for rank in range(1, self._ranks.size):
+        for rank in range(1, job.num_ranks):
             try:
                 indices.append(self._await(job, rank))
             except CheckpointError as error:
@@ -409,7 +426,7 @@ class Saver:
         indices = self._gather(job)
         manifest = manifest_of(heading_of(self._engine, job.part, job.step), indices)
         with os_errors(f"{job.path / MANIFEST} cannot be written"):
-            for rank in range(1, self._ranks.size):
+            for rank in range(1, job.num_ranks):
                 (job.path / f"rank-{rank}.json").unlink()
             _leave(job.path / MANIFEST, manifest.dump())
         older = commit(job.path, self.directory, job.step)
@@ -447,6 +464,9 @@ class _Job:
     """One save on this rank."""
 
     step: int
+    rank: int  # of so many as save it
+    num_ranks: int
+    background: bool
     part: RankPart
     metadata: dict[str, str]
     path: Path

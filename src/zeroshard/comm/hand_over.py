@@ -8,6 +8,9 @@ what it will hold.
 The ranks are those of the old and the new layout together. They send to each other through a
 process group, not over a transport: those of either layout know only its own ranks.
 
+Before each state the ranks say that they have come so far. A rank whose part ends by an exception
+says that instead, so that the others do not wait for it.
+
 Invariant: what is held is each element at most once, what is wanted is a range per rank. Cost: the
 bytes of what crosses between ranks, one message per pair that shares elements. Numbers of an
 accelerator go through the host: this is done between two steps, and seldom.
@@ -15,6 +18,7 @@ accelerator go through the host: this is done between two steps, and seldom.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import torch
@@ -24,8 +28,15 @@ from zeroshard.comm.agree import Exchange, through
 from zeroshard.comm.plain import on_cpu
 from zeroshard.core.layout import Range
 from zeroshard.core.repartition import overlap
+from zeroshard.errors import StateError
 
-__all__ = ["HandOver"]
+__all__ = ["HandOver", "HandOverError"]
+
+_CALL = "engine.repartition()"
+
+
+class HandOverError(StateError):
+    """Another rank has ended a hand-over by an exception."""
 
 
 class HandOver:
@@ -47,7 +58,8 @@ class HandOver:
         """Bring the elements that each rank has `wanted` there from the ranks that `held` them.
 
         `mine` holds this rank's own, `out` counts from element 0; both are on the host.
-        Collective; every rank passes the same ranges, () being (0, 0).
+        Collective; every rank passes the same ranges, () being (0, 0). Raises HandOverError where
+        another rank has come to its end by an exception.
         """
         first = held[self.rank][0]
         operations: list[dist.P2POp] = []
@@ -63,12 +75,30 @@ class HandOver:
                 operations.append(dist.P2POp(dist.isend, part, peer, self._group))
             if taken is not None:
                 operations.append(dist.P2POp(dist.irecv, out[slice(*taken)], peer, self._group))
+        self.meet()
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
 
+    def meet(self, reason: str = "", *, ended: bool = False) -> None:
+        """Come to the next state, or to the end because of an exception, for the `reason` (that of
+        another rank: ""). Collective; raises HandOverError where another rank has `ended`.
+        """
+        mine = json.dumps([ended, reason]).encode()
+        answers = [json.loads(answer) for answer in self.exchange(mine, _CALL)]
+        ranks = [rank for rank, (has_ended, _) in enumerate(answers) if has_ended]
+        others = [rank for rank in ranks if rank != self.rank]
+        if others:
+            told = [rank for rank in others if answers[rank][1]] or others
+            raise HandOverError(
+                f"{_CALL}: rank {self._members[told[0]]} ended while states moved"
+                f" ({answers[told[0]][1] or 'see its output'}): make model and engine anew, and"
+                " call zs.load()"
+            )
+
     def give(self, tensor: torch.Tensor, source: int) -> None:
         """Copy a `tensor` of rank `source` into every other rank's, in place. Collective."""
+        self.meet()
         if self._group is None:
             return
         here = tensor.detach().cpu().contiguous()

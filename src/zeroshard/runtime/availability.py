@@ -32,12 +32,17 @@ class Availability:
 
     def __init__(self) -> None:
         self.refusal: str | None = None  # why nothing may be used, for ever
+        self.is_given_up = False  # nothing of the engine is left but to close it
         self._is_offloaded = False
         self._is_swapped = False
 
     def refuse(self, why: str) -> None:
         """Raise StateError with `why` at every later use."""
         self.refusal = why
+
+    def give_up(self, why: str) -> None:
+        """The same, but for the engine's close(): what rests is not whole, or not here."""
+        self.refusal, self.is_given_up = why, True
 
     def offloaded(self, is_offloaded: bool) -> None:
         """The states have left the device, or are back."""

@@ -34,6 +34,7 @@ from zeroshard.runtime.join import Join
 from zeroshard.runtime.offload_states import OffloadedStates
 from zeroshard.runtime.parts import Parts, step_settings
 from zeroshard.runtime.pipeline import Following, Terms, check_budget, check_mesh, units_of
+from zeroshard.runtime.relayout import let_go
 from zeroshard.runtime.repartition import StepTiles
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, describe_bytes
 from zeroshard.runtime.rest import RestingPiece
@@ -531,8 +532,14 @@ class Engine(Assembly):
         The optimizer's state is dropped. Collective. What a failed tier has lost is given back as
         it is, NaN where it cannot be read: that is logged where it is known, and else a
         StorageError on every rank once everything has been given back.
+
+        Where a repartition was cut off, or this rank has left in one, nothing is left to give back:
+        the parameters keep no numbers, and the call is not collective.
         """
         if self._states.is_closed:
+            return
+        if self._weights.availability.is_given_up:
+            self._leave()
             return
         self._states.check_open()
         told = self._context.faults.refusal if self._context.faults.is_lost else None
@@ -562,6 +569,14 @@ class Engine(Assembly):
             _log.warning("the module is given back although a tier failed before: %s", told)
         elif failure is not None:
             raise failure
+
+    def _leave(self) -> None:
+        """Take the hooks off a module and an optimizer whose numbers rest elsewhere."""
+        self._hooks.remove()
+        let_go(parts_of(self))
+        if self._sharded is not None:
+            self._sharded.detach()
+        self._states.close()
 
 
 def _follower(engine: Engine, schedule: Any, budget: int | str | None, no_sync: bool) -> Following:

@@ -25,6 +25,7 @@ from torch import nn
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.shards import ParamShard
+from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.state.local import local_of, part_within, whole_of
 
@@ -59,7 +60,11 @@ class ParameterStates:
             )
         self._engine = engine
         self._param = param
-        self._states = states_of(engine)
+
+    @property
+    def _states(self) -> StateAccess:
+        """The states as they rest now: a repartition may have moved them."""
+        return states_of(self._engine)
 
     # ------------------------------------------------------------------ reading
 
