@@ -237,6 +237,27 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
     run(tmp_path, Plan(steps=1000, pause_s=0.05), "--elastic", "--nproc", "2", meanwhile=kill)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_between_a_death_and_the_next_start_ends_the_job_with_its_number(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\ntime.sleep(1)\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\n"
+        "time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        [PROGRAM, "run", "--elastic", "--nproc", "3", str(script)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    next(line for line in process.stderr if "go on" in line)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code and f"ended by {number.name}" in said, said
+
+
 # ------------------------------------------------------------------ several hosts
 
 
@@ -268,6 +289,24 @@ def test_a_rank_that_dies_on_one_of_two_hosts_leaves_the_memory_of_both(tmp_path
     run_ranks(3, elastic_runs.save_every_step, tmp_path / "disk", 4)
     expected = run_ranks(2, resume, tmp_path / "disk", 4, 8)
     assert losses_from(done.events, 2, 4) == expected
+
+
+def test_a_host_that_is_slow_to_answer_keeps_its_memory(tmp_path: Path) -> None:
+    """Its guard stands still for longer than the grace, when a rank of the other host has died."""
+    lines = _hosts(tmp_path, "127.0.0.2 slots=2\n127.0.0.3 slots=1\n")
+
+    def slow(process: subprocess.Popen[str]) -> None:
+        guard = _guard_of(_rank_after(tmp_path, 3, 2, 3))
+        os.kill(_rank_after(tmp_path, 3, 1, 3), signal.SIGKILL)
+        os.kill(guard, signal.SIGSTOP)
+        time.sleep(9)
+        os.kill(guard, signal.SIGCONT)
+
+    plan = Plan(steps=400, pause_s=0.02)
+    done = run(tmp_path, plan, "--elastic=2", *lines, meanwhile=slow)
+    assert done.code == 0, done.said
+    again = f"rank 1 on 127.0.0.2 {DEAD} 2 of 3 rank(s) go on, from memory"
+    assert any(again in line for line in done.said), done.said
 
 
 @pytest.mark.parametrize("gone", [0, 1])

@@ -7,6 +7,7 @@ code; it imports what it needs when it runs, so that ``--help`` and usage errors
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import traceback
 
@@ -98,4 +99,7 @@ def explain(error: BaseException) -> tuple[int, str]:
         return EXIT_IO, str(error)
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, "interrupted"
+    if (number := getattr(error, "sigval", None)) is not None:
+        # torch's handlers outlive its agent: between two starts of a job, or at its end
+        return 128 + int(number), f"ended by {signal.Signals(number).name}"
     return EXIT_INTERNAL, f"internal error, {type(error).__name__}: {error} (--debug shows where)"

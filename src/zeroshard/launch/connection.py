@@ -68,7 +68,7 @@ class Connection:
         self.loss: HostLoss | None = None
         self.exit_code: int | None = None  # of its launcher
         self.kept: dict[str, Any] = {"parts": [], "saved": {}}  # in the host's memory
-        self.is_open = True
+        self.is_open, self.begun_at = True, time.monotonic()
         self._asked_to_end = False
         self._error = ""
         self._complaints = b""  # ssh's own
@@ -109,6 +109,11 @@ class Connection:
     def has_failed(self) -> bool:
         """Whether this host's part is a reason to end the others."""
         return self.loss is not None or self.exit_code not in (None, 0)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the command has not begun on the host, as far as is known."""
+        return self.is_open and not self._frames.greeted
 
     @property
     def has_orders(self) -> bool:

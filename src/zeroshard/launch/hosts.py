@@ -38,6 +38,11 @@ __all__ = ["COMMAND", "beginning", "launch_on_hosts", "sent_environment"]
 
 SIGNAL_GRACE_S = 30.0  # a launcher's own, see run.py
 ANSWER_S = 2.0  # the way to a host and back
+# the same under --elastic, where a host that is given up is lost with its memory: a loaded one may
+# take long to end its ranks, and ssh notices by itself that one is gone
+ELASTIC_ANSWER_S = 60.0
+GREETING_S = 90.0  # for a host to log in, load a shell's settings and begin
+TELL_S = 15.0  # between two lines about hosts that have not begun
 # Reads the interpreter's path, then [directory, command, environment], and becomes that command.
 COMMAND = (
     'exec /bin/sh -c \'IFS= read -r python && exec "$python" -I -X utf8 -c "import io, json, os;'
@@ -103,7 +108,7 @@ class _Job:
         self._selector = selectors.DefaultSelector()
         self._signals = 0
         self._ended_by: int | None = None
-        self._end_by = math.inf
+        self._end_by, self._tell_at = math.inf, self._begin + TELL_S
         self._is_ending = False
         self._has_told = False  # why the job ends
         self._connections = [
@@ -169,7 +174,8 @@ class _Job:
             if connection.has_orders and connection.stdin not in self._selector.get_map():
                 writing = _bind(self._write, connection)
                 self._selector.register(connection.stdin, selectors.EVENT_WRITE, writing)
-        patience = None if self._end_by == math.inf else max(self._end_by - time.monotonic(), 0.0)
+        until = min(self._end_by, self._look_for_silent_hosts())
+        patience = None if until == math.inf else max(until - time.monotonic(), 0.0)
         for key, _ in self._selector.select(patience):
             if key.fileobj in self._selector.get_map():  # not closed by one before it
                 key.data()
@@ -180,6 +186,26 @@ class _Job:
                 if not self._has_ended(connection):
                     connection.lose("does not answer")
                     self._forget(connection)
+
+    def _look_for_silent_hosts(self) -> float:
+        """Say which hosts have not begun, and give up those that have not for too long; return
+        when to look again.
+        """
+        now, silent = time.monotonic(), [one for one in self._connections if one.is_silent]
+        for connection in silent:
+            if now >= connection.begun_at + GREETING_S:
+                connection.lose(
+                    f"has not begun within {GREETING_S:g} s: ssh runs, but no answer has come (see"
+                    f" whether `{self._choice.ssh} {connection.host.name} true` ends)"
+                )
+                self._forget(connection)
+        waited_for = [one for one in silent if one.is_open]
+        if waited_for and now >= self._tell_at:
+            names = ", ".join(one.host.name for one in waited_for)
+            say(f"waiting for {names} to begin: ssh runs, but no answer has come")
+            self._tell_at = now + TELL_S
+        ends = [one.begun_at + GREETING_S for one in waited_for]
+        return min([self._tell_at, *ends]) if waited_for else math.inf
 
     def _write(self, connection: Connection) -> None:
         connection.write_orders()
@@ -236,7 +262,8 @@ class _Job:
         """End every part of the job, since one has failed."""
         self._is_ending = True
         grace_s = self._options.grace_s
-        self._end_by = min(self._end_by, time.monotonic() + grace_s + ANSWER_S)
+        answer_s = ANSWER_S if self._options.elastic is None else ELASTIC_ANSWER_S
+        self._end_by = min(self._end_by, time.monotonic() + grace_s + answer_s)
         for connection in self._connections:
             if connection.exit_code is None:
                 connection.order({"end": grace_s})

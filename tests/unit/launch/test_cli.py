@@ -7,12 +7,14 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from tests.support.harness import ROOT
 from zeroshard._version import __version__
@@ -82,6 +84,11 @@ def test_a_usage_error_is_one_line_on_stderr(argv: list[str]) -> None:
     answer = _zeroshard(*argv)
     assert (answer.returncode, answer.stdout) == (2, "")
     assert answer.stderr.startswith("zeroshard") and answer.stderr.count("\n") == 1
+
+
+def test_a_signal_between_two_starts_of_a_job_is_no_internal_error() -> None:
+    assert cli.explain(SignalException("got it", signal.SIGTERM)) == (143, "ended by SIGTERM")
+    assert cli.explain(SignalException("got it", signal.SIGINT)) == (130, "ended by SIGINT")
 
 
 def test_no_command_shows_the_help_as_an_error() -> None:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from tests.support.launched import stub_ssh
 from zeroshard.launch import connection, hosts, network, wire
-from zeroshard.launch.options import UsageError
+from zeroshard.launch.cli import build_parsers
+from zeroshard.launch.options import UsageError, parse_run
 from zeroshard.launch.reports import Outcome
 from zeroshard.launch.supervisor import Failure
 
@@ -121,6 +122,26 @@ def test_a_host_gets_the_variables_of_the_libraries_and_no_secret() -> None:
     }  # fmt: skip
     with pytest.raises(UsageError, match="--export NOT_THERE"):
         hosts.sent_environment(environ, ("NOT_THERE",))
+
+
+def test_a_host_that_never_begins_is_waited_for_aloud_and_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ssh, hostfile, script = tmp_path / "ssh", tmp_path / "hosts", tmp_path / "script.py"
+    ssh.write_text("#!/bin/sh\nexec sleep 1000\n")
+    ssh.chmod(0o755)
+    hostfile.write_text("h1 slots=1\n")
+    script.touch()
+    monkeypatch.setattr(hosts, "TELL_S", 0.2)
+    monkeypatch.setattr(hosts, "GREETING_S", 0.7)
+    _, parser, _ = build_parsers()
+    options = parse_run(parser, ["--hostfile", str(hostfile), "--ssh", str(ssh), str(script)])
+    assert options.hosts is not None
+    assert hosts.launch_on_hosts(options, options.hosts) == 74
+    *waiting, last = capfd.readouterr().err.splitlines()
+    assert last.startswith("zeroshard run: h1 has not begun within 0.7 s: ssh runs, but no answer")
+    assert 2 <= len(waiting) <= 3 and len(set(waiting)) == 1, waiting
+    assert "waiting for h1 to begin" in waiting[0]
 
 
 def test_a_failure_keeps_its_age_on_the_way() -> None:
