@@ -204,8 +204,10 @@ class _Job:
             names = ", ".join(one.host.name for one in waited_for)
             say(f"waiting for {names} to begin: ssh runs, but no answer has come")
             self._tell_at = now + TELL_S
-        ends = [one.begun_at + GREETING_S for one in waited_for]
-        return min([self._tell_at, *ends]) if waited_for else math.inf
+        if not silent:
+            return math.inf
+        ends = [one.begun_at + GREETING_S for one in silent]  # past, of those given up just now
+        return min(self._tell_at, *ends)
 
     def _write(self, connection: Connection) -> None:
         connection.write_orders()
