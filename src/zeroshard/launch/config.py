@@ -21,7 +21,7 @@ from zeroshard.launch.console import say
 if TYPE_CHECKING:
     from zeroshard.config import Finding
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "explained"]
 
 
 def add_parser(commands: Any) -> None:
@@ -55,10 +55,23 @@ def add_parser(commands: Any) -> None:
     schema.set_defaults(handler=_schema)
 
 
-def _explain(arguments: argparse.Namespace) -> int:
+def explained(source: str | Path | dict[str, Any]) -> tuple[str, list[Finding]]:
+    """Return the form of a configuration and a finding for each key; DeepSpeed's form is read as
+    its ``initialize()`` reads it. Raises ConfigError where there is no JSON object.
+    """
+    from zeroshard.checks import check_model
+    from zeroshard.config import read_deepspeed
     from zeroshard.config.explain import explain
+    from zeroshard.integrations.deepspeed import verdict
 
-    form, findings = explain(arguments.file)
+    form, findings = explain(source)
+    if form == "deepspeed":
+        findings = verdict.findings(read_deepspeed(source), check_model)
+    return form, findings
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    form, findings = explained(arguments.file)
     refused = sum(finding.verdict == "refused" for finding in findings)
     if arguments.json:
         keys = [asdict(finding) for finding in findings]

@@ -7,6 +7,7 @@ from zeroshard.config.deepspeed.rows import (
     Key,
     becomes,
     count,
+    every,
     flag,
     number,
     one_of,
@@ -20,6 +21,7 @@ __all__ = ["OTHER_KEYS"]
 
 _DTYPES = one_of("fp32", "fp16", "bf16")
 _TRACE = "use engine.trace(DIRECTORY) and zeroshard report"
+_CALLS = "only models that call deepspeed.checkpointing have it"
 _METRICS = "log engine.memory(), engine.traffic() and your losses in the training loop"
 _GIVEN = (
     "shard() and ZeroTrainer take the object that they are given; DeepSpeed's initialize() makes it"
@@ -37,7 +39,7 @@ _BATCH = (
     becomes("gradient_clipping", 1.0, number, to.clipping,
             "the norm that a step clips to; left out it is 1.0, and 0 switches it off",
             tells_default=True),
-    tunes("dataloader_drop_last", False, "the DataLoader says it"),
+    tunes("dataloader_drop_last", False, "the DataLoader says it", flag),
 )  # fmt: skip
 
 _HALF = (
@@ -104,19 +106,17 @@ _OPTIMIZERS = (
 )  # fmt: skip
 
 _ACTIVATIONS = (
-    refuses("activation_checkpointing.partition_activations", False,
-            "checkpoints are those of the model",
-            "use zs.nn.checkpoint(fn, x, partition=group)"),
-    refuses("activation_checkpointing.cpu_checkpointing", False,
-            "checkpoints are those of the model",
-            "use zs.nn.checkpoint_blocks(model, tier='host')"),
+    tunes("activation_checkpointing.partition_activations", False,
+          f"{_CALLS}; zs.nn.checkpoint(fn, x, partition=group)"),
+    tunes("activation_checkpointing.cpu_checkpointing", False,
+          f"{_CALLS}; zs.nn.checkpoint_blocks(model, tier='host')"),
     tunes("activation_checkpointing.contiguous_memory_optimization", False,
           "saved activations lie as they were made"),
     tunes("activation_checkpointing.synchronize_checkpoint_boundary", False,
           "checkpoints wait for nothing"),
     tunes("activation_checkpointing.number_checkpoints", None,
           "the model says how many there are"),
-    refuses("activation_checkpointing.profile", False, "checkpoints print nothing", _TRACE),
+    tunes("activation_checkpointing.profile", False, f"{_CALLS}; {_TRACE}"),
 )  # fmt: skip
 
 _DISK = (
@@ -137,7 +137,8 @@ _DISK = (
 )  # fmt: skip
 
 _PRINTS = (
-    tunes("steps_per_print", None, "no progress is printed"),
+    tunes("steps_per_print", None, "DeepSpeed's initialize() logs steps; shard() prints nothing",
+          every),
     refuses("wall_clock_breakdown", False, "no times are printed", _TRACE),
     refuses("memory_breakdown", False, "no memory is printed", "print zs.memory_table()"),
     refuses("dump_state", False, "no configuration is printed",

@@ -77,7 +77,8 @@ class Reading:
 def is_deepspeed(data: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
     """Whether `data` has keys of DeepSpeed's alone, and none of `ours` alone."""
     theirs = {key.split(".")[0] for key in KEYS}
-    return bool((data.keys() & theirs) - ours.keys()) and not (data.keys() & ours.keys()) - theirs
+    keys = {key.partition(".")[0] for key in data}
+    return bool((keys & theirs) - ours.keys()) and not (keys & ours.keys()) - theirs
 
 
 def read(source: str | Path | dict[str, Any]) -> Reading:
@@ -90,6 +91,7 @@ def read(source: str | Path | dict[str, Any]) -> Reading:
         raise ConfigError(
             f"a DeepSpeed configuration is a JSON object, not a {type(data).__name__}"
         )
+    data = _nested(data)
     if data.get("zero_optimization") is True:  # an old form of stage 1
         data = {**data, "zero_optimization": {"stage": 1}}
     flat = {name: value for name, value in _flat(data, "") if not _is_left_out(name, value)}
@@ -119,6 +121,19 @@ def read(source: str | Path | dict[str, Any]) -> Reading:
     return Reading(
         tuple(findings), fields, _made(data, "optimizer"), _made(data, "scheduler"), data
     )
+
+
+def _nested(data: dict[str, Any]) -> dict[str, Any]:
+    """Return `data` with "section.key", as TRL writes it, in its section."""
+    out = {name: value for name, value in data.items() if "." not in str(name)}
+    for name, value in data.items():
+        section, dot, key = str(name).partition(".")
+        within = out.get(section, {})
+        if dot and section in SECTIONS and isinstance(within, dict):
+            out[section] = {**within, key: value}
+        else:
+            out[name] = value
+    return out
 
 
 def _is_off(name: str, values: Mapping[str, Any]) -> bool:

@@ -8,8 +8,8 @@ from math import isfinite
 from typing import Any
 
 __all__ = [
-    "Key", "Kind", "Lower", "an_object", "anything", "becomes", "count", "flag", "number", "one_of",
-    "ranks", "refuses", "refuses_section", "text", "tunes", "whole",
+    "Key", "Kind", "Lower", "an_object", "anything", "becomes", "count", "every", "flag", "number",
+    "one_of", "ranks", "refuses", "refuses_section", "text", "tunes", "whole",
 ]  # fmt: skip
 
 Kind = Callable[[Any], str]  # the end of a sentence about a value of another kind, or ""
@@ -35,6 +35,11 @@ def count(value: Any) -> str:
     if type(value) not in (int, float) or not isfinite(value):
         return "is not a number"
     return "" if value >= 1 and value == int(value) else "is not a whole number from 1"
+
+
+def every(value: Any) -> str:
+    """Take numbers of steps, infinity among them: never."""
+    return "" if type(value) in (int, float) and value >= 0 else "is not a number of steps"
 
 
 def ranks(value: Any) -> str:

@@ -145,6 +145,8 @@ class DeepSpeedEngine(Settings, Files, nn.Module):
         self.progress.global_samples += self._samples()
         self.progress.backwards = 0
         every = self.config.get("steps_per_print")
+        if not isinstance(every, (int, float)):  # left out, or "auto"
+            every = 0
         if every and self.progress.global_steps % every == 0 and self.engine.rank == 0:
             _log.info(
                 "step=%d, skipped=%d, lr=%s",

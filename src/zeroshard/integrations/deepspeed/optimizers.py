@@ -148,8 +148,10 @@ def make_optimizer(kind: str, params: dict[str, Any], parameters: Any) -> torch.
         make = _torch_class(kind)
     try:
         return make(parameters, **options)
-    except TypeError as error:
-        reason = str(error).partition("__init__() ")[2] or str(error)
+    except zs.ConfigError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("__init__() ")[2] or str(error) or type(error).__name__
         raise zs.ConfigError(f"optimizer.params of {kind}: {reason}") from None
 
 

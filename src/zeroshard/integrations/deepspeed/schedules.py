@@ -37,6 +37,8 @@ __all__ = [
 
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 _BETA2 = 0.99  # what OneCycle sets the second beta to
+_FLAGS = ("lr_range_test_staircase", "cycle_momentum")
+_POSITIVE = ("lr_range_test_step_size", "cycle_first_step_size")
 
 
 class Schedule:
@@ -320,11 +322,24 @@ def make_schedule(kind: str, params: dict[str, Any], optimizer: Any) -> Schedule
     }
     if kind not in kinds:
         raise ConfigError(f"scheduler.type={kind!r} is not one of {', '.join(VALID_LR_SCHEDULES)}")
+    _check_params(params)
     try:
         return kinds[kind](optimizer, **params)
-    except TypeError as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         reason = str(error).partition("__init__() ")[2] or str(error)
         raise ConfigError(f"scheduler.params of {kind}: {reason}") from None
+
+
+def _check_params(params: dict[str, Any]) -> None:
+    """Raise ConfigError for a value that only a later step would stumble over."""
+    for name, value in params.items():
+        if name in ("warmup_type", *_FLAGS) or value is None:
+            continue
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if type(one) not in (int, float) or not math.isfinite(one):
+                raise ConfigError(f"scheduler.params.{name}={value!r} is not a number")
+        if name in _POSITIVE and not value > 0:
+            raise ConfigError(f"scheduler.params.{name}={value!r} is not greater than 0")
 
 
 def _groups_of(optimizer: Any) -> torch.optim.Optimizer:

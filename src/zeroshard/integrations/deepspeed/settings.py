@@ -52,7 +52,8 @@ class Settings:
 
     def zero_optimization_stage(self) -> int:
         """Return the stage; hpZ and MiCS are stage 3."""
-        return int(self._zero().get("stage", 0))
+        stage = self._zero().get("stage")
+        return 3 if stage == "auto" else int(stage or 0)  # our default, where nobody filled it in
 
     def zero_optimization(self) -> bool:
         """Whether any state is sharded."""

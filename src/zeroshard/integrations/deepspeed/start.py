@@ -28,6 +28,7 @@ from zeroshard.integrations.deepspeed.batches import complete_batch
 from zeroshard.integrations.deepspeed.engine import DeepSpeedEngine
 from zeroshard.integrations.deepspeed.optimizers import make_optimizer
 from zeroshard.integrations.deepspeed.schedules import make_schedule
+from zeroshard.integrations.deepspeed.verdict import accepted, section, try_schedule
 
 __all__ = ["add_config_arguments", "initialize"]
 
@@ -36,14 +37,6 @@ _OPTIONS = (
     "distributed_port", "mpu", "dist_init_required", "collate_fn", "config", "mesh_param",
     "config_params",
 )  # fmt: skip
-# keys that the engine itself takes (activation_checkpointing: where checkpointing.configure() is
-# called, as in DeepSpeed); the rest is zeroshard's configuration
-_ENGINES = (
-    "optimizer", "scheduler", "steps_per_print", "dataloader_drop_last",
-    "managed_gradient_accumulation",
-    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "activation_checkpointing",
-)  # fmt: skip
-_GATHERS = "stage3_gather_16bit_weights_on_model_save"
 
 
 def initialize(
@@ -74,16 +67,29 @@ def initialize(
                 f"initialize({name}=): only data parallel ranks are known here; for tensor or"
                 " pipeline parallel ones call zeroshard.shard(mesh=) with a DeviceMesh"
             )
-    config = _read_config(args, options)
+    file = zs.read_deepspeed(_read_config(args, options))
     comm.init_distributed(
         distributed_port=options.get("distributed_port", 29500),
         dist_init_required=options.get("dist_init_required"),
     )
     if isinstance(model, DeepSpeedEngine):
         raise zs.ConfigError("the model is an engine already: give initialize() engine.module")
-    optimizer = _optimizer(optimizer, model_parameters, model, config)
-    engine = _sharded(model, optimizer, config)
-    engine.lr_scheduler = _schedule(lr_scheduler, engine, config)
+    held = owners.engine_of(next(model.parameters(), None))
+    if held is not None and held.module is model:
+        raise zs.ConfigError(
+            "the model belongs to an engine of an earlier initialize(): call its engine.destroy()"
+            " first"
+        )
+    given = {"optimizer": optimizer, "scheduler": lr_scheduler}
+    settings = accepted(
+        file, comm.get_world_size(), [name for name, one in given.items() if one is not None]
+    )
+    made = _optimizer(optimizer, model_parameters, model, file.data)
+    schedule = None if lr_scheduler is not None else section(file.data, "scheduler")
+    if schedule is not None and made is not None:
+        try_schedule(*schedule, groups=len(made.param_groups))
+    engine = _sharded(model, made, settings, file.data)
+    engine.lr_scheduler = _schedule(lr_scheduler, schedule, engine)
     engine.training_dataloader = _loader(training_data, engine, options.get("collate_fn"))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -103,11 +109,7 @@ def _read_config(args: Any, options: dict[str, Any]) -> dict[str, Any]:
     given = of_args if given is None else given
     if given is None:
         raise zs.ConfigError("initialize() needs a configuration: config=, or --deepspeed_config")
-    data = copy.deepcopy(given) if isinstance(given, dict) else _parsed(given)
-    for name in [key for key in data if "." in key]:  # "section.key", as TRL writes them
-        section, _, key = name.partition(".")
-        data.setdefault(section, {})[key] = data.pop(name)
-    return data
+    return copy.deepcopy(given) if isinstance(given, dict) else _parsed(given)
 
 
 def _parsed(text: Any) -> dict[str, Any]:
@@ -124,48 +126,27 @@ def _parsed(text: Any) -> dict[str, Any]:
     return zs.read_deepspeed(data).data
 
 
-def _ours(config: dict[str, Any]) -> zs.Config:
-    """Return zeroshard's part of a configuration. Raises ConfigError naming what is refused."""
-    data = {key: value for key, value in config.items() if key not in _ENGINES}
-    section = data.get("zero_optimization")
-    if isinstance(section, dict):
-        kept = {key: value for key, value in section.items() if key != _GATHERS}
-        data["zero_optimization"] = kept
-    return zs.read_deepspeed(data).config()
-
-
-def _section(config: dict[str, Any], name: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the type and the parameters of ``optimizer`` or ``scheduler``."""
-    section = config.get(name)
-    if section is None:
-        return None
-    if not isinstance(section, dict) or not isinstance(section.get("type"), str):
-        raise zs.ConfigError(f"the section {name!r} needs a type: {section!r}")
-    params = section.get("params") or {}
-    left = {key: value for key, value in params.items() if value != "auto"}
-    return section["type"], left
-
-
 # ---------------------------------------------------------------------- its parts
 
 
 def _optimizer(given: Any, parameters: Any, model: nn.Module, config: dict[str, Any]) -> Any:
     if isinstance(given, torch.optim.Optimizer):
         return given
-    section = _section(config, "optimizer")
-    if given is None and section is None:
+    found = section(config, "optimizer")
+    if given is None and found is None:
         return None
     if parameters is None:
         parameters = [one for one in model.parameters() if one.requires_grad]
     parameters = list(parameters)
     if given is not None:
         return given(parameters)
-    assert section is not None
-    return make_optimizer(*section, parameters)
+    assert found is not None
+    return make_optimizer(*found, parameters)
 
 
-def _sharded(model: nn.Module, optimizer: Any, config: dict[str, Any]) -> DeepSpeedEngine:
-    settings = _ours(config)
+def _sharded(
+    model: nn.Module, optimizer: Any, settings: zs.Config, config: dict[str, Any]
+) -> DeepSpeedEngine:
     batch = complete_batch(settings, comm.get_world_size())
     clipping = settings.gradient_clipping or 0.0
     settings = settings.model_copy(update={"gradient_clipping": None})  # the engine clips
@@ -191,14 +172,13 @@ def _tell(line: str) -> None:
         _log.info("zeroshard %s", line)
 
 
-def _schedule(given: Any, engine: DeepSpeedEngine, config: dict[str, Any]) -> Any:
-    section = _section(config, "scheduler")
+def _schedule(given: Any, found: tuple[str, dict[str, Any]] | None, engine: DeepSpeedEngine) -> Any:
     if given is not None:
         made = not hasattr(given, "step") and callable(given)
         return given(engine.optimizer) if made else given
-    if section is None or engine.optimizer is None:
+    if found is None or engine.optimizer is None:
         return None
-    return make_schedule(*section, engine.optimizer)
+    return make_schedule(*found, engine.optimizer)
 
 
 def _loader(data: Any, engine: DeepSpeedEngine, collate_fn: Any) -> DataLoader[Any] | None:
@@ -212,7 +192,7 @@ def _loader(data: Any, engine: DeepSpeedEngine, collate_fn: Any) -> DataLoader[A
         batch_size=engine.train_micro_batch_size_per_gpu(),
         sampler=sampler,
         collate_fn=collate_fn,
-        drop_last=bool(engine.config.get("dataloader_drop_last", False)),
+        drop_last=engine.config.get("dataloader_drop_last") is True,
     )
 
 
