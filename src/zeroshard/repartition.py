@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.asked import Asked, asked_again
+from zeroshard.checkpoint.save import end_saves
 from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.hand_over import HandOver, HandOverError
 from zeroshard.config import AUTO, Config, build_config
@@ -137,7 +138,7 @@ class Repartition:
         try:
             states_of(engine).peers.agree({"mesh": str(asked)}, error, _CALL)
             states_of(engine).finish_step()
-        except (ConfigError, PlanMismatch, StateError, StorageError) as refused:
+        except (CheckpointError, ConfigError, PlanMismatch, StateError, StorageError) as refused:
             return refused
         return None
 
@@ -184,6 +185,7 @@ class Repartition:
                 f"mesh has the ranks {mesh.mesh.flatten().tolist()}, and the engine lies over"
                 f" {self._ranks}: go over a mesh that contains both, or one inside the other"
             )
+        end_saves(engine)
 
     # ------------------------------------------------------------------ old and new ranks
 

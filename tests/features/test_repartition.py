@@ -7,9 +7,11 @@ from __future__ import annotations
 import ast
 import ctypes
 import gc
+import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -268,6 +270,68 @@ def _worlds(
 def test_a_rank_leaves_and_comes_back(tmp_path: Path) -> None:
     rows = ["zero3", "zero1", "zero3"]
     run_ranks(2, _worlds, str(tmp_path), [1, 2], {}, rows)
+
+
+def _save_under_way(rank: int, world: int, path: str) -> None:
+    """Go to one rank and back while a save in the background waits to be written."""
+    meshes = _meshes(1, 2)
+    run = made(policy="zero3", mesh=meshes[2])
+    run.train(rank, range(1))
+    expected = run.engine.full_state_dict(rank0_only=False)
+    with zs.Saver(path, run.engine) as saver:
+        write = saver._write
+
+        def late(job: Any) -> Any:
+            time.sleep(0.3)
+            return write(job)
+
+        saver._write = late  # type: ignore[method-assign]
+        saver.save(1)
+        run.engine.repartition(mesh=meshes[1])
+        if rank == 0:
+            saver.save(2)
+        run.engine.repartition(mesh=meshes[2])
+        saver.save(3)
+    manifests = [
+        json.loads((Path(path) / f"step-{step:010}" / "manifest.json").read_text())
+        for step in (1, 2, 3)
+    ]
+    assert [manifest["world"] for manifest in manifests] == [2, 1, 2]
+    run.train(rank, range(1, 2))
+    zs.load(path, run.engine, step=1)
+    found = run.engine.full_state_dict(rank0_only=False)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    run.engine.close()
+
+
+def test_a_save_under_way_ends_before_its_ranks_change(tmp_path: Path) -> None:
+    run_ranks(2, _save_under_way, str(tmp_path))
+
+
+def _failed_save(rank: int, world: int, path: str) -> None:
+    run = made(policy="zero1")
+    run.train(rank, range(1))
+    saver, before = zs.Saver(path, run.engine), rests(run)
+    write = saver._write
+
+    def failing(job: Any) -> Any:
+        raise zs.CheckpointError("planned")
+
+    saver._write = failing if rank else write  # type: ignore[method-assign]
+    saver.save(1)
+    told = _refused(run.engine.repartition, policy="zero3")
+    assert "planned" in told, told
+    assert rests(run) == before
+    run.engine.repartition(policy="zero3")
+    saver._write = write  # type: ignore[method-assign]
+    saver.save(2)
+    saver.close()
+    assert zs.latest_step(path) == 2
+    run.engine.close()
+
+
+def test_a_save_that_has_failed_is_told_before_states_move(tmp_path: Path) -> None:
+    run_ranks(2, _failed_save, str(tmp_path))
 
 
 # ----------------------------------------------------------------------------------------- refusals

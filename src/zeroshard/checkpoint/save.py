@@ -19,6 +19,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -63,13 +64,14 @@ from zeroshard.memory import Pages
 from zeroshard.runtime.access import Ranks
 from zeroshard.runtime.engine import Engine, states_of
 
-__all__ = ["Saver", "save"]
+__all__ = ["Saver", "end_saves", "save"]
 
 _log = logging.getLogger("zeroshard")
 _POLL_S = 0.005
 _LOOK_S = 0.5  # how often a rank that waits for its own writer looks whether the others are alive
 # how long a program that ends waits for the other ranks' files: less than a launcher's grace
 _HURRY_S = 2.0
+_savers: weakref.WeakKeyDictionary[Engine, weakref.WeakSet[Saver]] = weakref.WeakKeyDictionary()
 
 
 def save(
@@ -102,15 +104,25 @@ def save(
         return saver.save(step, extra=extra)
 
 
+def end_saves(engine: Engine) -> None:
+    """Wait for the saves of `engine` under way on this rank, whose layout is about to change.
+    Raises CheckpointError where one has failed here.
+    """
+    failures = [saver._end_alone() for saver in _savers.get(engine, ())]
+    for failure in filter(None, failures):
+        raise failure
+
+
 class Saver:
     """Saves repeatedly, in the background: ``save()`` copies the state, a thread writes the files.
 
     Where state rests on disk it is written in the foreground instead, since the copy would bring
     all of it into memory; that is logged once.
 
-    One save is under way at a time: the next one, ``wait()`` and ``close()`` wait for it, and raise
-    its error on every rank. The copy takes as much host memory as the checkpoint has bytes on this
-    rank, once. All methods are collective. Use it as a context, or call ``close()``.
+    One save is under way at a time: the next one, ``wait()``, ``close()`` and
+    ``engine.repartition()`` wait for it, and raise its error on every rank. The copy takes as much
+    host memory as the checkpoint has bytes on this rank, once. All methods are collective. Use it
+    as a context, or call ``close()``.
 
     ``keep()`` copies the state into memory that outlives the rank (``zeroshard run --elastic``);
     with ``redundancy=1`` also into that of another host.
@@ -153,6 +165,7 @@ class Saver:
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._hurry = threading.Event()  # something has gone wrong: other ranks may never come
+        _savers.setdefault(engine, weakref.WeakSet()).add(self)
 
     @property
     def _ranks(self) -> Ranks:
@@ -203,6 +216,20 @@ class Saver:
         Ranks first exchange whether their files are written, so that rank 0 does not wait for a
         file that will never come.
         """
+        if self._job is not None:
+            self._end_writer(together=True)
+            self._raise_failure()
+
+    def _end_alone(self) -> CheckpointError | None:
+        """Wait on this rank alone, and return the error, which is told then."""
+        self._end_writer(together=False)
+        failure, self._failure = self._failure, None
+        return failure
+
+    def _end_writer(self, *, together: bool) -> None:
+        """Wait for the save under way; `together` ranks tell each other of files that will never
+        come, which else a note in the directory does.
+        """
         job = self._job
         if job is None:
             return
@@ -210,7 +237,8 @@ class Saver:
             states_of(self._engine).check_open()  # else this rank has left in a repartition
             while not job.tried.wait(_LOOK_S):
                 self._ranks.check("a save in the background")
-            job.failure_elsewhere = first_failure(self._engine, job.failure, "zs.save()")
+            if together:
+                job.failure_elsewhere = first_failure(self._engine, job.failure, "zs.save()")
             while self._writer is not None and self._writer.is_alive():
                 self._writer.join(_LOOK_S)
                 self._ranks.check("a save in the background")
@@ -220,7 +248,6 @@ class Saver:
             self._join_writer()
             raise
         self._join_writer()
-        self._raise_failure()
 
     def _join_writer(self) -> None:
         if self._writer is not None:
