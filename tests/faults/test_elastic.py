@@ -237,6 +237,21 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
     run(tmp_path, Plan(steps=1000, pause_s=0.05), "--elastic", "--nproc", "2", meanwhile=kill)
 
 
+def test_a_rank_that_is_stopped_is_left_out_after_the_stall_timeout(tmp_path: Path) -> None:
+    def stop(_: subprocess.Popen[str]) -> None:
+        os.kill(_rank_after(tmp_path, 3, 1, 4), signal.SIGSTOP)
+
+    options = ["--elastic=2", "--stall-timeout=6", "--nproc", "3"]
+    done = run(tmp_path, Plan(steps=60, pause_s=0.02), *options, meanwhile=stop)
+    assert done.code == 0, done.said
+    assert any(
+        "rank 1 hung: asked for its stacks, it did not answer: 2 of 3 rank(s) go on, from memory"
+        in line
+        for line in done.said
+    ), done.said
+    assert max(one.step for one in of(done.events, "step", 2)) == 60
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_between_a_death_and_the_next_start_ends_the_job_with_its_number(
     tmp_path: Path, number: signal.Signals, code: int

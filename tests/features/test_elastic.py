@@ -37,7 +37,7 @@ from tests.support.launched import PROGRAM
 from zeroshard.checkpoint import kept as kept_steps
 from zeroshard.core.keeper import Keeper
 from zeroshard.core.kept import Part, newest, note_of, partners, read_note
-from zeroshard.launch.elastic import dead_ranks, killed_ranks, source, visible_devices
+from zeroshard.launch.elastic import dead_ranks, killed_ranks, loss_of, source, visible_devices
 from zeroshard.launch.keeper import KeeperServer
 from zeroshard.launch.reports import Outcome
 from zeroshard.launch.supervisor import Failure
@@ -115,6 +115,17 @@ def test_a_job_that_was_told_to_end_or_has_stalled_has_no_dead() -> None:
     assert dead_ranks(Outcome(failures, ended_by=15)) == set()
     assert dead_ranks(Outcome(failures, stalled=True)) == set()
     assert dead_ranks(Outcome([])) == set()
+
+
+def test_after_a_stall_the_dead_are_those_that_did_not_even_answer() -> None:
+    waited = _failure(0, 71, message="StallError: rank(s) [1] did not come", stalled=True)
+    stopped = _failure(1, -9, consequence=True, hung=True)
+    asleep = _failure(2, -9, consequence=True, stacks="in sleep")
+    assert dead_ranks(Outcome([waited, stopped, asleep])) == {1}
+    assert dead_ranks(Outcome([asleep, stopped], stalled=True)) == {1}
+    assert dead_ranks(Outcome([waited, asleep])) == set()
+    loss = loss_of(Outcome([waited, stopped]), {1}, 1, 2)
+    assert loss.reason == "rank 1 hung: asked for its stacks, it did not answer"
 
 
 def test_the_launcher_says_from_where_the_ranks_go_on() -> None:

@@ -360,6 +360,12 @@ def test_when_all_ranks_hang_the_job_ends_with_the_stacks_of_every_rank(launch: 
         ), stderr
 
 
+def test_ranks_that_compute_before_their_first_heartbeat_have_not_stalled(launch: Launch) -> None:
+    busy = "end = time.monotonic() + 5\nwhile time.monotonic() < end:\n    pass\n"
+    code, _, stderr = launch(HELLO + busy, "--nproc", "2", "--stall-timeout=1.5").end(timeout=60)
+    assert code == 0, stderr
+
+
 def test_a_rank_that_gave_up_waiting_is_told_with_the_stacks_of_the_others(launch: Launch) -> None:
     raising = (
         "from zeroshard.errors import StallError\n    while not (here / 'deep-1').exists():\n      "

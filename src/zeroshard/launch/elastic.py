@@ -28,7 +28,7 @@ from zeroshard.launch.supervisor import (
 )
 
 __all__ = [
-    "Loss", "dead_ranks", "how_they_died", "killed_ranks", "launch", "say_again", "say_too_few",
+    "Loss", "dead_ranks", "killed_ranks", "launch", "loss_of", "say_again", "say_too_few",
     "source", "visible_devices",
 ]  # fmt: skip
 
@@ -59,10 +59,7 @@ def launch(options: RunOptions, run_ranks: Callable[[RunOptions], tuple[Outcome,
             if not dead:
                 outcome.tell(begin)
                 return outcome.exit_code
-            first = outcome.failures[0]
-            loss = Loss(
-                how_they_died(first, dead), num_ranks - len(dead), num_ranks, first.traceback
-            )
+            loss = loss_of(outcome, dead, num_ranks - len(dead), num_ranks)
             if loss.left < least:
                 say_too_few(loss, least)
                 return outcome.exit_code
@@ -78,11 +75,14 @@ def dead_ranks(outcome: Outcome) -> set[int]:
 
     That is the first to fail, and others that a signal has killed which no launcher and no lost
     peer sends, or that have failed with the same error. Other errors are taken for consequences.
+    After a stall it is those that did not even answer: stopped, or in the kernel.
     """
-    if outcome.ended_by is not None or outcome.stalled or not outcome.failures:
+    if outcome.ended_by is not None or not outcome.failures:
         return set()
     first = outcome.failures[0]
-    if first.left or first.consequence or first.stalled or first.status in CONTRACT_EXIT_CODES:
+    if outcome.stalled or first.stalled:
+        return {one.rank for one in outcome.failures if one.hung}
+    if first.left or first.consequence or first.status in CONTRACT_EXIT_CODES:
         return set()
     return {one.rank for one in outcome.failures if one is first or _is_own(one, first)}
 
@@ -106,10 +106,18 @@ def killed_ranks(outcome: Outcome) -> set[int]:
     return {failure.rank for failure in outcome.failures if _was_killed(failure)}
 
 
-def how_they_died(first: Failure, dead: Iterable[int]) -> str:
+def loss_of(outcome: Outcome, dead: set[int], left: int, of: int) -> Loss:
+    """Return that the ranks `dead` are lost, of whom the first to fail is named."""
+    first = next(failure for failure in outcome.failures if failure.rank in dead)
+    return Loss(_how_they_died(first, dead), left, of, first.traceback)
+
+
+def _how_they_died(first: Failure, dead: Iterable[int]) -> str:
     """Return which ranks have died, and how, in words."""
     others = len(set(dead)) - 1
     more = f" and {others} more" if others else ""
+    if first.hung:
+        return f"{first.name}{more} hung: asked for its stacks, it did not answer"
     hint = " (often the kernel, out of memory)" if first.status == -signal.SIGKILL else ""
     return f"{first.name}{more} died, {first.how}{hint}"
 

@@ -15,8 +15,8 @@ from zeroshard.launch.connection import Connection
 from zeroshard.launch.elastic import (
     Loss,
     dead_ranks,
-    how_they_died,
     killed_ranks,
+    loss_of,
     say_again,
     say_too_few,
 )
@@ -38,7 +38,7 @@ def go_on(
     if any(one.loss is not None and one.loss.code in _REFUSED for one in lost):
         return None
     dead = killed_ranks(outcome) if lost else dead_ranks(outcome)
-    if not (dead or lost) or outcome.stalled:
+    if not dead and (outcome.stalled or not lost):
         return None
     left, first_rank = list[tuple[Connection, Host]](), 0
     for connection in connections:
@@ -63,5 +63,4 @@ def _loss(lost: Sequence[Connection], outcome: Outcome, dead: set[int], left: in
         return Loss(min(losses, key=lambda one: one.at).reason, left, of)
     if not dead:
         return Loss(f"{lost[0].host.name} has left", left, of)
-    first = outcome.failures[0]
-    return Loss(how_they_died(first, dead), left, of, first.traceback)
+    return loss_of(outcome, dead, left, of)

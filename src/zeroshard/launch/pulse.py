@@ -1,11 +1,13 @@
 """How a rank is, seen from outside: its last heartbeat, and the stacks of its threads on request.
 
 Both are files in the launcher's directory, made by ``worker.py``. A stopped rank does not answer.
+Before its first heartbeat a rank that computes is alive: it imports torch, or builds its model.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Sequence
@@ -16,6 +18,9 @@ from zeroshard.launch.worker import STACKS_SIGNAL, TIME
 __all__ = ["Pulse", "stacks_of"]
 
 _ANSWER_S = 0.3
+_LATE_S = 3.0  # for those that have not begun to answer by then, on a loaded machine
+_BUSY = 0.01  # of one core, above which a rank computes
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _NUM_LINES = 60
 
 
@@ -25,7 +30,25 @@ class Pulse:
     def __init__(self, directory: Path, pid: int, pidfd: int, *, shows: bool) -> None:
         self._prefix = directory / f"rank-{pid}"
         self._pidfd = pidfd
-        self._shows = shows
+        self.shows = shows
+        self._stat = Path(f"/proc/{pid}/stat")
+        self._computed = (time.monotonic(), 0.0)  # when it was seen to, seconds of a core so far
+
+    def last_sign(self) -> float:
+        """Return the CLOCK_MONOTONIC seconds of the last heartbeat, or, before the first, of the
+        last look at which the rank had computed since the one before.
+        """
+        beat = self.last_beat()
+        if beat is not None:
+            return beat
+        at, so_far = self._computed
+        now, seconds = time.monotonic(), so_far
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = self._stat.read_text().rpartition(")")[2].split()
+            seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+        if seconds - so_far > _BUSY * (now - at):
+            self._computed = (now, seconds)
+        return self._computed[0]
 
     def last_beat(self) -> float | None:
         """Return the CLOCK_MONOTONIC seconds of the last heartbeat, None before the first."""
@@ -39,7 +62,7 @@ class Pulse:
         """Have the rank write its stacks; return where in its file they will begin."""
         with contextlib.suppress(OSError):
             before = Path(f"{self._prefix}.stacks").stat().st_size
-            if self._shows:
+            if self.shows:
                 signal.pidfd_send_signal(self._pidfd, STACKS_SIGNAL)
             return before
         return 0
@@ -56,7 +79,11 @@ class Pulse:
 
 
 def stacks_of(pulses: Sequence[Pulse]) -> list[str]:
-    """Return the stacks of several ranks, "" for one that does not answer within 0.3 s."""
+    """Return the stacks of several ranks, "" for one that does not answer."""
     begins = [pulse.ask() for pulse in pulses]
     time.sleep(_ANSWER_S if pulses else 0.0)
+    deadline = time.monotonic() + _LATE_S
+    for pulse, begin in zip(pulses, begins, strict=True):
+        while pulse.shows and not pulse.answer(begin) and time.monotonic() < deadline:
+            time.sleep(0.05)
     return [pulse.answer(begin) for pulse, begin in zip(pulses, begins, strict=True)]

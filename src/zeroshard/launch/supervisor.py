@@ -71,6 +71,7 @@ class Failure:
     consequence: bool = False
     stalled: bool = False  # it gave up waiting for others
     stacks: str = ""  # where it was when another rank gave up
+    hung: bool = False  # it did not even answer then
     host: str = ""  # where it ran, if there are several
 
     @property
@@ -142,7 +143,6 @@ class _Watched:
     pid: int
     pidfd: int
     pulse: Pulse
-    begun_at: float
     end_by: float | None = None
     ended_by_us: bool = False
     ended_at: float | None = None
@@ -150,6 +150,7 @@ class _Watched:
     left_at: float | None = None  # its script has ended well
     status: int | None = None
     stacks: str = ""
+    hung: bool = False
 
     @property
     def alive(self) -> bool:
@@ -170,7 +171,7 @@ class _Stall:
     def is_new(self, ranks: list[_Watched]) -> bool:
         """Whether the `ranks`, all alive, have stalled since it was told last."""
         beats = [watched.pulse.last_beat() for watched in ranks]
-        last = max(beat or watched.begun_at for beat, watched in zip(beats, ranks, strict=True))
+        last = max(watched.pulse.last_sign() for watched in ranks)
         if time.monotonic() - last <= self.limit_s or last == self._told_of:
             return False
         if not (all(beats) or self.ends):
@@ -341,6 +342,7 @@ class Supervisor:
             consequence=bool(report.get("consequence", was_ended)),
             stalled=bool(report.get("stalled", False)),
             stacks=watched.stacks,
+            hung=watched.hung and watched.failed_at is None,
         )
 
     def _report_of(self, pid: int) -> dict[str, object]:
@@ -391,6 +393,7 @@ class Supervisor:
         answers = stacks_of([watched.pulse for watched in ranks])
         for watched, stacks in zip(ranks, answers, strict=True):
             watched.stacks = stacks
+            watched.hung = watched.pulse.shows and not stacks
 
     def _read_events(self) -> None:
         self._unread += os.read(self._fifo, 1 << 16)
@@ -432,7 +435,7 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
             pulse = Pulse(self.directory, pid, pidfd, shows=shows)
-            watched = _Watched(rank, self._generation, pid, pidfd, pulse, begun_at=time.monotonic())
+            watched = _Watched(rank, self._generation, pid, pidfd, pulse)
             # other threads iterate over the old one
             self._watched = {**self._watched, pid: watched}
             self._selector.register(watched.pidfd, selectors.EVENT_READ, watched)
