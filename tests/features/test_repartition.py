@@ -27,7 +27,9 @@ from tests.support.broken_storage import Broken, patched
 from tests.support.harness import ROOT, run_ranks, spawn_ranks
 from tests.support.repartitions import Trained, loaded, made, rests
 from tests.support.training import batch, make_model
+from zeroshard.checkpoint import save as saving
 from zeroshard.comm.hand_over import HandOver
+from zeroshard.runtime.engine import parts_of
 from zeroshard.runtime.relayout import Departure
 
 Change = dict[str, Any]
@@ -485,13 +487,24 @@ def _fewer_ranks(rank: int, world: int, path: str) -> None:
     run = made(policy="zero3", mesh=everyone)
     run.train(rank, range(1))
     saver = zs.Saver(path, run.engine)
-    saver.save(1)
-    run.engine.repartition(mesh=alone)
+    may_write, write = threading.Event(), saving.write_shard
+
+    def waiting(*args: Any) -> Any:
+        may_write.wait(20)
+        return write(*args)
+
+    with patched(saving, "write_shard", waiting):
+        saver.save(1)  # its files are written when the layout is another
+        run.engine.repartition(mesh=alone)
+        may_write.set()
+        if rank == 0:
+            saver.wait()
     if rank == 0:
         run.train(rank, range(1, 2))
         saver.save(2)
         saver.close()
         assert zs.latest_step(path) == 2
+        assert zs.load(path, run.engine, step=1).step == 1  # of both ranks
     else:
         with pytest.raises(zs.StateError, match="has left the ranks of its engine"):
             saver.save(2)  # when the file under way is written
@@ -586,8 +599,8 @@ def _fails_on_the_way(rank: int, world: int, transport: str, at: int) -> str:
 
     torch.Tensor.copy_ = failing  # type: ignore[method-assign, assignment]
     try:
-        with patched(Departure, "begin", begun):
-            run.engine.repartition(policy="zero3")
+        with patched(Departure, "begin", begun):  # elements go from rank to rank
+            run.engine.repartition(policy="zero3", shares=[0.25, 0.75])
         told = ""
     except (MemoryError, zs.StateError) as error:
         told = f"{type(error).__name__}: {error}"
@@ -651,8 +664,9 @@ def _nothing_left(rank: int, world: int, path: str) -> None:
     disk = _away(folder, weight="disk", grad="disk", optimizer="disk")
     run = made(**row, **disk)
     run.train(rank, range(1))
-    seen, mapped = [], []
+    seen, mapped, before = [], [], []
     for _ in range(3):
+        before.append(parts_of(run.engine).context)  # closed, not only dropped
         run.engine.repartition(policy="zero1", offload={})
         run.train(rank, range(1))
         seen.append(_held(folder))
