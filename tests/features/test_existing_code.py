@@ -4,6 +4,7 @@ a NaN in a file, or a hang.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -11,19 +12,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
+from tests.support.harness import run_ranks
 from tests.support.training import (
+    State,
     batch,
+    differences,
     equal,
+    final_state,
     make_model,
     make_sharded,
     on_rows,
     take_steps,
     train,
     two_groups,
+    wrapped,
 )
 from zeroshard.errors import ConfigError, StateError
 
@@ -383,3 +390,106 @@ def _adversaries(rank: int, world: int, row: str) -> None:
 
 def test_two_engines_train_against_each_other_as_under_ddp() -> None:
     on_rows(_adversaries)
+
+
+# ---------------------------------------------------------------------------- momentum encoders
+
+
+class _Encoder(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+class _MoCo(nn.Module):
+    """Momentum contrast as published: an encoder of keys that follows that of queries, a queue of
+    keys, and batches that are shuffled over the ranks for the norms.
+    """
+
+    def __init__(self, writes: str) -> None:
+        super().__init__()
+        self.writes = writes
+        self.encoder_q, self.encoder_k = _Encoder(), _Encoder()
+        for query, key in self._pairs():
+            key.data.copy_(query.data)
+            key.requires_grad = False
+        self.register_buffer("queue", nn.functional.normalize(torch.randn(4, 32), dim=0))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def _pairs(self) -> Any:
+        return zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True)
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        for query, key in self._pairs():
+            if self.writes == "data":
+                key.data = key.data * 0.9 + query.data * 0.1
+            elif self.writes == "in place":
+                key.mul_(0.9).add_(query, alpha=0.1)
+            else:
+                key.copy_(key * 0.9 + query * 0.1)
+
+    def forward(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        q = nn.functional.normalize(self.encoder_q(queries))
+        with torch.no_grad():
+            self._follow()
+            order = torch.randperm(len(keys) * dist.get_world_size())
+            dist.broadcast(order, src=0)
+            mine = order.view(dist.get_world_size(), -1)[dist.get_rank()]
+            k = _of_all(nn.functional.normalize(self.encoder_k(_of_all(keys)[mine])))
+            k = k[torch.argsort(order)]
+            own = k.view(dist.get_world_size(), -1, 4)[dist.get_rank()]
+        scores = [(q * own).sum(1, keepdim=True), q @ self.queue.clone()]
+        at = int(self.place)
+        self.queue[:, at : at + len(k)] = k.T
+        self.place[0] = (at + len(k)) % self.queue.size(1)
+        target = torch.zeros(len(q), dtype=torch.long)
+        return nn.functional.cross_entropy(torch.cat(scores, dim=1) / 0.07, target)
+
+
+def _of_all(tensor: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return torch.cat(parts)
+
+
+def _contrasted(rank: int, kind: str, writes: str, *, loads: bool) -> State:
+    torch.manual_seed(0)
+    model = _MoCo(writes)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    module, engine = wrapped(model, optimizer, kind)
+    torch.manual_seed(5 + rank)
+    for step in range(4):
+        if loads and step == 2:  # what is read again after a write is read before the next
+            context = engine.gathered(writeback=True) if engine else contextlib.nullcontext()
+            with context, torch.no_grad():
+                model.encoder_k[0].weight.mul_(0.5)
+        module(torch.randn(4, 8), torch.randn(4, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return final_state(model, engine)
+
+
+def _all_contrasted(rank: int, world: int, writes: str) -> list[str]:
+    loads = writes == "data"
+    reference = _contrasted(rank, "torch-ddp", writes, loads=loads)
+    return [
+        f"{row}: {line}"
+        for row in ("ddp", "zero1", "zero2")
+        for line in differences(_contrasted(rank, row, writes, loads=loads), reference)
+        if "running_" not in line  # statistics of this rank's batches
+    ]
+
+
+@pytest.mark.parametrize("writes", ["data", "in place", "copy"])
+def test_a_model_may_write_alike_to_frozen_weights_that_every_rank_keeps_whole(writes: str) -> None:
+    assert run_ranks(2, _all_contrasted, writes) == [[], []]
+
+
+def _refused(rank: int, world: int, writes: str) -> None:
+    with pytest.raises(StateError, match=r"'encoder_k\.0\.weight' was written to while it was"):
+        _contrasted(rank, "zero3", writes, loads=False)
+
+
+@pytest.mark.parametrize("writes", ["data", "in place"])
+def test_a_model_that_writes_to_its_sharded_weights_is_told(writes: str) -> None:
+    run_ranks(2, _refused, writes)

@@ -53,8 +53,11 @@ class _Tie:
     until it is removed.
     """
 
-    def __init__(self, hooks: Hooks, unit: Unit, parameter: nn.Parameter, name: str) -> None:
+    def __init__(
+        self, hooks: Hooks, unit: Unit, segment: Segment, parameter: nn.Parameter, name: str
+    ) -> None:
         self.name = name
+        self.keeps_writes = segment.keeps_writes
         self._hooks = weakref.ref(hooks)  # [Note: weak hooks]
         self._unit = weakref.ref(unit)
         self._parameter = weakref.ref(parameter)
@@ -340,7 +343,7 @@ class Hooks:
 
     def _tie_parameters(self, unit: Unit, segment: Segment) -> None:
         for name, parameter in zip(segment.names, segment.parameters, strict=True):
-            self._handles.append(_Tie(self, unit, parameter, name))
+            self._handles.append(_Tie(self, unit, segment, parameter, name))
             if unit.state is not UnitState.FULL:
                 release_class(parameter)
 

@@ -64,6 +64,17 @@ class Parameters:
         for local, view in zip(self._locals, views, strict=True):
             local.data = view
 
+    def adopt(self) -> None:
+        """Take over the numbers of tensors of their kind that attached parameters have been pointed
+        at since (``param.data = tensor``).
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for local, view in zip(self._locals, self._there, strict=True):
+                moved = self._there is not self._released and local.data_ptr() != view.data_ptr()
+                if moved and (local.shape, local.dtype) == (view.shape, view.dtype):
+                    view.copy_(local)
+                    local.data = view
+
     def detach(self) -> None:
         """Point the parameters at their NaN."""
         self._point_at(self._released)

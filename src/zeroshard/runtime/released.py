@@ -56,6 +56,10 @@ class Tie(Protocol):
 
     name: str
 
+    @property
+    def keeps_writes(self) -> bool:
+        """Whether the parameter may be written to once it is here."""
+
     def gather(self, operation: str) -> None:
         """Bring the parameter's unit here for a use of it by `operation`; StateError where that
         may not be done.
@@ -92,6 +96,8 @@ class _Released(torch.Tensor):
             return _describe(released[0])
         operation = _name_of(func)
         for parameter in _written(func, operation, args, kwargs):
+            if parameter._zeroshard.keeps_writes:
+                continue
             raise StateError(
                 f"parameter {parameter._zeroshard.name!r} was written to while it was released, and"
                 " the write is lost: edit it inside engine.gathered(writeback=True) (a model that"

@@ -77,6 +77,13 @@ class Segment:
         return self.grad is not None or not self.flat.replicated or self.rewritten
 
     @property
+    def keeps_writes(self) -> bool:
+        """Whether its parameters may be written to wherever they can be read, alike on every rank:
+        every rank keeps them whole, on the device, and no step writes to them.
+        """
+        return self.grad is None and self.flat.replicated and not self.flat.buffer.is_ours
+
+    @property
     def master_is_weight(self) -> bool:
         """Whether the optimizer steps the weights themselves."""
         return self.master is not None and self.aliased == self.master.numel
@@ -149,6 +156,8 @@ class Segment:
             if self.flat.replicated:
                 for view, value in zip(self.flat.views, values, strict=True):
                     view.copy_(value)
+                # a peer's slice may have been written to since, by the model itself
+                self.rewritten = self.rewritten and not self.keeps_writes
             else:
                 _fill(self.flat.rest, self.flat.layout.pieces_in(self.flat.rest_span), values)
             if self.master is not None and not self.master_is_weight:

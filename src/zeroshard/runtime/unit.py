@@ -235,6 +235,8 @@ class Unit:
             keeps_writes = segment.flat.replicated and (
                 segment.master is None or segment.master_is_weight
             )
+            if segment.keeps_writes:
+                segment.seen.adopt()
             name = name or segment.seen.lost(writes=not keeps_writes)
             segment.seen.detach()
             num_bytes += segment.flat.release(for_backward=for_backward)
@@ -279,8 +281,11 @@ class Unit:
 
     def check_memory(self) -> None:
         """Raise StateError where ``param.data`` of a FULL unit leads elsewhere: no step would
-        change such a parameter.
+        change such a parameter. What the user keeps whole by himself is taken over.
         """
+        for segment in self.segments:
+            if segment.keeps_writes:
+                segment.seen.adopt()
         name = next(
             filter(None, (segment.seen.lost(writes=False) for segment in self.segments)), None
         )
