@@ -1120,6 +1120,13 @@ def _three_forwards(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [torch.cat([model(scale * x) for scale in (1, 2, 3)]).square().mean()]
 
 
+def _read_ahead(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """A weight of the checkpoint that comes first in the backward is read before all others."""
+    last = model.blocks[-1]
+    own = next(iter(last.parameters()))
+    return [model(nn.functional.linear(x, own)).square().mean()]
+
+
 def _penalty_and_again(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """Two backwards through one graph."""
     loss = _two_forwards(model, x)[0]
@@ -1175,7 +1182,7 @@ def _whole_before_it_leaves(
     [
         (block, losses, units)
         for block in (_Two, _NeverCalled)
-        for losses in ("_two_forwards", "_three_forwards", "_penalty_and_again")
+        for losses in ("_two_forwards", "_three_forwards", "_read_ahead", "_penalty_and_again")
         for units in (False, True)
         # docs/STATUS.md: a module of a unit of its own that nothing calls, and a penalty
         if (block, losses, units) != (_NeverCalled, "_penalty_and_again", True)
