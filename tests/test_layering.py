@@ -43,6 +43,7 @@ LAYERS = {
     "rejoin": 5,
     "repartition": 5,
     "checks": 5,
+    "operation_flops": 1,
     "activations": 5,
     "planning": 5,
     "auto": 5,

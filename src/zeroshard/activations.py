@@ -9,6 +9,9 @@ Parameters stand in the dtype in which they compute, and are not counted: where 
 engine's affair (planner/playback.py). Everything else is: saved and passing activations, gradients
 until the engine takes them, what checkpointing recomputes, logits and loss.
 
+FLOPs are counted of each operation (operation_flops.py), as those of the unit whose module runs, or
+whose outputs' gradients came last.
+
 Invariant: the events come in the order in which runtime/loop.py meets them; the module, its
 parameters and the random generators are as they were. Cost: some 0.1 ms per operation. It does not
 see what a kernel allocates inside itself, and traces the kernels of the CPU.
@@ -17,6 +20,7 @@ see what a kernel allocates inside itself, and traces the kernels of the CPU.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -29,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.errors import ConfigError
+from zeroshard.operation_flops import flops_of
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.trace import ActivationTrace, Event, Moment
 from zeroshard.planner.training import Training
@@ -70,7 +75,13 @@ def trace_activations(
         with counted, torch.enable_grad():
             torch.func.functional_call(step, tensors, (arguments,))
     return ActivationTrace(
-        tuple(events.moments), training.tokens, training.checkpointing, buffer_bytes
+        tuple(events.moments),
+        training.tokens,
+        training.checkpointing,
+        buffer_bytes,
+        tuple(
+            (counted.flops[unit, False], counted.flops[unit, True]) for unit in range(len(plans))
+        ),
     )
 
 
@@ -141,11 +152,17 @@ class _Step(nn.Module):
 
 
 class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operations make, until the last reference to each dies."""
+    """Counts the storages that operations make, until the last reference to each dies, and FLOPs
+    by unit and pass.
+    """
 
     def __init__(self, vocab: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.logits = 0
+        # by unit, and whether in the backward
+        self.flops: defaultdict[tuple[int, bool], float] = defaultdict(float)
+        self._at = (0, False)  # unit and pass that operations are of
+        self._inside: list[int] = []  # units of the modules whose forward is under way
         self._vocab = vocab  # the last dimension of logits; 0: none
         self._most = (0, 0)  # bytes, of them logits, when there were most
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -154,10 +171,26 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.flops[self._at] += flops_of(func, args, kwargs or {}, out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and not getattr(func, "is_view", False):
                 self._add(tensor)
         return out
+
+    def begin(self, unit: int) -> None:
+        """The forward of a module begins that needs `unit`."""
+        self._inside.append(unit)
+        self._at = (unit, self._at[1])
+
+    def end(self) -> None:
+        """It has ended: the module around it goes on."""
+        self._inside.pop()
+        if self._inside:
+            self._at = (self._inside[-1], self._at[1])
+
+    def turn(self, unit: int | None = None) -> None:
+        """The backward goes on with `unit`."""
+        self._at = (self._at[0] if unit is None else unit, True)
 
     def _add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -268,12 +301,14 @@ class _Events:
 
     def begin_module(self, units: Sequence[int]) -> None:
         """A module's forward begins, which needs `units`."""
+        self._counted.begin(units[0])
         for unit in units:
             self._used[unit] += 1
             self._need(unit)
 
     def end_module(self, units: Sequence[int]) -> None:
         """It has ended."""
+        self._counted.end()
         for unit in units:
             self._used[unit] -= 1
             if self._used[unit]:
@@ -288,6 +323,7 @@ class _Events:
 
     def arrived(self, units: Sequence[int]) -> None:
         """A gradient has come to the outputs of a module that needs `units`."""
+        self._counted.turn(units[0])
         for unit in units:
             self._backward[unit] = None
             self._finished.pop(unit, None)
@@ -316,6 +352,7 @@ class _Events:
         self._release_idle()
         self._note("turn")
         self.in_backward = True
+        self._counted.turn()
 
     def end(self) -> None:
         """The backward is over."""

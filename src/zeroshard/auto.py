@@ -94,7 +94,13 @@ def decide(
     """
     machine = _machine(everyone, node_size)
     training = _training(optimizer, settings)
-    shape = replace(shape_of_module(model, training, settings.units), decoder=None)
+    # no activations; of whatever model, a step is taken to be of tokens
+    shape = replace(
+        shape_of_module(model, training, settings.units),
+        decoder=None,
+        tokenwise=True,
+        positions=None,
+    )
     refused: list[ConfigError] = []
 
     def possible(policies: Iterable[Policy]) -> list[Policy]:

@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.activations import trace_activations
 from zeroshard.core.precision import PRECISIONS, dtype_name
 from zeroshard.errors import ConfigError
 from zeroshard.planner import Axes, Machine, ModelShape, Plan, Training, describe, make_plan
-from zeroshard.planner.families import shape_of_config
+from zeroshard.planner.families import positions_of, shape_of_config
 from zeroshard.planner.files import read_model
-from zeroshard.planner.model import GroupShape, UnitShape
+from zeroshard.planner.model import GroupShape, UnitShape, fitted
 from zeroshard.runtime.build import compute_dtypes
 from zeroshard.runtime.units import UnitPlan, partition_units
 
@@ -82,11 +83,14 @@ def shape_with_activations(
     how they are known. Raises ConfigError where the module does not run with `inputs`.
     """
     shape, given = shape_of_module(model, training), inputs is not None
+    if inputs is not None:
+        shape = replace(shape, inputs=_token_ids(inputs))
+    training = fitted(shape, training)[1]
     if inputs is None and getattr(model, "main_input_name", None) == "input_ids":  # Transformers
         tokens = torch.empty(training.batch, training.sequence, dtype=torch.int64, device="meta")
         inputs = {"input_ids": tokens, "labels": tokens}
     if inputs is None:
-        known = "in closed form" if shape.decoder is not None else "not known: no inputs"
+        known = "in closed form" if shape.decoder is not None else "not known: no inputs were given"
         return replace(shape, note=f"activations {known}")
     try:
         with _checkpointing(model, training.checkpointing and not given):
@@ -98,6 +102,14 @@ def shape_with_activations(
         known = "not known" if shape.decoder is None else "in closed form"
         return replace(shape, note=f"activations {known}: the model could not be traced ({reason})")
     return replace(shape, note="activations traced", trace=trace)
+
+
+def _token_ids(inputs: Sequence[Any] | Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the shape of the token ids that `inputs` begin with, None where they do not."""
+    first = next((one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)), None)
+    if first is None or first.dim() != 2 or first.dtype not in (torch.int32, torch.int64):
+        return None
+    return first.shape[0], first.shape[1]
 
 
 @contextmanager
@@ -141,15 +153,24 @@ def shape_of_module(model: nn.Module, training: Training, spec: Any = None) -> M
         shapes = (GroupShape(tuple(part), *key) for key, part in groups.items())
         units.append(UnitShape(unit.name, tuple(shapes), uses[number]))
 
-    decoder, used = None, None
+    decoder, used, positions = None, None, None
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     if callable(to_dict):
+        fields: dict[str, Any] = to_dict()
+        positions = positions_of(fields)
         try:
-            known = shape_of_config(to_dict(), type(model).__name__)
+            known = shape_of_config(fields, type(model).__name__)
             decoder, used = known.decoder, known.used_numel
         except ConfigError:  # not a family that is known in closed form
             decoder = None
-    return ModelShape(type(model).__name__, tuple(units), decoder, used)
+    return ModelShape(
+        type(model).__name__,
+        tuple(units),
+        decoder,
+        used,
+        tokenwise=decoder is not None,
+        positions=positions,
+    )
 
 
 def _uses(model: nn.Module, plans: Sequence[UnitPlan]) -> Counter[int]:

@@ -28,6 +28,7 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.policy import ROWS
 from zeroshard.planner import ModelShape
 from zeroshard.planner.closed_form import closed_form
+from zeroshard.planner.durations import Durations
 from zeroshard.planner.exact import LaidOut, rest_bytes
 from zeroshard.planner.held import Exchange
 from zeroshard.planner.peak import peak_bytes
@@ -325,6 +326,53 @@ def test_a_trace_leaves_nothing_behind_and_the_module_as_it_was() -> None:
     turn = [moment.event for moment in trace.moments].index("turn")
     after = [moment.unit for moment in trace.moments[turn:] if moment.event == "gather"]
     assert after == [4, 3, 2, 1, 0]
+
+
+class _Convolved(nn.Module):
+    """Two convolutions of the same shapes, of which the second sees half of the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv1d(16, 16, 3, padding=1) for _ in range(2))
+        self.lstm = nn.LSTM(16, 32, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.max_pool1d(self.convs[0](x), 2)
+        return self.lstm(self.convs[1](x).transpose(1, 2))[0].sum()
+
+
+def test_flops_are_counted_unit_by_unit_in_the_traced_pass() -> None:
+    """2 per weight and sample forward, 4 backward, of the first layer 2: its input needs none."""
+    model, training = _Convolved(), zs.Training("fp32")
+    shape = shape_with_activations(model, training, (torch.zeros(4, 16, 20),))
+    assert shape.trace is not None and not shape.tokenwise
+    conv, lstm = 2 * 4 * 20 * 16 * 16 * 3, 2 * 4 * 10 * 4 * 32 * (16 + 32)
+    counted = dict(zip((unit.name for unit in shape.units), shape.trace.flops, strict=True))
+    assert counted["convs.0"] == (conv, conv)
+    assert counted["convs.1"] == (conv / 2, conv)
+    assert counted["lstm.weight_ih_l0"] == (lstm, 2 * lstm)
+    machine = zs.Machine.of("CPU")
+    seconds = Durations(LaidOut(shape, machine.mesh), machine, training).compute_s()
+    total = conv + conv + conv / 2 + conv + 3 * lstm
+    assert seconds == pytest.approx(total / (0.5 * machine.speeds.fp32_flops))
+
+
+def test_counted_flops_have_attention_and_what_is_recomputed() -> None:
+    """A GPT's block, whose attention torch counts 4 and 10 times tokens x length x width."""
+    tokens, (length, width, layers, vocab) = torch.zeros(2, 64, dtype=torch.int64), SIZES["small"]
+    training = zs.Training("fp32")
+    shape = shape_with_activations(_built("gpt", "small"), training, (tokens, tokens))
+    assert shape.trace is not None and shape.inputs == (2, 64)
+    products, attention = 2 * 128 * 12 * width**2, 128 * length * width
+    forward, backward = products + 4 * attention, 2 * products + 10 * attention
+    assert shape.trace.flops[1 : 1 + layers] == ((forward, backward),) * layers
+    head = 2 * 128 * vocab * width
+    assert sum(ahead for ahead, _ in shape.trace.flops) == layers * forward + head
+    model = Recomputed(width=16, layers=3)
+    both = shape_with_activations(model, training, (tokens[:, :8], tokens[:, :8]))
+    assert both.trace is not None
+    again = [back / ahead for ahead, back in both.trace.flops[1:4]]  # all but the last product
+    assert again == [2.5] * 3
 
 
 @pytest.mark.parametrize(

@@ -108,10 +108,37 @@ def test_a_gpu_without_bf16_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 FACTORY = """
+import torch
 from torch import nn
 
 def small():
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(4)))
+
+class ConvLstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.Sequential(*(nn.Conv1d(16, 16, 3, padding=1) for _ in range(2)))
+        self.lstm = nn.LSTM(16, 32, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(self.convs(x).transpose(1, 2))[0].sum()
+
+def traced():
+    return ConvLstm(), (torch.empty(4, 16, 20, device="meta"),)
+
+def larger():
+    return ConvLstm(), (torch.empty(4, 16, 2000, device="meta"),)
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+def scale():
+    return Scale(), (torch.empty(4, 8),)
 
 def broken():
     raise RuntimeError("no such\\nlayer")
@@ -136,6 +163,80 @@ def test_a_factory_is_planned_in_the_runtimes_units(
     assert _run("--model", f"{factories}:small", "--json") == 0
     model = json.loads(capsys.readouterr().out)["model"]
     assert (model["parameters"], model["units"]) == (4 * 72, 4)
+
+
+def _planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the JSON of a plan, and the lines that the command prints."""
+    assert _run(*argv, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert _run(*argv) == 0
+    return plan, capsys.readouterr().out.splitlines()
+
+
+def _notes(lines: list[str]) -> str:
+    return " ".join(line for line in lines if line.startswith(("note", "model")))
+
+
+def test_a_model_that_is_no_decoder_has_times_where_its_flops_were_counted(
+    factories: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = []
+    for name in ("ConvLstm", "traced", "larger", "scale"):
+        plan, lines = _planned(capsys, "--model", f"{factories}:{name}", "--gpu", "CPU")
+        (head,) = (line for line in lines if line.startswith("row "))
+        rows, text = plan["rows"], "\n".join(lines)
+        assert all(row["tokens_per_s"] is None for row in rows) and "tokens/s" not in head
+        is_timed = name in ("traced", "larger")
+        assert all((row["step_s"] is not None) is is_timed for row in rows), name
+        assert ("s/step" in head) is is_timed
+        assert ("steps are without times" in _notes(lines)) is not is_timed
+        assert ("peaks are without activations" in _notes(lines)) is (name == "ConvLstm")
+        assert ("return (module, inputs)" in _notes(lines)) is (name == "ConvLstm")
+        assert ("activations traced" in _notes(lines)) is (name != "ConvLstm")
+        assert "tokens a step" not in text and plan["recommended"]["row"] is not None
+        assert ("fastest" in plan["recommended"]["reason"]) is is_timed
+        seconds += [rows[0]["step_s"]] if is_timed else []
+    assert seconds[1] > 10 * seconds[0]
+
+
+def test_a_sweep_and_stages_of_a_model_without_flops_say_so(
+    factories: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run("--model", f"{factories}:ConvLstm", "--sweep", "gpus=1..4") == 2
+    error = capsys.readouterr().err
+    assert "the FLOPs of ConvLstm are not known" in error and "return (module, inputs)" in error
+    assert _run("--model", f"{factories}:traced", "--sweep", "gpus=1..2") == 0
+    assert "tokens" not in capsys.readouterr().out
+    stages = ("--gpus", "2", "--pp", "2", "--micro-batches", "4")
+    plan, lines = _planned(capsys, "--model", f"{factories}:traced", *stages)
+    assert all(row["step_s"] is None and row["bubble"] == 0 for row in plan["rows"])
+    assert "what was traced is not cut along tp and pp" in _notes(lines)
+
+
+def test_sequences_are_no_longer_than_the_model_has_positions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 97, "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    plan, lines = _planned(capsys, str(tmp_path))
+    assert plan["training"]["sequence"] == 64 and "1 x 1 x 64 tokens a step" in "\n".join(lines)
+    assert "sequences of 64 tokens, as many as it has positions" in _notes(lines)
+    plan, lines = _planned(capsys, str(tmp_path), "--sequence", "32")
+    assert plan["training"]["sequence"] == 32 and "positions" not in _notes(lines)
+    for more in ((), ("--sweep", "gpus=1..2"), ("--gpus", "2", "--shares", "memory")):
+        assert _run(str(tmp_path), "--sequence", "128", *more) == 2
+        assert "longer than the 64 positions" in capsys.readouterr().err
+
+
+def test_what_was_traced_with_token_ids_is_planned_for_as_many(
+    factories: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = torch.zeros(3, 8, dtype=torch.int64, device="meta")
+    plan = zs.plan(make_model(), zs.Machine.of("CPU"), inputs=(tokens, tokens))
+    assert (plan.training.batch, plan.training.sequence) == (3, 8)
+    for row in plan.rows:
+        assert row.step_s is not None and row.tokens_per_s == pytest.approx(24 / row.step_s)
+    assert all(row.step_s is None for row in zs.plan(make_model(), zs.Machine.of("CPU")).rows)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def _planned(ranks: int) -> dict[str, PlannedRow]:
     """Return the rows on the device, planned with room for all, by name."""
     machine = zs.Machine.of("A100-80", gpus=ranks)
     training = zs.Training("bf16", "fp32")
-    shape = replace(shape_of_module(_model()[0], training), decoder=None)
+    shape = replace(shape_of_module(_model()[0], training), decoder=None, tokenwise=True)
     rows = make_plan(shape, machine, training).rows
     return {row.row: row for row in rows if set(row.tiers.values()) == {"device"}}
 

@@ -376,6 +376,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.axes is not None:
         yield from _axes(plan, plan.axes)
     step = f"{training.micro_batches} x {training.batch} x {training.sequence} tokens"
+    if not plan.model.takes_tokens:
+        step = f"{training.micro_batches} micro-batch(es)"
     activations = "recomputed" if training.checkpointing else "kept"
     if training.accumulation_bytes is not None:
         held = f"{size_text(training.accumulation_bytes)} of gradients between micro-batches"
@@ -392,8 +394,24 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "note", f"{machine.name} has no bf16 arithmetic: times are fp16's, take fp16 there"
     if training.optimizer == "adam-8bit":
         yield "note", "8-bit Adam is planned only: zs.shard refuses what is not elementwise"
-    if model["decoder"] is None:
-        yield "note", "the model's sizes are not known: peaks are without activations"
+    yield from _unknown(plan)
+
+
+def _unknown(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what is not known of the model, and what would tell it."""
+    model = plan.model
+    # a traced pass is of the whole model, not of its stages
+    lacks_activations = model.decoder is None and (model.trace is None or plan.axes is not None)
+    lacks_times = any(row.step_s is None for row in plan.rows)
+    lacks = ["peaks are without activations"] if lacks_activations else []
+    lacks += ["steps are without times"] if lacks_times else []
+    if not lacks:
+        return
+    why = "no decoder's sizes and no inputs are known: have the factory return (module, inputs)"
+    if model.trace is not None:
+        why = "no matrix product or convolution was counted"
+        why = "what was traced is not cut along tp and pp" if plan.axes is not None else why
+    yield "note", f"{', '.join(lacks)}: {why}"
 
 
 def _axes(plan: Plan, axes: Axes) -> Iterator[tuple[str, str]]:
@@ -441,7 +459,9 @@ def _cells(row: PlannedRow, axes: Axes | None) -> dict[str, str]:
         "elsewhere": elsewhere(row.tiers),
         **{name: three_digits(number / 1e9) for name, number in numbers.items()},
         **bubble,
-        "s/step": three_digits(row.step_s),
-        "tokens/s": f"{row.tokens_per_s:,.0f}",
-        "fits: bound by": f"{'yes' if row.fits else 'no'}: {row.bound_by}",
+        "s/step": "-" if row.step_s is None else three_digits(row.step_s),
+        "tokens/s": "-" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
+        "fits: bound by": "yes"
+        if row.fits and row.step_s is None
+        else f"{'yes' if row.fits else 'no'}: {row.bound_by}",
     }

@@ -37,11 +37,13 @@ def print_sweep(model: ModelShape, machine: Machine, points: Sequence[Point]) ->
     say(f"model     {model.name}: {model.numel:,} parameters")
     say(f"machine   {numbers[0]} to {numbers[-1]} x {machine.name}, {machine.node_size} in a node")
     best = max(points, key=lambda point: point.efficiency)
-    speed = best.tokens_per_s_per_gpu / best.efficiency
+    speed = ""
+    if best.tokens_per_s_per_gpu is not None:
+        per_gpu = best.tokens_per_s_per_gpu / best.efficiency
+        speed = f" 100% are {per_gpu:,.0f} tokens/s a GPU;"
     for title, texts in (
         (
-            "efficiency, %: forward and backward alone over the step; 100% are"
-            f" {speed:,.0f} tokens/s a GPU; (does not fit)",
+            f"efficiency, %: forward and backward alone over the step;{speed} (does not fit)",
             {name: [_percent(point) for point in line] for name, line in rows.items()},
         ),
         (

@@ -5,8 +5,9 @@ for each class of link. Every assumption is here and in docs/planner.md.
     other tiers   latency + bytes / the slowest of host link, this rank's share of the host's
                   memory, and of the disk; a sum that comes to rest there is read once more, to know
                   whether it is finite (state/reduction.py: RunningSum)
-    compute       FLOPs / achieved FLOP/s: 2 per parameter and token forward, 4 backward (2 for what
-                  is frozen), 2 once more where recomputed, and attention's share
+    compute       FLOPs / achieved FLOP/s: those counted in a traced pass, or, of a decoder, 2 per
+                  parameter and token forward, 4 backward (2 for what is frozen), 2 once more where
+                  recomputed, and attention's share
     casts, codecs, the optimizer's step on the device
                   bytes read and written / bandwidth of its memory
 
@@ -103,16 +104,11 @@ class Durations:
         return 1.0 if model.used_numel is None else model.used_numel / model.numel
 
     def compute(self, unit: int) -> tuple[Task, Task]:
-        """Return the forward and the backward of `unit`."""
-        groups, tokens = self.laid_out.model.units[unit].groups, self.training.tokens
-        # what is looked up is not multiplied
-        numel = sum(group.numel - group.looked_up for group in groups) * self._used
-        trained = sum(g.numel - g.looked_up for g in groups if g.trained) * self._used
-        attention = self._attention[unit]
-        forward = 2.0 * numel * tokens + attention
-        backward = 2.0 * (numel + trained) * tokens + 2 * attention
-        if self.training.checkpointing:
-            backward += forward
+        """Return the forward and the backward of `unit`; without seconds where the model's FLOPs
+        are not known (``ModelShape.is_timed``).
+        """
+        model = self.laid_out.model
+        forward, backward = self._of_tokens(unit) if model.tokenwise else model.counted(unit)
 
         def task(name: str, flops: float, waits: float) -> Task:
             return Task("compute", name, flops / self._flops + waits, takes=self.cores)
@@ -120,10 +116,25 @@ class Durations:
         ahead, back = self._all_reduces[unit]
         return task("forward", forward, ahead), task("backward", backward, back)
 
+    def _of_tokens(self, unit: int) -> tuple[float, float]:
+        """Return the FLOPs of a forward and a backward of `unit`, of whose parameters each token
+        meets each.
+        """
+        groups, tokens = self.laid_out.model.units[unit].groups, self.training.tokens
+        # what is looked up is not multiplied
+        numel = sum(group.numel - group.looked_up for group in groups) * self._used
+        trained = sum(g.numel - g.looked_up for g in groups if g.trained) * self._used
+        attention = self._attention[unit]
+        forward = 2.0 * numel * tokens + attention
+        backward = 2.0 * (numel + trained) * tokens + 2 * attention
+        return forward, backward + (forward if self.training.checkpointing else 0.0)
+
     def weights_s(self, unit: int) -> float:
         """Return the seconds of the part of a backward of `unit` that brings its weights'
         gradients, which zero-bubble schedules run by itself.
         """
+        if not self.laid_out.model.tokenwise:  # nothing that was counted is cut into stages
+            return 0.0
         groups = self.laid_out.model.units[unit].groups
         trained = sum(g.numel - g.looked_up for g in groups if g.trained) * self._used
         return 2.0 * trained * self.training.tokens / self._flops

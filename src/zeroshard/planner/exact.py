@@ -112,13 +112,16 @@ class LaidOut:
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """Of each unit the number of the first of the same shapes and passes; unequal shares are
-        rounded otherwise from unit to unit.
+        """Of each unit the number of the first of the same shapes, passes and counted FLOPs;
+        unequal shares are rounded otherwise from unit to unit.
         """
         if self.shares is not None:
             return tuple(range(len(self.model.units)))
         first: dict[object, int] = {}
-        keys = [(_key(unit), self.is_reached(at)) for at, unit in enumerate(self.model.units)]
+        keys = [
+            (_key(unit), self.is_reached(at), self.model.counted(at))
+            for at, unit in enumerate(self.model.units)
+        ]
         for number, key in enumerate(keys):
             first.setdefault(key, number)
         return tuple(first[key] for key in keys)

@@ -22,7 +22,7 @@ from zeroshard.core.untrusted import NotReadable, from_json, read_file
 from zeroshard.errors import ConfigError
 from zeroshard.planner.model import Decoder, ModelShape, Shape, pack_units
 
-__all__ = ["is_known", "read_config", "shape_of_config"]
+__all__ = ["is_known", "positions_of", "read_config", "shape_of_config"]
 
 _HEAD = "lm_head.weight"
 # the model's parameters, the names of its layers, its decoder
@@ -97,7 +97,13 @@ def shape_of_config(fields: dict[str, Any], where: str) -> ModelShape:
     units = pack_units(parameters, layers)
     if not any(name == _HEAD for name, _ in parameters):  # the first unit's embedding is the head
         units = (replace(units[0], uses=2), *units[1:])
-    return ModelShape(family, units, decoder, used)
+    return ModelShape(family, units, decoder, used, positions=positions_of(fields))
+
+
+def positions_of(fields: dict[str, Any]) -> int | None:
+    """Return the most tokens of a sequence, where the `fields` of a config.json say it."""
+    given = (fields.get(name) for name in ("n_positions", "max_position_embeddings"))
+    return next((one for one in given if type(one) is int and one > 0), None)
 
 
 def _chosen(read: _Fields) -> int:

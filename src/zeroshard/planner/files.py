@@ -42,7 +42,7 @@ def read_model(path: Path) -> ModelShape:
     parameters = [shape for file in tensors for shape in _read_header(file)]
     if not parameters:
         raise ConfigError(f"model {str(path)!r} holds no floating-point tensor")
-    return ModelShape(path.stem, pack_units(parameters, _blocks(parameters)))
+    return ModelShape(path.stem, pack_units(parameters, _blocks(parameters)), tokenwise=False)
 
 
 def _read_header(file: Path) -> list[Shape]:

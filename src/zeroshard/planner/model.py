@@ -13,14 +13,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zeroshard.core.sizes import parse_count
 from zeroshard.errors import ConfigError
 from zeroshard.planner.trace import ActivationTrace
+from zeroshard.planner.training import Training
 
-__all__ = ["Decoder", "GroupShape", "ModelShape", "Shape", "UnitShape", "describe", "pack_units"]
+__all__ = [
+    "Decoder",
+    "GroupShape",
+    "ModelShape",
+    "Shape",
+    "UnitShape",
+    "describe",
+    "fitted",
+    "pack_units",
+]
 
 Shape = tuple[str, tuple[int, ...]]  # name, shape of one parameter
 
@@ -78,6 +88,9 @@ class ModelShape:
     used_numel: int | None = None  # elements that one token uses, where experts are chosen
     note: str = ""
     trace: ActivationTrace | None = None  # of its activations, where they were traced
+    tokenwise: bool = True  # each token meets each parameter: FLOPs follow from their numbers
+    positions: int | None = None  # the most tokens of a sequence that it takes
+    inputs: tuple[int, int] | None = None  # batch and sequence of the token ids that were traced
 
     @cached_property
     def numel(self) -> int:
@@ -85,10 +98,48 @@ class ModelShape:
         return sum(unit.numel for unit in self.units)
 
     @property
+    def takes_tokens(self) -> bool:
+        """Whether a micro-batch is sequences of tokens."""
+        return self.tokenwise or self.inputs is not None
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether its FLOPs are known: they follow from its tokens, or were counted."""
+        return self.tokenwise or (self.trace is not None and any(map(any, self.trace.flops)))
+
+    def counted(self, unit: int) -> tuple[float, float]:
+        """Return the FLOPs that were counted of a forward and a backward of one unit."""
+        if self.trace is None or not self.trace.flops:
+            return 0.0, 0.0
+        return self.trace.flops[unit]
+
+    @property
     def num_trained(self) -> int:
         """The number of parameters that are trained."""
         groups = [group for unit in self.units for group in unit.groups]
         return sum(group.numel for group in groups if group.trained)
+
+
+def fitted(model: ModelShape, training: Training) -> tuple[ModelShape, Training]:
+    """Return both with the micro-batch that `model` takes: that of the token ids that were traced,
+    and sequences no longer than it has positions, which a note then says.
+
+    Raises ConfigError where another sequence than the default one is longer.
+    """
+    if model.inputs is not None:
+        batch, sequence = model.inputs
+        return model, replace(training, batch=batch, sequence=sequence)
+    most = model.positions
+    if most is None or training.sequence <= most:
+        return model, training
+    if training.sequence != Training.sequence:
+        raise ConfigError(
+            f"sequence={training.sequence} is longer than the {most} positions of {model.name}:"
+            f" give sequence={most}, or fewer"
+        )
+    note = f"sequences of {most} tokens, as many as it has positions"
+    note = f"{model.note}; {note}" if model.note else note
+    return replace(model, note=note), replace(training, sequence=most)
 
 
 def pack_units(parameters: Sequence[Shape], blocks: Iterable[str]) -> tuple[UnitShape, ...]:

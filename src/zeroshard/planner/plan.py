@@ -16,7 +16,7 @@ from zeroshard.core.wire import Wire
 from zeroshard.errors import ConfigError
 from zeroshard.planner.axes import Axes, Grid
 from zeroshard.planner.machine import Machine, presets
-from zeroshard.planner.model import ModelShape
+from zeroshard.planner.model import ModelShape, fitted
 from zeroshard.planner.rows import PlannedRow, candidates, describe_row, short_of
 from zeroshard.planner.schedules import Schedule
 from zeroshard.planner.search import Policies, Search
@@ -126,6 +126,7 @@ def make_plan(
     Raises ConfigError for a codec that has no effect on this model or machine, and for axes that do
     not fit it.
     """
+    model, training = fitted(model, training)
     if training.frozen_codec is not None and model.num_trained == model.numel:
         raise ConfigError(
             f"frozen_codec={training.frozen_codec!r} has no effect: every parameter of {model.name}"
@@ -169,8 +170,12 @@ def _recommend(
         reason = f"nothing fits: {describe_row(least)}, which takes least, {_lack(least, machine)}"
         return Recommendation(None, reason, change=_change(search, machine, training))
     best = _fastest(fitting)
-    faster = [row for row in rows if row.step_s < best.step_s]
-    reason = f"the fastest of {len(fitting)} that fit, bound by {best.bound_by}"
+    faster = [row for row in rows if row.time.seconds < best.time.seconds]
+    if best.step_s is None:
+        reason = f"of {len(fitting)} that fit, the one whose transfers and step take least"
+        faster = []
+    else:
+        reason = f"the fastest of {len(fitting)} that fit, bound by {best.bound_by}"
     if best.spread.bubble:
         reason += f" ({best.spread.bubble:.0%} bubble)"
     if search.axes is not None and search.axes.is_auto:
@@ -190,12 +195,12 @@ def _beside_data_parallel(best: PlannedRow, rows: tuple[PlannedRow, ...]) -> str
         return "" if alone is None else "; no grid with tp or pp is faster"
     if not alone.fits:
         return f"; data parallel ranks alone lack {alone.bound_by}"
-    times = alone.step_s / best.step_s
+    times = alone.time.seconds / best.time.seconds
     return f"; data parallel ranks alone ({describe_row(alone)}) take {times:.3g} times as long"
 
 
 def _fastest(rows: list[PlannedRow]) -> PlannedRow:
-    return min(rows, key=lambda row: row.step_s)
+    return min(rows, key=lambda row: row.time.seconds)
 
 
 def _lack(row: PlannedRow, machine: Machine) -> str:

@@ -60,6 +60,14 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class SimulatedStep:
+    """Seconds by which rows are compared: of a step, or of all in it but computations."""
+
+    seconds: float
+    computes: bool  # computations are among them
+
+
+@dataclass(frozen=True)
 class PlannedRow:
     """One row on one mix of tiers; bytes are those of one rank."""
 
@@ -69,10 +77,10 @@ class PlannedRow:
     peak_bytes: dict[str, int]  # by tier, modelled
     parts: dict[str, int]  # what the device's peak is made of: peak.Peak
     traffic_bytes: dict[str, int]  # "local", "node": received per step, exact
-    step_s: float
-    tokens_per_s: float  # of all GPUs together
+    time: SimulatedStep
+    tokens_per_s: float | None  # of all GPUs together; None where a model takes none
     fits: bool
-    bound_by: str  # what takes longest, or what there is too little of
+    bound_by: str  # what takes longest ("not known" without times), or what there is too little of
     checkpoint_bytes: dict[str, int]  # "all", "rank": what a save writes, exact
     # seconds of files are None on a machine without a disk
     load_s: float | None
@@ -80,11 +88,16 @@ class PlannedRow:
     whole_gradients: int = 0  # units whose gradients rest whole, by accumulation_budget
     spread: Spread = field(default_factory=lambda: Spread())
 
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step; None where the model's FLOPs are not known."""
+        return self.time.seconds if self.time.computes else None
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as ``zeroshard plan --json`` prints it."""
         out = asdict(self)
-        spread = out.pop("spread")
-        return {**out, **spread}
+        spread, _ = out.pop("spread"), out.pop("time")
+        return {**out, "step_s": self.step_s, **spread}
 
 
 def candidates(machine: Machine) -> Iterator[Policy]:
@@ -142,7 +155,7 @@ def plan_on_grid(
         pp=grid.pp,
         stage=found.rank,
         axis_bytes=plan.axis_bytes(found.rank, links),
-        bubble=taken.bubble if isinstance(taken, PipelineTime) else 0.0,
+        bubble=taken.bubble if isinstance(taken, PipelineTime) and row.time.computes else 0.0,
         budget=plan.budget(policy),
     )
     saved = {"all": plan.saved_bytes(), **row.checkpoint_bytes}
@@ -161,7 +174,8 @@ def _row(
     cells, peak = policy.default, sizes.peak
     files = checkpoint_times(sizes.laid_out, policy, machine, training)
     short = short_of(peak.by_tier, machine)
-    tokens = training.tokens * training.micro_batches * machine.gpus
+    model, tokens = sizes.laid_out.model, training.tokens * training.micro_batches * machine.gpus
+    bound_by = time.bound_by if model.is_timed else "not known"
     states = {"weight": cells.weight, "grad": cells.grad, "optimizer": cells.optim}
     rest = sizes.rest.values()
     return PlannedRow(
@@ -171,10 +185,10 @@ def _row(
         peak_bytes=peak.by_tier,
         parts=peak.parts,
         traffic_bytes={"local": round(links.inside), "node": round(links.between)},
-        step_s=time.total,
-        tokens_per_s=tokens / time.total,
+        time=SimulatedStep(time.total, model.is_timed),
+        tokens_per_s=tokens / time.total if model.is_timed and model.takes_tokens else None,
         fits=short is None,
-        bound_by=time.bound_by if short is None else short[0],
+        bound_by=bound_by if short is None else short[0],
         checkpoint_bytes={"rank": checkpoint_bytes(sizes.laid_out, training, 0)},
         load_s=files.load,
         save_s={"foreground": files.save, "background": files.background},

@@ -127,8 +127,8 @@ class Search:
             row = self._row(plan, training)
             found.append(row)
             if row.fits:
-                fastest = min(fastest, row.step_s)
-        fits = sorted((row for row in found if row.fits), key=lambda row: row.step_s)
+                fastest = min(fastest, row.time.seconds)
+        fits = sorted((row for row in found if row.fits), key=lambda row: row.time.seconds)
         yield from fits
         left = [row for row in found if not row.fits]
         yield from sorted(left, key=lambda row: row.peak_bytes["device"])

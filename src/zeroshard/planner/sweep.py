@@ -15,7 +15,7 @@ from zeroshard.errors import ConfigError
 from zeroshard.planner.durations import Durations
 from zeroshard.planner.exact import LaidOut
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import ModelShape
+from zeroshard.planner.model import ModelShape, fitted
 from zeroshard.planner.rows import plan_row, takes
 from zeroshard.planner.training import Training
 
@@ -30,7 +30,7 @@ class Point:
 
     gpus: int
     row: str
-    tokens_per_s_per_gpu: float
+    tokens_per_s_per_gpu: float | None  # None: of a model that takes no tokens
     efficiency: float  # seconds of forward and backward alone over seconds of the step
     rest_bytes: int  # of one GPU
     peak_bytes: int
@@ -62,7 +62,15 @@ def parse_sweep(text: str) -> list[int]:
 def make_sweep(
     model: ModelShape, machines: Sequence[Machine], training: Training
 ) -> tuple[Point, ...]:
-    """Plan every row on each of the `machines`, whether it fits or not."""
+    """Plan every row on each of the `machines`, whether it fits or not. Raises ConfigError for a
+    model whose FLOPs are not known.
+    """
+    model, training = fitted(model, training)
+    if not model.is_timed:
+        raise ConfigError(
+            f"a sweep compares times, and the FLOPs of {model.name} are not known: have the factory"
+            " return (module, inputs)"
+        )
     points = []
     for machine in machines:
         laid_out = LaidOut(model, machine.mesh, training.align)
@@ -73,8 +81,8 @@ def make_sweep(
                 Point(
                     machine.gpus,
                     row.row,
-                    row.tokens_per_s / machine.gpus,
-                    compute_s / row.step_s,
+                    None if row.tokens_per_s is None else row.tokens_per_s / machine.gpus,
+                    compute_s / row.time.seconds,
                     row.rest_bytes[Tier.DEVICE.value],
                     row.peak_bytes[Tier.DEVICE.value],
                     row.fits,

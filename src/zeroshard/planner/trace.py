@@ -40,6 +40,8 @@ class ActivationTrace:
     tokens: int
     checkpointing: bool
     buffers: int = 0  # bytes of the model's own buffers, which are there all the time
+    # FLOPs of the forward and the backward of each unit, recomputing included, that were counted
+    flops: tuple[tuple[float, float], ...] = ()
 
     def scaled(self, tokens: int) -> ActivationTrace:
         """Return the trace of a micro-batch of so many tokens, to which activations are taken as
@@ -56,7 +58,8 @@ class ActivationTrace:
             )
             for one in self.moments
         )
-        return replace(self, moments=moments, tokens=tokens)
+        flops = tuple((ahead * factor, back * factor) for ahead, back in self.flops)
+        return replace(self, moments=moments, tokens=tokens, flops=flops)
 
     def above(self, num_bytes: int) -> ActivationTrace:
         """Return the trace beside so many bytes of other activations."""

@@ -23,7 +23,7 @@ from zeroshard.core.shares import shares_of
 from zeroshard.errors import ConfigError
 from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import ModelShape
+from zeroshard.planner.model import ModelShape, fitted
 from zeroshard.planner.peak import peak_bytes
 from zeroshard.planner.rows import candidates, takes
 from zeroshard.planner.training import Training
@@ -78,6 +78,7 @@ def plan_uneven(
 
     Raises ConfigError for numbers that are not one per GPU, or shares that do not sum to 1.
     """
+    model, training = fitted(model, training)
     room = tuple(gpu_memory) or (machine.gpu_memory,) * machine.gpus
     if gpu_memory and not machine.accelerator:
         raise ConfigError(f"gpu_memory per rank has no effect on {machine.name}, which is a host")
