@@ -134,12 +134,14 @@ class _Crew:
         job: Callable[[], None] | None = first.pop()  # a thread keeps its arguments
         while job is not None:
             job()
+            # it holds tensors, and maybe the last reference to connections, whose end takes a while
+            # in C++, or to those who would close us
+            job = None
             with self._lock:
                 self.num_busy -= 1
                 if self._closed:
                     return
                 self._idle += 1
-            del job  # it holds tensors, and maybe the last reference to those who would close us
             job = self._jobs.get()
 
     def close(self) -> None:
