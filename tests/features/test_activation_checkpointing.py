@@ -1127,6 +1127,12 @@ def _read_ahead(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [model(nn.functional.linear(x, own)).square().mean()]
 
 
+def _again(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Two backwards through one graph, which begin in a checkpoint."""
+    loss = _two_forwards(model, x)[0]
+    return [loss, loss * 0.3]
+
+
 def _penalty_and_again(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """Two backwards through one graph."""
     loss = _two_forwards(model, x)[0]
@@ -1182,7 +1188,10 @@ def _whole_before_it_leaves(
     [
         (block, losses, units)
         for block in (_Two, _NeverCalled)
-        for losses in ("_two_forwards", "_three_forwards", "_read_ahead", "_penalty_and_again")
+        for losses in (
+            *("_two_forwards", "_three_forwards", "_read_ahead"),
+            *("_again", "_penalty_and_again"),
+        )
         for units in (False, True)
         # docs/STATUS.md: a module of a unit of its own that nothing calls, and a penalty
         if (block, losses, units) != (_NeverCalled, "_penalty_and_again", True)
