@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import zeroshard as zs
+from tests.support import inside
 from tests.support.checking_streams import CheckingStreams
 from tests.support.endless_link import Endless
 from tests.support.family_training import STAGES, compare
@@ -1202,3 +1203,15 @@ def test_gradients_of_reentrant_checkpoints_are_summed_here_before_they_leave(
 ) -> None:
     for differing in run_ranks(2, _whole_before_it_leaves, block, losses, units):
         assert not any(differing.values()), differing
+
+
+def test_a_gradient_that_begins_in_a_checkpoint_leaves_before_the_others_come() -> None:
+    torch.manual_seed(0)
+    model = _Ends(_Two)
+    engine = zs.shard(model, torch.optim.SGD(model.parameters(), 0.5), policy="zero2")
+    events: list[tuple[str, str]] = []
+    with inside.traced(engine, lambda what, name: events.append((what, name))):
+        model(torch.ones(4, 8)).sum().backward()
+    order = [name for what, name in events if what == "reduce"]
+    assert order[:2] == ["blocks.1", "blocks.0"]
+    engine.close()
