@@ -12,7 +12,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tests.fuzz.optimizers import OPTIMIZERS
-from tests.fuzz.program import CODED_ROWS, Layer, Micro, Program, Step, repair, tiers_allowed
+from tests.fuzz.program import (
+    CODED_ROWS,
+    CROSSING,
+    EVENTS,
+    Layer,
+    Micro,
+    Program,
+    Step,
+    repair,
+    tiers_allowed,
+)
 from zeroshard.core.policy import ROWS
 
 __all__ = ["HELD_BACK", "SWITCHES", "draw"]
@@ -50,7 +60,35 @@ def _drawn(seed: int) -> Program:
     branches = rng.random() < 0.15
     varied = rng.random() < 0.2  # the same on every rank, but not every layer once
     steps = tuple(_step(rng, program, branches, varied) for _ in range(rng.randint(2, 3)))
-    return replace(program, steps=steps)
+    return _with_meetings(replace(program, steps=steps))
+
+
+def _with_meetings(program: Program) -> Program:
+    """Draw the features that meet the states of others: averages, weights of losses, gradients
+    that cross ranks, and what happens between steps. Their numbers are their own, so that older
+    seeds keep their programs.
+    """
+    rng = random.Random(f"meetings of {program.seed}")
+    if rng.random() < 0.4:
+        return program
+    layers = tuple(
+        replace(layer, kind=rng.choice(CROSSING)) if rng.random() < 0.12 else layer
+        for layer in program.layers
+    )
+    events = (*EVENTS, *ROWS)
+    steps = tuple(
+        replace(step, between=tuple(rng.choice(events) for _ in range(rng.choice((0, 1, 1, 2)))))
+        for step in program.steps
+    )
+    return replace(
+        program,
+        layers=layers,
+        steps=steps,
+        averaged=rng.random() < 0.4,
+        weights=rng.choice(("",) * 5 + ("losses", "losses", "batches")),
+        gathered_features=rng.random() < 0.15,
+        along_cp=rng.random() < 0.1,
+    )
 
 
 def _with_options(program: Program, rng: random.Random) -> Program:
@@ -233,6 +271,20 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "half gradients away": lambda p: p if p.precision == "fp32" else replace(p, grad_tier="device"),
     "clip": _steps(lambda s: replace(s, clip=None)),
     "zero_grad": _steps(lambda s: replace(s, zero="none")),
+    "averages": _plain(averaged=False),
+    "weights": _plain(weights=""),
+    "gathered features": _plain(gathered_features=False),
+    "cp": _plain(along_cp=False),
+    "experts": _layers(lambda x: replace(x, kind="linear" if x.kind == "experts" else x.kind)),
+    "attention over ranks": _layers(
+        lambda x: replace(x, kind="linear" if x.kind == "attend" else x.kind)
+    ),
+    "between steps": _steps(lambda s: replace(s, between=())),
+    "saves": _steps(
+        lambda s: replace(s, between=tuple(e for e in s.between if e not in ("save", "load")))
+    ),
+    "repartition": _steps(lambda s: replace(s, between=tuple(e for e in s.between if e in EVENTS))),
+    "reset": _steps(lambda s: replace(s, between=tuple(e for e in s.between if e != "reset"))),
     "input gradient": _plain(input_grad=False),
     "checkpoint": _layers(lambda x: replace(x, checkpoint="")),
     "reentrant checkpoint": _layers(

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.fuzz.program import Layer, Program
+from tests.fuzz.program import Layer, Program, experts_apart
 
-__all__ = ["FEATURES", "ROWS_IN_BATCH", "VOCABULARY", "FuzzNet"]
+__all__ = ["FEATURES", "ROWS_IN_BATCH", "VOCABULARY", "AllRanks", "BadBatchError", "FuzzNet"]
 
 FEATURES = 7  # of an input
 VOCABULARY = 11
@@ -133,6 +134,83 @@ class Norm(nn.Module):
         return self.norm(x)
 
 
+class AllRanks(torch.autograd.Function):
+    """Concatenate a tensor over ranks; its gradient is the sum of the ranks'."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(_of_all_ranks(x))
+
+    @staticmethod
+    def backward(context: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return _OwnPart.apply(grads[0])
+
+
+class _OwnPart(torch.autograd.Function):
+    """Sum a tensor over ranks and keep this rank's part of it; the backward of `AllRanks`."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        each = _of_all_ranks(x)
+        total = each[0]
+        for other in each[1:]:
+            total = total + other
+        return total.chunk(len(each))[dist.get_rank() if len(each) > 1 else 0]
+
+    @staticmethod
+    def backward(context: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return AllRanks.apply(grads[0])
+
+
+def _of_all_ranks(x: torch.Tensor) -> list[torch.Tensor]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [x]
+    each = [
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        for _ in range(dist.get_world_size())
+    ]
+    dist.all_gather(each, x.detach().contiguous())
+    return each
+
+
+class Attend(nn.Module):
+    """Attention to the rows of all ranks, whose keys are gathered with gradients."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.keys = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys = AllRanks.apply(self.keys(x))
+        return x + (x @ keys.t() / x.shape[-1]).softmax(-1) @ keys
+
+
+class Experts(nn.Module):
+    """Each of `experts_apart` ranks holds one expert; the rows of all ranks are divided among
+    them.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.experts = Linear(width)
+        self.apart = experts_apart(dist.get_world_size())
+        self.place = dist.get_rank() % self.apart
+        with torch.no_grad():
+            self.experts.fc.weight.add_(0.25 * self.place)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = AllRanks.apply(x)
+        number = torch.arange(len(rows)) % self.apart
+        mine = torch.zeros_like(rows).index_add(
+            0, (number == self.place).nonzero().flatten(), self.experts(rows[number == self.place])
+        )
+        made = AllRanks.apply(mine).unflatten(0, (-1, len(rows)))
+        rank, count = dist.get_rank(), len(x)
+        first = rank - self.place  # of the ranks that hold each expert once, this one among them
+        own = made[first : first + self.apart, rank * count : (rank + 1) * count]
+        return x + own.sum(0)
+
+
 class Wrong(Linear):
     """Computes something else while it is sharded: the generator must notice."""
 
@@ -150,8 +228,14 @@ KINDS: dict[str, type[nn.Module]] = {
     "table": Table,
     "position": Position,
     "fork": Fork,
+    "attend": Attend,
+    "experts": Experts,
     "wrong": Wrong,
 }
+
+
+class BadBatchError(Exception):
+    """What a forward raises that is told to fail."""
 
 
 @dataclass
@@ -233,10 +317,12 @@ class FuzzNet(nn.Module):
             made.register_forward_hook(lambda module, args, output: output * 1.25)
         return made
 
-    def forward(self, x: torch.Tensor, route: tuple[int, ...]) -> Any:
+    def forward(self, x: torch.Tensor, route: tuple[int, ...], *, fails: bool = False) -> Any:
         h = self.first(x) * self.scale
         for index in route:
             h = self._run(index, h)
+        if fails:
+            raise BadBatchError
         out = self.last(h)
         if self.program.returns == "parameter":
             return out, self.scale

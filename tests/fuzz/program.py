@@ -6,25 +6,41 @@ one, and a shrinker removes a feature by setting its field back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import row
 
-__all__ = ["CODED_ROWS", "Layer", "Micro", "Program", "Step", "describe", "repair", "tiers_allowed"]
+__all__ = [
+    "CODED_ROWS",
+    "CROSSING",
+    "EVENTS",
+    "Layer",
+    "Micro",
+    "Program",
+    "Step",
+    "describe",
+    "experts_apart",
+    "repair",
+    "tiers_allowed",
+]
 
 # whose weights rest sharded over all ranks, so that a codec takes them
 CODED_ROWS = ("zero3", "hpz")
 CHECKPOINTABLE = ("linear", "block", "gate", "norm", "nest", "table", "fork")
 LENDING = ("linear", "gate", "block")  # kinds of layers with a parameter that others can use
+EVENTS = ("average", "offload", "save", "load", "reset")  # between steps; the others are rows
+CROSSING = ("experts", "attend")  # kinds whose gradients come from the losses of other ranks, too
 
 
 @dataclass(frozen=True)
 class Layer:
     """One module between the first and the last; its input and output have the same shape."""
 
-    kind: str = "linear"  # linear, block, gate, norm, batchnorm, nest, table, position, fork
+    # linear, block, gate, norm, batchnorm, nest, table, position, fork, experts, attend
+    kind: str = "linear"
     checkpoint: str = ""  # "reentrant" or "saved" (use_reentrant=False)
     same_as: int | None = None  # the layer before it whose weight (or module) this one is
     same_module: bool = False
@@ -57,6 +73,10 @@ class Step:
     micros: tuple[Micro, ...] = (Micro(),)
     clip: float | None = None
     zero: str = "none"  # "zeros" (set_to_none=False), "model", "keep" (not at all)
+    # what happens between this step and the next, in this order: "average" (an evaluation inside
+    # EMA.swapped()), "offload" (offload_states() and back), a row to repartition() to, "save",
+    # "load" (the newest save), "reset" (an exception in a forward, then engine.reset())
+    between: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,6 +109,10 @@ class Program:
     returns: str = ""  # "parameter", "view": what the model returns beside its output
     parameter_hooks: bool = False
     input_grad: bool = False
+    averaged: bool = False  # zs.EMA, updated after each step
+    weights: str = ""  # "losses" (engine.backward(loss, weight=)) or "batches" (batch_shares)
+    gathered_features: bool = False  # the loss compares this rank's outputs with all ranks'
+    along_cp: bool = False  # the ranks lie along the mesh's "cp"
     layers: tuple[Layer, ...] = (Layer(),)
     steps: tuple[Step, ...] = (Step(), Step())
 
@@ -101,6 +125,16 @@ class Program:
     def coded(self) -> bool:
         """Whether anything travels encoded, so that only closeness is promised."""
         return self.weight_codec is not None or self.grad_codec is not None
+
+    @property
+    def crosses(self) -> bool:
+        """Whether autograd carries gradients from one rank's loss to another rank."""
+        return self.gathered_features or any(layer.kind in CROSSING for layer in self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some parameters are other ones on other ranks."""
+        return any(layer.kind == "experts" for layer in self.layers)
 
     @property
     def branches(self) -> bool:
@@ -122,6 +156,11 @@ class Program:
             or self.weight_codec is not None
             or apart
         )
+
+
+def experts_apart(world: int) -> int:
+    """Return over how many ranks experts are divided; the others hold the same ones again."""
+    return 2 if world == 4 else world
 
 
 def tiers_allowed(name: str, weight: str, grad: str, optimizer: str) -> bool:
@@ -160,13 +199,65 @@ def repair(program: Program) -> Program:
     reentrant = any(layer.checkpoint == "reentrant" for layer in program.layers)
     steps = tuple(_repaired_step(step, program, reentrant) for step in program.steps)
     program = replace(program, steps=steps)
+    if program.branches or program.world == 1:  # every rank takes part in a layer that crosses
+        program = replace(program, gathered_features=False, along_cp=False)
+        layers = tuple(
+            replace(layer, kind="linear") if layer.kind in CROSSING else layer
+            for layer in program.layers
+        )
+        program = replace(program, layers=_repaired_layers(layers))
+    program = _repaired_options(program)
     if program.branches:  # a rank cannot clear a gradient that it does not have
         kept = [
             replace(step, micros=tuple(replace(micro, zero_part=False) for micro in step.micros))
-            for step in steps
+            for step in program.steps
         ]
         program = replace(program, steps=tuple(kept))
     return program
+
+
+def _repaired_options(program: Program) -> Program:
+    """Take out what is refused by name beside another option."""
+    if program.has_experts:  # no columns of nodes, no shares
+        program = replace(program, node_size=None, shares=None, along_cp=False)
+    if program.along_cp:
+        program = replace(program, node_size=None)
+    if any(micro.backward == "twice" for micro in program.micros):
+        program = replace(program, weights="")  # engine.backward() has no retain_graph
+    if program.weights == "batches" and program.crosses:
+        program = replace(program, weights="losses")  # shares multiply what arrives here
+    if program.optimizer_tier != "device":
+        program = replace(program, averaged=False)
+    steps = []
+    events: list[str] = []
+    for step in program.steps:
+        zero = "none" if step.zero == "keep" and program.weights else step.zero
+        before = len(events)
+        if zero != "keep" and not program.branches:
+            for event in step.between:
+                if _may_happen(program, event, events):
+                    events.append(event)
+        steps.append(replace(step, between=tuple(events[before:]), zero=zero))
+    return replace(program, steps=tuple(steps))
+
+
+def _may_happen(program: Program, event: str, earlier: Sequence[str]) -> bool:
+    if event == "average":
+        return program.averaged
+    if event == "load":
+        return "save" in earlier
+    return event in EVENTS or _may_become(program, event)
+
+
+def _may_become(program: Program, name: str) -> bool:
+    """Return whether the program may be repartitioned to the row called `name`."""
+    tiers = (program.weight_tier, program.grad_tier, program.optimizer_tier)
+    return (
+        tiers_allowed(name, *tiers)
+        and not program.has_experts
+        and not program.coded
+        and (name != "ddp" or program.shares is None)
+    )
 
 
 def _repaired_layers(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:

@@ -11,33 +11,41 @@ Inside ``no_sync`` the rows differ in what is added first (DESIGN.md, section 1,
     mics, hfsdp     the ranks of a node; then micro-batches; then nodes, unrounded (one node: as
                     zero3)
     the others      the ranks; then micro-batches
+
+Parameters of experts are summed over the ranks that hold the same ones, and divided as the others
+are. Losses with weights are multiplied by them, and the total is divided by the sum of the weights.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tests.fuzz.optimizers import make_optimizer
-from tests.fuzz.program import Program
+from tests.fuzz.program import Program, experts_apart
 
-__all__ = ["DTYPES", "ByHand"]
+__all__ = ["DECAY", "DTYPES", "ByHand"]
 
+DECAY = 0.75  # of the moving average
+T = TypeVar("T")
+Grads = dict[str, torch.Tensor]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _adds_first(program: Program) -> str:
-    """Return what is added first inside ``no_sync``: "micro-batches", a "node"'s ranks, or all
+def _adds_first(program: Program, row: str) -> str:
+    """Return what `row` adds first inside ``no_sync``: "micro-batches", a "node"'s ranks, or all
     "ranks".
     """
-    if program.row in ("mics", "hfsdp") and program.node_size not in (None, program.world):
+    if row in ("mics", "hfsdp") and program.node_size not in (None, program.world):
         return "node"
-    return "micro-batches" if program.row in ("ddp", "zero1") else "ranks"
+    return "micro-batches" if row in ("ddp", "zero1") else "ranks"
 
 
 def _to_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
@@ -46,6 +54,10 @@ def _to_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
         if not isinstance(module, nn.modules.batchnorm._BatchNorm):
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.to(dtype)
+
+
+def _is_expert(name: str) -> bool:
+    return ".experts." in name
 
 
 class ByHand:
@@ -62,7 +74,14 @@ class ByHand:
         _to_compute_dtype(model, DTYPES[program.precision])
         self.scale = 2.0**16 if program.precision == "fp16" else 1.0
         self.sync = True
-        self.first = _adds_first(program)
+        self.first = _adds_first(program, program.row)
+        self.weight = 0.0  # of all losses since zero_grad(), where they have weights
+        self.averages = {
+            name: master.detach().clone()
+            for name, master in self.masters.items()
+            if master.requires_grad
+        }
+        self.saved: dict[str, Any] = {}
         self.partial: dict[str, torch.Tensor] = {}  # of this rank
         self.node_partials: dict[str, list[torch.Tensor]] = {}  # of every node
         self.totals: dict[str, torch.Tensor] = {}
@@ -87,8 +106,13 @@ class ByHand:
         yield
         self.sync = True
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+    def backward(
+        self, loss: torch.Tensor, *, retain_graph: bool = False, weights: Sequence[float] = ()
+    ) -> None:
         self._reopen()
+        if weights:
+            loss = loss * weights[self.rank]
+            self.weight += sum(weights)
         loss = loss.float() * self.scale if self.scale != 1.0 else loss
         loss.backward(retain_graph=retain_graph)
         brought, self.brought = self.brought, {}
@@ -130,21 +154,29 @@ class ByHand:
         """Return the fp32 sum of each node's ranks, of every parameter that has a gradient on
         any rank.
         """
-        answers: list[dict[str, torch.Tensor]] = [{} for _ in range(self.program.world)]
+        answers: list[Grads] = [{} for _ in range(self.program.world)]
         if self.program.world == 1:
             answers = [grads]
         else:
             dist.all_gather_object(answers, grads)
         out = {}
         for name, parameter in self.parameters.items():
-            if any(name in answer for answer in answers):
+            holders = self._holders(name, answers)
+            if any(name in answer for answer in holders):
                 zeros = torch.zeros(parameter.shape)
-                each = [answer[name].float() if name in answer else zeros for answer in answers]
+                each = [answer[name].float() if name in answer else zeros for answer in holders]
                 size = self.program.node_size or self.program.world
                 out[name] = [
                     _summed(each[start : start + size]) for start in range(0, len(each), size)
                 ]
         return out
+
+    def _holders(self, name: str, answers: list[Grads]) -> list[Grads]:
+        """Return the answers of the ranks that hold the same parameter under `name`."""
+        if not _is_expert(name):
+            return answers
+        apart = experts_apart(self.program.world)
+        return answers[self.rank % apart :: apart]
 
     @staticmethod
     def _over_nodes(sums: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -161,8 +193,11 @@ class ByHand:
             self._reduce_nodes()
         if not self.divided:
             for total in self.totals.values():
-                total.div_(self.program.world * self.scale)
+                total.div_(self._divisor())
         self.divided = True
+
+    def _divisor(self) -> float:
+        return (self.weight if self.program.weights else self.program.world) * self.scale
 
     def _any(self, held: object) -> bool:
         if self.first != "micro-batches" or self.program.world == 1:
@@ -175,22 +210,36 @@ class ByHand:
         """More is added to an average: make it the sum again."""
         if self.divided:
             for total in self.totals.values():
-                total.mul_(self.program.world * self.scale)
+                total.mul_(self._divisor())
         self.divided = False
 
     def clip(self, max_norm: float) -> float:
         self._divide()
-        squares = [total.double().square().sum() for total in self.totals.values()]
-        norm = torch.stack(squares).sum().sqrt().float()
+        squares = {name: t.double().square().sum() for name, t in self.totals.items()}
+        every = [square for name, square in squares.items() if not _is_expert(name)]
+        for experts in self._of_each_expert(
+            [square for name, square in squares.items() if _is_expert(name)]
+        ):
+            every += experts
+        norm = torch.stack(every).sum().sqrt().float()
         coefficient = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         if coefficient < 1.0:
             for total in self.totals.values():
                 total.mul_(coefficient)
         return float(norm)
 
+    def _of_each_expert(self, mine: T) -> list[T]:
+        """Return `mine` of one rank that holds each expert."""
+        if not self.program.has_experts:
+            return [mine]
+        answers: list[Any] = [None] * self.program.world
+        dist.all_gather_object(answers, mine)
+        return answers[: experts_apart(self.program.world)]
+
     def step(self) -> None:
         self._divide()
-        finite = all(bool(torch.isfinite(total).all()) for total in self.totals.values())
+        here = all(bool(torch.isfinite(total).all()) for total in self.totals.values())
+        finite = all(self._of_each_expert(here))
         if finite:
             for name, master in self.masters.items():
                 master.grad = self.totals.get(name)
@@ -209,12 +258,66 @@ class ByHand:
         elif kind != "keep":
             self.totals = {}
             self.divided = False
+            self.weight = 0.0
 
     def zero_part(self, names: list[str]) -> None:
         for name in names:
             self.totals.pop(name, None)
             self.partial.pop(name, None)
             self.node_partials.pop(name, None)
+
+    # ---------------------------------------------------------------------------- between steps
+
+    def average(self) -> None:
+        """Update the moving average."""
+        masters = [self.masters[name].detach() for name in self.averages]
+        torch._foreach_lerp_(list(self.averages.values()), masters, 1.0 - DECAY)
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        self._publish(self.averages)
+        yield
+        self._publish({name: self.masters[name] for name in self.averages})
+
+    @torch.no_grad()
+    def _publish(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, value in values.items():
+            self.parameters[name].copy_(value)
+
+    def offload(self) -> None:
+        """What is away and back again has changed nothing."""
+
+    def repartition(self, row: str) -> None:
+        self.first = _adds_first(self.program, row)
+        self.zero_grad("none")
+
+    def save(self) -> None:
+        self.saved = copy.deepcopy(
+            {
+                "masters": {name: master.detach() for name, master in self.masters.items()},
+                "buffers": dict(self.model.named_buffers()),
+                "averages": self.averages,
+                "optimizer": self.optimizer.state_dict(),
+                "scale": self.scale,
+            }
+        )
+
+    @torch.no_grad()
+    def load(self) -> None:
+        saved = copy.deepcopy(self.saved)
+        for name, value in saved["masters"].items():
+            self.masters[name].copy_(value)
+            if self.masters[name].requires_grad:
+                self.parameters[name].copy_(value)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(saved["buffers"][name])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.averages, self.scale = saved["averages"], saved["scale"]
+
+    def reset(self) -> None:
+        """What an exception has cut off leaves no gradient."""
+        self.zero_grad("none")
+        self.partial, self.node_partials, self.brought = {}, {}, {}
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Return the state: masters where there are any, else the model's own numbers."""

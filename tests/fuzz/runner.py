@@ -6,8 +6,9 @@ import contextlib
 import functools
 import gc
 import random
+import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -15,14 +16,22 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
-from tests.fuzz.model import FEATURES, ROWS_IN_BATCH, VOCABULARY, FuzzNet
+from tests.fuzz.model import (
+    FEATURES,
+    ROWS_IN_BATCH,
+    VOCABULARY,
+    AllRanks,
+    BadBatchError,
+    FuzzNet,
+)
 from tests.fuzz.optimizers import make_optimizer
-from tests.fuzz.program import Micro, Program, describe
-from tests.fuzz.reference import DTYPES, ByHand
+from tests.fuzz.program import EVENTS, Micro, Program, describe, experts_apart
+from tests.fuzz.reference import DECAY, DTYPES, ByHand
 from tests.support.harness import RankError, run_ranks
-from zeroshard.errors import ZeroshardError
+from zeroshard.errors import StateError, ZeroshardError
 
 __all__ = ["Outcome", "command", "run_program"]
 
@@ -52,11 +61,20 @@ class Trainer(Protocol):
     optimizer: torch.optim.Optimizer
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None: ...
+    def backward(
+        self, loss: torch.Tensor, *, retain_graph: bool = False, weights: Sequence[float] = ()
+    ) -> None: ...
     def clip(self, max_norm: float) -> float: ...
     def step(self) -> None: ...
     def zero_grad(self, kind: str) -> None: ...
     def zero_part(self, names: list[str]) -> None: ...
+    def average(self) -> None: ...
+    def swapped(self) -> contextlib.AbstractContextManager[None]: ...
+    def offload(self) -> None: ...
+    def repartition(self, row: str) -> None: ...
+    def save(self) -> None: ...
+    def load(self) -> None: ...
+    def reset(self) -> None: ...
     def finish(self) -> dict[str, torch.Tensor]: ...
 
 
@@ -64,15 +82,24 @@ class Sharded:
     """Trains the same model through zeroshard."""
 
     def __init__(self, model: nn.Module, program: Program, path: str) -> None:
-        self.model, self.program = model, program
+        self.model, self.program, self.path = model, program, path
         self.optimizer = make_optimizer(program, dict(model.named_parameters()))
         self.engine = zs.shard(model, self.optimizer, **_options(program, model, path))
+        self.ema = zs.EMA(self.engine, DECAY) if program.averaged else None
+        self.num_saves = 0
+        self.savers: list[zs.Saver] = []
+        if any("save" in step.between for step in program.steps):
+            self.savers.append(zs.Saver(path, self.engine))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return self.engine.no_sync()
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        if retain_graph:
+    def backward(
+        self, loss: torch.Tensor, *, retain_graph: bool = False, weights: Sequence[float] = ()
+    ) -> None:
+        if weights and self.program.weights == "losses":
+            self.engine.backward(loss, weight=weights[self.engine.rank])
+        elif retain_graph:
             loss.backward(retain_graph=True)
         else:
             self.engine.backward(loss)
@@ -94,10 +121,59 @@ class Sharded:
         for name in names:
             parameters[name].grad = None
 
+    def average(self) -> None:
+        assert self.ema is not None
+        self.ema.update()
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        assert self.ema is not None
+        with self.ema.swapped():
+            for call in (self.ema.update, self.ema.swapped().__enter__, self.optimizer.step):
+                _refused(call)
+            yield
+
+    def offload(self) -> None:
+        """Part with the states, and ask for them all the same, which changes nothing."""
+        self.engine.offload_states()
+        _refused(lambda: self.engine.clip_grad_norm_(1.0))
+        _refused(lambda: zs.EMA(self.engine))
+        if self.ema is not None:
+            _refused(self.ema.update)
+        self.engine.reload_states()
+
+    def repartition(self, row: str) -> None:
+        self.engine.repartition(policy=row)
+
+    def save(self) -> None:
+        """Save with the newest saver; the others were made before."""
+        self.num_saves += 1
+        if self.num_saves % 2 == 0:
+            self.savers.append(zs.Saver(self.path, self.engine, background=False))
+        self.savers[-1].save(self.num_saves)
+        self.savers[-1].wait()
+
+    def load(self) -> None:
+        zs.load(self.path, self.engine)
+
+    def reset(self) -> None:
+        self.engine.reset()
+
     def finish(self) -> dict[str, torch.Tensor]:
+        for saver in self.savers:
+            saver.close()
         state = self.engine.full_state_dict(rank0_only=False)
         self.engine.close()
         return state
+
+
+def _refused(call: Callable[[], object]) -> None:
+    """Make a call that has no meaning now; it says so."""
+    try:
+        call()
+    except StateError:
+        return
+    raise AssertionError(f"{call} was not refused")
 
 
 def _options(program: Program, model: nn.Module, path: str) -> dict[str, Any]:
@@ -129,6 +205,15 @@ def _options(program: Program, model: nn.Module, path: str) -> dict[str, Any]:
                 **disk,
             }
         )
+    if program.weights == "batches":
+        options["batch_shares"] = _weights(program, 0)
+    if program.along_cp:
+        shape = (1, program.world)
+        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
+    if program.has_experts:
+        apart = experts_apart(program.world)
+        mesh = init_device_mesh("cpu", (program.world // apart, apart), mesh_dim_names=("dp", "ep"))
+        options["mesh_of"] = {"*.experts": mesh}
     for name in ("strict", "verify_every", "prefetch_bytes", "shares"):
         if getattr(program, name) is not None:
             options[name] = getattr(program, name)
@@ -175,6 +260,17 @@ def _inputs(program: Program, rank: int, number: int) -> tuple[torch.Tensor, tor
     )
 
 
+def _weights(program: Program, number: int) -> list[float]:
+    """Return the weight of each rank's loss in backward `number`, not all of them 0."""
+    rng = random.Random(f"{program.seed} weights {number}")
+    if program.weights == "batches":
+        cuts = sorted(rng.randint(0, 8) for _ in range(program.world - 1))
+        ends = zip([0, *cuts], [*cuts, 8], strict=True)
+        return [(stop - start) / 8 for start, stop in ends]
+    weights = [rng.choice((0.0, 1.0, 2.0, 3.0, 0.3)) for _ in range(program.world)]
+    return weights if any(weights) else [1.0, *weights[1:]]
+
+
 class _Loop:
     """A program's steps on one rank; `numbers` is everything that it computes on the way."""
 
@@ -182,6 +278,7 @@ class _Loop:
         self.program, self.rank, self.trainer = program, rank, trainer
         self.numbers: list[float] = []
         self._count = 0
+        self._num_backwards = 0
 
     def run(self) -> None:
         program, trainer = self.program, self.trainer
@@ -199,7 +296,26 @@ class _Loop:
                 trainer.step()
                 if scheduler is not None:
                     scheduler.step()
+            if program.averaged:
+                trainer.average()
             trainer.zero_grad(step.zero)
+            for event in step.between:
+                self._between(event)
+
+    def _between(self, event: str) -> None:
+        trainer = self.trainer
+        if event == "average":
+            with trainer.swapped():
+                self._evaluate(Micro(), "no_grad")
+        elif event == "reset":
+            try:
+                self._forward(Micro(), fails=True)
+            except BadBatchError:
+                trainer.reset()
+        elif event in EVENTS:
+            getattr(trainer, event)()
+        else:
+            trainer.repartition(event)
 
     def _micro(self, micro: Micro) -> None:
         trainer = self.trainer
@@ -211,7 +327,7 @@ class _Loop:
             if micro.penalty:
                 losses[-1] = losses[-1] + 1e-2 * self._penalty(micro.penalty)
             if micro.evaluate:
-                self._evaluate(micro)
+                self._evaluate(micro, micro.evaluate)
             self._backward(micro, losses)
         self.numbers += [loss.item() for loss in losses]
         if micro.zero_part:
@@ -219,7 +335,7 @@ class _Loop:
             trainer.zero_part(names[1 :: 1 + self._count % 3])
 
     def _forward(
-        self, micro: Micro, number: int | None = None
+        self, micro: Micro, number: int | None = None, *, fails: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         program, model = self.program, self.trainer.model
         assert isinstance(model, nn.Module)
@@ -232,9 +348,11 @@ class _Loop:
                 if hasattr(module, "halves"):
                     module.halves = micro.halves[self.rank]
         route = micro.routes[self.rank] if micro.routes else tuple(range(len(program.layers)))
-        out, extra = model(x, route)
+        out, extra = model(x, route, fails=fails)
         if extra is not None:
             out = out * extra.mean()
+        if program.gathered_features:
+            return _contrasted(out.float(), self.rank), x
         if program.tokens:
             return nn.functional.cross_entropy(out.float(), target), x
         return (out.float() - target).square().mean(), x
@@ -254,10 +372,10 @@ class _Loop:
             return torch.stack([p.float().pow(2).sum() for p in parameters]).sum()
         return torch.stack([p.square().sum().float() for p in parameters]).sum()
 
-    def _evaluate(self, micro: Micro) -> None:
+    def _evaluate(self, micro: Micro, how: str) -> None:
         model = self.trainer.model
         model.eval()
-        with torch.inference_mode() if micro.evaluate == "inference" else torch.no_grad():
+        with torch.inference_mode() if how == "inference" else torch.no_grad():
             loss, _ = self._forward(micro, 90 + self._count % 7)
             self.numbers.append(loss.item())
         model.train()
@@ -266,14 +384,29 @@ class _Loop:
         trainer = self.trainer
         if micro.backward == "each":
             for loss in reversed(losses):
-                trainer.backward(loss)
+                trainer.backward(loss, weights=self._next_weights())
             return
         loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
         if micro.backward == "twice":
             trainer.backward(loss, retain_graph=True)
             trainer.backward(loss * 0.5)
         else:
-            trainer.backward(loss)
+            trainer.backward(loss, weights=self._next_weights())
+
+    def _next_weights(self) -> list[float]:
+        """Return the weights of the next backward, none where losses have no weight."""
+        if not self.program.weights:
+            return []
+        self._num_backwards += 1
+        changes = self.program.weights == "losses"
+        return _weights(self.program, self._num_backwards if changes else 0)
+
+
+def _contrasted(mine: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return a loss that compares this rank's rows with those of all ranks."""
+    everyone = AllRanks.apply(mine)
+    own = torch.arange(len(mine)) + rank * len(mine)
+    return nn.functional.cross_entropy(mine @ everyone.t(), own)
 
 
 def _model(program: Program) -> FuzzNet:
@@ -385,7 +518,8 @@ def command(program: Program) -> str:
 def run_program(program: Program, path: str) -> Outcome:
     """Run `program` on its ranks and judge it; `path` is a directory for what rests on disk."""
     try:
-        answers = run_ranks(program.world, run_on_rank, program, path, timeout=TIMEOUT_S)
+        with tempfile.TemporaryDirectory(dir=path) as own:
+            answers = run_ranks(program.world, run_on_rank, program, own, timeout=TIMEOUT_S)
     except RankError as error:
         return _judge_failure(error)
     kinds = {kind for kind, _ in answers}
