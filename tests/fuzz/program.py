@@ -127,11 +127,6 @@ class Program:
         return self.weight_codec is not None or self.grad_codec is not None
 
     @property
-    def crosses(self) -> bool:
-        """Whether autograd carries gradients from one rank's loss to another rank."""
-        return self.gathered_features or any(layer.kind in CROSSING for layer in self.layers)
-
-    @property
     def has_experts(self) -> bool:
         """Whether some parameters are other ones on other ranks."""
         return any(layer.kind == "experts" for layer in self.layers)
@@ -224,8 +219,6 @@ def _repaired_options(program: Program) -> Program:
         program = replace(program, node_size=None)
     if any(micro.backward == "twice" for micro in program.micros):
         program = replace(program, weights="")  # engine.backward() has no retain_graph
-    if program.weights == "batches" and program.crosses:
-        program = replace(program, weights="losses")  # shares multiply what arrives here
     if program.optimizer_tier != "device":
         program = replace(program, averaged=False)
     steps = []

@@ -137,7 +137,8 @@ class Sharded:
         """Part with the states, and ask for them all the same, which changes nothing."""
         self.engine.offload_states()
         _refused(lambda: self.engine.clip_grad_norm_(1.0))
-        _refused(lambda: zs.EMA(self.engine))
+        if self.program.optimizer_tier == "device":
+            _refused(lambda: zs.EMA(self.engine))
         if self.ema is not None:
             _refused(self.ema.update)
         self.engine.reload_states()
@@ -267,7 +268,7 @@ def _weights(program: Program, number: int) -> list[float]:
         cuts = sorted(rng.randint(0, 8) for _ in range(program.world - 1))
         ends = zip([0, *cuts], [*cuts, 8], strict=True)
         return [(stop - start) / 8 for start, stop in ends]
-    weights = [rng.choice((0.0, 1.0, 2.0, 3.0, 0.3)) for _ in range(program.world)]
+    weights = [rng.choice((0.0, 1.0, 2.0, 3.0, 0.75)) for _ in range(program.world)]
     return weights if any(weights) else [1.0, *weights[1:]]
 
 
