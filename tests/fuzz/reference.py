@@ -197,7 +197,8 @@ class ByHand:
         self.divided = True
 
     def _divisor(self) -> float:
-        return (self.weight if self.program.weights else self.program.world) * self.scale
+        whole = {"": self.program.world, "losses": self.weight, "batches": 1.0}
+        return whole[self.program.weights] * self.scale
 
     def _any(self, held: object) -> bool:
         if self.first != "micro-batches" or self.program.world == 1:
