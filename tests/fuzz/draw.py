@@ -77,7 +77,11 @@ def _with_meetings(program: Program) -> Program:
     )
     events = (*EVENTS, *ROWS)
     steps = tuple(
-        replace(step, between=tuple(rng.choice(events) for _ in range(rng.choice((0, 1, 1, 2)))))
+        replace(
+            step,
+            between=tuple(rng.choice(events) for _ in range(rng.choice((0, 1, 1, 2)))),
+            assigned=rng.random() < 0.1,
+        )
         for step in program.steps
     )
     return replace(
@@ -279,6 +283,7 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "attention over ranks": _layers(
         lambda x: replace(x, kind="linear" if x.kind == "attend" else x.kind)
     ),
+    "assigned gradients": _steps(lambda s: replace(s, assigned=False)),
     "between steps": _steps(lambda s: replace(s, between=())),
     "saves": _steps(
         lambda s: replace(s, between=tuple(e for e in s.between if e not in ("save", "load")))

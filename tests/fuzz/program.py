@@ -73,6 +73,7 @@ class Step:
     micros: tuple[Micro, ...] = (Micro(),)
     clip: float | None = None
     zero: str = "none"  # "zeros" (set_to_none=False), "model", "keep" (not at all)
+    assigned: bool = False  # .grad of some parameters is assigned by hand before the step
     # what happens between this step and the next, in this order: "average" (an evaluation inside
     # EMA.swapped()), "offload" (offload_states() and back), a row to repartition() to, "save",
     # "load" (the newest save), "reset" (an exception in a forward, then engine.reset())
@@ -297,8 +298,6 @@ def _repaired_step(step: Step, program: Program, reentrant: bool) -> Step:
         if reentrant or program.tokens or program.precision == "fp16" or not program.input_grad:
             # autograd.grad needs an input, and refuses reentrant checkpoints
             micro = replace(micro, before="")
-        if reentrant and micro.backward == "twice":
-            micro = replace(micro, backward="once")
         if micro.backward == "each" and micro.forwards == 1:
             micro = replace(micro, backward="once")
         if micro.routes:
@@ -308,7 +307,7 @@ def _repaired_step(step: Step, program: Program, reentrant: bool) -> Step:
         if micro.halves:
             micro = replace(micro, halves=tuple((micro.halves * program.world)[: program.world]))
         micros.append(micro)
-    zero = step.zero
+    zero = "none" if step.zero == "keep" and step.assigned else step.zero
     if zero == "keep" and (program.world == 3 or program.precision == "fp16"):
         zero = "none"  # the average is multiplied back, which is exact for powers of two
     return replace(step, micros=tuple(micros), zero=zero)

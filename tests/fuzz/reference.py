@@ -82,6 +82,7 @@ class ByHand:
             if master.requires_grad
         }
         self.saved: dict[str, Any] = {}
+        self.assigned: dict[str, torch.Tensor] = {}  # gradients, by hand, for this step
         self.partial: dict[str, torch.Tensor] = {}  # of this rank
         self.node_partials: dict[str, list[torch.Tensor]] = {}  # of every node
         self.totals: dict[str, torch.Tensor] = {}
@@ -225,8 +226,10 @@ class ByHand:
         norm = torch.stack(every).sum().sqrt().float()
         coefficient = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         if coefficient < 1.0:
-            for total in self.totals.values():
+            for name, total in self.totals.items():
                 total.mul_(coefficient)
+                if name in self.assigned:  # it is the user's tensor that is scaled, in its dtype
+                    total.copy_(self.assigned[name].mul_(coefficient))
         return float(norm)
 
     def _of_each_expert(self, mine: T) -> list[T]:
@@ -260,6 +263,7 @@ class ByHand:
             self.totals = {}
             self.divided = False
             self.weight = 0.0
+        self.assigned = {}
 
     def zero_part(self, names: list[str]) -> None:
         for name in names:
@@ -319,6 +323,12 @@ class ByHand:
         """What an exception has cut off leaves no gradient."""
         self.zero_grad("none")
         self.partial, self.node_partials, self.brought = {}, {}, {}
+
+    def assign(self, grads: Mapping[str, torch.Tensor]) -> None:
+        """What is assigned before a step is the average."""
+        self._divide()
+        self.totals |= {name: grad.float().clone() for name, grad in grads.items()}
+        self.assigned = {name: grad.clone() for name, grad in grads.items()}
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Return the state: masters where there are any, else the model's own numbers."""

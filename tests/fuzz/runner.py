@@ -8,7 +8,7 @@ import gc
 import random
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -68,6 +68,7 @@ class Trainer(Protocol):
     def step(self) -> None: ...
     def zero_grad(self, kind: str) -> None: ...
     def zero_part(self, names: list[str]) -> None: ...
+    def assign(self, grads: Mapping[str, torch.Tensor]) -> None: ...
     def average(self) -> None: ...
     def swapped(self) -> contextlib.AbstractContextManager[None]: ...
     def offload(self) -> None: ...
@@ -120,6 +121,11 @@ class Sharded:
         parameters = dict(self.model.named_parameters())
         for name in names:
             parameters[name].grad = None
+
+    def assign(self, grads: Mapping[str, torch.Tensor]) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, grad in grads.items():
+            parameters[name].grad = grad
 
     def average(self) -> None:
         assert self.ema is not None
@@ -289,6 +295,8 @@ class _Loop:
         for step in program.steps:
             for micro in step.micros:
                 self._micro(micro)
+            if step.assigned:
+                trainer.assign(self._grads())
             if step.clip is not None:
                 self.numbers.append(trainer.clip(step.clip))
             with warnings.catch_warnings():
@@ -302,6 +310,15 @@ class _Loop:
             trainer.zero_grad(step.zero)
             for event in step.between:
                 self._between(event)
+
+    def _grads(self) -> dict[str, torch.Tensor]:
+        """Return gradients to assign, the same on every rank, of a third of the parameters."""
+        trained = [(n, p) for n, p in self.trainer.model.named_parameters() if p.requires_grad]
+        generator = torch.Generator().manual_seed(self.program.seed + self._count)
+        return {
+            name: (0.01 * torch.randn(p.shape, generator=generator)).to(p.dtype)
+            for name, p in trained[self._count % 3 :: 3]
+        }
 
     def _between(self, event: str) -> None:
         trainer = self.trainer

@@ -16,7 +16,7 @@ from tests.fuzz.shrink import shrink
 
 CHUNK = 25
 QUICK = 50
-SLOW = 3000
+SLOW = 6000
 
 
 def _failures(first: int, path: Path) -> list[str]:
