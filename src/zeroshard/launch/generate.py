@@ -6,9 +6,10 @@ or on disk (ZeRO-Inference).
     zeroshard run --nproc 2 -m zeroshard generate MODEL_DIR --prompt A --prompt B
 
 MODEL_DIR holds config.json, safetensors files and, for prompts that are text, a tokenizer. The
-model is built without memory and read a parameter at a time, so no rank holds all of it. Decoding
-is greedy. Of several ranks each reads its slice of the weights, and generates for its share of the
-prompts; rank 0 prints.
+model is built without memory and read a parameter at a time, so no rank holds all of it. Tokens are
+those of Transformers' ``model.generate()``, with the directory's generation_config.json; options
+outrank it. Of several ranks each reads its slice of the weights, and generates for its share of the
+prompts; rank 0 prints. No Python of the directory is run.
 
 The JSON has "completions" (in the order of the prompts: "prompt", "tokens", and "text" or null),
 "new_tokens", "seconds", "tokens_per_s", "ranks", "offload", "codec", and of rank 0 "weight_bytes"
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeroshard.launch.console import say
+from zeroshard.launch.model_directory import (
+    ModelDirectory,
+    Prompts,
+    end_tokens,
+    looks_at_lengths,
+    refusals,
+)
 from zeroshard.launch.options import UsageError
 
 if TYPE_CHECKING:
@@ -56,7 +66,10 @@ def add_parser(commands: Any) -> None:
     add("model", type=Path, metavar="MODEL_DIR", help=text)
     text = "text to go on from; again for more (without a tokenizer: token numbers, '1 2 3')"
     add("--prompt", action="append", required=True, metavar="TEXT", help=text)
-    add("--max-new-tokens", type=_count, default=32, metavar="N", help="per prompt (default: 32)")
+    text = "per prompt (default: what generation_config.json says, or 32)"
+    add("--max-new-tokens", type=_count, metavar="N", help=text)
+    text = "draw tokens, or take the likeliest (default: what generation_config.json says, or not)"
+    add("--sample", action=argparse.BooleanOptionalAction, help=text)
     text = "where the weights rest (default: host)"
     add("--offload", choices=("device", "host", "disk"), default="host", help=text)
     text = "the directory of what rests on disk (default: the temporary one)"
@@ -98,18 +111,26 @@ def _generate(arguments: argparse.Namespace) -> int:
     kv_bytes = _size(arguments.kv_device_bytes, "--kv-device-bytes")
     prefetch_bytes = _size(arguments.prefetch_bytes, "--prefetch-bytes")
     _check(arguments)
+    import torch.distributed as dist
+
     import zeroshard as zs
 
     zs.init_distributed()
     with _silent_transformers():
-        config, prompts = _read_model(arguments)
+        model = ModelDirectory(arguments.model)
+        prompts = model.prompts(arguments.prompt)
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        generation = model.generation(arguments.max_new_tokens, arguments.sample, num_ranks)
+        if kv_bytes is not None:
+            generation.cache_implementation, generation.use_cache = None, True
         with _progress() as bar:
             bar.show("weights", None)
-            engine = _load(config, arguments, prefetch_bytes)
-            run = _Run(engine, config, arguments.max_new_tokens, kv_bytes, bar.advance)
-            mine = _shares(len(prompts.ids), engine.rank, engine.world, arguments.batch)
-            bar.show("tokens", len(mine) * (arguments.max_new_tokens + 1))
-            told, seconds = run.all(prompts, mine)
+            engine = _load(model.config, arguments, prefetch_bytes)
+            run = _Run(engine, model, generation, prompts, kv_bytes, bar.advance)
+            mine = _shares(len(prompts.ids), engine.rank, engine.world, run.batch(arguments.batch))
+            num_tokens = generation.max_new_tokens
+            bar.show("tokens", num_tokens and len(mine) * (num_tokens + 1))
+            told, seconds = run.all(mine)
     if engine.rank == 0:
         _print(_report(engine, arguments, prompts, told, seconds), as_json=arguments.json)
     return 0
@@ -146,60 +167,6 @@ def _silent_transformers() -> Iterator[None]:
 # ------------------------------------------------------------------------------- model and prompts
 
 
-@dataclass(frozen=True)
-class _Prompts:
-    """Token numbers of every prompt, and the tokenizer, if there is one."""
-
-    texts: list[str]
-    ids: list[list[int]]
-    tokenizer: Any
-
-    def text(self, tokens: list[int]) -> str | None:
-        """Return tokens as text; None without a tokenizer."""
-        if self.tokenizer is None:
-            return None
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-
-
-def _read_model(arguments: argparse.Namespace) -> tuple[Any, _Prompts]:
-    """Return the model's configuration and the prompts. Raises UsageError."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    try:
-        config = AutoConfig.from_pretrained(arguments.model, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise UsageError(
-            f"{arguments.model / 'config.json'} describes no model that this Transformers knows:"
-            f" {str(error).splitlines()[0]}"
-        ) from None
-    tokenizer = None
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    if any((arguments.model / name).is_file() for name in names):
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model, local_files_only=True)
-    ids = [_tokens(text, tokenizer, config.vocab_size) for text in arguments.prompt]
-    return config, _Prompts(arguments.prompt, ids, tokenizer)
-
-
-def _tokens(text: str, tokenizer: Any, vocabulary: int) -> list[int]:
-    if tokenizer is not None:
-        ids: list[int] = list(tokenizer(text)["input_ids"])
-    else:
-        words = text.split()
-        if not all(word.isdecimal() for word in words):
-            raise UsageError(
-                f"--prompt {text!r}: the model's directory holds no tokenizer: give token numbers,"
-                " as in --prompt '1 2 3'"
-            )
-        ids = [int(word) for word in words]
-    if not ids:
-        raise UsageError(f"--prompt {text!r} has no tokens: give some text")
-    if max(ids) >= vocabulary:
-        raise UsageError(
-            f"--prompt {text!r} has token {max(ids)}, and the model knows {vocabulary} tokens"
-        )
-    return ids
-
-
 def _load(config: Any, arguments: argparse.Namespace, prefetch_bytes: int | None) -> zs.Engine:
     """Build the model without memory, shard it, and read its weights to where they rest."""
     import torch
@@ -213,15 +180,17 @@ def _load(config: Any, arguments: argparse.Namespace, prefetch_bytes: int | None
     precision = {long: short for short, long in _DTYPES.items()}.get(dtype)
     if precision is None:
         raise UsageError(f"config.json says dtype {dtype!r}: name another one with --dtype")
-    try:
-        # the files will give the weights their values; until then they are alike on every rank
-        with zs.deferred_init(), initialization.no_init_weights(), torch.no_grad():
-            model = build.from_config(config, dtype=getattr(torch, dtype))
-            model.tie_weights()
-            for parameter in model.parameters():
-                parameter.zero_()
-    except ValueError as error:
-        raise UsageError(f"{arguments.model}: {str(error).splitlines()[0]}") from None
+    # the files will give the weights their values; until then they are alike on every rank
+    with (
+        refusals(f"{arguments.model / 'config.json'} describes no model that generates text"),
+        zs.deferred_init(),
+        initialization.no_init_weights(),
+        torch.no_grad(),
+    ):
+        model = build.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        model.tie_weights()
+        for parameter in model.parameters():
+            parameter.zero_()
     model.eval().requires_grad_(False)
     offload: dict[str, Any] = {"weight": arguments.offload}
     if arguments.offload == "disk":
@@ -250,49 +219,62 @@ def _shares(num_prompts: int, rank: int, world: int, batch: int | None) -> list[
 
 @dataclass(frozen=True)
 class _Run:
-    """Greedy decoding of some prompts on this rank."""
+    """Generation for some prompts on this rank."""
 
     engine: zs.Engine
-    config: Any
-    max_new_tokens: int
+    model: ModelDirectory
+    generation: Any  # Transformers' GenerationConfig
+    prompts: Prompts
     kv_bytes: int | None
     advance: Callable[[], None]
 
-    def all(
-        self, prompts: _Prompts, batches: list[list[int]]
-    ) -> tuple[dict[int, list[int]], float]:
+    def batch(self, asked: int | None) -> int | None:
+        """Return how many prompts to take at a time: one where others' padding would count."""
+        lengths = {len(ids) for ids in self.prompts.ids}
+        return 1 if len(lengths) > 1 and looks_at_lengths(self.generation) else asked
+
+    def all(self, batches: list[list[int]]) -> tuple[dict[int, list[int]], float]:
         """Return the new tokens of every prompt of all ranks, and the seconds. Collective."""
+        import torch
+
+        if self.generation.do_sample:  # each rank draws its own
+            torch.manual_seed((torch.initial_seed() + self.engine.rank) % 2**63)
         mine: dict[int, list[int]] = {}
         self.engine.exchange(b"", "zeroshard generate")  # begin together
         begin = time.perf_counter()
         for numbers in batches:
-            mine |= zip(numbers, self._batch([prompts.ids[one] for one in numbers]), strict=True)
+            ids = [self.prompts.ids[one] for one in numbers]
+            mine |= zip(numbers, self._batch(ids), strict=True)
         payload = json.dumps(list(mine.items())).encode()
         told = self.engine.exchange(payload, "zeroshard generate")
         seconds = time.perf_counter() - begin
         return dict(pair for one in told for pair in json.loads(one)), seconds
 
     def _batch(self, ids: list[list[int]]) -> list[list[int]]:
-        """Return the new tokens of each of some prompts, which are padded on the left."""
+        """Return the new tokens of each of some prompts, which are padded on the left, with a
+        token that the prompt has anyway: penalties count which tokens are there.
+        """
         import torch
 
         model: Any = self.engine.module
         device = next(model.parameters()).device
         width = max(map(len, ids))
-        padded = [[0] * (width - len(one)) + one for one in ids]
+        padded = [one[:1] * (width - len(one)) + one for one in ids]
         mask = [[0] * (width - len(one)) + [1] * len(one) for one in ids]
-        ends = model.generation_config.eos_token_id
-        ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-        out: torch.Tensor = model.generate(
-            torch.tensor(padded, device=device),
-            attention_mask=torch.tensor(mask, device=device),
-            max_new_tokens=self.max_new_tokens,
-            do_sample=False,
-            pad_token_id=ends[0] if ends else 0,
-            past_key_values=self._cache(),
-            synced_gpus=self.engine.world > 1,
-            streamer=_Advance(self.advance),
-        )
+        ends = end_tokens(self.generation)
+        model.generation_config = self.generation
+        has_beams = (self.generation.num_beams or 1) > 1
+        why = f"{self.model.path}: generate() of Transformers refuses how it says to generate"
+        with refusals(why, (ValueError, TypeError, NotImplementedError)):
+            out: torch.Tensor = model.generate(
+                torch.tensor(padded, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                past_key_values=self._cache(),
+                synced_gpus=self.engine.world > 1,
+                streamer=None if has_beams else _Advance(self.advance),
+                tokenizer=self.prompts.tokenizer,
+                trust_remote_code=False,
+            )
         return [_until(row[width:].tolist(), ends) for row in out]
 
     def _cache(self) -> Any:
@@ -300,7 +282,7 @@ class _Run:
             return None
         from zeroshard.integrations.kv_cache import KVCache
 
-        return KVCache(self.config, device_bytes=self.kv_bytes)
+        return KVCache(self.model.config, device_bytes=self.kv_bytes)
 
 
 @dataclass(frozen=True)
@@ -344,8 +326,6 @@ class _Bar:
 
 @contextmanager
 def _progress() -> Iterator[_Bar]:
-    import os
-
     from rich.console import Console
     from rich.progress import Progress
 
@@ -358,7 +338,7 @@ def _progress() -> Iterator[_Bar]:
 def _report(
     engine: zs.Engine,
     arguments: argparse.Namespace,
-    prompts: _Prompts,
+    prompts: Prompts,
     told: dict[int, list[int]],
     seconds: float,
 ) -> dict[str, Any]:
@@ -386,7 +366,7 @@ def _print(report: dict[str, Any], *, as_json: bool) -> None:
         return
     for one in report["completions"]:
         text = one["text"]
-        print(f"{one['prompt']}{' ' + ' '.join(map(str, one['tokens'])) if text is None else text}")
+        say(f"{one['prompt']}{' ' + ' '.join(map(str, one['tokens'])) if text is None else text}")
     from rich.filesize import decimal
 
     codec = f" in {report['codec']}" if report["codec"] else ""
