@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -374,6 +375,17 @@ def test_a_tensor_in_two_files_is_read_from_the_one_that_the_index_names(tmp_pat
     _files(tmp_path, {"other": "one", "more": "two"}, **both)  # which one nobody says
     with pytest.raises(CheckpointError, match=r"two tensors are for 'weight': .*one.*two"):
         zs.load_pretrained(nn.Linear(2, 2, bias=False), tmp_path)
+
+
+def test_pipes_and_deep_indices_are_one_line_each(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    os.mkfifo(tmp_path / "one.safetensors")
+    _files(tmp_path, {"weight": "one"})
+    with pytest.raises(CheckpointError, match=r"one\.safetensors .*it is not a regular file"):
+        zs.load_pretrained(layer, tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"is not an index .*nested deeper than 100"):
+        zs.load_pretrained(layer, tmp_path)
 
 
 def test_a_tied_parameter_takes_both_of_its_tensors_only_where_they_are_equal(

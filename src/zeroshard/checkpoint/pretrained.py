@@ -14,7 +14,6 @@ compared, where the files hold several.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from zeroshard.checkpoint.pieces import (
     whole_parts,
 )
 from zeroshard.core.part import Part
+from zeroshard.core.untrusted import NotReadable, open_file, read_json
 from zeroshard.errors import CheckpointError
 from zeroshard.nn.deferred import allocate
 from zeroshard.runtime.engine import Engine, states_of
@@ -217,8 +217,9 @@ def open_tensors(path: Path, stack: ExitStack) -> Iterator[tuple[Path, Any, str]
     files, weight_map = _weight_files(path)
     for file in files:
         try:
+            open_file(file).close()  # a pipe would be waited for
             opened = stack.enter_context(safe_open(file, framework="pt"))
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, NotReadable, OSError) as error:
             raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
         for name in opened.keys():  # noqa: SIM118 (not a dict)
             if weight_map.get(name, file.name) == file.name:
@@ -233,10 +234,10 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
         return [path], {}
     if (path / _INDEX).is_file():
         try:
-            weight_map = dict(json.loads((path / _INDEX).read_text())["weight_map"])
+            weight_map = dict(read_json(path / _INDEX)["weight_map"])
             names = sorted(set(weight_map.values()))
             outside = [name for name in names if Path(name).name != name]
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(
                 f"{path / _INDEX} is not an index of safetensors files: {error!r}"
             ) from error
