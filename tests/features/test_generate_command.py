@@ -151,7 +151,7 @@ def test_tokens_are_those_of_transformers_with_what_generation_config_says(
         assert told["tokens"] == wanted, kv
 
 
-@pytest.mark.parametrize("says", SAYS[:4], ids=" ".join)
+@pytest.mark.parametrize("says", [{"repetition_penalty": 0.2}, *SAYS[1:4]], ids=" ".join)
 def test_a_prompt_beside_a_longer_one_is_gone_on_with_as_alone(
     says: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
