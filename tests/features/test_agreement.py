@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -127,6 +128,29 @@ def _zero_grad_to_zeros(
         optimizer.zero_grad(set_to_none=False)
     _backward(rank, model)
     optimizer.step()
+
+
+def _no_sync_of_one_rank(rank: int, world: int) -> None:
+    for row in ("zero2", "zero3"):
+        told = []
+        for inside in ((0, 1), (0,)):
+            torch.manual_seed(0)
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport="gloo"))
+            for _ in range(2):
+                with engine.no_sync() if rank in inside else nullcontext():
+                    _backward(rank, model)
+                _backward(rank, model, 1)
+                optimizer.step()
+                optimizer.zero_grad()
+            told.append(engine.full_state_dict(rank0_only=False))
+            engine.close()
+        assert all(torch.equal(value, told[1][name]) for name, value in told[0].items()), row
+
+
+def test_a_no_sync_that_ranks_disagree_about_trains_where_each_micro_batch_is_reduced() -> None:
+    run_ranks(2, _no_sync_of_one_rank)
 
 
 CASES: dict[Step, str] = {
