@@ -31,6 +31,7 @@ __all__ = [
     "bare_copy",
     "fitted_state",
     "fork_rng",
+    "set_training",
     "state_after_trial",
     "unhooked_step",
 ]
@@ -98,6 +99,13 @@ def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Opt
     return step.__wrapped__ if hooked else step  # type: ignore[no-any-return]
 
 
+def set_training(optimizer: torch.optim.Optimizer) -> None:
+    """Call the ``train()`` of an optimizer that has one: some step only then (schedule-free)."""
+    train = getattr(optimizer, "train", None)
+    if callable(train):
+        train()
+
+
 def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return a copy without state, groups and hooks, which reaches nothing of the user's.
 
@@ -151,6 +159,7 @@ def state_after_trial(
     clone = bare_copy(optimizer)
     clone.param_groups = [{**copy.deepcopy(dict(options)), "params": [parameter]}]
     clone.state = defaultdict(dict)
+    set_training(clone)
     step = unhooked_step(type(clone))
     with fork_rng(device), torch.enable_grad():
         for _ in range(_NUM_STEPS):

@@ -10,13 +10,14 @@ Invariant: the user's optimizer, its parameters, gradients, state and hooks, and
 number generators are as they were. Cost: nothing for the known classes; under a tenth of a second
 per distinct param group for the others.
 
-What it does not do: prove anything. A probe of three steps does not see a rule that looks at norms
+What it does not do: prove anything. A probe of eight steps does not see a rule that looks at norms
 from its hundredth step on.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import ConfigError
-from zeroshard.optim.copies import bare_copy, fork_rng, unhooked_step
+from zeroshard.optim.copies import bare_copy, fork_rng, set_training, unhooked_step
 
 __all__ = ["ELEMENTWISE", "check_elementwise", "shard_state"]
 
@@ -65,7 +66,7 @@ _SHAPES: tuple[tuple[int, ...], ...] = ((135, 243), (5, 27, 27, 9), (32805,))
 _CUTS = ((0, 192), (192, 19264), (19264, 32805))
 # values and gradients of each piece: norms of pieces must differ from the norm of the whole
 _SCALES = (1.0, 0.01, 30.0)
-_NUM_STEPS = 3
+_NUM_STEPS = 8  # RAdam begins at its sixth
 _MIN_LR = 1e-3  # a schedule that warms up from 0 would hide everything
 
 # 0-d state of torch.optim that belongs to the whole parameter
@@ -77,7 +78,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     the whole.
 
     Classes of torch.optim are known by name. Any other class, subclasses of the known ones
-    included, is probed with the options of each param group: three steps on one parameter whole,
+    included, is probed with the options of each param group: eight steps on one parameter whole,
     and on its pieces by optimizers that do not see each other, as on three ranks.
     """
     name = type(optimizer).__qualname__
@@ -86,6 +87,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             raise ConfigError(f"optimizer {name} cannot be sharded: {reason}; {_REMEDY}")
     if type(optimizer) in ELEMENTWISE:
         return
+    _check_step(optimizer, name)
     probed: list[str] = []
     for index, group in enumerate(optimizer.param_groups):
         options = repr(
@@ -94,6 +96,34 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         if options not in probed:
             probed.append(options)
             _probe(optimizer, index, f"optimizer {name} (param group {index})")
+
+
+def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Raise ConfigError for a class whose ``step()`` is not one step with one gradient."""
+    for key, inner in vars(optimizer).items():
+        if isinstance(inner, torch.optim.Optimizer):
+            kind = type(inner).__qualname__
+            raise ConfigError(
+                f"optimizer {name} cannot be sharded: it drives another optimizer, its {key!r}"
+                f" ({kind}), which would go on with whole parameters; {_REMEDY}, or that {kind}"
+                " alone"
+            )
+    if unhooked_step(type(optimizer)) is unhooked_step(torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer {name} cannot be sharded: it has no step() of its own, and other methods in"
+            f" its place (SAM's first_step() and second_step()) go by norms of all parameters;"
+            f" {_REMEDY}"
+        )
+    needed = [
+        one.name
+        for one in inspect.signature(type(optimizer).step).parameters.values()
+        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+    ][1:]
+    if needed:
+        raise ConfigError(
+            f"optimizer {name} cannot be sharded: its step() needs {needed[0]!r}, for gradients"
+            f" at other weights than the model's; {_REMEDY}"
+        )
 
 
 def shard_state(
@@ -170,9 +200,10 @@ def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
                 shape: _Run(optimizer, index, shape).steps(values, grads) for shape in _SHAPES
             }
         except Exception as error:
+            said = f": {error}" if str(error) else ""
             raise ConfigError(
                 f"{name} is not known to be elementwise, and a trial step raised"
-                f" {type(error).__name__}: {error}; {_REMEDY}"
+                f" {type(error).__name__}{said}; {_REMEDY}"
             ) from error
     cut = torch.cat(pieces)
     if torch.equal(cut, values):
@@ -232,6 +263,7 @@ class _Run:
         with torch.no_grad():
             self.param.copy_(values.view(self.param.shape))
         step = unhooked_step(type(self.optimizer))
+        set_training(self.optimizer)
         for grad in grads:
             self.param.grad = grad.view(self.param.shape).clone()
             step(self.optimizer)

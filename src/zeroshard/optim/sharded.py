@@ -17,7 +17,7 @@ are summed: the engine hands them over through ``StepHooks``.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from torch import nn
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.optim.elementwise import check_elementwise, shard_state
+from zeroshard.optim.modes import hide_modes
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
 from zeroshard.optim.shards import ParamShard, Taken, Tile
@@ -57,6 +58,11 @@ class StepHooks(GradientOwner, Protocol):
 
     def publish_late(self) -> None:
         """Publish a step that was taken one step late."""
+
+    def moving(self, call: str, refused: StateError | None) -> AbstractContextManager[None]:
+        """Return a context in which the user's optimizer moves its parameters between two steps,
+        in `call`; then the weights follow. Raises, on every rank, an error that one has `refused`.
+        """
 
     def check_states(self) -> None:
         """Raise StateError where the optimizer's state is not there, or not to be changed now."""
@@ -202,6 +208,7 @@ class ShardedOptimizer:
         self.park()
         self._handles = [
             _ZeroGrad(optimizer, self.parameters),
+            *hide_modes(optimizer, self._moving),
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
             optimizer.register_state_dict_pre_hook(lambda _: self._hooks.check_states()),
@@ -213,6 +220,13 @@ class ShardedOptimizer:
             ),
             optimizer.register_load_state_dict_post_hook(lambda _: self.park()),
         ]
+
+    def _moving(self, call: str) -> AbstractContextManager[None]:
+        refused = StateError(
+            f"{call} of {type(self.optimizer).__qualname__} moves all parameters, and some of their"
+            " states rest on the host or on disk: leave the optimizer out of offload="
+        )
+        return self._hooks.moving(call, refused if self.rests_elsewhere else None)
 
     def _take(self, tiles: Sequence[Tile]) -> None:
         """Sort the shards of `tiles` into param groups."""

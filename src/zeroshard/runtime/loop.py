@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.comm.agree import agree
 from zeroshard.core.launched import heartbeat
 from zeroshard.errors import StateError, StorageError
 from zeroshard.optim.sharded import INTERRUPTED, ShardedOptimizer
@@ -288,6 +289,21 @@ class Loop:
     def publish_late(self) -> None:
         """A step that was taken one step late goes into the weights."""
         self._rest.publish(everything=True)
+
+    @contextmanager
+    def moving(self, call: str, refused: StateError | None) -> Iterator[None]:
+        """The optimizer moves its parameters inside, in `call`; then the weights follow.
+        Collective.
+        """
+        try:
+            self.check_between_steps(call)
+            self.check_states()
+        except StateError as error:
+            refused = error
+        exchange = self._context.transport.control.exchange
+        agree(exchange, {"call": call}, call=call, error=refused)
+        with self._rest.rewriting():
+            yield
 
     def check_states(self) -> None:
         """Raise StateError where what rests is not what is trained, or not there."""

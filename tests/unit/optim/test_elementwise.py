@@ -252,6 +252,79 @@ def model_params() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(7))]
 
 
+class TwoSteps(torch.optim.Optimizer):
+    """SAM as in many scripts: two methods in the place of step()."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def first_step(self) -> None: ...
+
+    def second_step(self) -> None: ...
+
+
+class Sharpness(TwoSteps):
+    """SAM as published: it drives another optimizer."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params)
+        self.base_optimizer = torch.optim.SGD(params, lr=0.1)
+
+
+class Closed(LocalRule):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        super().step(closure())
+
+
+class Silent(LocalRule):
+    def direction(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Modes(LocalRule):
+    """It steps only after train(), as schedule-free optimizers do."""
+
+    is_training = False
+
+    def train(self) -> None:
+        self.is_training = True
+
+    def eval(self) -> None:
+        self.is_training = False
+
+    def direction(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        if not self.is_training:
+            raise RuntimeError("not in train mode")
+        return super().direction(param, grad)
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (
+            Sharpness,
+            r"Sharpness cannot be sharded: it drives another optimizer, its 'base_optimizer'"
+            r" \(SGD\), which would go on with whole parameters; use .*AdamW, or that SGD alone$",
+        ),
+        (TwoSteps, r"TwoSteps cannot be sharded: it has no step\(\) of its own, .*AdamW$"),
+        (Closed, r"Closed cannot be sharded: its step\(\) needs 'closure', .*AdamW$"),
+        (Silent, r"a trial step raised NotImplementedError; use an elementwise"),
+    ],
+)
+def test_what_takes_no_step_with_one_gradient_is_refused_in_words_of_its_own(
+    cls: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_elementwise(cls(model_params()))
+
+
+def test_an_optimizer_with_modes_is_probed_in_training_and_stays_as_it_was() -> None:
+    optimizer = Modes(model_params())
+    check_elementwise(optimizer)
+    assert not optimizer.is_training
+
+
 @pytest.mark.parametrize("cls", sorted(ELEMENTWISE, key=lambda cls: cls.__name__))
 def test_known_classes_pass(cls: Any) -> None:
     check_elementwise(cls(model_params(), lr=1e-3))
