@@ -216,6 +216,13 @@ def _repaired_options(program: Program) -> Program:
     """Take out what is refused by name beside another option."""
     if program.has_experts:  # no columns of nodes, no shares
         program = replace(program, node_size=None, shares=None, along_cp=False)
+        apart = tuple(  # a module with two names is matched by one of them
+            replace(layer, same_as=None, same_module=False) if layer.kind == "experts" else layer
+            for layer in program.layers
+        )
+        program = replace(program, layers=apart)
+    if program.coded:  # a loss of products makes small errors of an output large
+        program = replace(program, gathered_features=False)
     if program.along_cp:
         program = replace(program, node_size=None)
     if any(micro.backward == "twice" for micro in program.micros):

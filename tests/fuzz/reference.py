@@ -198,8 +198,9 @@ class ByHand:
         self.divided = True
 
     def _divisor(self) -> float:
-        whole = {"": self.program.world, "losses": self.weight, "batches": 1.0}
-        return whole[self.program.weights] * self.scale
+        if not self.weight:
+            return self.program.world * self.scale
+        return (self.weight if self.program.weights == "losses" else 1.0) * self.scale
 
     def _any(self, held: object) -> bool:
         if self.first != "micro-batches" or self.program.world == 1:

@@ -416,8 +416,10 @@ class _Loop:
         if not self.program.weights:
             return []
         self._num_backwards += 1
-        changes = self.program.weights == "losses"
-        return _weights(self.program, self._num_backwards if changes else 0)
+        if self.program.weights == "losses":
+            return _weights(self.program, self._num_backwards)
+        shares = _weights(self.program, 0)
+        return shares if len(set(shares)) > 1 else []  # equal ones are none
 
 
 def _contrasted(mine: torch.Tensor, rank: int) -> torch.Tensor:

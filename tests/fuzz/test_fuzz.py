@@ -94,6 +94,13 @@ FOUND = {  # what later seeds found, shrunk where that was possible
         layers=(Layer(borrows=1), Layer(), Layer(borrows=1)),
         steps=(Step((Micro(forwards=2, backward="each"),)),),
     ),
+    "gradients assigned after a backward inside no_sync alone": Program(
+        3852,
+        row="zero1",
+        optimizer="sgd",
+        width=3,
+        steps=(Step((Micro(no_sync=True),), assigned=True),),
+    ),
     "a layer that no rank used, and a rank without a part of it": Program(
         978,
         world=3,

@@ -98,31 +98,29 @@ class AssignedGradients:
         """Return the segment of the first that is not finite."""
         return next((one.leaf.path.key for one in self._taken if not one.is_finite), None)
 
-    def store(self) -> bool:
-        """Let those that `take` has found rest as averaged gradients; return whether any has."""
+    def store(self, divisor: float, weight: float | None) -> bool:
+        """Let those that `take` has found rest beside gradients that have been divided by `divisor`
+        and by the sum of weights; return whether any has.
+        """
         taken, self._taken = self._taken, []
         with torch._C.DisableTorchFunctionSubclass():
             for one in taken:
+                summed = one.leaf.path.summed
+                if summed.open_empty():
+                    summed.average(divisor)
+                    if weight is not None:
+                        summed.divide(weight)
                 one.store()
         return bool(taken)
 
-    def store_late(self, divisor: float, weight: float | None) -> None:
-        """The same beside gradients that have been divided by `divisor`, and by the sum of weights.
-
-        Raises StateError for one that is not finite: the ranks have agreed on the step already.
-        """
+    def check_finite(self) -> None:
+        """Raise StateError for one that is not finite, after the ranks have agreed on the step."""
         for taken in self._taken:
             if not taken.is_finite:
                 raise StateError(
                     f"the gradient assigned to {taken.leaf.name!r} holds NaN or infinity: assign a"
                     " finite one, or drop the step with zero_grad()"
                 )
-            summed = taken.leaf.path.summed
-            if summed.open_empty():
-                summed.average(divisor)
-                if weight is not None:
-                    summed.divide(weight)
-        self.store()
 
     def compare(self) -> None:
         """Raise PlanMismatch where ranks have assigned different gradients to one parameter.

@@ -170,7 +170,7 @@ class Finalizer:
         culprits = self._culprits(answers, united, weight)
         if weight is not None:
             self._divide(weight)
-        if self._assigned.store():
+        if self._assigned.store(divisor, weight):
             backward.seal()
         self._count_bad(culprits)
         backward.accumulation.finalized()
@@ -182,7 +182,8 @@ class Finalizer:
         next step.
         """
         if result.finite and self._assigned.take(only):
-            self._assigned.store_late(result.divisor, result.weight)
+            self._assigned.check_finite()
+            self._assigned.store(result.divisor, result.weight)
             self._backward.seal()
 
     def _divisor(self) -> float:
