@@ -191,9 +191,9 @@ def test_the_buffer_of_the_next_unit_is_borrowed_while_a_reduce_is_under_way(
     with fake_world(WORLD):
         engine, model, optimizer = _train(monkeypatch, "zero3")
 
-        def spy(self: GradBucket, index: int, grad: torch.Tensor, factor: float) -> None:
+        def spy(self: GradBucket, index: int, grad: torch.Tensor) -> None:
             under_way.append(len(inside.reducing(engine)))
-            add(self, index, grad, factor)
+            add(self, index, grad)
 
         monkeypatch.setattr(GradBucket, "add", spy)
         for _ in range(2):  # the first pass gathers nothing ahead
