@@ -94,6 +94,16 @@ FOUND = {  # what later seeds found, shrunk where that was possible
         layers=(Layer(borrows=1), Layer(), Layer(borrows=1)),
         steps=(Step((Micro(forwards=2, backward="each"),)),),
     ),
+    "an average updated while the step of gradients on the host goes on": Program(
+        5718,
+        world=1,
+        row="zero1",
+        grad_tier="host",
+        optimizer="sgd",
+        width=3,
+        averaged=True,
+        steps=(Step(between=("average",)),),
+    ),
     "gradients assigned after a backward inside no_sync alone": Program(
         3852,
         row="zero1",

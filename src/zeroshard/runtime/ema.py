@@ -53,6 +53,7 @@ class EMA:
             )
         self.decay = decay
         self._engine = engine
+        states_of(engine).join_step()
         self.averages = [master.clone() for master in states_of(engine).rest.masters()]
         _OF.setdefault(engine, []).append(weakref.ref(self))
 
@@ -67,6 +68,7 @@ class EMA:
         sent.
         """
         states_of(self._engine).check_open()
+        states_of(self._engine).join_step()  # which may go on by itself
         masters = states_of(self._engine).rest.masters()
         torch._foreach_lerp_(self.averages, masters, 1.0 - self.decay)
 
