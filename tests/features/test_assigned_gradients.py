@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
+from tests.features.test_clipping import Branches
 from tests.support.harness import run_ranks
 from tests.support.training import ROWS, Net, Run, batch, final_state, make_model, two_groups
 from zeroshard.errors import PlanMismatch, StateError
@@ -301,24 +302,11 @@ def test_an_assigned_gradient_is_stepped_to_the_bit_on_three_ranks() -> None:
     assert run_ranks(3, _three) == [[]] * 3
 
 
-class Branches(nn.Module):
-    """Each rank runs a branch of its own, and nobody the last one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(7, 19)
-        self.branches = nn.ModuleList(nn.Linear(19, 19) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
-        h: torch.Tensor = self.branches[branch](self.stem(x))
-        return h.square().mean()
-
-
 def _unused(rank: int, world: int, when: str) -> None:
     states = {}
     for kind in ("torch-ddp", *ROWS):
         torch.manual_seed(0)
-        model = Branches()
+        model = Branches(3)
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
         engine = None
         if kind != "torch-ddp":

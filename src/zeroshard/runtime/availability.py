@@ -34,7 +34,7 @@ class Availability:
         self.refusal: str | None = None  # why nothing may be used, for ever
         self.is_given_up = False  # nothing of the engine is left but to close it
         self._is_offloaded = False
-        self._is_swapped = False
+        self.is_swapped = False  # averages rest in the place of the trained numbers
 
     def refuse(self, why: str) -> None:
         """Raise StateError with `why` at every later use."""
@@ -62,20 +62,15 @@ class Availability:
     def check_trained(self) -> None:
         """Raise StateError where what rests is not what is trained, or not there."""
         self.check_gather()
-        if self._is_swapped:
+        if self.is_swapped:
             raise StateError(_SWAPPED)
-
-    @property
-    def is_swapped(self) -> bool:
-        """Whether averages rest in the place of the trained numbers."""
-        return self._is_swapped
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Inside, averages rest in the place of the trained numbers."""
         self.check_trained()
-        self._is_swapped = True
+        self.is_swapped = True
         try:
             yield
         finally:
-            self._is_swapped = False
+            self.is_swapped = False

@@ -53,8 +53,7 @@ class EMA:
             )
         self.decay = decay
         self._engine = engine
-        states_of(engine).join_step()
-        self.averages = [master.clone() for master in states_of(engine).rest.masters()]
+        self.averages = [master.clone() for master in self._masters()]
         _OF.setdefault(engine, []).append(weakref.ref(self))
 
     @property
@@ -67,10 +66,14 @@ class EMA:
         """Move the average towards the weights; call it after ``optimizer.step()``. Nothing is
         sent.
         """
-        states_of(self._engine).check_open()
-        states_of(self._engine).join_step()  # which may go on by itself
-        masters = states_of(self._engine).rest.masters()
-        torch._foreach_lerp_(self.averages, masters, 1.0 - self.decay)
+        torch._foreach_lerp_(self.averages, self._masters(), 1.0 - self.decay)
+
+    def _masters(self) -> list[torch.Tensor]:
+        """Return the masters that the averages follow, once no step is under way."""
+        states = states_of(self._engine)
+        states.check_open()
+        states.join_step()  # which may go on by itself
+        return states.rest.masters()
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -91,8 +94,7 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        masters = states_of(self._engine).rest.masters()
-        for average, master in zip(self.averages, masters, strict=True):
+        for average, master in zip(self.averages, self._masters(), strict=True):
             for here, there in zip(
                 torch.split(average, _CHUNK), torch.split(master, _CHUNK), strict=True
             ):
