@@ -35,6 +35,7 @@ from benchmarks.model import GPT, Batches
 from benchmarks.plan import SIZES, Size
 from benchmarks.ranks import start_with_report
 from benchmarks.validate import shape_of
+from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.core.policy import ROWS
 from zeroshard.core.timeline import Timeline
 from zeroshard.planner import Machine, Training
@@ -43,7 +44,6 @@ from zeroshard.planner.durations import Durations
 from zeroshard.planner.exact import LaidOut
 from zeroshard.planner.grid import GridPlan
 from zeroshard.planner.measured import machine_of
-from zeroshard.planner.schedules import Schedule
 
 __all__ = ["main"]
 
@@ -106,7 +106,7 @@ class _Run:
 
     def grid(self, schedule: str) -> Grid:
         """Return its grid of ranks."""
-        return Grid(1, self.stages, self.dp, Schedule(schedule), self.micro_batches)
+        return Grid(1, self.stages, self.dp, PipelineOrder(schedule), self.micro_batches)
 
 
 def _trained(run: _Run, name: str, row: str, budget: int, directory: str) -> _Passed:

@@ -33,6 +33,7 @@ from zeroshard.core.launched import meeting_file
 from zeroshard.core.mpi import rank_variables
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
+from zeroshard.core.schedule import grad_pool_bytes
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.memory import MemoryCounter, Pages
 from zeroshard.nn.deferred import (
@@ -255,7 +256,7 @@ def _own_context(own: OwnMesh, whole: Context, asked: Asked, spec: CommSpec) -> 
 def _pool_bytes(asked: Asked, pattern: str) -> int:
     """Return the bytes of the gradient buffers of the units of `pattern`: twice the largest."""
     numel = max((plan.local_numel for plan in asked.plans if plan.pattern == pattern), default=0)
-    return 2 * numel * asked.dtypes.widest(asked.settings.resolved_precision())
+    return grad_pool_bytes(numel, asked.dtypes.widest(asked.settings.resolved_precision()))
 
 
 def _make_tiering(

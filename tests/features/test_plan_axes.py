@@ -17,6 +17,7 @@ import zeroshard as zs
 from tests.support import inside, pipelines
 from tests.support.harness import run_ranks
 from tests.support.pipelines import mesh_of, piped, whole
+from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.core.policy import ROWS
 from zeroshard.launch import cli
 from zeroshard.planner.axes import Grid
@@ -24,7 +25,6 @@ from zeroshard.planner.cuts import cut_stages, cut_tensors
 from zeroshard.planner.exact import LaidOut, rest_bytes
 from zeroshard.planner.families import shape_of_config
 from zeroshard.planner.grid import GridPlan
-from zeroshard.planner.schedules import Schedule
 from zeroshard.planning import shape_of_module
 
 SCHEDULES = {
@@ -50,7 +50,7 @@ def _differences(rank: int, world: int, name: str, rows: list[str]) -> list[Any]
     """Return, of every row, what the plan and this rank's engine say otherwise."""
     mesh, training = mesh_of(), zs.Training("fp32", micro_batches=4)
     pipelines.LAYERS = 8  # two a stage: of one layer, shard() cuts other units
-    grid = Grid(1, 2, 2, Schedule.parse(name), 4)
+    grid = Grid(1, 2, 2, PipelineOrder.parse(name), 4)
     plan = GridPlan(grid, shape_of_module(whole(), training), zs.Machine.of("CPU", gpus=4),
                     training)  # fmt: skip
     out: list[Any] = []
@@ -114,7 +114,7 @@ def test_parameters_of_a_tensor_parallel_rank_are_those_of_torchs_dtensors() -> 
             shape_of_module(model, zs.Training("fp32")).units]  # fmt: skip
     held = engine.memory().tiers["weight"]["device"]
     engine.close()
-    laid_out = LaidOut(local, Grid(4, 1, 1, Schedule(), 1).share(zs.Machine.of(gpus=4)).mesh)
+    laid_out = LaidOut(local, Grid(4, 1, 1, PipelineOrder(), 1).share(zs.Machine.of(gpus=4)).mesh)
     rest = rest_bytes(laid_out, ROWS["zero3"], zs.Training("fp32"))
     assert sum(rest["weight"].values()) == held
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ import zeroshard as zs
 from zeroshard.comm import collectives
 from zeroshard.comm.transport import Transport
 from zeroshard.core.placement import Tier
+from zeroshard.core.residency import UnitState
 from zeroshard.memory import MemoryCounter
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.shards import ParamShard
@@ -27,7 +28,8 @@ from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.unit import Unit, UnitState
+from zeroshard.runtime.unit import Unit
+from zeroshard.runtime.weights import Weights
 from zeroshard.tier.store import Store
 
 
@@ -67,42 +69,58 @@ def padded_numel(engine: zs.Engine, *, trained: bool = False) -> int:
 
 def largest_unit_bytes(engine: zs.Engine) -> int:
     """Return the bytes of the largest unit when it is gathered."""
-    return max(unit.nominal_bytes for unit in units(engine))
+    return max(unit.residency.traits.nominal_bytes for unit in units(engine))
 
 
 def is_at_rest(engine: zs.Engine) -> bool:
     """Return whether no unit is gathered or used."""
-    return not gathered(engine) and not any(unit.in_use for unit in units(engine))
+    return not gathered(engine) and not any(unit.residency.in_use for unit in units(engine))
 
 
 def is_unused(engine: zs.Engine) -> bool:
     """Return whether no unit is in a forward or a backward; it may still be gathered."""
-    return not any(unit.in_use for unit in units(engine))
+    return not any(unit.residency.in_use for unit in units(engine))
 
 
 def is_gathering(engine: zs.Engine) -> bool:
     """Return whether any unit is on its way."""
-    return any(unit.state is UnitState.GATHERING for unit in units(engine))
+    return any(unit.residency.state is UnitState.GATHERING for unit in units(engine))
 
 
 def gathered(engine: zs.Engine) -> list[str]:
     """Return the names of the units that are gathered, or being gathered."""
-    return [unit.name for unit in units(engine) if unit.state is not UnitState.RESTING]
+    return [unit.name for unit in units(engine) if unit.residency.state is not UnitState.RESTING]
 
 
 @contextmanager
 def traced(engine: zs.Engine, note: Callable[[str, str], None]) -> Iterator[None]:
-    """Call `note` with each event of a unit inside ("gather", "use", "release", "reduce", ...)
-    and the unit's name.
+    """Call `note` with each event of a unit inside ("gather", "use", "release" and, once per
+    segment, "reduce") and the unit's name.
     """
-    traced = (engine._weights, engine._backward.reductions)
-    for part in traced:
-        part.trace = note
-    try:
+    names: dict[object, str] = {unit: unit.name for unit in units(engine)}
+    names |= {path: unit.name for unit in units(engine) for path in unit.paths}
+    noted = {
+        "gather": (Unit, "unshard"),
+        "use": (Weights, "_use"),
+        "release": (Unit, "reshard"),
+        "reduce": (GradientPath, "reduce"),
+        "reduce inside": (GradientPath, "reduce_inside"),
+    }
+
+    def watched(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(target: Any, *args: Any, **options: Any) -> Any:
+            name = names.get(args[0] if what == "use" else target)
+            if name is not None:
+                note(what.split()[0], name)
+            return call(target, *args, **options)
+
+        return run
+
+    with ExitStack() as stack:
+        for what, (kind, method) in noted.items():
+            call = watched(what, getattr(kind, method))
+            stack.enter_context(mock.patch.object(kind, method, call))
         yield
-    finally:
-        for part in traced:
-            part.trace = None
 
 
 def recordings(engine: zs.Engine) -> list[object]:
@@ -136,7 +154,7 @@ def ranks_in_step() -> Iterator[None]:
             while not flight.done():
                 reductions._transports.progress()
                 time.sleep(0)
-        paths = reductions._flights.values()
+        paths = [reductions._paths[key] for key in reductions._schedule.reduces]
         earlier[reductions] = [path.reduction.flight for path in paths if path.reduction]
         advance(reductions)
 

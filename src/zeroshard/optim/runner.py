@@ -51,6 +51,7 @@ import torch
 from torch import nn
 
 from zeroshard.core.recording import Operation, Probe
+from zeroshard.core.schedule import TILE_BUFFERS, TILES_AHEAD
 from zeroshard.core.work import Work, wait_on_host
 from zeroshard.errors import StorageError
 from zeroshard.heap import Trimmer
@@ -61,9 +62,6 @@ from zeroshard.state.gradient import RestingGradient
 from zeroshard.tier.staging import Memory
 
 __all__ = ["StepJob", "StepOptions", "TileRunner"]
-
-_RING = 4  # sets of buffers for tiles on disk: two ahead, one being stepped, one being written
-_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class TileRunner:
         self._away = options.enqueues
         self._stream: Any = None  # of the thread, on an accelerator
         self._sent: list[Work] = []
-        self._ring = [_Buffers(pinned=self._away) for _ in range(_RING)]
+        self._ring = [_Buffers(pinned=self._away) for _ in range(TILE_BUFFERS)]
         self._pool: ThreadPoolExecutor | None = None
         self._under_way: Future[None] | None = None
         self._late = False  # a late step has ended and is not in the weights yet
@@ -309,7 +307,7 @@ class TileRunner:
     def _run(self, job: StepJob) -> None:
         ring, num_read = itertools.cycle(self._ring), 0
         while job.tiles:
-            for following in itertools.islice(job.tiles, num_read, _AHEAD + 1):
+            for following in itertools.islice(job.tiles, num_read, TILES_AHEAD + 1):
                 num_read += 1
                 if following.tile.taken is Taken.THROUGH_RING:
                     self._read(following, next(ring))

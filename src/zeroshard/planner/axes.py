@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import gcd
 
+from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.errors import ConfigError
 from zeroshard.planner.cuts import is_assumed, layer_numbers
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
-from zeroshard.planner.schedules import Schedule
 from zeroshard.planner.training import Training
 
 __all__ = ["AUTO", "Axes", "Grid", "grids"]
@@ -53,9 +53,9 @@ class Axes:
         self.pipeline  # noqa: B018  raises
 
     @property
-    def pipeline(self) -> Schedule:
+    def pipeline(self) -> PipelineOrder:
         """The schedule of a pipeline."""
-        return Schedule.parse(self.schedule or "1f1b")
+        return PipelineOrder.parse(self.schedule or "1f1b")
 
     @property
     def is_auto(self) -> bool:
@@ -70,7 +70,7 @@ class Grid:
     tp: int
     pp: int
     dp: int
-    schedule: Schedule
+    schedule: PipelineOrder
     micro_batches: int
 
     @property
@@ -124,7 +124,7 @@ def grids(axes: Axes, model: ModelShape, machine: Machine, training: Training) -
             if machine.gpus % size:
                 continue
             more = size if axes.is_auto else 1
-            schedule = axes.pipeline if int(pp) > 1 else Schedule()
+            schedule = axes.pipeline if int(pp) > 1 else PipelineOrder()
             one = Grid(
                 int(tp), int(pp), machine.gpus // size, schedule, more * training.micro_batches
             )

@@ -7,26 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from zeroshard.core.placement import Scope
+from zeroshard.core.schedule import Op, Schedule
 from zeroshard.planner.held import Exchange, GroupBytes, UnitBytes
 
-__all__ = ["Meter", "Reduced", "Rules"]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What the row and the way of meeting decide."""
-
-    exchange: Exchange
-    ordered: bool  # all ranks gather the same units in the same order
-    sharded: bool  # weights rest sharded
-    keeps: bool  # ... and stay whole between forward and backward
-    budget: int
-    prefetch: int
-
-    @property
-    def waits_for_room(self) -> bool:
-        """Whether a gather or a bucket waits for reduces when the budget is full."""
-        return self.ordered and (self.sharded or not self.exchange.keyed)
+__all__ = ["Meter", "Reduced"]
 
 
 @dataclass
@@ -35,13 +19,21 @@ class Meter:
 
     live: int = 0
     twice: int = 0  # bytes of loans whose memory has been lent again
-    kept: int = 0  # of live ones, bytes of weights that wait for their backward
+    folded: int = 0  # bytes that wait for their backward, of units for which another one stands
     most: int = 0
 
     def add(self, num_bytes: int) -> None:
         """Count more bytes as live."""
         self.live += num_bytes
-        self.most = max(self.most, self.live - self.twice)
+        self._note()
+
+    def fold(self, num_bytes: int) -> None:
+        """Count the bytes of units for which another one stands."""
+        self.folded += num_bytes
+        self._note()
+
+    def _note(self) -> None:
+        self.most = max(self.most, self.live + self.folded - self.twice)
 
 
 @dataclass(eq=False)
@@ -61,6 +53,7 @@ class _Reduce:
     others: list[_Buffer] = field(default_factory=list)  # of what arrives
     twice: bool = False  # its memory has been lent again
     turn: int = 0  # number of the hand-over
+    arrived: bool = False  # its sum is formed
 
 
 class _Pool:
@@ -103,20 +96,29 @@ class _Pool:
 
 
 class Reduced:
-    """Gradients from buckets to where they rest, as runtime/gradients.py and reductions.py bring
-    them there.
+    """Gradients from buckets to where they rest, as runtime/gradients.py brings them there; which
+    reduces are waited for is the schedule's to say.
     """
 
-    def __init__(self, units: list[UnitBytes], rules: Rules, meter: Meter, pool_bytes: int) -> None:
-        self._units, self._rules, self._meter = units, rules, meter
-        page = 4096 if rules.exchange.pages else 64
+    def __init__(
+        self,
+        units: list[UnitBytes],
+        exchange: Exchange,
+        schedule: Schedule,
+        meter: Meter,
+        pool_bytes: int,
+    ) -> None:
+        self._units, self._exchange, self._meter = units, exchange, meter
+        self._schedule = schedule
+        page = 4096 if exchange.pages else 64
         self.pool = _Pool(pool_bytes, page)
         # slices that arrive; of two levels the sums between them, slices of those, and decoded
         self._others = [_Pool(pool_bytes, 64), *(_Pool(None, of) for of in (page, 64, 64))]
         self.own = 0  # bytes of buckets that are encoded before they are sent
         self.passed = 0  # ... and of what came and went during the last event
         self._open: dict[tuple[int, int], _Reduce] = {}
-        self._flights: list[_Reduce] = []
+        self._flights: dict[tuple[int, int], _Reduce] = {}
+        self._passing: list[tuple[int, int]] = []  # the last reduces, in the order of their starts
         self._partial: dict[tuple[int, int], int] = {}
         self._rest: dict[tuple[int, int], int] = {}
         self._turns = 0
@@ -134,7 +136,7 @@ class Reduced:
     @property
     def passing(self) -> int:
         """Bytes of sums on their way to another tier: of the last reduces, two and one more."""
-        return sum(self._group(one.key).passing for one in self._flights[-3:])
+        return sum(self._group(key).passing for key in self._passing[-3:])
 
     def drop(self) -> None:
         """Forget what rests."""
@@ -159,7 +161,7 @@ class Reduced:
             self._rest[key] = group.rest
             self._open[key] = _Reduce(key, 0, None)
             return
-        self.make_room(group.bucket)
+        self._make_room(group.bucket)
         made = self._open[key] = _Reduce(key, group.bucket, None)
         if group.is_encoded:
             self.own += group.bucket
@@ -169,7 +171,8 @@ class Reduced:
 
     def _lend(self, reduce: _Reduce, num_bytes: int) -> None:
         """Give `reduce` a buffer of the pool, for which it may wait."""
-        waiting = [one for one in self._flights if one.buffer is not None and one.buffer.lent]
+        flights = self._flights.values()
+        waiting = [one for one in flights if one.buffer is not None and one.buffer.lent]
         buffer = self.pool.take(num_bytes, spill=not waiting)
         while buffer is None:
             self._arrive(waiting.pop(0))
@@ -179,15 +182,10 @@ class Reduced:
             self._meter.twice += buffer.loan.num_bytes
         buffer.loan, reduce.buffer = reduce, buffer
 
-    def make_room(self, num_bytes: int) -> None:
+    def _make_room(self, num_bytes: int) -> None:
         """Wait for reduces until so much fits the budget."""
-        rules, meter = self._rules, self._meter
-        while (
-            rules.waits_for_room
-            and self._flights
-            and num_bytes > rules.budget + meter.kept - meter.live
-        ):
-            self._end(self._flights[0])
+        for command in self._schedule.make_room(num_bytes):
+            self.end((command.unit, command.segment))
 
     def reduce(self, unit: int, repeats: int, *, sync: bool) -> None:
         """All gradients of a unit, which stands for so many, are there."""
@@ -198,11 +196,14 @@ class Reduced:
                 self._hand_over((unit, number), sync)
             self._come_to_rest((unit, number), repeats, sync)
         self._turns += 1
-        alone = self._rules.exchange.alone  # with one rank, a reduce is over at once
-        for one in [one for one in self._flights if alone or one.turn < self._turns - 1]:
-            self._arrive(one)
-            if not self._rules.ordered:
-                self._end(one)
+        alone = self._exchange.alone  # with one rank, a reduce is over at once
+        for one in self._flights.values():
+            if alone or one.turn < self._turns - 1:
+                self._arrive(one)
+        for command in self._schedule.handed_over():
+            key = (command.unit, command.segment)
+            if command.op is Op.WAIT_REDUCE or self._flights[key].arrived:
+                self.end(key)
 
     def _come_to_rest(self, key: tuple[int, int], repeats: int, sync: bool) -> None:
         """Sums of the group, and of those of the `repeats` - 1 units after it, wait or rest."""
@@ -217,8 +218,8 @@ class Reduced:
 
     def _hand_over(self, key: tuple[int, int], sync: bool) -> None:
         group = self._group(key)
-        for before in [one for one in self._flights if one.key == key]:
-            self._end(before)
+        if key in self._flights:
+            self.end(key)
         self._open_bucket(key)
         made = self._open.pop(key)
         if not group.bucket:
@@ -233,13 +234,15 @@ class Reduced:
         if sums.column and not sums.received:  # in a node of one rank, its sum is there at once
             self._give_bucket(made)
         made.turn = self._turns
-        self._flights.append(made)
+        self._flights[key] = made
+        self._passing = [*self._passing[-2:], key]
+        self._schedule.reduce(key, leaves=group.passing > 0)
 
     def _encode(self, reduce: _Reduce, group: GroupBytes) -> None:
         """The engine's own bucket is encoded, and goes where nothing that was enqueued reads it."""
         self._lend(reduce, group.sums.sent)
         self.passed += group.lost
-        if not self._rules.exchange.enqueues:
+        if not self._exchange.enqueues:
             self._end_own(reduce)
             self.passed += group.bucket
 
@@ -255,16 +258,18 @@ class Reduced:
 
     def _arrive(self, reduce: _Reduce) -> None:
         """Its sum is formed: the pools have their memory back."""
+        reduce.arrived = True
         self._give_bucket(reduce)
         for buffer in reduce.others:
             buffer.lent = False
         reduce.others.clear()
 
-    def _end(self, reduce: _Reduce) -> None:
-        """The engine has waited for it."""
+    def end(self, key: tuple[int, int]) -> None:
+        """The engine has waited for the reduce `key`."""
+        reduce = self._flights.pop(key)
+        self._schedule.reduced(key)
         self._arrive(reduce)
-        self._flights.remove(reduce)
-        if self._group(reduce.key).is_encoded:
+        if self._group(key).is_encoded:
             self._end_own(reduce)
         self._meter.live -= reduce.num_bytes
         if reduce.twice:
@@ -274,5 +279,6 @@ class Reduced:
 
     def wait(self) -> None:
         """Wait for all that are under way."""
-        while self._flights:
-            self._end(self._flights[0])
+        for command in self._schedule.wait_for_reduces():
+            self.end((command.unit, command.segment))
+        self._passing.clear()

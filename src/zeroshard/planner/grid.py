@@ -17,6 +17,7 @@ from typing import Protocol
 
 from zeroshard.core.cost import LinkBytes
 from zeroshard.core.pipeline import UNSHARD
+from zeroshard.core.pipeline_orders import most_in_flight
 from zeroshard.core.placement import Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.planner.axes import Grid
@@ -30,7 +31,6 @@ from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.peak import InFlight, Peak, peak_bytes
 from zeroshard.planner.pipeline import Pipeline, PipelineTime, phases, placed_actions, room
-from zeroshard.planner.schedules import most_in_flight
 from zeroshard.planner.simulate import step_time
 from zeroshard.planner.stage import StageWork, stage_work
 from zeroshard.planner.training import Training

@@ -21,7 +21,7 @@ from typing import Literal
 
 from zeroshard.core.route import Lane
 
-__all__ = ["AnyLane", "Job", "Schedule", "Task", "run"]
+__all__ = ["AnyLane", "Job", "JobTimes", "Task", "run"]
 
 AnyLane = Lane | Literal["send ahead", "send back"]  # to the next stage, and to the one before
 _Queue = tuple[int, str]  # a rank's lane, or a resource of it
@@ -50,7 +50,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class JobTimes:
     """When each of `jobs` starts, and the job for which it has waited last (-1: for none)."""
 
     jobs: Sequence[Job]
@@ -155,8 +155,8 @@ class _Lanes:
         return ranks
 
 
-def run(jobs: Sequence[Job]) -> Schedule:
+def run(jobs: Sequence[Job]) -> JobTimes:
     """Return when each job starts. On a lane, jobs run in their order in `jobs`."""
     lanes = _Lanes(jobs)
     lanes.run()
-    return Schedule(jobs, lanes.starts, lanes.causes)
+    return JobTimes(jobs, lanes.starts, lanes.causes)

@@ -22,10 +22,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroshard.core.pipeline import RESHARD, UNSHARD, Action, place
+from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.planner.durations import COMPUTE, TENSOR
-from zeroshard.planner.lanes import Job, Task, run
-from zeroshard.planner.lanes import Schedule as Run
-from zeroshard.planner.schedules import Schedule
+from zeroshard.planner.lanes import Job, JobTimes, Task, run
 from zeroshard.planner.stage import StageWork
 
 __all__ = ["BUBBLE", "Pipeline", "PipelineTime", "RankTime", "phases", "placed_actions", "room"]
@@ -97,7 +96,7 @@ def room(stages: Sequence[int], ranks: int) -> int:
 
 
 def placed_actions(
-    schedule: Schedule, rank: int, ranks: int, micro_batches: int, stage_bytes: Sequence[int]
+    schedule: PipelineOrder, rank: int, ranks: int, micro_batches: int, stage_bytes: Sequence[int]
 ) -> list[Action]:
     """Return what `rank` does in a step, with gathers where the engine places them within `room`.
     `stage_bytes`: of all stages, what gathering each takes.
@@ -112,7 +111,7 @@ def placed_actions(
 class Pipeline:
     """A schedule over stages: what each does, and how long its output takes to the next."""
 
-    schedule: Schedule
+    schedule: PipelineOrder
     ranks: int
     micro_batches: int
     stages: Sequence[StageWork]
@@ -255,7 +254,7 @@ def phases(actions: Sequence[Action]) -> dict[int, str]:
     return out
 
 
-def _rank_time(done: Run, computed: Sequence[int], total: float, tensor_s: float) -> RankTime:
+def _rank_time(done: JobTimes, computed: Sequence[int], total: float, tensor_s: float) -> RankTime:
     """Return how a rank's compute lane, with these jobs, passes the step."""
     rank = done.jobs[computed[0]].rank
     shares: defaultdict[str, float] = defaultdict(float, {COMPUTE: -tensor_s})

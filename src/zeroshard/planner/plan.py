@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.core.placement import Tier
 from zeroshard.core.wire import Wire
 from zeroshard.errors import ConfigError
@@ -18,7 +19,6 @@ from zeroshard.planner.axes import Axes, Grid
 from zeroshard.planner.machine import Machine, presets
 from zeroshard.planner.model import ModelShape, fitted
 from zeroshard.planner.rows import PlannedRow, candidates, describe_row, short_of
-from zeroshard.planner.schedules import Schedule
 from zeroshard.planner.search import Policies, Search
 from zeroshard.planner.training import Training
 
@@ -155,7 +155,7 @@ def _share(row: PlannedRow, machine: Machine) -> Machine:
     one = row.spread
     if one.tp == one.pp == 1:
         return machine
-    return Grid(one.tp, one.pp, one.dp, Schedule(), one.micro_batches).share(machine)
+    return Grid(one.tp, one.pp, one.dp, PipelineOrder(), one.micro_batches).share(machine)
 
 
 # ------------------------------------------------------------------ which row to take

@@ -1,8 +1,8 @@
-"""What the engine itself takes during a step beyond what rests: its own rules, played to the events
-of a pass (trace.py), in bytes.
+"""What the engine itself takes during a step beyond what rests: its schedule (core/schedule),
+executed on bytes at the events of a pass (trace.py).
 
-    gathered      units in use and ahead of use, within the budget (runtime/budget.py, prefetch.py);
-                  what a row keeps between forward and backward
+    gathered      units in use and ahead of use, within the budget; what a row keeps between forward
+                  and backward
     gradients     the pool of buckets (comm/slots.py), which keeps its memory
     staging       slices of other ranks on their way into a sum, and sums between two levels, which
                   keep their memory, too; sums on their way to another tier
@@ -17,14 +17,15 @@ long anything takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from zeroshard.core.order import Order, to_evict
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
-from zeroshard.planner.buckets import Meter, Reduced, Rules
+from zeroshard.core.residency import Residency, Traits
+from zeroshard.core.schedule import Commands, Op, Phase, Rules, Schedule, grad_pool_bytes
+from zeroshard.planner.buckets import Meter, Reduced
 from zeroshard.planner.exact import LaidOut, cells_by_unit
 from zeroshard.planner.held import CODEC_SCRATCH_BYTES, Exchange, UnitBytes, group_bytes
 from zeroshard.planner.trace import ActivationTrace, Moment
@@ -45,110 +46,64 @@ class Instant:
 
 
 class _Gathered:
-    """The units that are gathered, as runtime/weights.py and prefetch.py decide."""
+    """The bytes of units that are gathered, or kept for their backward."""
 
     def __init__(
-        self, units: list[UnitBytes], rules: Rules, meter: Meter, make_room: Callable[[int], None]
+        self, units: list[UnitBytes], schedule: Schedule, meter: Meter, reduced: Reduced
     ) -> None:
-        self._units, self._rules, self._meter = units, rules, meter
-        self._make_room = make_room
-        self._sizes = {index: unit.full for index, unit in enumerate(units)}
-        self._phase = "forward"
-        self._order: Order[int] = Order()
+        self._units, self._schedule, self._meter = units, schedule, meter
+        self._reduced = reduced
+        self._phase: Phase = "forward"
         self._here: dict[int, int] = {}  # unit -> equal units that it stands for
-        self._ahead: dict[int, None] = {}
         self._columns: dict[int, int] = {}  # unit -> bytes kept of it
-        self._kept: dict[int, int] = {}  # unit -> bytes that wait whole for its backward
         self.decoding = 0  # bytes of the encoding of the unit that was needed last
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all that is gathered or kept, and of what is not decoded yet."""
-        whole = sum(self._sizes[unit] * count for unit, count in self._here.items())
-        encoded = sum(self._units[unit].encoded for unit in self._ahead)
+        whole = sum(self._units[unit].full * count for unit, count in self._here.items())
+        encoded = sum(self._units[unit].encoded for unit in self._schedule.ahead)
         return whole + sum(self._columns.values()) + encoded
 
-    def begin(self, phase: str) -> None:
-        """Start a pass; what was gathered ahead in the last one goes."""
-        for unit in list(self._ahead):
-            self._give_back(unit)
+    def begin(self, phase: Phase) -> None:
+        """Start a pass."""
         self._phase = phase
-        self._order.begin(phase)
-
-    @property
-    def _left(self) -> int:
-        return self._rules.budget + self._meter.kept - self._meter.live
-
-    def _keep(self, unit: int, num_bytes: int) -> None:
-        self._meter.kept += num_bytes - self._kept.pop(unit, 0)
-        if num_bytes:
-            self._kept[unit] = num_bytes
+        self._run(self._schedule.begin(phase))
 
     def gather(self, unit: int) -> None:
         """A unit is needed."""
-        if not self._rules.sharded:
-            return
-        size = self._sizes[unit]
-        if unit not in self._here:
-            if self._ahead and size > self._left:
-                upcoming = self._order.upcoming(self._phase, unit)
-                excess = size - self._left
-                for other in to_evict(
-                    self._ahead, upcoming, sizes=self._sizes, excess_bytes=excess
-                ):
-                    self._give_back(other)
-            self._make_room(size)
-            self._take(unit)
-        elif unit not in self._ahead and self._phase == "backward" and self._rules.keeps:
-            self._keep(unit, self._sizes[unit] * (self._here[unit] - 1))
-            return  # it was kept
-        self._ahead.pop(unit, None)
-        self.decoding = self._units[unit].encoded
-        self._order.record(self._phase, unit)
-        if size:
-            self._gather_ahead(unit)
-
-    def _take(self, unit: int) -> None:
-        self._here[unit] = 1
-        self._meter.add(self._sizes[unit])
-
-    def _gather_ahead(self, unit: int) -> None:
-        under_way = sum(self._sizes[other] for other in self._ahead)
-        allowed = min(self._left, self._rules.prefetch - under_way)
-        if allowed <= 0:
-            return
-        following = self._order.predict(
-            self._phase,
-            unit,
-            sizes=self._sizes,
-            live_bytes=0,
-            budget_bytes=allowed,
-            live=self._here,
-        )
-        for other in following:
-            if self._sizes[other]:
-                self._ahead[other] = None
-                self._take(other)
+        self._run(self._schedule.need(self._schedule.units[unit], self._phase, keeps=True))
 
     def release(self, unit: int, repeats: int) -> None:
         """A unit, which stands for so many, is needed no longer."""
-        if unit not in self._here:
-            return
+        residency = self._schedule.units[unit]
         if self._phase == "backward":
-            self._columns.pop(unit, None)
-            self._give_back(unit)
-        elif self._rules.keeps:
-            self._meter.add(self._sizes[unit] * (repeats - self._here[unit]))
-            self._here[unit] = repeats
-            self._keep(unit, self._sizes[unit] * repeats)
+            self._run(self._schedule.after_backward(residency))
         else:
-            self._columns[unit] = self._units[unit].column * repeats
-            self._give_back(unit)
+            self._run(self._schedule.after_forward(residency, keeps=True), repeats)
 
-    def _give_back(self, unit: int) -> None:
-        self._ahead.pop(unit, None)
-        self._keep(unit, 0)
-        self._meter.live -= self._sizes[unit] * self._here.pop(unit)
+    def _run(self, commands: Commands, repeats: int = 1) -> None:
+        """Execute `commands` on bytes; a unit that is kept stands for `repeats`."""
+        for command in commands:
+            op, unit = command.op, command.unit
+            if op is Op.START:
+                self._here[unit] = 1
+                self._meter.add(self._units[unit].full)
+            elif op is Op.USE:
+                self.decoding = self._units[unit].encoded
+            elif op in (Op.RELEASE, Op.KEEP, Op.SHRINK):
+                size = self._units[unit].full
+                self._meter.live -= size
+                self._meter.folded -= size * (self._here.pop(unit) - 1)
+                if op is Op.KEEP:
+                    self._columns[unit] = self._units[unit].column * repeats
+                elif op is Op.RELEASE:
+                    self._columns.pop(unit, None)
+            elif op is Op.DOZE:
+                self._meter.fold(self._units[unit].full * (repeats - self._here[unit]))
+                self._here[unit] = repeats
+            elif op is Op.WAIT_REDUCE:
+                self._reduced.end((command.unit, command.segment))
 
 
 class Playback:
@@ -166,25 +121,37 @@ class Playback:
         known = {id(unit): unit for unit in placed}
         made = {key: UnitBytes(tuple(map(sized, unit))) for key, unit in known.items()}
         units = [made[id(unit)] for unit in placed]
-        nominal = max(sum(group.whole for group in unit.groups) for unit in units)
         dtypes = {group.dtype for unit in model.units for group in unit.groups}
         widest = max(training.formats(dtype).reduce.plain.bytes_per_element for dtype in dtypes)
         away = cells.weight.tier is not Tier.DEVICE
         is_coded = any(unit.encoded for unit in units)
         sends_coded = any(group.is_encoded for unit in units for group in unit.groups)
         self.scratch = 0 if exchange.enqueues else CODEC_SCRATCH_BYTES * (is_coded or sends_coded)
-        rules = Rules(
-            exchange,
-            ordered=not (exchange.alone or exchange.maps_peers) or away or is_coded,
-            sharded=cells.weight.is_sharded,
-            keeps=cells.weight.is_sharded and not cells.between.is_sharded,
-            budget=(3 + exchange.enqueues) * nominal,
-            prefetch=nominal,
+        weight = cells.weight
+        traits = {
+            key: Traits(
+                full_bytes=unit.full,
+                nominal_bytes=sum(group.whole for group in unit.groups),
+                is_sharded=weight.is_sharded,
+                is_kept=weight.is_sharded and not cells.between.is_sharded,
+            )
+            for key, unit in made.items()
+        }
+        rules = Rules.of(
+            traits.values(),
+            one_sided=exchange.alone or exchange.maps_peers,
+            leave=away,
+            coded=is_coded,
+            keyed=exchange.keyed,
+            enqueues=exchange.enqueues,
+            alone=exchange.alone,
         )
-        pool_bytes = 2 * max(unit.numel for unit in model.units) * round(widest)
+        pool_bytes = grad_pool_bytes(max(unit.numel for unit in model.units), round(widest))
         self._meter = Meter()
-        self._reduced = Reduced(units, rules, self._meter, pool_bytes)
-        self._gathered = _Gathered(units, rules, self._meter, self._reduced.make_room)
+        residencies = [Residency(number, traits[id(unit)]) for number, unit in enumerate(placed)]
+        schedule = Schedule(residencies, rules, self._meter)
+        self._reduced = Reduced(units, exchange, schedule, self._meter, pool_bytes)
+        self._gathered = _Gathered(units, schedule, self._meter, self._reduced)
 
     @property
     def metered(self) -> int:

@@ -5,16 +5,14 @@
     reduce     each unit's gradients when its backward is over
     tiers      reads before gathers, writes after reduces; the step's own
 
-It follows runtime/: a unit is gathered ahead as far as the order of the last pass and the budget go
-(prefetch.py, budget.py), by a lane that first waits for what compute was given before (streams.py:
-fork); a gradient buffer that does not fit the budget waits for the oldest reduce (reductions.py:
-make_room); the optimizer's step waits for all of them (finalize.py); what rests off the device is
-stepped by the host, a unit at a time (optim/runner.py). A step begins where the last one has ended:
-with the gathers that it has published, where weights rest whole.
+The schedule that the engine executes (core/schedule) says what is gathered, released and waited
+for; here its commands become jobs. A gather's lane first waits for what compute was given before
+(streams.py: fork); the optimizer's step waits for all reduces (finalize.py); what rests off the
+device is stepped by the host, a unit at a time (optim/runner.py). A step begins where the last one
+has ended: with the gathers that it has published, where weights rest whole.
 
 Invariant: each hop of ``exact.step_routes`` is one task, once. What is left out: the host's own
-time, the exchange before a step, clipping, and gathers that give way to others (there are none
-where every step runs in the same order).
+time, the exchange before a step, and clipping.
 """
 
 from __future__ import annotations
@@ -24,17 +22,26 @@ from dataclasses import dataclass, replace
 
 from zeroshard.core.placement import Cell, Cells, Tier
 from zeroshard.core.policy import Policy
+from zeroshard.core.residency import Residency, Traits
 from zeroshard.core.route import Hop, Kind, Route, Routes, routes
+from zeroshard.core.schedule import (
+    TILE_BUFFERS,
+    TILES_AHEAD,
+    Commands,
+    Op,
+    Phase,
+    Rules,
+    Schedule,
+    grad_pool_bytes,
+)
 from zeroshard.core.wire import Formats
 from zeroshard.planner.durations import STEP, Durations
 from zeroshard.planner.exact import Cut, LaidOutGroup, cells_by_unit
+from zeroshard.planner.held import Exchange
 from zeroshard.planner.lanes import Job, Task
 from zeroshard.planner.training import Training
 
 __all__ = ["Group", "Mark", "Program", "Unit"]
-
-_IN_FLIGHT = 2  # reduces whose sums rest on another tier: runtime/reductions.py
-_RING, _AHEAD = 4, 2  # tiles on disk: optim/runner.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +112,13 @@ class Unit:
         return any(group.cells.optim.tier is not Tier.DEVICE for group in self.trained)
 
 
+@dataclass
+class _Meter:
+    """Bytes of gathered weights and of buckets."""
+
+    live: int = 0
+
+
 class Program:
     """The jobs of one step, and the memory that they take beside what rests."""
 
@@ -125,24 +139,57 @@ class Program:
         uses = [(number, unit.uses) for number, unit in enumerate(laid_out.model.units)]
         # to which a forward comes again at its end, and a backward first
         self._again = [number for number, times in uses for _ in range(times - 1)]
-        self._largest = max((unit.whole_bytes for unit in self.units), default=0.0)
-        # runtime/budget.py: where the host runs ahead, two reduces are under way
-        self.budget = (3 + durations.machine.accelerator) * self._largest
-        self._live = 0.0
         self._last = -1  # the last job of compute
         self._joined: list[int] = []  # what compute waits for next
         self._gathers: dict[int, list[int]] = {}  # unit -> the last job of its gather
-        self._ahead: dict[int, float] = {}  # unit -> bytes gathered and not used yet
-        self._here: set[int] = set()  # units that are gathered
-        self._reduces: dict[int, tuple[float, int]] = {}  # unit -> its buffer, the last job
+        self._columns: set[int] = set()  # units of which a part is kept for their backward
+        self._reduces: dict[int, tuple[int, int]] = {}  # unit -> its bucket, the last job
+        self._meter = _Meter()
+        self.schedule = self._make_schedule(policy)
+        largest = max((unit.numel for unit in laid_out.model.units), default=0)
+        formats = [group.formats.reduce.plain for unit in self.units for group in unit.groups]
+        widest = max((form.bytes_per_element for form in formats), default=0)
+        self._pool_bytes = grad_pool_bytes(largest, round(widest))
+
+    def _make_schedule(self, policy: Policy) -> Schedule:
+        durations, cells = self._durations, policy.default
+        weight, machine = cells.weight, durations.machine
+        traits = [
+            Traits(
+                full_bytes=round(unit.gathered_bytes),
+                nominal_bytes=round(unit.whole_bytes),
+                is_sharded=weight.is_sharded,
+                is_kept=weight.is_sharded and not cells.between.is_sharded,
+                is_published=cells.optim.is_sharded and not weight.is_sharded,
+            )
+            for unit in self.units
+        ]
+        exchange = Exchange.of(machine)
+        groups = [group for unit in self.units for group in unit.groups]
+        rules = Rules.of(
+            traits,
+            one_sided=exchange.alone or exchange.maps_peers,
+            leave=weight.tier is not Tier.DEVICE,
+            coded=any(hop.kind is Kind.DECODE for one in groups for hop in one.routes.raw)
+            or any(group.formats.gather.codec is not None for group in groups),
+            keyed=exchange.keyed,
+            enqueues=exchange.enqueues,
+            alone=exchange.alone,
+        )
+        residencies = [Residency(number, one) for number, one in enumerate(traits)]
+        schedule = Schedule(residencies, rules, self._meter)
+        numbers = list(range(len(self.units)))
+        schedule.expect("forward", [*numbers, *self._again])
+        schedule.expect("backward", [*self._again, *reversed(numbers)])
+        return schedule
 
     def build(self) -> None:
         """Enqueue one step: all micro-batches, then the optimizer."""
-        self._regather()
+        self._run(self.schedule.publish())
         for number in range(self._durations.training.micro_batches):
             self._forwards()
             self._backwards(number)
-        self._wait_for_reduces(0)
+        self._run(self.schedule.wait_for_reduces())
         self.build_tail()
 
     def build_tail(self) -> None:
@@ -211,122 +258,115 @@ class Program:
         if num_bytes:
             self.marks.append(Mark(job, at_stop, state, num_bytes))
 
-    # ------------------------------------------------------------------------------ weights
+    # ------------------------------------------------------------------------------ the schedule
 
-    def _regather(self) -> None:
-        """Whole weights that rest stale come together: the last step has started it."""
-        for number, unit in enumerate(self.units):
+    def _run(self, commands: Commands) -> None:
+        """Execute `commands`: as jobs, and as marks of memory."""
+        for command in commands:
+            op, number = command.op, command.unit
+            if op is Op.START:
+                self._start(number)
+            elif op is Op.WAIT:
+                self._joined += self._gathers.pop(number, [])
+            elif op in (Op.RELEASE, Op.KEEP, Op.SHRINK):
+                self._release(number, op)
+            elif op is Op.WAIT_REDUCE:
+                self._wait_for_reduce(number)
+
+    def _start(self, number: int) -> None:
+        """Start gathering a unit: whole weights that rest stale, as the last step has published
+        them; or what rests sharded, from the part that is kept for the backward if there is one.
+        """
+        unit, traits = self.units[number], self.schedule.units[number].traits
+        if traits.is_published:
             hops = [_on_gather(group.routes.publish) for group in unit.trained]
-            self._gathers[number] = self._send(self.tasks(unit.trained, hops), number)[-1:]
-
-    def _start(self, number: int, phase: str) -> None:
-        """Start gathering a unit."""
-        unit = self.units[number]
-        sent = self._send(unit.unshard[phase], number)
-        self._here.add(number)
+            sent = self._send(self.tasks(unit.trained, hops), number)
+        else:
+            sent = self._send(unit.unshard[self._way(number)], number)
         self._gathers[number] = sent[-1:]
-        self._live += unit.gathered_bytes
+        self._meter.live += traits.full_bytes
         # what is kept whole is copied, which no hop says
         first = (sent[0], False) if sent else (self._last, True)
         self._mark(*first, "gathered", unit.gathered_bytes)
 
-    def _unshard(self, number: int, phase: str, following: Iterable[tuple[int, str]]) -> list[int]:
-        """Return the jobs after which `number` may be used; start gathering those `following`, each
-        for a phase, as far as the budget goes.
-        """
-        unit = self.units[number]
-        if number not in self._here and (unit.unshard[phase] or unit.gathered_bytes):
-            self._make_room(unit.gathered_bytes)
-            self._start(number, phase)
-        self._ahead.pop(number, None)
-        left = self.budget - self._live
-        allowed = min(left, self._largest - sum(self._ahead.values()))
-        for other, then in following if unit.gathered_bytes and allowed > 0 else ():
-            if other in self._here:
-                continue
-            size = self.units[other].gathered_bytes
-            allowed -= size
-            if allowed < 0:
-                break
-            if size:
-                self._ahead[other] = size
-                self._start(other, then)
-        return self._gathers.pop(number, [])
+    def _way(self, number: int) -> str:
+        return "backward" if number in self._columns else "forward"
 
-    def _release(self, number: int) -> None:
-        if number in self._here:
-            self._here.discard(number)
-            size = self.units[number].gathered_bytes
-            self._live -= size
-            self._mark(self._last, True, "gathered", -size)
+    def _release(self, number: int, op: Op) -> None:
+        unit = self.units[number]
+        if op is Op.KEEP and number not in self._columns:
+            for task in unit.keep:
+                self._compute(task, number)
+            self._mark(self._last, True, "kept", unit.kept_bytes)
+            self._columns.add(number)
+        elif op is Op.RELEASE and number in self._columns:
+            self._mark(self._last, True, "kept", -unit.kept_bytes)
+            self._columns.discard(number)
+        self._meter.live -= self.schedule.units[number].traits.full_bytes
+        self._mark(self._last, True, "gathered", -unit.gathered_bytes)
+
+    def _need(self, number: int, phase: Phase) -> None:
+        self._run(self.schedule.need(self.schedule.units[number], phase, keeps=True))
 
     # ------------------------------------------------------------------------------ passes
 
     def _forwards(self) -> None:
-        # a unit that is tied comes back from where a backward would find it
-        passes = [(number, "forward") for number in range(len(self.units))]
-        passes += [(number, "backward") for number in self._again]
-        for at, (number, phase) in enumerate(passes):
-            unit, later = self.units[number], at < len(self.units) and number in self._again
-            needs = self._unshard(number, phase, passes[at + 1 :])
+        schedule, count = self.schedule, len(self.units)
+        self._run(schedule.begin("forward"))
+        # a tied unit is used again at the end
+        for at, number in enumerate([*range(count), *self._again]):
+            unit = self.units[number]
+            self._need(number, "forward")
             # of a tied embedding, the product with the vocabulary is at the end
-            task = replace(unit.forward, duration=0.0) if later else unit.forward
-            self._compute(task, number, needs)
-            if phase == "forward":
-                for task in unit.keep:
-                    self._compute(task, number)
-                self._mark(self._last, True, "kept", unit.kept_bytes)
-            if self._policy.default.between.is_sharded:
-                self._release(number)
-            elif number in self._here and phase == "forward":
-                self._live -= unit.gathered_bytes  # kept beside the budget, until its backward
+            is_later = at < count and number in self._again
+            task = replace(unit.forward, duration=0.0) if is_later else unit.forward
+            self._compute(task, number)
+            self._run(schedule.after_forward(schedule.units[number], keeps=True))
 
     def _backwards(self, micro_batch: int) -> None:
-        micro_batches = self._durations.training.micro_batches
-        order = [*self._again, *reversed(range(len(self.units)))]
-        passes = [(number, "backward") for number in order]
-        buffers: dict[int, float] = {}  # of units whose backward has begun
-        for at, number in enumerate(order):
+        schedule, micro_batches = self.schedule, self._durations.training.micro_batches
+        self._run(schedule.begin("backward"))
+        buffers: dict[int, int] = {}  # of units whose backward has begun
+        for at, number in enumerate([*self._again, *reversed(range(len(self.units)))]):
             unit, is_first = self.units[number], number not in buffers
             routes = [group.reduce(micro_batch, micro_batches) for group in unit.trained]
-            needs: list[int] = []
+            self._need(number, "backward")
             if is_first:
-                needs, buffers[number] = self._begin_backward(number, routes, passes[at + 1 :])
+                buffers[number] = self._open_bucket(unit, routes)
             task = unit.backward if is_first else replace(unit.backward, duration=0.0)
-            job, buffer = self._compute(task, number, needs), buffers[number]
+            job, buffer = self._compute(task, number), buffers[number]
             if is_first:
                 self._mark(job, False, "buckets", buffer)
             if at < len(self._again):  # the rest of its gradient comes at the end
                 continue
-            self._release(number)
-            self._mark(job, True, "kept", -unit.kept_bytes)
+            self._run(schedule.after_backward(schedule.units[number]))
             last = self._reduce(number, routes, buffer)
             for group in unit.trained if micro_batch == 0 else ():
                 self._mark(last, True, "grad", group.resting_bytes)
 
-    def _begin_backward(
-        self, number: int, routes: Sequence[Route], following: Iterable[tuple[int, str]]
-    ) -> tuple[list[int], float]:
-        """Gather a unit, and take its gradient buffer; return the jobs to wait for, and its size:
-        none where nothing leaves compute.
-        """
-        unit = self.units[number]
-        if number in self._here and not self._policy.default.between.is_sharded:
-            self._live += unit.gathered_bytes
-        needs = self._unshard(number, "backward", following)
+    # ------------------------------------------------------------------------------ gradients
+
+    def _open_bucket(self, unit: Unit, routes: Sequence[Route]) -> int:
+        """Take a unit's gradient buffer; return its bytes: none where nothing leaves compute."""
         buffer = sum(
             group.one.layout.numel * group.formats.reduce.plain.bytes_per_element
             for group, route in zip(unit.trained, routes, strict=True)
             if any(hop.lane != "compute" for hop in route)
         )
-        if buffer:
-            self._make_room(buffer)
-            self._live += buffer
-        return needs, buffer
+        num_bytes = round(buffer)
+        self._run(self.schedule.make_room(num_bytes))
+        # where no reduce is waited for, a buffer waits for the pool
+        waits = self.schedule.rules.waits_for_room
+        while not waits and self._reduces and num_bytes + self._pooled > self._pool_bytes:
+            self._wait_for_reduce(next(iter(self._reduces)))
+        self._meter.live += num_bytes
+        return num_bytes
 
-    # ------------------------------------------------------------------------------ gradients
+    @property
+    def _pooled(self) -> int:
+        return sum(buffer for buffer, _ in self._reduces.values())
 
-    def _reduce(self, number: int, routes: Sequence[Route], buffer: float) -> int:
+    def _reduce(self, number: int, routes: Sequence[Route], buffer: int) -> int:
         """Enqueue a unit's reduces after its backward; return the last job."""
         if number in self._reduces:  # of the micro-batch before
             self._wait_for_reduce(number)
@@ -342,25 +382,16 @@ class Program:
         self._mark(on_lane, True, "buckets", -buffer)
         if buffer:
             self._reduces[number] = (buffer, on_lane)
-        if self.units[number].sums_leave:
-            self._wait_for_reduces(_IN_FLIGHT)
+            self.schedule.reduce((number, 0), leaves=self.units[number].sums_leave)
+        self._run(self.schedule.handed_over())
         return last
 
     def _wait_for_reduce(self, number: int) -> None:
         """Let compute wait for a unit's reduce, and take its buffer back."""
         buffer, job = self._reduces.pop(number)
+        self.schedule.reduced((number, 0))
         self._joined.append(job)
-        self._live -= buffer
-
-    def _wait_for_reduces(self, left: int) -> None:
-        """Wait for reduces, oldest first, until `left` are under way."""
-        while len(self._reduces) > left:
-            self._wait_for_reduce(next(iter(self._reduces)))
-
-    def _make_room(self, num_bytes: float) -> None:
-        """Wait for reduces, oldest first, until `num_bytes` fit the budget."""
-        while self._reduces and num_bytes > self.budget - self._live:
-            self._wait_for_reduce(next(iter(self._reduces)))
+        self._meter.live -= buffer
 
     # ------------------------------------------------------------------------------ the step
 
@@ -424,7 +455,8 @@ class Program:
         grads_leave = unit.sums_leave
         needs = steps[-1:]
         if on_disk:
-            free = [*steps[-_AHEAD - 1 : -_AHEAD], *writes[-_RING : len(writes) - _RING + 1]]
+            last_written = len(writes) - TILE_BUFFERS + 1
+            free = [*steps[-TILES_AHEAD - 1 : -TILES_AHEAD], *writes[-TILE_BUFFERS:last_written]]
             read_bytes = state + (
                 grad if grads_leave and self._policy.default.grad.tier is Tier.DISK else 0.0
             )

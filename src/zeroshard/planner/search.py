@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import ROWS, Policy
 from zeroshard.planner.axes import Axes, Grid, grids
@@ -30,7 +31,6 @@ from zeroshard.planner.rows import (
     short_of,
     takes,
 )
-from zeroshard.planner.schedules import Schedule
 from zeroshard.planner.training import Training
 
 __all__ = ["Policies", "Search"]
@@ -91,7 +91,7 @@ class Search:
             laid_out = LaidOut(self.model, machine.mesh, training.align)
             return bytes_of(laid_out, policy, machine, training).peak.total
         one = row.spread
-        schedule = self.axes.pipeline if one.pp > 1 else Schedule()
+        schedule = self.axes.pipeline if one.pp > 1 else PipelineOrder()
         grid = Grid(one.tp, one.pp, one.dp, schedule, one.micro_batches)
         return GridPlan(grid, self.model, machine, training).worst(policy).peak.total
 

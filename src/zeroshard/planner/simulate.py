@@ -21,7 +21,7 @@ from zeroshard.core.timeline import WAIT, Event, Level, Timeline
 from zeroshard.planner.beside import ALONE, TensorParallel
 from zeroshard.planner.durations import COMPUTE, TENSOR, Durations
 from zeroshard.planner.exact import LaidOut, rest_bytes
-from zeroshard.planner.lanes import Schedule, run
+from zeroshard.planner.lanes import JobTimes, run
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.program import Program
 from zeroshard.planner.training import Training
@@ -122,7 +122,7 @@ def _step_time(durations: Durations, policy: Policy) -> StepTime:
     return StepTime(schedule.total, shares)
 
 
-def _waits(schedule: Schedule) -> list[tuple[float, float, int, str]]:
+def _waits(schedule: JobTimes) -> list[tuple[float, float, int, str]]:
     """Return when compute had nothing to do: start, stop, the job waited for, and the unit that
     waits ("" at the end of the step).
     """
@@ -143,7 +143,7 @@ def _waits(schedule: Schedule) -> list[tuple[float, float, int, str]]:
 
 
 def _levels(
-    program: Program, schedule: Schedule, laid_out: LaidOut, policy: Policy, training: Training
+    program: Program, schedule: JobTimes, laid_out: LaidOut, policy: Policy, training: Training
 ) -> tuple[Level, ...]:
     """Return the bytes by state, from the beginning on; gradients come to rest in the backward."""
     now: dict[str, float] = dict.fromkeys(("gathered", "buckets", "kept"), 0.0)

@@ -31,18 +31,19 @@ from typing import Any
 
 import torch
 
+from zeroshard.core.residency import Use
+from zeroshard.core.schedule import Phase
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.boundary import Visit
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.micro_batches import MicroBatch, this_micro_batch
-from zeroshard.runtime.prefetch import Phase
 from zeroshard.runtime.recomputed import is_checkpointed
 from zeroshard.runtime.sections import Section, sections_of
 from zeroshard.runtime.shelf import Shelf
 from zeroshard.runtime.stages import Stages
-from zeroshard.runtime.unit import Unit, Use
+from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weighting import weighed
 
 __all__ = ["Accumulate", "Accumulated", "LossFn", "check_accumulate"]
@@ -159,13 +160,13 @@ class Accumulate:
 
     def _hold(self, units: Sequence[Unit], phase: Phase) -> None:
         for unit in units:
-            unit.acquire(Use.SCHEDULE)
+            unit.residency.acquire(Use.SCHEDULE)
             self._weights.unshard(unit, phase)
 
     def _let_go(self, units: Sequence[Unit], phase: Phase) -> None:
         for unit in units:
-            unit.release(Use.SCHEDULE)
-            if unit.is_held:
+            unit.residency.release(Use.SCHEDULE)
+            if unit.residency.is_held:
                 continue
             if phase == "forward":
                 self._weights.after_forward(unit)
@@ -264,7 +265,8 @@ class Accumulate:
         """
         for unit in visits[0].section.units:
             self._left[unit] -= 1
-            if not self._left[unit] and not unit.is_used_directly and unit not in self._around:
+            used_elsewhere = unit.residency.is_used_directly or unit in self._around
+            if not (self._left[unit] or used_elsewhere):
                 self._backward.complete(unit, told=True)
 
 

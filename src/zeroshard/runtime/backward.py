@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.core.residency import Use
+from zeroshard.core.schedule import Until
 from zeroshard.errors import StateError
 from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.sharded import ShardedOptimizer
@@ -37,11 +39,10 @@ from zeroshard.runtime.assigned import ASSIGNED, names_of
 from zeroshard.runtime.backward_pass import BackwardPass, Manner
 from zeroshard.runtime.decisions import Decisions
 from zeroshard.runtime.leaves import Leaf, Leaves
-from zeroshard.runtime.passes import Until
 from zeroshard.runtime.recomputed import checkpoint_around, when_over
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.saved import SavedTensors
-from zeroshard.runtime.unit import Unit, Use
+from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 
 __all__ = ["Backward", "retains_graph"]
@@ -184,7 +185,7 @@ class Backward:
         self.enter()
         self._weights.check_epoch(unit, epoch)
         again = torch.is_grad_enabled()
-        unit.acquire(Use.BACKWARD)
+        unit.residency.acquire(Use.BACKWARD)
         self._pass.reach(unit, task, again=again)
         self._release_finished(unit)
         if again:  # create_graph=True: another backward may go through this one
@@ -212,7 +213,7 @@ class Backward:
 
         `before_others`: other nodes of the unit may still have to run.
         """
-        if unit.in_backward and self.running:
+        if unit.residency.in_backward and self.running:
             if unit.arrived:
                 self.complete(unit)
             # an earlier forward's output may be this one's input: its backward needs the weights
@@ -350,12 +351,8 @@ class Backward:
             for leaf in self._pass.left(unit):
                 self._add(leaf, leaf.take())
         unit.expect_no_more()
-        for segment, path in zip(unit.trainable, unit.paths, strict=True):
-            if self.manner.sync or not path.sums_micro_batches:
-                self.reductions.start(
-                    unit, segment, sync=self.manner.sync, with_earlier=self._pass.brings
-                )
-                self._pass.reduced.add(unit.index)
+        if self.reductions.start(unit, sync=self.manner.sync, with_earlier=self._pass.brings):
+            self._pass.reduced.add(unit.index)
         self.reductions.advance()
 
     def shadow(self, *, sync: bool, scaled: bool, weighted: bool) -> None:
@@ -386,7 +383,7 @@ class Backward:
             if unit.trainable and unit.index not in self._pass.reduced:
                 self._hand_over(unit)
         for unit in self._weights.units:
-            if unit.in_backward:
+            if unit.residency.in_backward:
                 self._weights.after_backward(unit)
         self._pass.finished.clear()
         self._weights.end_pass()
@@ -407,8 +404,7 @@ class Backward:
         inside ``no_sync``, or some came late).
         """
         for unit in reversed(self._trainable):
-            for segment in unit.trainable:
-                self.reductions.start(unit, segment, sync=True, with_earlier=True)
+            self.reductions.start(unit, sync=True, with_earlier=True)
         self.seal()
 
     # ------------------------------------------------------------------ what the user sees as .grad

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard.core.residency import UnitState, Use
 from zeroshard.errors import StateError
 from zeroshard.runtime.casts import cast, casting_hooks, explain
 from zeroshard.runtime.guards import compiled_whole, guard, is_traced
@@ -37,7 +38,7 @@ from zeroshard.runtime.released import know_class, release_class, restore_class
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.stages import roots_of
 from zeroshard.runtime.trees import tensors_in, tensors_within
-from zeroshard.runtime.unit import Unit, UnitState, Use
+from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan
 from zeroshard.runtime.weights import in_transform
 from zeroshard.state.local import part_within
@@ -344,7 +345,7 @@ class Hooks:
     def _tie_parameters(self, unit: Unit, segment: Segment) -> None:
         for name, parameter in zip(segment.names, segment.parameters, strict=True):
             self._handles.append(_Tie(self, unit, segment, parameter, name))
-            if unit.state is not UnitState.FULL:
+            if unit.residency.state is not UnitState.FULL:
                 release_class(parameter)
 
     def _install_parameters(self) -> None:
@@ -375,7 +376,7 @@ class Hooks:
             for unit in units:
                 if not unit.cells.weight.is_sharded:
                     self.loop.weights.unshard(unit, "forward")  # its publish may be under way
-                elif not (self.loop.weights.shows_rest and unit.state is UnitState.FULL):
+                elif not (self.loop.weights.shows_rest and unit.residency.state is UnitState.FULL):
                     raise StateError(
                         f"state_dict() of {prefix or 'the model'!r}: unit {unit.name!r} rests"
                         " sharded, its parameters are not here. Use engine.full_state_dict() on"
@@ -398,7 +399,7 @@ class Hooks:
                 if unit.index not in self._loads:
                     if unit.is_lent:
                         continue  # gathered(writeback=True) keeps what is loaded into its copies
-                    unit.acquire(Use.USER)
+                    unit.residency.acquire(Use.USER)
                     self.loop.weights.unshard(unit, "forward")
                     context = unit.writable()
                     self._loads[unit.index] = [context, context.__enter__(), 0]
@@ -413,7 +414,7 @@ class Hooks:
                     continue
                 context, copies, _ = self._loads.pop(unit.index)
                 context.__exit__(None, None, None)
-                unit.release(Use.USER)
+                unit.residency.release(Use.USER)
                 self._write_back(unit, copies)
 
         hooked: Any = module  # these three are untyped in torch

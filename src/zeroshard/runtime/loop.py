@@ -29,20 +29,20 @@ from torch import nn
 
 from zeroshard.comm.agree import agree
 from zeroshard.core.launched import heartbeat
+from zeroshard.core.residency import Use
+from zeroshard.core.schedule import Phase, Until
 from zeroshard.errors import StateError, StorageError
 from zeroshard.optim.sharded import INTERRUPTED, ShardedOptimizer
 from zeroshard.runtime.backward import Backward, retains_graph
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import Finalizer
-from zeroshard.runtime.passes import Until
-from zeroshard.runtime.prefetch import Phase
 from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed
 from zeroshard.runtime.recovery import Recovery
 from zeroshard.runtime.repartition import StepTiles
 from zeroshard.runtime.replicas import verify_replicas
 from zeroshard.runtime.rest import Rest
 from zeroshard.runtime.trees import tensors_within
-from zeroshard.runtime.unit import Unit, Use
+from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.watch import Watch, check_frozen
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.local import local_of
@@ -125,9 +125,9 @@ class Loop:
     def end_forward(self, output: Any) -> None:
         """It has ended, perhaps by an exception (`output` None)."""
         self._saved.end()
-        if self.weights.passes.running == 1 and not self.weights.nothing_to_do:
+        if self.weights.schedule.running == 1 and not self.weights.nothing_to_do:
             self.hold_parameters(output)
-        self.weights.end_pass(repeats=self.weights.passes.evaluates)
+        self.weights.end_pass(repeats=self.weights.schedule.evaluates)
         self.weights.leave(evaluates=False)
         if (recording := self._context.streams.probe.recording) is not None:
             recording.leave()
@@ -164,23 +164,23 @@ class Loop:
             recording.enter("forward", units[0].name)
         self.weights.enter()
         for unit in units:
-            unit.acquire(Use.FORWARD)
+            unit.residency.acquire(Use.FORWARD)
             self.weights.unshard(unit, "backward" if in_backward else "forward")
-        if in_backward == torch.is_grad_enabled() and not self.weights.passes.evaluates:
+        if in_backward == torch.is_grad_enabled() and not self.weights.schedule.evaluates:
             count_recomputations(units, ends_one=in_backward, enter=self.backward.enter)
 
     def end_module(self, units: Sequence[Unit], output: Any, *, apart: bool) -> None:
         """It has ended; `apart`: the module is a tile, which is recomputed one at a time."""
         in_backward = _in_backward()
         for unit in units:
-            unit.release(Use.FORWARD)
-            if unit.is_held:
+            unit.residency.release(Use.FORWARD)
+            if unit.residency.is_held:
                 continue
-            if in_backward and (not apart or unit.in_backward):
-                unit.acquire(Use.BACKWARD)  # recomputed: its own backward follows
+            if in_backward and (not apart or unit.residency.in_backward):
+                unit.residency.acquire(Use.BACKWARD)  # recomputed: its own backward follows
             else:
                 self.weights.after_forward(unit)
-        if self.weights.passes.running == 1 and not in_backward:
+        if self.weights.schedule.running == 1 and not in_backward:
             self.hold_parameters(output)
         self.weights.leave()
         if (recording := self._context.streams.probe.recording) is not None:
@@ -220,7 +220,7 @@ class Loop:
             return
         # .data is how code looks, or writes
         training = torch.is_grad_enabled() and operation != ".data"
-        if not (in_backward or self.weights.passes.running or training):
+        if not (in_backward or self.weights.schedule.running or training):
             late = "; an optimizer made after shard() needs engine.attach(optimizer)"
             raise StateError(
                 f"parameter {name!r} rests sharded and cannot be read here ({operation}): read it"
@@ -259,7 +259,7 @@ class Loop:
             self._finalizer.clip(context.options.clip_norm)
         result = self._finalizer.before_step()
         if self._finalizer.is_every(context.options.verify_every):
-            verify_replicas(self.weights.units, self._optimizer, context)
+            verify_replicas(self.weights, self._optimizer, context)
         context.faults.agree()  # before anything is written
         since = None if recording is None else recording.now()
         self._rest.before_writing()
@@ -317,8 +317,8 @@ class Loop:
         """Raise StateError, naming the `call`, inside a forward, a backward or ``gathered()``."""
         if (
             self.backward.running
-            or self.weights.passes.running
-            or any(unit.is_held for unit in self.weights.units)
+            or self.weights.schedule.running
+            or any(unit.residency.is_held for unit in self.weights.units)
         ):
             raise StateError(
                 f"{call} inside a forward, a backward or gathered(): call it between steps"

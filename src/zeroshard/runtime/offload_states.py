@@ -25,7 +25,7 @@ from zeroshard.comm.transports import Transports
 from zeroshard.memory import placeholder
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.unit import Unit, UnitState
+from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.state import State, move
 from zeroshard.tier.host import HostStore
@@ -140,10 +140,7 @@ def _on_device(state: State, device: torch.device) -> torch.Tensor:
 
 def bring_to_rest(unit: Unit, weights: Weights) -> None:
     """Bring a unit to rest, whatever row it is."""
-    if unit.state is UnitState.GATHERING:
-        weights.release_prefetched(unit)
-    elif unit.state is UnitState.FULL:
-        weights.release(unit)
+    weights.bring_to_rest(unit)
     for segment in unit.segments:
         segment.flat.column.release()
         segment.wait_uploads()

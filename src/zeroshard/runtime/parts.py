@@ -8,16 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.core.digest import Digest
+from zeroshard.core.schedule import Rules, Schedule
 from zeroshard.heap import Trimmer
 from zeroshard.optim.runner import StepOptions
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.state_dicts import PartialState
 from zeroshard.runtime.backward import Backward
-from zeroshard.runtime.budget import Budget
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.loop import Loop
-from zeroshard.runtime.prefetch import Prefetch
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
@@ -49,31 +48,27 @@ def make_weights_and_gradients(
     units: Sequence[Unit], context: Context, digest: Digest, *, prefetch_bytes: int | None
 ) -> tuple[Weights, Backward]:
     """Make what gathers `units`, and what takes their gradients."""
-    around = context.policy.weights_leave_the_device and not context.options.trains
-    budget = Budget(
-        units, context.meter, prefetch_bytes, enqueues=context.streams.enqueues, around=around
+    residencies, transport = [unit.residency for unit in units], context.transport
+    rules = Rules.of(
+        [residency.traits for residency in residencies],
+        one_sided=transport.one_sided,
+        leave=context.weights_leave,
+        coded=any(unit.is_coded for unit in units),
+        keyed=transport.keyed,
+        enqueues=context.streams.enqueues,
+        around=context.policy.weights_leave_the_device and not context.options.trains,
+        alone=transport.size == 1,
+        prefetch_bytes=prefetch_bytes,
     )
-    # gathers need every rank: all gather the same units in the same order
-    ordered = (
-        not context.transport.one_sided
-        or context.weights_leave
-        or any(unit.is_coded for unit in units)
-    )
-    reductions = Reductions(
-        units,
-        budget,
-        streams=context.streams,
-        digest=digest,
-        transports=context.transports,
-        ordered=ordered,
-    )
+    schedule = Schedule(residencies, rules, context.meter)
+    streams, transports = context.streams, context.transports
+    reductions = Reductions(units, schedule, streams=streams, digest=digest, transports=transports)
     weights = Weights(
         units,
-        Prefetch(units, budget, around=around, alone=context.transport.size == 1),
-        reductions.make_room,
-        streams=context.streams,
+        schedule,
+        reductions.finish,
+        streams=streams,
         digest=digest,
-        ordered=ordered,
         trimmer=context.tiering.trimmer if context.device.type == "cpu" else Trimmer(None),
     )
     shares = context.options.batch_shares

@@ -181,9 +181,9 @@ class Following:
     def _run(self, kind: str, number: int) -> None:
         units = self._stages[number].units
         if kind == UNSHARD:
-            self._weights.hold_stage(units, held=True)
+            self._weights.hold_stage(units)
         elif kind == RESHARD:
-            self._weights.hold_stage(units, held=False)
+            self._weights.release_stage(units)
         else:
             # the last backward has started them, unit by unit
             self._backward.reductions.advance()
@@ -307,12 +307,12 @@ class Following:
             return
         holds = self._terms.budget is None
         if holds:
-            self._weights.hold_stage(units, held=True)
+            self._weights.hold_stage(units)
         for unit in units:
             self._weights.unshard(unit, "backward")
         yield
         if holds:
-            self._weights.hold_stage(units, held=False)
+            self._weights.release_stage(units)
 
     def _around_inference(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Run the backward by which torch learns the shapes of gradients, and keep nothing."""
@@ -415,7 +415,7 @@ def check_budget(budget: int, units: Mapping[int, Sequence[Unit]], row: str) -> 
 
 def gathered_bytes(units: Sequence[Unit]) -> int:
     """Return the bytes of those weights of `units` that rest sharded."""
-    return sum(unit.nominal_bytes * unit.cells.weight.is_sharded for unit in units)
+    return sum(unit.residency.traits.nominal_bytes * unit.cells.weight.is_sharded for unit in units)
 
 
 # ---------------------------------------------------------------------------- torch's action lists

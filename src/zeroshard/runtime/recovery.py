@@ -100,7 +100,7 @@ class Recovery:
         ):
             return
         try:
-            compare_replicas(self._weights.units, optimizer, self._transport)
+            compare_replicas(self._weights, optimizer, self._transport)
         except PlanMismatch as error:
             self._faults.lose(
                 _SINCE,

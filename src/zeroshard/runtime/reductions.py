@@ -1,31 +1,25 @@
-"""The reduces of one engine: which are under way, and for which sums somebody waits.
+"""What executes a schedule's commands on the reduces of one engine.
 
-A unit's buckets are handed over one after another; sums come back in any order. Those under way are
-kept oldest first, so that nothing looks through all units for what is over.
-
-Invariant: where all ranks run units in the same order, what is waited for follows from that order
-and from sizes, never from timing: what is over decides what is gathered ahead, and two-sided
-gathers must meet. It does not know when a unit is complete (runtime/backward.py).
+A unit's buckets are handed over one after another; sums come back in any order. For which sums
+somebody waits, and when, is the schedule's to say (core/schedule); when a unit is complete is
+runtime/backward.py's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from zeroshard.comm.transports import Transports
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
-from zeroshard.runtime.budget import Budget
+from zeroshard.core.schedule import MAX_FLUSHING, Command, Op, Schedule
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.gradients import GradientPath
-from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.summed import SummedGradient
 from zeroshard.runtime.unit import Unit
 
 __all__ = ["Reductions"]
-
-_IN_FLIGHT = 2
 
 
 class Reductions:
@@ -34,81 +28,68 @@ class Reductions:
     def __init__(
         self,
         units: Sequence[Unit],
-        budget: Budget,
+        schedule: Schedule,
         *,
         streams: Streams,
         digest: Digest,
         transports: Transports,
-        ordered: bool,
     ) -> None:
-        """`ordered`: all ranks gather the same units in the same order."""
-        # tests look at the order of events through this
-        self.trace: Callable[[str, str], None] | None = None
-        self._budget = budget
+        self._schedule = schedule
         self._streams = streams
         self._digest = digest
-        self._ordered = ordered
         self._transports = transports
-        self._flights: dict[str, GradientPath] = {}  # reduces under way, oldest first
+        self._paths = {
+            (unit.index, number): path for unit in units for number, path in enumerate(unit.paths)
+        }
         self._flushing: list[GradientPath] = []  # whose sums go to another tier, oldest first
-        sharded = any(unit.cells.weight.is_sharded for unit in units)
-        # the ranks run units in the same order
-        self._waits_for_room = ordered and (sharded or not transports.main.keyed)
 
-    def start(self, unit: Unit, segment: Segment, *, sync: bool, with_earlier: bool) -> None:
-        """Start the reduce of `segment`; see GradientPath.reduce."""
-        path = segment.grad
-        assert path is not None
-        self._digest.enter("reduce", unit.name)
-        self._digest.fold(
-            "reduce",
-            unit.name,
-            dtype_name(path.precision.wire),
-            path.whole_numel,
-            ordered=False,
-        )
-        if self.trace is not None:
-            self.trace("reduce", unit.name)
-        if path.partial.of_nodes and not sync:
-            path.reduce_inside(make_room=self.make_room)
-        else:
-            path.reduce(make_room=self.make_room, with_earlier=with_earlier)
-        self._flights.pop(path.key, None)
-        if path.in_flight:
-            self._flights[path.key] = path
-        if path.summed.tiered:
-            self._flushing.append(path)
+    def start(self, unit: Unit, *, sync: bool, with_earlier: bool) -> bool:
+        """Start the reduces of `unit`; see GradientPath.reduce. Return whether there was any:
+        where not `sync`, some rows add micro-batches first.
+        """
+        any_started = False
+        for number, path in enumerate(unit.paths):
+            if not sync and path.sums_micro_batches:
+                continue
+            any_started = True
+            self._digest.enter("reduce", unit.name)
+            self._digest.fold(
+                "reduce",
+                unit.name,
+                dtype_name(path.precision.wire),
+                path.whole_numel,
+                ordered=False,
+            )
+            if path.partial.of_nodes and not sync:
+                path.reduce_inside(make_room=self.make_room)
+            else:
+                path.reduce(make_room=self.make_room, with_earlier=with_earlier)
+            key = (unit.index, number)
+            if path.in_flight:
+                self._schedule.reduce(key, leaves=path.summed.leaves)
+            else:
+                self._schedule.reduced(key)
+            if path.summed.tiered:
+                self._flushing.append(path)
+        return any_started
+
+    def finish(self, command: Command) -> None:
+        """Execute WAIT_REDUCE or POLL_REDUCE."""
+        key = (command.unit, command.segment)
+        path = self._paths[key]
+        path.wait(block=command.op is Op.WAIT_REDUCE)
+        if not path.in_flight:
+            self._schedule.reduced(key)
 
     def advance(self) -> None:
         """A unit has been handed over: note which sums are over, and bound those on their way to
         another tier.
         """
         self._transports.progress()
-        if self._ordered:
-            self._flush_oldest()
-        else:
-            for path in list(self._flights.values()):
-                path.wait(block=False)
-                if not path.in_flight:
-                    del self._flights[path.key]
+        for command in self._schedule.handed_over():
+            self.finish(command)
         if self._flushing:
             self._bound_flushing()
-
-    def _flush_oldest(self) -> None:
-        """Of sums that rest on another tier, leave two under way: the others would wait on the
-        device for the end of the pass.
-
-        Where ranks may run their units in different order (see `make_room`), those stay whose other
-        parts have not come.
-        """
-        # not those that leave this rank's device: a wait gives a buffer back, and what fits beside
-        # it is gathered ahead on every rank or on none
-        waiting = [path for path in self._flights.values() if path.summed.leaves]
-        for path in waiting[:-_IN_FLIGHT]:
-            path.wait(block=self._waits_for_room)
-            if path.in_flight:
-                return
-            del self._flights[path.key]
 
     def _bound_flushing(self) -> None:
         """Of sums on their way to another tier, leave two: each is held on the device until it
@@ -118,34 +99,18 @@ class Reductions:
             path for path in self._flushing if path.in_flight or path.summed.is_flushing
         ]
         landing = [path for path in self._flushing if not path.in_flight]
-        for path in landing[:-_IN_FLIGHT]:
+        for path in landing[:-MAX_FLUSHING]:
             path.summed.flush()
 
     def make_room(self, num_bytes: int) -> None:
-        """Wait for reduces under way, oldest first, until `num_bytes` fit the budget.
-
-        Where ranks may run their units in different order, the transport bounds the gradient
-        buffers by its own pool: to wait for a sum could be to wait for ever, each rank with the
-        part that the other lacks still to come.
-        """
-        budget = self._budget
-        if not self._waits_for_room or not self._flights or not budget.num_bytes:
-            return
-        if num_bytes <= budget.left:
-            return
-        for key, path in list(self._flights.items()):
-            path.wait()
-            del self._flights[key]
-            if num_bytes <= budget.left:
-                return
+        """Wait for reduces under way until `num_bytes` fit the budget."""
+        for command in self._schedule.make_room(num_bytes):
+            self.finish(command)
 
     def wait(self) -> None:
-        """Wait for every reduce under way, in the order in which they were started: the last
-        wait then covers the ones before it.
-        """
-        for path in self._flights.values():
-            path.wait()
-        self._flights.clear()
+        """Wait for every reduce under way."""
+        for command in self._schedule.wait_for_reduces():
+            self.finish(command)
 
     def flush(self) -> None:
         """Return when no sum is on its way to another tier."""
@@ -162,5 +127,4 @@ class Reductions:
 
     def abandon(self) -> None:
         """After an exception: nothing is under way."""
-        self._flights.clear()
         self._flushing.clear()

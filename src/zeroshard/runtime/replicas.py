@@ -29,7 +29,8 @@ from zeroshard.core.tensor_digest import digest_of, placed_sum
 from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.context import Context
-from zeroshard.runtime.unit import Unit, UnitState
+from zeroshard.runtime.unit import Unit
+from zeroshard.runtime.weights import Weights
 
 __all__ = ["compare_replicas", "verify_replicas"]
 
@@ -41,18 +42,18 @@ _REMEDY = (
 
 
 def compare_replicas(
-    units: Sequence[Unit], optimizer: ShardedOptimizer | None, transport: Transport
+    weights: Weights, optimizer: ShardedOptimizer | None, transport: Transport
 ) -> None:
     """Raise PlanMismatch, on every rank, naming the first unit whose replicated weights or
     optimizer state differ; collective.
     """
     named: dict[str, str] = {}
     within: dict[str, Groups] = {}  # of parameters that only some ranks have
+    weights.finish_published()
+    units = weights.units
     for unit in units:
         groups = unit.segments[0].flat.context.holders.groups
         if not unit.cells.weight.is_sharded:
-            if unit.state is UnitState.GATHERING:  # published, and not used since on this rank
-                unit.wait_for_unshard()
             name = f"weights of unit {unit.name}"
             named[name] = digest_of(*(segment.flat.full for segment in unit.segments))
             within[name] = groups
@@ -63,18 +64,17 @@ def compare_replicas(
     agree(transport.control.exchange, named, call=_CALL, remedy=_REMEDY, within=within)
 
 
-def verify_replicas(
-    units: Sequence[Unit], optimizer: ShardedOptimizer | None, context: Context
-) -> None:
+def verify_replicas(weights: Weights, optimizer: ShardedOptimizer | None, context: Context) -> None:
     """Raise PlanMismatch, on every rank of the mesh, naming the first unit whose replicated weights
     or optimizer state differ between data parallel ranks, or along other axes; collective.
     """
     with context.axes.telling(_CALL):
-        compare_replicas(units, optimizer, context.transport)
+        compare_replicas(weights, optimizer, context.transport)
     places = context.everyone.places
     if not places:
         return
-    mine = json.dumps([context.axes.place.stage, context.axes.place.text, _sums(units, optimizer)])
+    place, sums = context.axes.place, _sums(weights.units, optimizer)
+    mine = json.dumps([place.stage, place.text, sums])
     total: dict[str, dict[str, dict[str, int]]] = {}  # by stage, group and name
     for stage, group, sums in map(json.loads, context.everyone.exchange(mine.encode(), _CALL)):
         held = total.setdefault(stage, {}).setdefault(group, {})

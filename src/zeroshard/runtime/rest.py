@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from zeroshard.comm.transports import Transports
+from zeroshard.core.residency import UnitState
 from zeroshard.core.work import wait_on_host
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.streams import Streams
-from zeroshard.runtime.unit import UnitState
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.state import State
 
@@ -81,10 +81,9 @@ class Rest:
 
     def before_writing(self) -> None:
         """Finish the gathers under way and wait until every rank is done reading the weights."""
+        self._weights.finish_gathers()
         for unit in self._weights.units:
-            if unit.state is UnitState.GATHERING:
-                self._weights.release_prefetched(unit)
-            elif unit.state is UnitState.FULL:
+            if unit.residency.state is UnitState.FULL:
                 unit.check_memory()
         self._transports.begin_write()
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from zeroshard.runtime.unit import Unit, UnitState
+from zeroshard.core.residency import UnitState
+from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.local import local_of
 
@@ -59,7 +60,7 @@ class SavedTensors:
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Unit | None, str]:
         """Note of which unit a tensor is that autograd saves, and of which parameter."""
         for unit in self._weights.units:
-            if unit.state is UnitState.FULL and unit.cells.weight.is_sharded:
+            if unit.residency.state is UnitState.FULL and unit.cells.weight.is_sharded:
                 name = unit.parameter_at(local_of(tensor).data_ptr())
                 if name is not None:
                     return tensor, unit, name
@@ -67,7 +68,7 @@ class SavedTensors:
 
     def _unpack(self, saved: tuple[torch.Tensor, Unit | None, str]) -> torch.Tensor:
         tensor, unit, name = saved
-        if unit is None or unit.state is UnitState.FULL:
+        if unit is None or unit.residency.state is UnitState.FULL:
             return tensor
         self.read_released = self.read_released or name
         return torch.full_like(tensor, float("nan"))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum, IntEnum
 from functools import cached_property
 from itertools import repeat
 
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from zeroshard.core.placement import Cells
+from zeroshard.core.residency import Residency, Traits, UnitState
 from zeroshard.errors import StateError
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
@@ -31,25 +31,7 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Lane, Streams
 from zeroshard.state.local import local_of
 
-__all__ = ["Unit", "UnitState", "Use"]
-
-
-class UnitState(Enum):
-    """Where the unit's weights are."""
-
-    RESTING = "resting"
-    GATHERING = "gathering"
-    FULL = "full"
-
-
-class Use(IntEnum):
-    """Why a unit has to be here."""
-
-    FORWARD = 0  # forwards of its modules are under way
-    BACKWARD = 1  # the backward of a forward has come to it; counted once
-    DIRECT = 2  # something outside its modules has used it
-    USER = 3  # gathered(), or a load
-    SCHEDULE = 4  # a pipeline's schedule holds its stage, or accumulate() a section
+__all__ = ["Unit"]
 
 
 class Unit:
@@ -70,12 +52,9 @@ class Unit:
         self.name = name
         self.segments = tuple(segments)
         self.cells = cells
-        self.state = UnitState.RESTING if cells.weight.is_sharded else UnitState.FULL
-        self._uses = [0] * len(Use)
-        self.spans_one_module = spans_one_module  # one module's forward is all that needs it
+        self.residency = Residency(index, self._traits(spans_one_module))
         # other units' modules lie inside its own, so that its backward goes on around theirs
         self.holds_others = holds_others
-        self.dozing = False
         self.is_lent = False  # its parameters are copies that the user may edit
         # parameters whose gradient has come in this backward, by id, and the last graph task that
         # brought it
@@ -86,19 +65,24 @@ class Unit:
         self._strict = strict
 
     def __repr__(self) -> str:
-        return f"Unit({self.name}, {self.state.value})"
+        return f"Unit({self.name}, {self.residency.state.value})"
+
+    def _traits(self, spans_one_module: bool) -> Traits:
+        weight, flats = self.cells.weight, [segment.flat for segment in self.segments]
+        return Traits(
+            full_bytes=self.full_bytes,
+            nominal_bytes=sum(flat.layout.numel * flat.dtype.itemsize for flat in flats),
+            is_sharded=weight.is_sharded,
+            is_kept=weight.is_sharded and not self.cells.between.is_sharded,
+            is_published=self.cells.optim.is_sharded and not weight.is_sharded,
+            reads_first=any(flat.reads_first for flat in flats),
+            spans_one_module=spans_one_module,
+        )
 
     @cached_property
     def full_bytes(self) -> int:
         """Bytes that gathering this unit takes beyond what rests, and a release gives back."""
         return sum(segment.flat.full_bytes for segment in self.segments)
-
-    @property
-    def nominal_bytes(self) -> int:
-        """Bytes of all of this unit's weights, wherever they are."""
-        return sum(
-            segment.flat.layout.numel * segment.flat.dtype.itemsize for segment in self.segments
-        )
 
     @cached_property
     def trainable(self) -> list[Segment]:
@@ -116,38 +100,6 @@ class Unit:
     def paths(self) -> list[GradientPath]:
         """The way of the gradients of each of the `trainable` segments."""
         return [segment.grad for segment in self.segments if segment.grad is not None]
-
-    # ------------------------------------------------------------------ who uses it
-
-    def acquire(self, use: Use) -> None:
-        """Note a use of the weights; the caller has them gathered."""
-        if use is not Use.BACKWARD or not self._uses[use]:
-            self._uses[use] += 1
-
-    def release(self, use: Use) -> None:
-        """Note the end of a use; see `reshard`."""
-        self._uses[use] = max(0, self._uses[use] - 1)
-
-    @property
-    def in_use(self) -> bool:
-        """Whether anything uses the weights."""
-        return any(self._uses)
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward has come to it and is not over."""
-        return self._uses[Use.BACKWARD] > 0
-
-    @property
-    def is_held(self) -> bool:
-        """Whether anything but a backward uses the weights."""
-        uses = self._uses
-        return bool(uses[Use.FORWARD] or uses[Use.DIRECT] or uses[Use.USER] or uses[Use.SCHEDULE])
-
-    @property
-    def is_used_directly(self) -> bool:
-        """Whether something outside its modules has used it, and it is held for that."""
-        return self._uses[Use.DIRECT] > 0
 
     # ------------------------------------------------------------------ its gradients
 
@@ -171,12 +123,11 @@ class Unit:
 
     # ------------------------------------------------------------------ where its weights are
 
-    def _move(self, before: UnitState, after: UnitState) -> None:
-        if self.state is not before:
+    def _expect(self, state: UnitState, what: str) -> None:
+        if self.residency.state is not state:
             raise StateError(
-                f"unit {self.name!r} cannot go from {self.state.value} to {after.value}"
+                f"unit {self.name!r} cannot {what}: it is {self.residency.state.value}"
             )
-        self.state = after
 
     @property
     def is_coded(self) -> bool:
@@ -200,7 +151,7 @@ class Unit:
             name = segment.seen.lost_at_rest(strict=self._strict)
             if name is not None:
                 raise _lost(name, "while it was released")
-        self._move(UnitState.RESTING, UnitState.GATHERING)
+        self._expect(UnitState.RESTING, "start a gather")
         flats = [segment.outgoing() for segment in self.gathered_segments]
         for flat in flats:
             flat.take_memory()
@@ -220,7 +171,6 @@ class Unit:
             segment.wait_uploads()
         self._flight.wait()
         self._flight = None
-        self._move(UnitState.GATHERING, UnitState.FULL)
         for segment in self.segments:
             segment.attach()
 
@@ -228,8 +178,6 @@ class Unit:
         """Give the gathered memory back (replicated rows keep theirs, and only unpoint the
         parameters) and return the bytes that the allocator has got; see FlatWeights.release.
         """
-        self._move(UnitState.FULL, UnitState.RESTING)
-        self.dozing = False
         name, num_bytes = None, 0
         for segment in self.segments:
             keeps_writes = segment.flat.replicated and (
@@ -267,14 +215,12 @@ class Unit:
         """Let the parameters of a FULL unit that no module is using answer as released ones:
         another use of them must be noticed.
         """
-        self.dozing = True
         for segment in self.segments:
             for parameter in segment.parameters:
                 release_class(parameter)
 
     def wake(self) -> None:
         """End `doze`."""
-        self.dozing = False
         for segment in self.segments:
             for parameter in segment.parameters:
                 restore_class(parameter)
@@ -292,23 +238,19 @@ class Unit:
         if name is not None:
             raise _lost(name, "(its .data leads elsewhere)")
 
-    def abandon(self) -> None:
-        """After an exception: back to rest from whatever state. The transport has abandoned its
-        part of flights under way.
+    def abandon(self, *, rested: bool) -> None:
+        """After an exception: back to rest, where the weights have not `rested`. The transport has
+        abandoned its part of flights under way.
         """
-        rests = self.state is UnitState.RESTING
         if self._flight is not None:
             self._flight.abandon()  # a tier may still be reading into memory that is about to go
         self._flight = None
-        self.state = UnitState.RESTING
-        self.dozing = False
         for segment in self.segments:
             segment.heal()
             segment.seen.detach()
             segment.flat.column.release()
-            if not rests:
+            if not rested:
                 segment.flat.release()
-        self._uses = [0] * len(Use)
         self.pending = 0
         self.arrived = {}
         self.forwards.reset()
@@ -318,7 +260,7 @@ class Unit:
         """Point the parameters of a FULL unit at private copies that may be edited; yields the
         copies, one flat tensor per segment.
         """
-        assert self.state is UnitState.FULL, self
+        self._expect(UnitState.FULL, "be edited")
         copies = [segment.flat.full.clone() for segment in self.segments]
         for segment, copy in zip(self.segments, copies, strict=True):
             segment.seen.lend(segment.flat.buffer.views_of(copy))

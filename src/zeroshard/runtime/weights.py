@@ -1,21 +1,16 @@
-"""When units are gathered, prefetched and released.
+"""What executes a schedule's commands on the weights of one engine's units.
 
-The policy's cells decide: sharded ``between`` releases a unit after its forward, sharded ``weight``
-after its backward, and a step makes replicated weights stale (their gather is the publish, started
-at once and waited for by the next forward).
+    hooks --> Loop --> Weights.unshard(unit)   the schedule decides       core/schedule
+                         START, WAIT, RELEASE  runtime/unit.py            the bytes move
 
-    unshard(unit): make room . start (unless prefetched) . wait . record . prefetch what ran after
-    it last time
-
-Invariants: gathered weights beyond rest and gradient buffers never exceed the budget (budget.py),
-unless one pass needs more at the same time; every decision depends on what the ranks share (order
-and sizes), never on timing, so that two-sided collectives meet. Cost: one dictionary look-up per
-unit that is there already.
+Beside that it knows under which step the weights are valid (`epoch`), whether states may be used
+at all (`availability`), and whether the user sees what rests. Invariant: no decision is made here
+about what is gathered, ahead or released.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,13 +18,13 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
+from zeroshard.core.residency import UnitState
+from zeroshard.core.schedule import Command, Commands, Op, Phase, Schedule, Until
 from zeroshard.errors import StateError
 from zeroshard.heap import Trimmer
 from zeroshard.runtime.availability import Availability
-from zeroshard.runtime.passes import Passes, Until
-from zeroshard.runtime.prefetch import Phase, Prefetch
 from zeroshard.runtime.streams import Streams
-from zeroshard.runtime.unit import Unit, UnitState, Use
+from zeroshard.runtime.unit import Unit
 
 __all__ = ["Weights", "in_transform"]
 
@@ -40,35 +35,29 @@ class Weights:
     def __init__(
         self,
         units: Sequence[Unit],
-        prefetch: Prefetch,
-        make_room: Callable[[int], None],
+        schedule: Schedule,
+        wait_for_reduce: Callable[[Command], None],
         *,
         streams: Streams,
         digest: Digest,
-        ordered: bool,
         trimmer: Trimmer,
     ) -> None:
-        """`make_room(num_bytes)` waits for reduces; `ordered`: gathers need every rank, so that all
-        gather the same units in the same order.
+        """`schedule`: of the units' residencies; `wait_for_reduce` executes its commands on
+        reduces.
         """
         self.units = tuple(units)
+        self.schedule = schedule
         # steps, writebacks and loads so far: what a forward's weights are valid under
         self.epoch = 0
-        # tests look at the order of events through this
-        self.trace: Callable[[str, str], None] | None = None
-        self._prefetch = prefetch
-        self._wait_for_reduces = make_room
+        self.availability = Availability()
+        self._wait_for_reduce = wait_for_reduce
         self._trimmer = trimmer
         self._streams = streams
         self._digest = digest
-        self._ordered = ordered
-        # units that do not rest, by index
-        self._here = {unit.index for unit in units if unit.state is not UnitState.RESTING}
-        self._idle: Unit | None = None  # forward over, kept until another unit is needed
+        self._ordered = schedule.rules.ordered
+        self._phase: Phase = "forward"  # of the last need
         # whether each gathered() context, which shows what rests, holds every unit
         self._shown: list[bool] = []
-        self.availability = Availability()
-        self.passes = Passes()
 
     @property
     def nothing_to_do(self) -> bool:
@@ -80,110 +69,38 @@ class Weights:
         """Whether the user sees what rests: inside gathered()."""
         return bool(self._shown)
 
-    def enter(self, *, evaluates: bool | None = None) -> None:
-        """A forward begins, of the model where it is known whether it `evaluates`."""
-        self.availability.check_open()
-        self.passes.enter(evaluates)
+    # ------------------------------------------------------------------ executing commands
 
-    def leave(self, *, evaluates: bool | None = None) -> None:
-        """A forward ends."""
-        for unit in self.passes.leave(evaluates):
-            self.release_unused(unit)
-
-    def end_backward(self) -> None:
-        """A backward is over, and its graph is gone."""
-        for unit in self.passes.end_backward():
-            self.release_unused(unit)
-
-    def end_step(self) -> None:
-        """The weights have changed: no unit is held for a graph any more."""
-        for unit in self.passes.end_step():
-            self.release_unused(unit)
-
-    def hold(self, unit: Unit, phase: Phase, until: Until) -> None:
-        """Gather a unit that is used outside its modules, and keep it at least `until` then."""
-        self.passes.hold(unit, until)
-        self.unshard(unit, phase)
-
-    def hold_stage(self, units: Sequence[Unit], *, held: bool) -> None:
-        """A schedule computes with `units` from here on: start what is not here, and keep all; or
-        (not `held`) it does so no longer: release those that nothing else uses.
+    def run(self, commands: Commands, *, forks: bool = True) -> None:
+        """Execute `commands`, one after another. `forks`: every gather starts after what compute
+        was given; else the first one alone does, for all.
         """
-        for unit in units:
-            if not held:
-                self._prefetch.let_go(unit)
-                unit.release(Use.SCHEDULE)
-                if unit.state is UnitState.GATHERING:
-                    unit.wait_for_unshard()
-                self.release_unused(unit, for_backward=None)
-                continue
-            if unit is self._idle:
-                self.release_idle()
-            elif unit.dozing:
-                self._prefetch.keep(unit, kept=False)
+        fork = True
+        for command in commands:
+            op, unit = command.op, self.units[command.unit]
+            if op is Op.START:
+                self._start(unit, fork=fork)
+                fork = forks
+            elif op is Op.WAIT:
+                self._wait(unit)
+            elif op is Op.USE:
+                self._use(unit)
+            elif op is Op.RELEASE:
+                self._trimmer.passed(unit.reshard())
+            elif op is Op.KEEP:
+                self._trimmer.passed(unit.reshard(for_backward=True))
+            elif op is Op.SHRINK:
+                self._trimmer.passed(unit.reshard(for_backward=None))
+            elif op is Op.DOZE:
+                unit.doze()
+            elif op is Op.WAKE:
                 unit.wake()
-            unit.acquire(Use.SCHEDULE)
-            self._prefetch.hold(unit)
-            if unit.state is UnitState.RESTING:
-                self.availability.check_gather()
-                self.start(unit)
+            elif op is Op.ADVANCE:
+                unit.advance()
+            else:
+                self._wait_for_reduce(command)
 
-    def begin(self, phase: Phase, *, repeats: bool = False) -> None:
-        """Start a pass over the model, which `repeats` itself: see Prefetch."""
-        self.availability.check_open()
-        if not repeats:  # a backward needs last what is ahead for a forward
-            for unit in self._prefetch.units:
-                self.release_prefetched(unit)
-        self._prefetch.begin(phase, repeats=repeats)
-
-    def unshard(self, unit: Unit, phase: Phase) -> None:
-        """Return with `unit` gathered, and the units expected next on their way."""
-        self.availability.check_open()
-        self._digest.enter(phase, unit.name)
-        if self._idle is unit:
-            self._idle = None
-        elif self._idle is not None:
-            self.release_idle()
-        if unit.state is UnitState.FULL:
-            if unit.dozing:
-                self._prefetch.keep(unit, kept=False)
-                unit.wake()
-        else:
-            self._gather(unit, phase)
-
-    def _gather(self, unit: Unit, phase: Phase) -> None:
-        _refuse_transforms(unit)
-        if unit.state is UnitState.RESTING:
-            self.availability.check_gather()
-            for other in self._prefetch.giving_way(unit, phase):
-                self.release_prefetched(other)
-            self._wait_for_reduces(unit.full_bytes)
-            self.start(unit)
-        self._prefetch.discard(unit)
-        if in_transform():
-            with temporarily_clear_interpreter_stack():  # our copies are not its to follow
-                unit.wait_for_unshard()
-        else:
-            unit.wait_for_unshard()
-        for segment in unit.segments:
-            self._streams.read(segment.key)
-        if self.trace is not None:
-            self.trace("use", unit.name)
-        self._prefetch.ran(unit, phase)
-        for other in self._prefetch.due:
-            other.advance()
-        if unit.full_bytes:
-            # prefetched in one order and run in another: the ranks' next gathers will differ
-            if self._ordered:
-                first = unit.segments[0].flat
-                self._digest.fold(
-                    phase, unit.name, dtype_name(first.dtype), first.layout.numel, ordered=True
-                )
-            for other in self._prefetch.following(unit, phase, self._here):
-                self._prefetch.add(other)
-                self.start(other)
-
-    def start(self, unit: Unit, *, fork: bool = True) -> None:
+    def _start(self, unit: Unit, *, fork: bool) -> None:
         """Start gathering `unit`, a collective on two-sided transports."""
         for segment in unit.gathered_segments if self._ordered else ():
             flat = segment.flat
@@ -191,102 +108,123 @@ class Weights:
                 self._digest.fold(
                     "gather", unit.name, dtype_name(flat.dtype), flat.layout.numel, ordered=True
                 )
-        if self.trace is not None:
-            self.trace("gather", unit.name)
         unit.unshard(self._streams, fork=fork, raw=self.shows_rest)
-        self._here.add(unit.index)
 
-    @contextmanager
-    def showing(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Let the user see `units` inside: gather what rests, without a codec. The caller holds
-        them.
-        """
-        everything = len(units) == len(self.units)
-        self._shown.append(everything)
-        for unit in units:
-            if unit.is_coded and not unit.in_use:
-                if unit.state is UnitState.GATHERING:
-                    self.release_prefetched(unit)
-                elif unit.state is UnitState.FULL:
-                    self._idle = None if self._idle is unit else self._idle
-                    self.release(unit, for_backward=None)
-        try:
-            yield
-        finally:
-            if everything in self._shown:  # else an exception has ended it
-                self._shown.remove(everything)
-
-    def release_prefetched(self, unit: Unit) -> None:
-        """Release a unit that was prefetched and not used."""
-        self._prefetch.discard(unit)
-        unit.wait_for_unshard()
-        self.release(unit, for_backward=None)
-
-    def after_forward(self, unit: Unit) -> None:
-        """`unit`'s module has run: release it now if nothing else of it can follow, else when
-        another unit is needed.
-        """
-        # for a backward that may follow
-        kept = not unit.cells.between.is_sharded and torch.is_grad_enabled()
-        if not unit.cells.weight.is_sharded or unit.state is not UnitState.FULL:
-            return
-        if kept:
-            self._prefetch.keep(unit, kept=True)
-            unit.doze()
-        elif unit.spans_one_module:
-            self.release(unit, for_backward=torch.is_grad_enabled() or None)
-        elif self._idle is not unit:
-            self.release_idle()
-            self._idle = unit
-            unit.doze()
-
-    def release_idle(self) -> None:
-        """Release the unit that was kept because another use might follow at once."""
-        unit, self._idle = self._idle, None
-        if unit is None or unit.state is not UnitState.FULL:
-            return
-        if not unit.in_use:
-            self.release(unit, for_backward=torch.is_grad_enabled() or None)
+    def _wait(self, unit: Unit) -> None:
+        if in_transform():
+            with temporarily_clear_interpreter_stack():  # our copies are not its to follow
+                unit.wait_for_unshard()
         else:
-            unit.wake()
+            unit.wait_for_unshard()
 
-    def release(self, unit: Unit, *, for_backward: bool | None = False) -> None:
-        """Release a unit; see FlatWeights.release."""
-        if self.trace is not None:
-            self.trace("release", unit.name)
-        self._here.discard(unit.index)
-        if unit.dozing:
-            self._prefetch.keep(unit, kept=False)
-        self._trimmer.passed(unit.reshard(for_backward=for_backward))
+    def _use(self, unit: Unit) -> None:
+        for segment in unit.segments:
+            self._streams.read(segment.key)
+        # gathered ahead in one order and used in another: the ranks' next gathers will differ
+        if self._ordered and unit.full_bytes:
+            first = unit.segments[0].flat
+            self._digest.fold(
+                self._phase, unit.name, dtype_name(first.dtype), first.layout.numel, ordered=True
+            )
 
-    def release_unused(self, unit: Unit, *, for_backward: bool | None = False) -> None:
-        """Release a unit that rests sharded, where neither a forward, a backward nor the user
-        has it in use; see `release`.
-        """
-        if unit.cells.weight.is_sharded and unit.state is UnitState.FULL and not unit.in_use:
-            self.release(unit, for_backward=for_backward)
+    # ------------------------------------------------------------------ passes
+
+    def begin(self, phase: Phase, *, repeats: bool = False) -> None:
+        """Start a pass over the model, which `repeats` itself: see Schedule.begin."""
+        self.availability.check_open()
+        self.run(self.schedule.begin(phase, repeats=repeats))
 
     def end_pass(self, *, repeats: bool = False) -> None:
-        """A forward or backward of the whole model is over: nothing stays that was only expected
-        or idle, unless the same forward may follow (`repeats`) and is read for already.
-        """
-        self.release_idle()
-        for unit in [] if repeats and self._prefetch.around else self._prefetch.units:
-            self.release_prefetched(unit)
+        """A forward or backward of the whole model is over."""
+        self.run(self.schedule.end_pass(repeats=repeats, keeps=torch.is_grad_enabled()))
+
+    def enter(self, *, evaluates: bool | None = None) -> None:
+        """A forward begins, of the model where it is known whether it `evaluates`."""
+        self.availability.check_open()
+        self.schedule.enter(evaluates)
+
+    def leave(self, *, evaluates: bool | None = None) -> None:
+        """A forward ends."""
+        graph = torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
+        self.run(self.schedule.leave(evaluates, graph=graph))
+
+    def end_backward(self) -> None:
+        """A backward is over, and its graph is gone."""
+        self.run(self.schedule.end_backward())
+
+    def end_step(self) -> None:
+        """The weights have changed: no unit is held for a graph any more."""
+        self.run(self.schedule.end_step())
+
+    # ------------------------------------------------------------------ one unit
+
+    def unshard(self, unit: Unit, phase: Phase) -> None:
+        """Return with `unit` gathered, and the units expected next on their way."""
+        self._check(unit, phase)
+        keeps = torch.is_grad_enabled()
+        self.run(self.schedule.need(unit.residency, phase, keeps=keeps))
+
+    def hold(self, unit: Unit, phase: Phase, until: Until) -> None:
+        """Gather a unit that is used outside its modules, and keep it at least `until` then."""
+        self._check(unit, phase)
+        keeps = torch.is_grad_enabled()
+        self.run(self.schedule.hold(unit.residency, phase, until, keeps=keeps))
+
+    def _check(self, unit: Unit, phase: Phase) -> None:
+        """`unit` is needed in a pass: raise StateError where it cannot be gathered."""
+        self.availability.check_open()
+        self._digest.enter(phase, unit.name)
+        self._phase = phase
+        state = unit.residency.state
+        if state is not UnitState.FULL:
+            _refuse_transforms(unit)
+            if state is UnitState.RESTING:
+                self.availability.check_gather()
+
+    def hold_stage(self, units: Sequence[Unit]) -> None:
+        """A schedule computes with `units` from here on: start what is not here, and keep all."""
+        if any(unit.residency.state is UnitState.RESTING for unit in units):
+            self.availability.check_gather()
+        held = [unit.residency for unit in units]
+        self.run(self.schedule.hold_stage(held, keeps=torch.is_grad_enabled()))
+
+    def release_stage(self, units: Sequence[Unit]) -> None:
+        """It does so no longer: release those that nothing else uses."""
+        self.run(self.schedule.release_stage([unit.residency for unit in units]))
+
+    def after_forward(self, unit: Unit) -> None:
+        """A module of `unit` has run."""
+        self.run(self.schedule.after_forward(unit.residency, keeps=torch.is_grad_enabled()))
 
     def after_backward(self, unit: Unit) -> None:
-        """`unit`'s backward is over."""
-        unit.release(Use.BACKWARD)
-        self.release_unused(unit)
+        """The backward of `unit` is over."""
+        self.run(self.schedule.after_backward(unit.residency))
+
+    def release_unused(self, unit: Unit) -> None:
+        """Release a unit that rests sharded and that nothing uses."""
+        self.run(self.schedule.release_unused(unit.residency))
+
+    def bring_to_rest(self, unit: Unit) -> None:
+        """Release a unit, whatever it is here for."""
+        self.run(self.schedule.bring_to_rest(unit.residency))
+
+    def finish_gathers(self) -> None:
+        """Wait for the gathers under way, which nobody has used, and release their units."""
+        for unit in self.units:
+            if unit.residency.state is UnitState.GATHERING:
+                self.bring_to_rest(unit)
+
+    def finish_published(self) -> None:
+        """Wait until the weights are here that rest whole, as the last step has published them."""
+        for unit in self.units:
+            if not unit.residency.traits.is_sharded:
+                self.run(self.schedule.finish(unit.residency))
 
     def serves(self, unit: Unit, epoch: int) -> bool:
         """Whether `unit` is gathered for the backward of a forward under `epoch` already."""
         return (
-            unit.in_backward
-            and unit.state is UnitState.FULL
-            and not unit.dozing
-            and epoch == self.epoch
-            and self._idle is None
+            epoch == self.epoch
+            and self.schedule.serves(unit.residency)
             and self.availability.refusal is None
         )
 
@@ -301,15 +239,34 @@ class Weights:
                 " forward again (or step after the backward)"
             )
 
-    def refresh(self, units: Sequence[Unit]) -> None:
+    # ------------------------------------------------------------------ what rests has changed
+
+    @contextmanager
+    def showing(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Let the user see `units` inside: gather what rests, without a codec. The caller holds
+        them.
+        """
+        everything = len(units) == len(self.units)
+        self._shown.append(everything)
+        for unit in units:
+            if unit.is_coded and not unit.residency.in_use:
+                self.bring_to_rest(unit)
+        try:
+            yield
+        finally:
+            if everything in self._shown:  # else an exception has ended it
+                self._shown.remove(everything)
+
+    def refresh(self, units: Iterable[Unit]) -> None:
         """The user's numbers have been written into `units`: what is gathered now is gathered
         anew, and older forwards cannot run backward.
         """
         self.epoch += 1
         for unit in units:
-            if unit.state is UnitState.FULL and unit.cells.weight.is_sharded:
-                self.release(unit)
-                if unit.is_held:
+            residency = unit.residency
+            if residency.state is UnitState.FULL and residency.traits.is_sharded:
+                self.bring_to_rest(unit)
+                if residency.is_held:
                     self.unshard(unit, "forward")
 
     def invalidate(self, *, frozen: bool = False) -> None:
@@ -318,22 +275,12 @@ class Weights:
         """
         self.epoch += 1
         self.end_step()
-        stale = [
-            unit
-            for unit in self.units
-            if unit.cells.optim.is_sharded and not unit.cells.weight.is_sharded
-        ]
         for unit in self.units:
             unit.forwards.reset()
             for segment in unit.segments:
                 segment.invalidate(frozen=frozen)
-            if unit.state is UnitState.FULL and not unit.is_held and unit.cells.optim.is_sharded:
-                self.release(unit)
-        fork = True  # once for all: nothing touches compute between these gathers
-        for unit in stale:
-            if unit.state is UnitState.RESTING:
-                self.start(unit, fork=fork)
-                fork = False
+        # one fork for all: nothing touches compute between these gathers
+        self.run(self.schedule.publish(), forks=False)
 
     def shadow(self, phase: Phase) -> Iterator[Unit]:
         """Take part in the gathers of a pass that only other ranks run; yields each unit while
@@ -345,7 +292,8 @@ class Weights:
         self.begin(phase)
         if self._ordered:
             in_order = self.units if phase == "forward" else self.units[::-1]
-            for unit in self._prefetch.last_pass(phase) or in_order:
+            last = [self.units[index] for index in self.schedule.last_pass(phase)]
+            for unit in last or in_order:
                 self.unshard(unit, phase)
                 yield unit
                 self.after_backward(unit) if phase == "backward" else self.after_forward(unit)
@@ -355,13 +303,11 @@ class Weights:
         """After an exception: every unit back at rest, and no expectation, since the ranks may
         have come to different places.
         """
-        self._prefetch.abandon()
-        self._idle = None
-        self._here.clear()
         self._shown.clear()
-        self.passes = Passes()
-        for unit in self.units:
-            unit.abandon()
+        rested = [unit.residency.state is UnitState.RESTING for unit in self.units]
+        self.schedule.reset()
+        for unit, rests in zip(self.units, rested, strict=True):
+            unit.abandon(rested=rests)
 
 
 def in_transform() -> bool:
@@ -375,7 +321,7 @@ def _refuse_transforms(unit: Unit) -> None:
     """Raise StateError where a gather would run inside a transform of torch.func, which cannot
     follow memory that comes and goes.
     """
-    if unit.cells.weight.is_sharded and (
+    if unit.residency.traits.is_sharded and (
         in_transform() or torch.autograd.forward_ad._current_level >= 0
     ):
         raise StateError(

@@ -17,12 +17,13 @@ from torch import nn
 
 from zeroshard.comm.agree import agree
 from zeroshard.core.part import Part
+from zeroshard.core.residency import Use
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.unit import Unit, Use
+from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.local import is_dtensor, local_of, point_at, whole_of
 
@@ -97,14 +98,14 @@ class Whole:
         with self._weights.showing(units):
             try:
                 for unit in units:
-                    unit.acquire(Use.USER)
+                    unit.residency.acquire(Use.USER)
                     self._weights.unshard(unit, "forward")
                 if any(segment.flat.reads_first for unit in units for segment in unit.segments):
                     self._faults.agree()
                 yield
             finally:
                 for unit in units:
-                    unit.release(Use.USER)
+                    unit.residency.release(Use.USER)
                     self._weights.release_unused(unit)
 
     def _keep_edits(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.core.policy import ROWS
 from zeroshard.errors import ConfigError
 from zeroshard.planner import Axes, Machine, ModelShape, Training, describe, make_plan
@@ -19,7 +20,6 @@ from zeroshard.planner.families import shape_of_config
 from zeroshard.planner.grid import GridPlan
 from zeroshard.planner.lanes import Task
 from zeroshard.planner.pipeline import Pipeline, PipelineTime
-from zeroshard.planner.schedules import Schedule
 from zeroshard.planner.stage import StageWork
 
 _LLAMA = {
@@ -45,7 +45,7 @@ def _work(forward: float, backward: float) -> StageWork:
 
 def _free(text: str, ranks: int, micro_batches: int) -> PipelineTime:
     """Return a step of even stages of one second forward and two backward, of free sends."""
-    schedule = Schedule.parse(text)
+    schedule = PipelineOrder.parse(text)
     stages = ranks * schedule.chunks
     work = _work(1 / schedule.chunks, 2 / schedule.chunks)
     links = ["local"] * (stages - 1)
@@ -76,7 +76,7 @@ def test_schedules_that_were_made_for_smaller_bubbles_have_smaller_ones() -> Non
 
 
 def test_many_rounds_are_as_long_as_if_all_had_been_run() -> None:
-    schedule, works = Schedule(), [_work(1.0, 2.0), _work(1.5, 2.5), _work(1.0, 2.0)]
+    schedule, works = PipelineOrder(), [_work(1.0, 2.0), _work(1.5, 2.5), _work(1.0, 2.0)]
     run = Pipeline(schedule, 3, 31, works, [0.3, 0.1], ["local", "network"])
     all_of_them, time = run._run(31), run.time()
     assert time.total == pytest.approx(all_of_them.total)
@@ -84,7 +84,7 @@ def test_many_rounds_are_as_long_as_if_all_had_been_run() -> None:
 
 
 def test_a_step_passes_computing_or_waiting() -> None:
-    plan = _plan(Grid(2, 4, 2, Schedule(), 8), network="5GB")
+    plan = _plan(Grid(2, 4, 2, PipelineOrder(), 8), network="5GB")
     for row in ("ddp", "zero1", "zero3", "hpz"):
         time = plan.pipeline_time(ROWS[row])
         for rank in time.ranks:
@@ -98,7 +98,7 @@ def test_gathers_that_are_hidden_expose_only_the_first() -> None:
     """Weights stay gathered over a stage's micro-batches: more of them expose nothing more."""
     exposed = []
     for micro_batches in (8, 32):
-        plan = _plan(Grid(1, 4, 4, Schedule(), micro_batches), grad_tier=False)
+        plan = _plan(Grid(1, 4, 4, PipelineOrder(), micro_batches), grad_tier=False)
         exposed.append(plan.pipeline_time(ROWS["zero3"]).ranks[0].exposed)
     assert 0 < exposed[0] == pytest.approx(exposed[1], rel=0.2)
 
@@ -160,7 +160,7 @@ def test_the_peak_of_a_pipeline_is_that_of_the_stage_that_holds_most() -> None:
     machine = Machine.of(gpus=4)
     peaks = {}
     for name in ("1f1b", "gpipe"):
-        plan = GridPlan(Grid(1, 4, 1, Schedule(name), 16), _llama(), machine, training)
+        plan = GridPlan(Grid(1, 4, 1, PipelineOrder(name), 16), _llama(), machine, training)
         worst = plan.worst(ROWS["zero1"])
         assert worst.rank == 0
         decoder = plan.stages[0].decoder
@@ -184,7 +184,7 @@ def test_tensor_parallelism_divides_what_a_layer_keeps_but_its_inputs() -> None:
 
 
 def test_bytes_of_an_axis_are_the_sum_over_its_routes() -> None:
-    plan = _plan(Grid(2, 2, 4, Schedule(), 6))
+    plan = _plan(Grid(2, 2, 4, PipelineOrder(), 6))
     training, one = plan.training, activation_bytes(_llama(), plan.training)
     for rank in (0, 1):
         for row in ("ddp", "zero2", "zero3"):
@@ -226,12 +226,12 @@ def test_a_search_considers_what_the_machine_and_the_heads_allow() -> None:
 
 def test_a_share_is_the_part_of_a_node_that_one_stage_has() -> None:
     machine = Machine.of(gpus=32)
-    inside = Grid(2, 4, 4, Schedule(), 4).share(machine)  # a stage is a node
+    inside = Grid(2, 4, 4, PipelineOrder(), 4).share(machine)  # a stage is a node
     assert (inside.mesh.num_nodes, inside.node_size) == (1, 4)
     assert inside.host_memory == machine.host_memory // 2
-    over = Grid(8, 1, 4, Schedule(), 4).share(machine)
+    over = Grid(8, 1, 4, PipelineOrder(), 4).share(machine)
     assert (over.mesh.num_nodes, over.node_size) == (4, 1)
-    near = Grid(2, 8, 2, Schedule(), 8)  # two stages in a node
+    near = Grid(2, 8, 2, PipelineOrder(), 8)  # two stages in a node
     assert [near.is_near(machine, rank) for rank in range(4)] == [True, False, True, False]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import STAGES, row
 from zeroshard.core.timeline import Timeline
@@ -19,7 +20,6 @@ from zeroshard.planner.axes import Grid
 from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
 from zeroshard.planner.families import shape_of_config
 from zeroshard.planner.grid import GridPlan
-from zeroshard.planner.schedules import Schedule
 from zeroshard.planner.simulate import simulate, step_time
 
 
@@ -242,7 +242,7 @@ def test_megatrons_flops_per_second_are_as_far_off_as_the_docs_say(
         "model_type": "gpt_neox", "hidden_size": hidden, "intermediate_size": 4 * hidden,
         "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": 51200,
     }  # fmt: skip
-    schedule = Schedule.parse("interleaved") if pp > 1 else Schedule()
+    schedule = PipelineOrder.parse("interleaved") if pp > 1 else PipelineOrder()
     grid = Grid(tp, pp, gpus // (tp * pp), schedule, batch * tp * pp // gpus)
     training = Training("fp16", "fp16", checkpointing=True)
     machine = Machine.of("A100-80", gpus=gpus)

@@ -202,12 +202,14 @@ def test_no_unit_computes_before_it_is_gathered_and_the_budget_is_kept(
         assert not gathered or min(one.stop for one in gathered) <= runs[0].start
     if policy.name != "zero3-keep":  # which needs everything at the same time
         most = max(one.num_bytes["gathered"] + one.num_bytes["buckets"] for one in timeline.levels)
-        assert most <= program.budget
+        assert most <= program.schedule.rules.budget_bytes
 
 
-@pytest.mark.parametrize(("gpu", "units"), [("A100-40", 4), ("CPU", 3)])
+@pytest.mark.parametrize(("gpu", "units"), [("A100-40", 4), ("CPU", 2)])
 def test_slow_reduces_fill_the_budget_and_compute_waits_for_room(gpu: str, units: int) -> None:
-    """runtime/budget.py: four of the largest unit where the host runs ahead, else three."""
+    """core/schedule: four of the largest unit where the host runs ahead. Between CPU hosts ranks
+    that hold whole weights may run units in different order, and the pool has room for two.
+    """
     machine, training = _machine(2, 2, gpu, network=1e6), Training(precision="fp32")
     model = ModelShape(
         "equal",

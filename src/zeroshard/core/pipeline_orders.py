@@ -12,8 +12,8 @@
     rank 0   0F0 0F1 2F0 2F1  0F2 2B0  0F3 2B1  2F2 0B0 ...
 
 Invariant: the orders are those of torch.distributed.pipelining's schedules of these names
-(tests/unit/planner/test_schedules.py), which knows them when it has a process group; here they are
-lists. Rank r of p has the stages r, p + r, 2p + r, ...
+(tests/unit/core/test_pipeline_orders.py), which knows them when it has a process group; here they
+are lists. Rank r of p has the stages r, p + r, 2p + r, ...
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from dataclasses import dataclass
 from zeroshard.core.pipeline import Action
 from zeroshard.errors import ConfigError
 
-__all__ = ["SCHEDULES", "Schedule", "most_in_flight"]
+__all__ = ["SCHEDULES", "PipelineOrder", "most_in_flight"]
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb")
 _CHUNKS = 2  # stages of a rank, where a schedule takes several and no number is given
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineOrder:
     """A schedule by name, and how many stages each rank has."""
 
     name: str = "1f1b"
     chunks: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> Schedule:
+    def parse(cls, text: str) -> PipelineOrder:
         """Return what `text` says: "1f1b", "interleaved" (two stages on each rank),
         "interleaved:4". Raises ConfigError.
         """

@@ -10,13 +10,13 @@ import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
 from zeroshard.core.pipeline import Action
+from zeroshard.core.pipeline_orders import PipelineOrder, most_in_flight
 from zeroshard.errors import ConfigError
-from zeroshard.planner.schedules import Schedule, most_in_flight
 
 _COMPUTED = ("F", "B", "I", "W")
 
 
-def _torchs(schedule: Schedule, ranks: int, micro_batches: int) -> dict[int, list[Any]]:
+def _torchs(schedule: PipelineOrder, ranks: int, micro_batches: int) -> dict[int, list[Any]]:
     """Return torch's order, without a process group: only sizes are read of the stages."""
     if schedule.name in ("gpipe", "1f1b"):
         kind = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}[schedule.name]
@@ -42,7 +42,7 @@ def test_every_schedule_computes_in_the_order_of_torchs(
     text: str, ranks: int, micro_batches: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
-    schedule = Schedule.parse(text)
+    schedule = PipelineOrder.parse(text)
     schedule.check(ranks, micro_batches)
     for rank, actions in _torchs(schedule, ranks, micro_batches).items():
         theirs = [
@@ -58,14 +58,14 @@ def test_every_schedule_computes_in_the_order_of_torchs(
 
 def test_the_micro_batches_in_flight_are_all_in_gpipe_and_the_stages_left_in_1f1b() -> None:
     for rank in range(4):
-        assert most_in_flight(Schedule("gpipe").order(rank, 4, 16)) == 16
-        assert most_in_flight(Schedule("1f1b").order(rank, 4, 16)) == 4 - rank
+        assert most_in_flight(PipelineOrder("gpipe").order(rank, 4, 16)) == 16
+        assert most_in_flight(PipelineOrder("1f1b").order(rank, 4, 16)) == 4 - rank
         # of the zero bubble, weights of `rank` micro-batches wait for their backward
-        assert most_in_flight(Schedule("zb").order(rank, 4, 16)) == 4
+        assert most_in_flight(PipelineOrder("zb").order(rank, 4, 16)) == 4
 
 
 def test_interleaving_holds_more_micro_batches_of_smaller_stages() -> None:
-    order = Schedule.parse("interleaved").order(0, 4, 16)
+    order = PipelineOrder.parse("interleaved").order(0, 4, 16)
     assert most_in_flight(order) == 4 + 2 * 3 + 1
     assert most_in_flight(order, [10, 10]) == 110
 
@@ -81,12 +81,12 @@ def test_interleaving_holds_more_micro_batches_of_smaller_stages() -> None:
 )
 def test_a_schedule_that_is_none_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Schedule.parse(text)
+        PipelineOrder.parse(text)
 
 
 def test_micro_batches_that_torch_refuses_are_refused() -> None:
     with pytest.raises(ConfigError, match="as many micro-batches as stages"):
-        Schedule().check(4, 2)
+        PipelineOrder().check(4, 2)
     with pytest.raises(ConfigError, match="take a multiple of 4"):
-        Schedule.parse("interleaved").check(4, 11)
-    Schedule("gpipe").check(4, 1)
+        PipelineOrder.parse("interleaved").check(4, 11)
+    PipelineOrder("gpipe").check(4, 1)
