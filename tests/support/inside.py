@@ -19,10 +19,12 @@ import zeroshard as zs
 from zeroshard.comm import collectives
 from zeroshard.comm.transport import Transport
 from zeroshard.core.placement import Tier
-from zeroshard.core.residency import UnitState
+from zeroshard.core.residency import Residency, UnitState, Use
 from zeroshard.memory import MemoryCounter
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.shards import ParamShard
+from zeroshard.runtime import flight as flights
+from zeroshard.runtime.bucket import GradBucket, PartialSum
 from zeroshard.runtime.engine import states_of
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.gradients import GradientPath
@@ -130,6 +132,149 @@ def recordings(engine: zs.Engine) -> list[object]:
     runner = engine._sharded.runner._options
     probes = [engine._context.streams.probe, runner.probe, *(store.probe for store in stores)]
     return [probe.recording for probe in probes]
+
+
+class Commands:
+    """The effects on units, buckets and reduces of one engine: each method stands for one of
+    runtime's and notes it. They are what is done, not who decides it (core/schedule), so that any
+    schedule can be recorded.
+    """
+
+    _HELD = (Use.DIRECT, Use.USER, Use.SCHEDULE)
+
+    def __init__(self, engine: zs.Engine, note: Callable[[str], None]) -> None:
+        self._meter = engine._context.meter
+        self._names = {id(unit.residency): unit.name for unit in units(engine)}
+        self._transports = engine._context.transports
+        self._say = note
+        self._live = self._meter.live
+        self._last: Flight | None = None  # of the reduce that was started last
+
+    def _note(self, what: str, name: str, num_bytes: int | None = None) -> None:
+        told = f"{what} {name.removesuffix(':fp32')}"
+        if num_bytes is not None:
+            told += f" {num_bytes}"
+        if self._meter.live != self._live:
+            self._live = self._meter.live
+            told += f" | {self._live}"
+        self._say(told)
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Note every command inside."""
+        after: list[tuple[type, str, Callable[[Any], str], Callable[[Any], int | None]]] = [
+            (Unit, "unshard", lambda unit: f"gather {unit.name}", lambda unit: unit.full_bytes),
+            (Unit, "wait_for_unshard", lambda unit: f"use {unit.name}", lambda _: None),
+            (Unit, "reshard", lambda unit: f"release {unit.name}", lambda _: None),
+            (Unit, "doze", lambda unit: f"keep {unit.name}", lambda _: None),
+            (Unit, "wake", lambda unit: f"wake {unit.name}", lambda _: None),
+            (GradBucket, "open", lambda one: f"bucket {one._flat.key}", lambda one: one.num_bytes),
+            (
+                GradBucket,
+                "open_at_rest",
+                lambda one: f"bucket at rest {one._flat.key}",
+                lambda one: one.num_bytes,
+            ),
+            (PartialSum, "open", lambda one: f"partial {one._flat.key}", lambda _: None),
+        ]
+        around = [
+            (Residency, "acquire", self._acquire),
+            (Residency, "release", self._release),
+            (Unit, "advance", self._advance),
+            (Unit, "abandon", self._abandon),
+            (GradientPath, "reduce", self._reduce),
+            (GradientPath, "reduce_inside", self._reduce_inside),
+            (GradientPath, "wait", self._wait),
+            (Flight, "done", self._done),
+        ]
+        with ExitStack() as stack:
+            for owner, name, told, num_bytes in after:
+                stack.enter_context(_replaced(owner, name, self._after(told, num_bytes)))
+            for owner, name, replacement in around:
+                stack.enter_context(_replaced(owner, name, replacement))
+            yield
+
+    def _after(
+        self, told: Callable[[Any], str], num_bytes: Callable[[Any], int | None]
+    ) -> Callable[..., Any]:
+        def noted(original: Callable[..., Any], one: Any, *args: Any, **options: Any) -> Any:
+            result = original(one, *args, **options)
+            what, name = told(one).rsplit(" ", 1)
+            self._note(what, name, num_bytes(one))
+            return result
+
+        return noted
+
+    def _acquire(self, original: Callable[..., Any], residency: Residency, use: Use) -> None:
+        original(residency, use)
+        if use in self._HELD:
+            self._note(f"hold ({use.name.lower()})", self._names[id(residency)])
+
+    def _release(self, original: Callable[..., Any], residency: Residency, use: Use) -> None:
+        was_held = bool(residency._uses[use])
+        original(residency, use)
+        if use in self._HELD and was_held:
+            self._note(f"let go ({use.name.lower()})", self._names[id(residency)])
+
+    def _advance(self, original: Callable[..., Any], unit: Unit) -> None:
+        reads = unit._flight is not None and any(map(flights._is_alone, unit._flight._works))
+        original(unit)
+        if reads:  # else there is nothing to wait for
+            self._note("advance", unit.name)
+
+    def _abandon(self, original: Callable[..., Any], unit: Unit, *, rested: bool) -> None:
+        original(unit, rested=rested)
+        if not rested:
+            self._note("abandon", unit.name)
+
+    def _reduce(self, original: Callable[..., Any], path: GradientPath, **options: Any) -> None:
+        original(path, **options)
+        if path.reduction is not None:
+            self._last = path.reduction.flight
+        self._note("reduce", path.key)
+
+    def _reduce_inside(
+        self, original: Callable[..., Any], path: GradientPath, **options: Any
+    ) -> None:
+        original(path, **options)
+        if path.reduction is not None:
+            self._last = path.reduction.flight
+        self._note("reduce inside", path.key)
+
+    def _wait(self, original: Callable[..., Any], path: GradientPath, **options: Any) -> None:
+        flew = path.in_flight
+        original(path, **options)
+        if flew and not path.in_flight:
+            self._note("reduced", path.key)
+
+    def _done(self, original: Callable[..., bool], flight: Flight) -> bool:
+        """Whether a reduce is over is a matter of time: here, as soon as another was started. For
+        ranks that run the same units.
+        """
+        if flight is self._last:
+            return False
+        while not original(flight):
+            self._transports.progress()
+            time.sleep(0)
+        return True
+
+
+def _replaced(owner: type, name: str, replacement: Callable[..., Any]) -> Any:
+    original = getattr(owner, name)
+
+    def stands_for(*args: Any, **options: Any) -> Any:
+        return replacement(original, *args, **options)
+
+    return mock.patch.object(owner, name, stands_for)
+
+
+@contextmanager
+def commands(engine: zs.Engine, note: Callable[[str], None]) -> Iterator[None]:
+    """Call `note` with a line for each command that `engine` carries out inside: what, the unit or
+    segment, its bytes, and after a bar the bytes in use from then on. No other engine may run.
+    """
+    with Commands(engine, note).recorded(), patient_pools():
+        yield
 
 
 @contextmanager
