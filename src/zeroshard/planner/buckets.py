@@ -218,8 +218,8 @@ class Reduced:
 
     def _hand_over(self, key: tuple[int, int], sync: bool) -> None:
         group = self._group(key)
-        if key in self._flights:
-            self.end(key)
+        for command in self._schedule.before_reduce(key):
+            self.end((command.unit, command.segment))
         self._open_bucket(key)
         made = self._open.pop(key)
         if not group.bucket:

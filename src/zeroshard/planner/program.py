@@ -368,8 +368,7 @@ class Program:
 
     def _reduce(self, number: int, routes: Sequence[Route], buffer: int) -> int:
         """Enqueue a unit's reduces after its backward; return the last job."""
-        if number in self._reduces:  # of the micro-batch before
-            self._wait_for_reduce(number)
+        self._run(self.schedule.before_reduce((number, 0)))
         last = on_lane = self._last
         for group, route in zip(self.units[number].trained, routes, strict=True):
             tasks = list(self.tasks([group], [route]))

@@ -34,7 +34,7 @@ from zeroshard.runtime.casts import cast, casting_hooks, explain
 from zeroshard.runtime.guards import compiled_whole, guard, is_traced
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.recomputed import is_recomputed
-from zeroshard.runtime.released import know_class, release_class, restore_class
+from zeroshard.runtime.released import know_class, release_classes, restore_classes
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.stages import roots_of
 from zeroshard.runtime.trees import tensors_in, tensors_within
@@ -89,7 +89,7 @@ class _Tie:
     def remove(self) -> None:
         parameter = self._parameter()
         if parameter is not None:
-            restore_class(parameter)
+            restore_classes((parameter,))
             parameter.__dict__.pop("_zeroshard", None)
 
 
@@ -345,8 +345,8 @@ class Hooks:
     def _tie_parameters(self, unit: Unit, segment: Segment) -> None:
         for name, parameter in zip(segment.names, segment.parameters, strict=True):
             self._handles.append(_Tie(self, unit, segment, parameter, name))
-            if unit.residency.state is not UnitState.FULL:
-                release_class(parameter)
+        if unit.residency.state is not UnitState.FULL:
+            release_classes(segment.parameters)
 
     def _install_parameters(self) -> None:
         # [Note: weak hooks] what hangs on a tensor is invisible to the garbage collector

@@ -174,12 +174,9 @@ class Loop:
         in_backward = _in_backward()
         for unit in units:
             unit.residency.release(Use.FORWARD)
-            if unit.residency.is_held:
-                continue
-            if in_backward and (not apart or unit.residency.in_backward):
-                unit.residency.acquire(Use.BACKWARD)  # recomputed: its own backward follows
-            else:
-                self.weights.after_forward(unit)
+            # its own backward follows
+            recomputed = in_backward and (not apart or unit.residency.in_backward)
+            self.weights.after_forward(unit, recomputed=recomputed)
         if self.weights.schedule.running == 1 and not in_backward:
             self.hold_parameters(output)
         self.weights.leave()

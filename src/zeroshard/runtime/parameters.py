@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from zeroshard.memory import placeholder_value
-from zeroshard.runtime.released import release_class, restore_class
+from zeroshard.runtime.released import release_classes, restore_classes
 from zeroshard.state.local import local_of, retype
 
 __all__ = ["Parameters"]
@@ -78,12 +78,11 @@ class Parameters:
     def detach(self) -> None:
         """Point the parameters at their NaN."""
         self._point_at(self._released)
-        for parameter in self.parameters:
-            release_class(parameter)
+        release_classes(self.parameters)
 
     def _point_at(self, tensors: Sequence[torch.Tensor]) -> None:
-        for parameter, local, tensor in zip(self.parameters, self._locals, tensors, strict=True):
-            restore_class(parameter)
+        restore_classes(self.parameters)
+        for local, tensor in zip(self._locals, tensors, strict=True):
             local.data = tensor
         self._there = tensors
         self._versions = [parameter._version for parameter in self.parameters]

@@ -60,11 +60,13 @@ class Reductions:
                 path.whole_numel,
                 ordered=False,
             )
+            key = (unit.index, number)
+            for command in self._schedule.before_reduce(key):
+                self.finish(command)
             if path.partial.of_nodes and not sync:
                 path.reduce_inside(make_room=self.make_room)
             else:
                 path.reduce(make_room=self.make_room, with_earlier=with_earlier)
-            key = (unit.index, number)
             if path.in_flight:
                 self._schedule.reduce(key, leaves=path.summed.leaves)
             else:

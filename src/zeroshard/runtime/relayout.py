@@ -40,7 +40,7 @@ from zeroshard.runtime.build import PlannedUnits
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.offload_states import bring_to_rest
 from zeroshard.runtime.parts import Parts
-from zeroshard.runtime.released import restore_class
+from zeroshard.runtime.released import restore_classes
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.tiles import cut_tiles
 from zeroshard.state.local import leave_hollow
@@ -236,7 +236,7 @@ def let_go(parts: Parts) -> None:
     for segment in (segment for unit in parts.weights.units for segment in unit.segments):
         members = zip(segment.parameters, segment.flat.strides, segment.given, strict=True)
         for parameter, stride, dtype in members:
-            restore_class(parameter)
+            restore_classes((parameter,))
             leave_hollow(parameter, stride, dtype)
 
 

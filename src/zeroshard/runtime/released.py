@@ -44,7 +44,7 @@ from zeroshard.optim.sealed import ANSWERED, SET_DATA, SealedGrad, name_of
 from zeroshard.runtime.trees import tensors_in
 from zeroshard.state.local import is_dtensor
 
-__all__ = ["ReleasedParameter", "Tie", "know_class", "release_class", "restore_class"]
+__all__ = ["ReleasedParameter", "Tie", "know_class", "release_classes", "restore_classes"]
 
 _ANSWERED = ANSWERED | {torch.Tensor.data_ptr, torch.Tensor.retain_grad}
 _OF_LOCAL = ("to_local", "full_tensor", "redistribute")  # methods that read the local tensor
@@ -136,7 +136,7 @@ def _using(name: str) -> Callable[..., Any]:
 
 
 def know_class(parameter: nn.Parameter) -> None:
-    """Let `release_class` take DTensors, where `parameter` is one."""
+    """Let `release_classes` take DTensors, where `parameter` is one."""
     kind = type(parameter)
     if is_dtensor(parameter) and kind not in _RELEASED and kind not in _PLAIN:
         # torch.distributed.tensor is imported where there are DTensors alone (state/local.py)
@@ -145,20 +145,22 @@ def know_class(parameter: nn.Parameter) -> None:
         _RELEASED[kind], _PLAIN[released] = released, kind
 
 
-def release_class(parameter: nn.Parameter) -> None:
-    """Make `parameter` answer as a released one, where it is tied to an engine and its class
+def release_classes(parameters: Iterable[nn.Parameter]) -> None:
+    """Make `parameters` answer as released ones, where they are tied to an engine and their class
     allows.
     """
-    released = _RELEASED.get(type(parameter))
-    if released is not None and hasattr(parameter, "_zeroshard"):
-        parameter.__class__ = released
+    for parameter in parameters:
+        released = _RELEASED.get(type(parameter))
+        if released is not None and hasattr(parameter, "_zeroshard"):
+            parameter.__class__ = released
 
 
-def restore_class(parameter: nn.Parameter) -> None:
-    """Make `parameter` again of the class that it was."""
-    plain = _PLAIN.get(type(parameter))
-    if plain is not None:
-        parameter.__class__ = plain
+def restore_classes(parameters: Iterable[nn.Parameter]) -> None:
+    """Make `parameters` again of the classes that they were."""
+    for parameter in parameters:
+        plain = _PLAIN.get(type(parameter))
+        if plain is not None:
+            parameter.__class__ = plain
 
 
 def _describe(parameter: _Released) -> str:

@@ -26,7 +26,7 @@ from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.forwards import Forwards
 from zeroshard.runtime.gradients import GradientPath
-from zeroshard.runtime.released import release_class, restore_class
+from zeroshard.runtime.released import release_classes, restore_classes
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Lane, Streams
 from zeroshard.state.local import local_of
@@ -216,14 +216,12 @@ class Unit:
         another use of them must be noticed.
         """
         for segment in self.segments:
-            for parameter in segment.parameters:
-                release_class(parameter)
+            release_classes(segment.parameters)
 
     def wake(self) -> None:
         """End `doze`."""
         for segment in self.segments:
-            for parameter in segment.parameters:
-                restore_class(parameter)
+            restore_classes(segment.parameters)
 
     def check_memory(self) -> None:
         """Raise StateError where ``param.data`` of a FULL unit leads elsewhere: no step would

@@ -146,7 +146,8 @@ class Weights:
     def leave(self, *, evaluates: bool | None = None) -> None:
         """A forward ends."""
         graph = torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
-        self.run(self.schedule.leave(evaluates, graph=graph))
+        if commands := self.schedule.leave(evaluates, graph=graph):
+            self.run(commands)
 
     def end_backward(self) -> None:
         """A backward is over, and its graph is gone."""
@@ -161,8 +162,9 @@ class Weights:
     def unshard(self, unit: Unit, phase: Phase) -> None:
         """Return with `unit` gathered, and the units expected next on their way."""
         self._check(unit, phase)
-        keeps = torch.is_grad_enabled()
-        self.run(self.schedule.need(unit.residency, phase, keeps=keeps))
+        commands = self.schedule.need(unit.residency, phase, keeps=torch.is_grad_enabled())
+        if commands:
+            self.run(commands)
 
     def hold(self, unit: Unit, phase: Phase, until: Until) -> None:
         """Gather a unit that is used outside its modules, and keep it at least `until` then."""
@@ -192,13 +194,17 @@ class Weights:
         """It does so no longer: release those that nothing else uses."""
         self.run(self.schedule.release_stage([unit.residency for unit in units]))
 
-    def after_forward(self, unit: Unit) -> None:
-        """A module of `unit` has run."""
-        self.run(self.schedule.after_forward(unit.residency, keeps=torch.is_grad_enabled()))
+    def after_forward(self, unit: Unit, *, recomputed: bool = False) -> None:
+        """A module of `unit` has run; see Schedule.after_forward."""
+        keeps = torch.is_grad_enabled()
+        commands = self.schedule.after_forward(unit.residency, keeps=keeps, recomputed=recomputed)
+        if commands:
+            self.run(commands)
 
     def after_backward(self, unit: Unit) -> None:
         """The backward of `unit` is over."""
-        self.run(self.schedule.after_backward(unit.residency))
+        if commands := self.schedule.after_backward(unit.residency):
+            self.run(commands)
 
     def release_unused(self, unit: Unit) -> None:
         """Release a unit that rests sharded and that nothing uses."""

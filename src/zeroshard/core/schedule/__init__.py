@@ -11,10 +11,10 @@
     publish()                      START                         after a step, of whole weights
 
 (ZeRO, section 5; prefetching by a trace: ZeRO-Infinity, section 6.2.) Every event is a method that
-yields commands. Whoever iterates executes them: the engine moves bytes (runtime/weights.py,
-reductions.py), the planner adds bytes (planner/playback.py) or times jobs (planner/program.py), and
-``python -m zeroshard.core.schedule zero3`` prints them. A command whose execution raises leaves the
-schedule as it was before the command.
+returns commands. Whoever iterates executes them, at once: the engine moves bytes
+(runtime/weights.py, reductions.py), the planner adds bytes (planner/playback.py) or times jobs
+(planner/program.py), and ``python -m zeroshard.core.schedule zero3`` prints them. A gather or a
+wait whose execution raises leaves the schedule as it was before.
 
 The last pass says which unit comes next (core/order.py). Units are gathered ahead up to
 ``prefetch_bytes``, and no more than the budget leaves. What a row keeps from the forward to the
@@ -30,7 +30,7 @@ was waited for; everything gathered is released. Torch is not imported. Cost: mi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -88,7 +88,7 @@ class Command(NamedTuple):
     segment: int = 0  # of the unit: which reduce
 
 
-Commands = Iterator[Command]
+Commands = Iterable[Command]  # some are decided as one iterates
 
 
 class Until(IntEnum):
@@ -183,6 +183,7 @@ class Schedule:
         self._meter = meter
         self._sizes = {unit.index: unit.traits.full_bytes for unit in units}
         self._to = [_commands(unit.index) for unit in units]
+        self._reads = any(unit.traits.reads_first for unit in units)
         self._order: Order[int] = Order()
         self._around = False  # in this pass
         # units that do not rest, by index
@@ -263,20 +264,20 @@ class Schedule:
         """A forward ends, and leaves a `graph` for a backward."""
         self.evaluates = self.evaluates if evaluates is None else evaluates
         self.running = max(0, self.running - 1)
-        if not self.running:
-            self._graphs += graph
-            yield from self._end_holds(Until.FORWARD_ENDS)
+        if self.running:
+            return ()
+        self._graphs += graph
+        return self._end_holds(Until.FORWARD_ENDS) if self._until else ()
 
     def end_backward(self) -> Commands:
         """A backward is over, and its graph is gone."""
         self._graphs = max(0, self._graphs - 1)
-        if not self._graphs:
-            yield from self._end_holds(Until.BACKWARD_ENDS)
+        return () if self._graphs else self._end_holds(Until.BACKWARD_ENDS)
 
     def end_step(self) -> Commands:
         """The weights have changed: no graph can need them."""
         self._graphs = 0
-        yield from self._end_holds(Until.STEP)
+        return self._end_holds(Until.STEP)
 
     def _end_holds(self, event: Until) -> Commands:
         """Release the units that were held until `event`, or less."""
@@ -291,6 +292,11 @@ class Schedule:
 
     def need(self, unit: Residency, phase: Phase, *, keeps: bool = False) -> Commands:
         """`unit` is used now: gather it, and those expected next. `keeps`: see `after_forward`."""
+        if self._idle is None and unit.state is FULL and not unit.is_dozing:
+            return ()
+        return self._gather(unit, phase, keeps)
+
+    def _gather(self, unit: Residency, phase: Phase, keeps: bool) -> Commands:
         if self._idle is unit:
             self._idle = None
         elif self._idle is not None:
@@ -305,13 +311,15 @@ class Schedule:
                 yield from self._evict(unit, phase)
             if self._reduces:
                 yield from self.make_room(size)
-            yield from self._start(unit)
+            yield to[Op.START]
+            self._started(unit)
         self._discard(unit)
         yield to[Op.WAIT]
         unit.state = FULL
         yield to[Op.USE]
         self._order.record(phase, unit.index)
-        yield from self._advance()
+        if self._reads:
+            yield from self._advance()
         if size:
             yield from self._gather_ahead(unit, phase)
 
@@ -339,12 +347,13 @@ class Schedule:
         )
         for index in predicted:
             if size := self._sizes[index]:
-                self._ahead[index] = self.units[index]
+                self._ahead[index] = other = self.units[index]
                 self._ahead_bytes += size
-                yield from self._start(self.units[index])
+                yield self._to[index][Op.START]
+                self._started(other)
 
-    def _start(self, unit: Residency) -> Commands:
-        yield self._to[unit.index][Op.START]
+    def _started(self, unit: Residency) -> None:
+        """A gather is under way: what raised at its start has not come here."""
         unit.state = GATHERING
         self._here.add(unit.index)
 
@@ -363,22 +372,29 @@ class Schedule:
         for unit in coming:
             yield self._to[unit.index][Op.ADVANCE]
 
-    def after_forward(self, unit: Residency, *, keeps: bool) -> Commands:
+    def after_forward(self, unit: Residency, *, keeps: bool, recomputed: bool = False) -> Commands:
         """A module of `unit` has run: release the unit now if nothing else of it can follow, else
-        when another one is needed. `keeps`: gradients are enabled, so that a backward may follow.
+        when another one is needed. `keeps`: gradients are enabled, so that a backward may follow;
+        `recomputed`: it does follow, at once.
         """
         traits = unit.traits
+        if unit.is_held:
+            return ()
+        if recomputed:
+            unit.acquire(Use.BACKWARD)
+            return ()
         if not traits.is_sharded or unit.state is not FULL:
-            return
+            return ()
         if traits.is_kept and keeps:
             self._keep(unit)
-            yield from self._doze(unit)
-        elif traits.spans_one_module:
-            yield from self._release(unit, Op.KEEP if keeps else Op.SHRINK)
-        elif self._idle is not unit:
-            yield from self.release_idle(keeps)
-            self._idle = unit
-            yield from self._doze(unit)
+            return self._doze(unit)
+        if traits.spans_one_module:
+            return self._release(unit, Op.KEEP if keeps else Op.SHRINK)
+        if self._idle is unit:
+            return ()
+        released = self.release_idle(keeps)
+        self._idle = unit
+        return (*released, *self._doze(unit))
 
     def after_backward(self, unit: Residency) -> Commands:
         """The backward of `unit` is over."""
@@ -389,19 +405,19 @@ class Schedule:
         """Release the unit that was left because another use might follow at once."""
         unit, self._idle = self._idle, None
         if unit is None or unit.state is not FULL:
-            return
-        if unit.in_use:
-            unit.is_dozing = False
-            yield self._to[unit.index][Op.WAKE]
-        else:
-            yield from self._release(unit, Op.KEEP if keeps else Op.SHRINK)
+            return ()
+        if not unit.in_use:
+            return self._release(unit, Op.KEEP if keeps else Op.SHRINK)
+        unit.is_dozing = False
+        return (self._to[unit.index][Op.WAKE],)
 
     def release_unused(self, unit: Residency) -> Commands:
         """Release a unit that rests sharded, where neither a forward, a backward nor the user
         has it in use.
         """
-        if unit.state is FULL and unit.traits.is_sharded and not unit.in_use:
-            yield from self._release(unit)
+        if unit.state is not FULL or not unit.traits.is_sharded or unit.in_use:
+            return ()
+        return self._release(unit)
 
     def bring_to_rest(self, unit: Residency) -> Commands:
         """Release a unit, whatever it is here for."""
@@ -433,22 +449,22 @@ class Schedule:
             self._ahead_bytes -= unit.traits.full_bytes
 
     def _release(self, unit: Residency, op: Op = Op.RELEASE) -> Commands:
-        # moved first: what raises at a release has released
+        # moved at once: what raises at a release has released
         self._here.discard(unit.index)
         if unit.is_dozing:
             self._keep(unit, kept=False)
             unit.is_dozing = False
         unit.state = RESTING
-        yield self._to[unit.index][op]
+        return (self._to[unit.index][op],)
 
     def _doze(self, unit: Residency) -> Commands:
         unit.is_dozing = True
-        yield self._to[unit.index][Op.DOZE]
+        return (self._to[unit.index][Op.DOZE],)
 
     def _wake(self, unit: Residency) -> Commands:
         self._keep(unit, kept=False)
         unit.is_dozing = False
-        yield self._to[unit.index][Op.WAKE]
+        return (self._to[unit.index][Op.WAKE],)
 
     def _keep(self, unit: Residency, *, kept: bool = True) -> None:
         """Count the bytes of a gathered `unit` beside the budget, or in it."""
@@ -481,7 +497,8 @@ class Schedule:
             self._held[unit.index] = unit
             self._keep(unit)
             if unit.state is RESTING:
-                yield from self._start(unit)
+                yield self._to[unit.index][Op.START]
+                self._started(unit)
 
     def release_stage(self, units: Iterable[Residency]) -> Commands:
         """It does so no longer: release those that nothing else uses."""
@@ -498,11 +515,20 @@ class Schedule:
     def make_room(self, num_bytes: int) -> Commands:
         """Wait for reduces under way, oldest first, until `num_bytes` fit the budget."""
         rules = self.rules
-        if not (rules.waits_for_room and rules.budget_bytes):
-            return
+        if self._reduces and rules.waits_for_room and rules.budget_bytes:
+            return self._oldest_until_fits(num_bytes)
+        return ()
+
+    def _oldest_until_fits(self, num_bytes: int) -> Commands:
         for key in list(self._reduces):
             if num_bytes <= self.left:
                 return
+            yield Command(Op.WAIT_REDUCE, *key)
+            self.reduced(key)
+
+    def before_reduce(self, key: Key) -> Commands:
+        """Wait for the reduce of the same segment that is under way: they complete in order."""
+        if key in self._reduces:
             yield Command(Op.WAIT_REDUCE, *key)
             self.reduced(key)
 
@@ -555,7 +581,8 @@ class Schedule:
                 yield from self._release(unit)
         for unit in self.units:
             if unit.traits.is_published and unit.state is RESTING:
-                yield from self._start(unit)
+                yield self._to[unit.index][Op.START]
+                self._started(unit)
 
     def reset(self) -> None:
         """After an exception: every unit at rest, nothing under way, and no expectation, since the

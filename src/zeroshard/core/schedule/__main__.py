@@ -86,6 +86,7 @@ class Step:
                 self._buckets += size
             self._run(schedule.after_backward(schedule.units[unit]))
             if crosses:
+                self._run(schedule.before_reduce((unit, 0)))
                 schedule.reduce((unit, 0))
             self._line("REDUCE" if crosses else "ADD", unit, str(taken))
             self._run(schedule.handed_over())

@@ -1,0 +1,309 @@
+"""core/schedule: what is gathered, released and waited for, decided without a process.
+
+Random programs (units of random sizes, passes in random orders, micro-batches, units used outside
+their modules, stages of a pipeline) are executed on a meter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroshard.core.pipeline_orders import PipelineOrder
+from zeroshard.core.residency import Residency, Traits, UnitState, Use
+from zeroshard.core.schedule import Command, Commands, Op, Phase, Rules, Schedule, Until
+from zeroshard.core.schedule.__main__ import main
+
+RELEASES = (Op.RELEASE, Op.KEEP, Op.SHRINK)
+
+
+@dataclass
+class Executor:
+    """Executes commands on counters, and asserts what must hold for each."""
+
+    sizes: Sequence[int]
+    rules: Rules
+    kept: bool = False
+    live: int = 0
+    gathered: dict[int, bool] = field(default_factory=dict)  # unit -> was its gather waited for
+    buckets: dict[tuple[int, int], int] = field(default_factory=dict)
+    commands: list[Command] = field(default_factory=list)
+    dozing: set[int] = field(default_factory=set)
+    over_budget_for: int = 0  # bytes that one event needs, whatever the budget
+
+    def __post_init__(self) -> None:
+        traits = [Traits(size, size, is_kept=self.kept) for size in self.sizes]
+        self.units = [Residency(index, one) for index, one in enumerate(traits)]
+        self.schedule = Schedule(self.units, self.rules, self)
+
+    def run(self, commands: Commands, *, needs: int = 0) -> None:
+        for command in commands:
+            self.commands.append(command)
+            op, unit = command.op, command.unit
+            if op is Op.START:
+                assert unit not in self.gathered
+                self.gathered[unit] = False
+                self.live += self.sizes[unit]
+                self._check(needs)
+            elif op is Op.WAIT:
+                assert self.gathered[unit] is False
+                self.gathered[unit] = True
+            elif op is Op.USE:
+                assert self.gathered[unit], "used before its gather was waited for"
+            elif op in RELEASES:
+                assert self.gathered.pop(unit), "released while the gather is under way"
+                self.live -= self.sizes[unit]
+                self.dozing.discard(unit)
+            elif op is Op.DOZE:
+                self.dozing.add(unit)
+            elif op is Op.WAKE:
+                self.dozing.remove(unit)
+            elif op is Op.WAIT_REDUCE:
+                self.live -= self.buckets.pop((unit, command.segment))
+
+    def _check(self, needs: int) -> None:
+        """Nothing beyond the budget is gathered, but for what one event needs by itself; kept
+        weights come on top.
+        """
+        kept = sum(self.sizes[unit] for unit in self.dozing) if self.kept else 0
+        buckets = sum(self.buckets.values())
+        assert self.live - kept <= max(self.rules.budget_bytes, needs + buckets), self.commands
+
+    def need(self, unit: int, phase: Phase) -> None:
+        in_use = sum(self.sizes[u.index] for u in self.units if u.in_use or u.index == unit)
+        self.run(self.schedule.need(self.units[unit], phase, keeps=True), needs=in_use)
+        assert self.gathered[unit] and unit not in self.dozing
+
+    def forward(self, order: Sequence[int]) -> None:
+        self.run(self.schedule.begin("forward"))
+        self.schedule.enter(evaluates=False)
+        for unit in order:
+            self.units[unit].acquire(Use.FORWARD)
+            self.need(unit, "forward")
+            self.units[unit].release(Use.FORWARD)
+            self.run(self.schedule.after_forward(self.units[unit], keeps=True))
+        self.run(self.schedule.end_pass(keeps=True))
+        self.run(self.schedule.leave(graph=True))
+
+    def backward(self, order: Sequence[int]) -> None:
+        self.run(self.schedule.begin("backward"))
+        for unit in dict.fromkeys(reversed(order)):
+            self.units[unit].acquire(Use.BACKWARD)
+            self.need(unit, "backward")
+            key = (unit, 0)
+            self.run(self.schedule.before_reduce(key))
+            self.run(self.schedule.make_room(self.sizes[unit]))
+            self.buckets[key] = self.sizes[unit]
+            self.live += self.sizes[unit]
+            self.run(self.schedule.after_backward(self.units[unit]))
+            self.schedule.reduce(key)
+            self.run(self.schedule.handed_over())
+        self.run(self.schedule.end_pass(keeps=False))
+        self.run(self.schedule.end_backward())
+
+    def step(self) -> None:
+        self.run(self.schedule.wait_for_reduces())
+        assert not self.buckets and not self.schedule.reduces
+        self.run(self.schedule.end_step())
+        self.run(self.schedule.publish())
+
+    def check_rests(self) -> None:
+        assert not self.gathered and self.live == 0
+        assert all(unit.state is UnitState.RESTING and not unit.in_use for unit in self.units)
+
+
+@st.composite
+def _programs(draw: st.DrawFn) -> tuple[list[int], list[list[list[int]]], int | None, bool]:
+    """Sizes, per step the orders of its micro-batches, bytes gathered ahead, does the row keep."""
+    sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    units = st.integers(0, len(sizes) - 1)
+    usual = draw(st.lists(units, min_size=1, max_size=8))
+    order = st.one_of(st.just(usual), st.lists(units, min_size=1, max_size=8))
+    steps = draw(st.lists(st.lists(order, min_size=1, max_size=3), min_size=1, max_size=4))
+    return sizes, steps, draw(st.none() | st.integers(0, 20)), draw(st.booleans())
+
+
+def _executor(
+    sizes: Sequence[int], prefetch: int | None, *, kept: bool, ordered: bool = True
+) -> Executor:
+    rules = Rules.of(
+        [Traits(size, size) for size in sizes],
+        one_sided=not ordered,
+        leave=False,
+        coded=False,
+        keyed=False,
+        prefetch_bytes=prefetch,
+    )
+    return Executor(sizes, rules, kept)
+
+
+@given(_programs())
+@settings(max_examples=200, deadline=None)
+def test_what_is_used_was_waited_for_and_what_is_gathered_is_released_within_the_budget(
+    program: tuple[list[int], list[list[list[int]]], int | None, bool],
+) -> None:
+    sizes, steps, prefetch, kept = program
+    executor = _executor(sizes, prefetch, kept=kept)
+    for step in steps:
+        for order in step:
+            executor.forward(order)
+            executor.backward(order)
+        executor.step()
+        executor.check_rests()
+
+
+@given(_programs())
+@settings(max_examples=100, deadline=None)
+def test_the_same_events_give_the_same_commands(
+    program: tuple[list[int], list[list[list[int]]], int | None, bool],
+) -> None:
+    sizes, steps, prefetch, kept = program
+    ranks = [_executor(sizes, prefetch, kept=kept) for _ in range(2)]
+    for rank in ranks:
+        for step in steps:
+            for order in step:
+                rank.forward(order)
+                rank.backward(order)
+            rank.step()
+    assert ranks[0].commands == ranks[1].commands
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 4), st.booleans())
+def test_a_unit_that_runs_once_is_gathered_once_a_pass_when_every_pass_is_the_same(
+    sizes: list[int], micro_batches: int, kept: bool
+) -> None:
+    executor, order = _executor(sizes, None, kept=kept), range(len(sizes))
+    for _ in range(3):
+        executor.commands.clear()
+        for _ in range(micro_batches):
+            executor.forward(order)
+            executor.backward(order)
+        executor.step()
+    starts = Counter(one.unit for one in executor.commands if one.op is Op.START)
+    assert set(starts.values()) == {micro_batches * (1 if kept else 2)}
+
+
+def test_the_next_unit_is_on_its_way_before_one_is_used() -> None:
+    executor = _executor([4] * 4, None, kept=False)
+    for _ in range(2):
+        executor.commands.clear()
+        executor.forward(range(4))
+    ops = [(one.op, one.unit) for one in executor.commands if one.op is not Op.USE]
+    assert ops[:4] == [(Op.START, 0), (Op.WAIT, 0), (Op.START, 1), (Op.KEEP, 0)]
+    assert ops.index((Op.START, 2)) < ops.index((Op.KEEP, 1))
+
+
+def test_a_unit_gathered_for_another_order_gives_way() -> None:
+    executor = _executor([4, 4, 12], 12, kept=False)
+    for _ in range(2):
+        executor.forward([0, 1, 2])
+        executor.backward([0, 1, 2])
+        executor.step()
+    executor.commands.clear()
+    executor.forward([0, 2, 1])
+    assert Counter(one.unit for one in executor.commands if one.op is Op.START)[2] == 1
+    executor.backward([0, 2, 1])
+    executor.step()
+    executor.check_rests()
+
+
+@pytest.mark.parametrize("until", list(Until))
+def test_a_unit_used_outside_its_modules_is_held_until_then(until: Until) -> None:
+    executor = _executor([4, 4], None, kept=False)
+    executor.schedule.enter(evaluates=False)
+    executor.run(executor.schedule.hold(executor.units[0], "forward", until, keeps=True))
+    ends = [
+        lambda: executor.schedule.leave(graph=True),
+        executor.schedule.end_backward,
+        executor.schedule.end_step,
+    ]
+    for number, end in enumerate(ends):
+        assert executor.gathered, "released too early"
+        executor.run(end())
+        if number == until:
+            break
+    executor.check_rests()
+
+
+def test_a_stage_is_held_beside_the_budget_and_its_units_give_way_to_nothing() -> None:
+    executor = _executor([9, 9, 9, 9], 0, kept=False)
+    stage = executor.units[:3]
+    executor.rules = executor.schedule.rules
+    executor.run(executor.schedule.hold_stage(stage), needs=27)
+    executor.run(executor.schedule.begin("forward"))
+    for unit in range(3):
+        executor.run(executor.schedule.need(executor.units[unit], "forward"), needs=36)
+    assert [one.op for one in executor.commands].count(Op.START) == 3
+    assert executor.schedule.left == executor.rules.budget_bytes
+    executor.run(executor.schedule.release_stage(stage))
+    executor.check_rests()
+
+
+def test_a_command_that_raises_leaves_the_unit_where_it_was() -> None:
+    executor = _executor([4, 4], None, kept=False)
+    unit = executor.units[0]
+    commands = iter(executor.schedule.need(unit, "forward"))
+    assert next(commands).op is Op.START
+    commands.close()  # type: ignore[attr-defined]
+    assert unit.state is UnitState.RESTING  # the gather did not start
+    executor.need(0, "forward")
+    executor.schedule.reset()
+    assert unit.state is UnitState.RESTING and executor.schedule.ahead == []
+
+
+def test_where_ranks_may_differ_no_gather_and_no_bucket_waits_for_a_reduce() -> None:
+    executor = _executor([4, 4, 4, 4], None, kept=False, ordered=False)
+    for _ in range(2):
+        executor.forward(range(4))
+        executor.backward(range(4))
+    before = executor.commands[: executor.commands.index(Command(Op.POLL_REDUCE, 3))]
+    assert Op.POLL_REDUCE in {one.op for one in executor.commands}
+    assert Op.WAIT_REDUCE not in {one.op for one in before}
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3", "zero3-keep", "hpz", "mics"])
+@pytest.mark.parametrize(
+    "how", [[], ["--micro-batches=2", "--no-sync"], ["--pipeline=1f1b", "--micro-batches=4"]]
+)
+def test_a_step_is_printed(row: str, how: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    options = [row, "--units=3", "--nodes=2", "--local=4", *how]
+    assert main(options) == 0
+    text = capsys.readouterr().out
+    assert "optimizer.step()" in text
+    assert main([*options, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["commands"][-1]["gathered_bytes"] == told["commands"][-1]["bucket_bytes"] == 0
+    starts = sum(one["command"] == "START" for one in told["commands"])
+    assert (row == "ddp") == (starts == 0)
+
+
+@pytest.mark.parametrize("wrong", [["zero9"], ["zero3", "--units=0"], ["zero3", "--budget=7"]])
+def test_what_makes_no_step_is_one_line(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(wrong) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_stages_of_a_pipeline_stay_gathered_where_they_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["zero3", "--units=2", "--micro-batches=4", "--pipeline=interleaved"]
+    starts = {}
+    for budget in ("4MB", "8MB"):  # one stage of the two on this rank, or both
+        assert main([*options, f"--budget={budget}", "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)["commands"]
+        counted = Counter(one["unit"] for one in told if one["command"] == "START")
+        starts[budget] = max(counted.values())
+        assert max(one["gathered_bytes"] for one in told) <= int(budget[0]) * 1e6
+    assert starts["8MB"] == 1
+    actions = PipelineOrder.parse("interleaved").order(0, 2, 4)
+    runs = Counter(stage for stage, _ in groupby(action.stage for action in actions))
+    assert 1 < starts["4MB"] <= max(runs.values())
