@@ -1,11 +1,20 @@
 """How far it is from a module's hook to the wire: frames on the stack, and files that a step runs.
 
-    python scripts/frames.py            # or --json
+    python scripts/frames.py            # a table; or --json
+    python scripts/frames.py --check    # exit code 1 where a count is above its limit
 
 For each transport two ranks (four for two levels) train a small model at stage 3. Counted are the
-library's own frames between the hook, included, and the deepest one in ``comm/``, of a gather that
-nothing has started ahead and of a reduce; and the files of which one ``optimizer.step()`` runs a
-function. `scripts/shape.py` counts what the source says by itself.
+library's own frames from the hook to the wire, both ends included, of a gather that nothing has
+started ahead and of a reduce: the longest way in forwards and backwards. The wire is reached by the
+function that calls torch.distributed, or, on CPU ranks, the control plane's ``progress``, which
+copies and sends whatever has begun. What ``progress`` and ``serve`` do for transfers under way
+depends on how fast the other ranks are: it is not counted as a way to the wire, and `deepest` is
+the deepest frame in ``comm/`` with it (so `deepest` has no limit). The files are those of which
+each of five ``optimizer.step()`` runs a function: what only a late rank brings is left out.
+
+A limit is today's value and goes down, never up; `aim` is where it is to go. `scripts/shape.py`
+counts what the source says by itself, `tests/features/test_budgets.py` the Python calls of a unit
+and step (MOST_CALLS), `zeroshard bench overhead --fake-world 8` their time beside FSDP2's.
 """
 
 from __future__ import annotations
@@ -14,7 +23,8 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,12 +37,39 @@ from torch import nn
 import zeroshard as zs
 
 SOURCE = str(Path(zs.__file__).parent)
+BACKEND = str(Path(dist.__file__).parent)
 BESIDE = ("mesh.py", "transport.py")  # arithmetic and counting, not on the way
+SERVING = ("progress", "serve")  # of comm/: functions that go on with whatever has begun
+KINDS = {"gather": ("unshard", "start_gather"), "reduce": ("reduce", "reduce_inside")}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "nccl": (2, {"transport": "nccl"}),
     "shared memory": (2, {"transport": "shared_memory"}),
     "two levels": (4, {"transport": "gloo", "node_size": 2, "hierarchical": True}),
 }
+LIMITS = {
+    "nccl": {"gather": 13, "reduce": 11, "files": 51},
+    "shared memory": {"gather": 12, "reduce": 12, "files": 51},
+    "two levels": {"gather": 22, "reduce": 17, "files": 57},
+}
+AIMS = {
+    "nccl": {"gather": 5, "reduce": 5, "files": 20},
+    "shared memory": {"gather": 7, "reduce": 9, "files": 20},
+    "two levels": {"gather": 6, "files": 20},
+}
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one rank has counted for a transport."""
+
+    frames: Mapping[str, int]  # by kind
+    deepest: Mapping[str, int]
+    step: tuple[str, ...]  # files
+
+    def value(self, what: str) -> int:
+        """Return one count: of a kind, or the files."""
+        return len(self.step) if what == "files" else self.frames[what]
 
 
 class Watch:
@@ -40,91 +77,131 @@ class Watch:
 
     def __init__(self) -> None:
         self.files: set[str] = set()
-        self.depth = {"gather": 0, "reduce": 0}
+        self.frames = dict.fromkeys(KINDS, 0)
+        self.deepest = dict.fromkeys(KINDS, 0)
 
     def __enter__(self) -> Watch:
+        self._before = sys.getprofile()
         sys.setprofile(self._seen)
         return self
 
     def __exit__(self, *error: object) -> None:
-        sys.setprofile(None)
+        sys.setprofile(self._before)
 
     def _seen(self, frame: FrameType, event: str, argument: object) -> None:
-        file = frame.f_code.co_filename
-        if event != "call" or not file.startswith(SOURCE):
-            return
-        self.files.add(file)
-        if "/comm/" not in file or file.endswith(BESIDE):
-            return
-        names, depth, above = [], 0, frame
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if event == "c_call":  # a collective of the process group itself, called by `frame`
+            owner = type(getattr(argument, "__self__", None))
+            if owner.__module__ == "torch._C._distributed_c10d" and file.startswith(SOURCE):
+                self._count(frame, self.frames)
+        elif event == "call" and file.startswith(BACKEND) and frame.f_back is not None:
+            if frame.f_back.f_code.co_filename.startswith(SOURCE):
+                self._count(frame.f_back, self.frames)
+        elif event == "call" and file.startswith(SOURCE):
+            self.files.add(file)
+            if "/comm/" not in file or file.endswith(BESIDE):
+                return
+            self._count(frame, self.deepest, serves=True)
+            if name in SERVING and frame.f_back is not None:
+                self._count(frame.f_back, self.frames)
+
+    def _count(self, frame: FrameType, into: dict[str, int], *, serves: bool = False) -> None:
+        """Count the frames from `frame` up to a hook; `serves`: also below `SERVING`."""
+        names: list[str] = []
+        above: FrameType | None = frame
         while above is not None and not above.f_code.co_filename.endswith("runtime/hooks.py"):
             if above.f_code.co_filename.startswith(SOURCE):
                 names.append(above.f_code.co_name)
-                depth += 1
-            above = above.f_back  # type: ignore[assignment]
-        if above is None:
-            return  # not below a hook
-        for kind, starts in (
-            ("gather", ("unshard", "start_gather")),
-            ("reduce", ("reduce", "reduce_inside")),
-        ):
-            if any(name in starts for name in names):
-                self.depth[kind] = max(self.depth[kind], depth + 1)
+            above = above.f_back
+        if above is None or (not serves and not set(SERVING).isdisjoint(names)):
+            return
+        for kind, starts in KINDS.items():
+            if not set(starts).isdisjoint(names):
+                into[kind] = max(into[kind], len(names) + 1)
 
 
-def measure(rank: int, world: int, store: str, options: dict[str, Any], send: Any) -> None:
-    """Train on one rank; rank 0 sends its counts."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+def count(rank: int, world_size: int, options: Mapping[str, Any]) -> Counts:
+    """Train on one rank of the process group; return its counts. Collective."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    zs.shard(model, optimizer, stage=3, prefetch_bytes=0, comm=zs.Comm(**options))
+    engine = zs.shard(model, optimizer, stage=3, prefetch_bytes=0, comm=zs.Comm(**options))
     batch = torch.randn(4, 64)
-    for _ in range(2):
-        model(batch).square().mean().backward()
-        optimizer.step()
+    threads = torch.autograd.is_multithreading_enabled()
+    passes, files = Watch(), []
+    for step in range(2 + STEPS):
+        torch.autograd.set_multithreading_enabled(step < 2)
+        watched = step >= 2
+        if watched:
+            with passes:
+                model(batch).square().mean().backward()
+            with Watch() as stepping:
+                optimizer.step()
+            files.append(stepping.files)
+        else:
+            model(batch).square().mean().backward()
+            optimizer.step()
         optimizer.zero_grad()
-    torch.autograd.set_multithreading_enabled(False)
-    with Watch() as passes:
-        model(batch).square().mean().backward()
-    with Watch() as step:
-        optimizer.step()
+    torch.autograd.set_multithreading_enabled(threads)
+    engine.close()
+    step_files = tuple(sorted(name.removeprefix(SOURCE) for name in set.intersection(*files)))
+    return Counts(passes.frames, passes.deepest, step_files)
+
+
+def too_large(counted: Mapping[str, Counts]) -> list[str]:
+    """Return a line per count that is above its limit, or missing."""
+    return [
+        f"{name}, {what}: {value}, limit {limit}"
+        for name, counts in counted.items()
+        for what, limit in LIMITS[name].items()
+        if not 0 < (value := counts.value(what)) <= limit
+    ]
+
+
+def run(world_size: int, options: Mapping[str, Any]) -> Counts:
+    """Return the counts of rank 0, in fresh processes."""
+    queue = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(  # type: ignore[attr-defined, no-untyped-call]
+            _run_rank, (world_size, f"{folder}/store", options, queue), nprocs=world_size
+        )
+    counts: Counts = queue.get()
+    return counts
+
+
+def _run_rank(rank: int, world: int, store: str, options: Mapping[str, Any], queue: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    counts = count(rank, world, options)
     if rank == 0:
-        send.put((passes.depth, sorted(name.removeprefix(SOURCE) for name in step.files)))
+        queue.put(counts)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run(world: int, options: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """Return the frames by kind, and the files of a step."""
-    queue = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(  # type: ignore[no-untyped-call]
-            _measure_rank, (world, f"{folder}/store", options, queue), nprocs=world
-        )
-    counts: tuple[dict[str, int], list[str]] = queue.get()
-    return counts
-
-
-def _measure_rank(rank: int, *rest: Any) -> None:
-    torch.set_num_threads(1)
-    measure(rank, *rest)
-
-
-def main(say: Callable[[str], None] = print) -> None:
-    """Count and print."""
+def main(say: Callable[[str], None] = print) -> int:
+    """Count and print; return 1 where --check finds a count above its limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    as_json = parser.parse_args().json
+    parser.add_argument("--check", action="store_true", help="say only which counts are too large")
+    args = parser.parse_args()
     counted = {name: run(*case) for name, case in CASES.items()}
-    if as_json:
-        rows = {name: {**depth, "step": files} for name, (depth, files) in counted.items()}
-        say(json.dumps(rows, indent=2))
-        return
-    say(f"{'transport':<14} {'gather':>7} {'reduce':>7} {'files of a step':>16}")
-    for name, (depth, files) in counted.items():
-        say(f"{name:<14} {depth['gather']:>7} {depth['reduce']:>7} {len(files):>16}")
+    if args.check:
+        above = too_large(counted)
+        for line in above:
+            print(line, file=sys.stderr)
+        return 1 if above else 0
+    if args.json:
+        say(json.dumps({name: asdict(counts) for name, counts in counted.items()}, indent=2))
+        return 0
+    say(f"{'transport':<14} {'counted':<7} {'value':>6} {'limit':>6} {'aim':>4} {'deepest':>8}")
+    for name, counts in counted.items():
+        for what, limit in LIMITS[name].items():
+            aim, deepest = AIMS[name].get(what, ""), counts.deepest.get(what, "")
+            line = f"{name:<14} {what:<7} {counts.value(what):>6} {limit:>6} {aim:>4} {deepest:>8}"
+            say(line.rstrip())
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

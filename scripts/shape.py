@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Count the shape of the code: lines, functions, classes, imports. Nothing is imported or run.
+"""Count the shape of the code: lines, functions, names, imports. Nothing of it is imported or run.
 
     python scripts/shape.py            # a table
     python scripts/shape.py --json     # the same as one line of JSON
     python scripts/shape.py --check    # exit code 1 where a row is above its limit (`make lint`)
 
-A limit is what a row may not exceed; it goes down as the code becomes smaller, never up.
+A limit is what a row may not exceed; it goes down as the code becomes smaller, never up. An aim is
+where a row is to go. Rows without a limit are information: the attributes and methods of one class
+are, since a class that is split where a limit was met is not a smaller one.
 """
 
 from __future__ import annotations
@@ -16,20 +18,24 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import shape_names
+from shape_imports import closure, cycles, imports, module_names
+from shape_names import FUNCTION, attributes, functions, nodes
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
 FOLDERS = ("src", "benchmarks", "tests", "scripts", "examples")
 COLUMNS = 100
-FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
-# calls and a class whose parameters and fields the users' programs name: no limit holds there
+# calls and classes whose parameters, fields or methods the programs of users name: no limit holds
 PUBLIC = {
     "api.py shard",
     "config/native.py Config",
     "config/native.py ShardOptions",
+    "integrations/deepspeed/engine.py DeepSpeedEngine",
     *(f"checkpoint/{name}" for name in ("save.py save", "save.py __init__", "load.py load")),
 }
 # what a condition asks for when it reads the table again: tier, codec, placement or transport
@@ -42,17 +48,13 @@ TABLE_WORDS = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """One count, where its largest instance is, and what it may not exceed."""
+    """One count, where its largest instance is, what it may not exceed, and where it is to go."""
 
     name: str
     value: int
     where: str = ""
     limit: int | None = None
-
-
-def functions(tree: ast.AST) -> Iterator[FUNCTION]:
-    """Yield every function and method of a module, those inside others included."""
-    return (node for node in ast.walk(tree) if isinstance(node, FUNCTION))
+    aim: int | None = None
 
 
 def num_lines(function: FUNCTION) -> int:
@@ -68,44 +70,26 @@ def num_parameters(function: FUNCTION) -> int:
     return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
-def attributes(cls: ast.ClassDef) -> set[str]:
-    """Return the names of what the class's instances hold: fields, and what is assigned to self."""
-    fields = {
-        node.target.id
-        for node in cls.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-    return fields | {
-        node.attr
-        for node in ast.walk(cls)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    }
-
-
 def foreign_stores(tree: ast.AST) -> Iterator[ast.Attribute]:
     """Yield each store to an attribute of an object other than self."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-            if not is_own:
-                yield node
+    for node in nodes(tree, ast.Attribute):
+        is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        if isinstance(node.ctx, ast.Store) and not is_own:
+            yield node
 
 
 def conditions(tree: ast.AST) -> Iterator[ast.expr]:
     """Yield the conditions that ask where a state rests or how it travels."""
-    for node in ast.walk(tree):
-        asked = node.ifs if isinstance(node, ast.comprehension) else []
-        if isinstance(node, ast.If | ast.IfExp | ast.While):
-            asked = [node.test]
-        for test in asked:
-            parts = list(ast.walk(test))
-            names = {part.id for part in parts if isinstance(part, ast.Name)}
-            names |= {part.attr for part in parts if isinstance(part, ast.Attribute)}
-            if any(map(TABLE_WORDS.fullmatch, names)):
-                yield test
+    tests = [test for node in nodes(tree, ast.comprehension) for test in node.ifs]
+    tests += [node.test for node in nodes(tree, ast.If)]
+    tests += [node.test for node in nodes(tree, ast.IfExp)]
+    tests += [node.test for node in nodes(tree, ast.While)]
+    for test in tests:
+        parts = list(ast.walk(test))
+        names = {part.id for part in parts if isinstance(part, ast.Name)}
+        names |= {part.attr for part in parts if isinstance(part, ast.Attribute)}
+        if any(map(TABLE_WORDS.fullmatch, names)):
+            yield test
 
 
 def protocol_methods(tree: ast.Module) -> set[str]:
@@ -143,41 +127,31 @@ def undocumented(tree: ast.Module, implemented: Container[str] = ()) -> Iterator
                     yield f"{node.name}.{method.name}"
 
 
-def imports(tree: ast.AST) -> set[str]:
-    """Return the modules that a module imports, those for type checking alone included."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
-def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the groups of modules that import one another (strongly connected components)."""
-    reach: dict[str, set[str]] = {}
-    for start in graph:
-        seen, todo = set(), [start]
-        while todo:
-            for target in graph[todo.pop()]:
-                if target not in seen:
-                    seen.add(target)
-                    todo.append(target)
-        reach[start] = seen
-    groups = {
-        tuple(sorted(other for other in reach[name] if name in reach[other])) for name in graph
-    }
-    return [list(group) for group in sorted(groups) if group]
+def reading(root: Path, package: Path) -> list[Path]:
+    """Return the files of the package that README and the tour, but for its last section, name."""
+    tour = (root / "docs" / "tour.md").read_text().partition("\n## And elsewhere")[0]
+    named = re.findall(r"`([a-z_/0-9]*\.py)", (root / "README.md").read_text() + tour)
+    return [path for name in sorted(set(named)) if (path := package / name).is_file()]
 
 
 def measure() -> list[Row]:
     """Return every row of the table."""
     texts = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
-    trees = {path: ast.parse(text) for path, text in texts.items()}
-    name = {path: str(path.relative_to(PACKAGE)) for path in trees}
+    lines = {path: text.count("\n") for path, text in texts.items()}
+    parsed = {path: ast.parse(text) for path, text in texts.items()}
+    trees = {str(path.relative_to(PACKAGE)): tree for path, tree in parsed.items()}
+    return [
+        *line_rows(sum(lines.values())),
+        *function_rows(trees),
+        *class_rows(trees),
+        *condition_rows(trees),
+        *import_rows(parsed, lines),
+        *name_rows(trees),
+    ]
 
-    lines = sum(texts[path].count("\n") for path in texts)
+
+def line_rows(lines: int) -> Iterator[Row]:
+    """Yield the rows about lines, tests and scripts included where it says so."""
     wide = Counter(
         str(path.relative_to(ROOT))
         for folder in FOLDERS
@@ -185,74 +159,132 @@ def measure() -> list[Row]:
         for line in path.read_text().split("\n")
         if len(line.partition("  # type: ignore")[0].partition("  # noqa")[0]) > COLUMNS
     )
+    files = reading(ROOT, PACKAGE)
+    read = sum(path.read_text().count("\n") for path in files)
+    yield Row("lines in the package", lines, aim=50000)
+    yield Row(f"lines over {COLUMNS} columns", sum(wide.values()), ", ".join(wide), limit=0)
+    yield Row(
+        "lines that README and tour ask to read", read, f"{len(files)} files", limit=8093, aim=5000
+    )
 
+
+def function_rows(trees: shape_names.Trees) -> Iterator[Row]:
+    """Yield the rows about single functions."""
     every = [(node, path) for path, tree in trees.items() for node in functions(tree)]
-    lengths = sorted((num_lines(node), f"{name[path]} {node.name}") for node, path in every)
+    lengths = sorted((num_lines(node), f"{path} {node.name}") for node, path in every)
     parameters = max(
         (num_parameters(node), where)
         for node, path in every
-        if (where := f"{name[path]} {node.name}") not in PUBLIC
-    )
-    classes = [
-        (node, f"{name[path]} {node.name}")
-        for path, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    ]
-    held = max((len(attributes(node)), where) for node, where in classes if where not in PUBLIC)
-    methods = max(
-        (sum(isinstance(part, FUNCTION) for part in node.body), where) for node, where in classes
-    )
-    stores = Counter(
-        f"{name[path]} .{node.attr}"
-        for path, tree in trees.items()
-        if name[path].startswith("runtime/")
-        for node in foreign_stores(tree)
-    )
-    asking = Counter(
-        name[path]
-        for path, tree in trees.items()
-        if name[path].startswith(("runtime/", "optim/", "buffer.py"))
-        for _ in conditions(tree)
+        if (where := f"{path} {node.name}") not in PUBLIC
     )
     documented = set().union(*map(protocol_methods, trees.values()))
     bare = [
-        f"{name[path]} {thing}"
+        f"{path} {thing}"
         for path, tree in trees.items()
         for thing in undocumented(tree, documented)
     ]
+    yield Row(
+        "lines of a function: 95th percentile", lengths[int(0.95 * len(lengths))][0], limit=27
+    )
+    yield Row("lines of a function: maximum", *lengths[-1], limit=59)
+    yield Row("parameters of a function: maximum", *parameters, limit=7)
+    yield Row("public names without docstring", len(bare), ", ".join(bare), limit=0)
 
-    modules = {
-        ".".join(("zeroshard", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
-            ".__init__"
-        ): tree
+
+def class_rows(trees: shape_names.Trees) -> Iterator[Row]:
+    """Yield the rows about single classes."""
+    classes = [(f"{path} {node.name}", node) for path, node in shape_names.classes(trees)]
+    held = max((len(attributes(node)), where) for where, node in classes if where not in PUBLIC)
+    own = max((len(shape_names.methods(node)), where) for where, node in classes)
+    interfaces = shape_names.interfaces(trees, PACKAGE.name)
+    whole = max((count, where) for where, count in interfaces.items() if where not in PUBLIC)
+    stores = Counter(
+        f"{path} .{node.attr}"
         for path, tree in trees.items()
-    }
-    graph = {
-        module: (imports(tree) & modules.keys()) - {module} for module, tree in modules.items()
-    }
-    circles = cycles(graph)
-    circled = "; ".join(" ".join(circle) for circle in circles)
+        if path.startswith("runtime/")
+        for node in foreign_stores(tree)
+    )
+    waiting = [where for where, node in classes if "wait" in shape_names.methods(node)]
+    yield Row("attributes of a class: maximum", *held)
+    yield Row("methods of a class: maximum", *own)
+    yield Row("methods of a class with its bases: maximum", *whole, limit=37)
+    yield Row("attributes stored from outside in runtime", len(stores), limit=7)
+    yield Row("classes with wait()", len(waiting), " ".join(waiting), limit=20, aim=2)
 
-    p95, longest = lengths[int(0.95 * len(lengths))][0], lengths[-1]
-    return [
-        Row("lines in the package", lines),
-        Row(f"lines over {COLUMNS} columns", sum(wide.values()), ", ".join(wide), limit=0),
-        Row("lines of a function: 95th percentile", p95, limit=27),
-        Row("lines of a function: maximum", *longest, limit=59),
-        Row("attributes of a class: maximum", *held, limit=15),
-        Row("methods of a class: maximum", *methods, limit=30),
-        Row("parameters of a function: maximum", *parameters, limit=7),
-        Row("attributes stored from outside in runtime", len(stores), limit=7),
-        Row(
-            "conditions on tier, codec, placement (runtime, optim)",
-            sum(asking.values()),
-            f"{len(asking)} files: " + " ".join(f"{f} {n}" for f, n in asking.most_common(3)),
-            limit=77,
-        ),
-        Row("public names without docstring", len(bare), ", ".join(bare), limit=0),
-        Row("groups of modules that import one another", len(circles), circled, limit=0),
-    ]
+
+def condition_rows(trees: shape_names.Trees) -> Iterator[Row]:
+    """Yield the row about conditions that read the table again."""
+    asking = Counter(
+        path
+        for path, tree in trees.items()
+        if path.startswith(("runtime/", "optim/", "buffer.py"))
+        for _ in conditions(tree)
+    )
+    where = f"{len(asking)} files: {numbered(asking)}"
+    name = "conditions on tier, codec, placement (runtime, optim)"
+    yield Row(name, sum(asking.values()), where, limit=77, aim=10)
+
+
+def import_rows(parsed: dict[Path, ast.Module], lines: dict[Path, int]) -> Iterator[Row]:
+    """Yield the rows about what a module imports."""
+    paths = module_names(parsed, PACKAGE)
+    modules = {module: parsed[path] for module, path in paths.items()}
+    top = PACKAGE.name
+
+    def size(closed: set[str]) -> tuple[int, str]:
+        return sum(lines[paths[module]] for module in closed), f"{len(closed)} modules"
+
+    # the package itself names what api.py offers, and looks it up when it is used
+    loop = closure(f"{top}.runtime.loop", modules, without=top)
+    graph = {name: (imports(tree) & modules.keys()) - {name} for name, tree in modules.items()}
+    circles = cycles(graph)
+    yield Row("modules that runtime/loop.py imports, transitively", len(loop), limit=122)
+    yield Row("their lines", *size(loop), limit=20276, aim=9000)
+    yield Row(
+        "lines that the public names of zeroshard load", *size(closure(top, modules, typed=True))
+    )
+    yield Row(
+        "groups of modules that import one another",
+        len(circles),
+        "; ".join(" ".join(circle) for circle in circles),
+        limit=0,
+    )
+
+
+def name_rows(trees: shape_names.Trees) -> Iterator[Row]:
+    """Yield the rows about one word for one thing, and one thing for one word."""
+    listed = {
+        "holders that a gradient passes": (shape_names.GRADIENT_HOLDERS, 9, 3),
+        "fields that say why a weight is gathered": (shape_names.GATHERED_BECAUSE, 13, 1),
+        "nouns for numbers at rest": (shape_names.NUMBERS_AT_REST, 10, 1),
+        "pools": (shape_names.POOLS, 9, 1),
+        'ways to say "what fails on one rank fails on all"': (shape_names.FAILS_ON_ALL, 13, 1),
+    }
+    for name, (nouns, limit, aim) in listed.items():
+        yield Row(name, len(nouns), shape_names.spread(nouns), limit=limit, aim=aim)
+    missing = shape_names.gone([noun for nouns, *_ in listed.values() for noun in nouns], trees)
+    yield Row("names of these lists that are gone", len(missing), ", ".join(missing), limit=0)
+
+    agreeing = {re.split("[ .]", name)[-1] for name in shape_names.FAILS_ON_ALL}
+    calls = shape_names.calls(trees, agreeing)
+    raw = shape_names.calls(trees, {"exchange"}).total()
+    yield Row("calls of these ways, by name", calls.total(), numbered(calls), limit=101)
+    yield Row("calls of exchange(): the caller reads all answers", raw, limit=55)
+
+    spoken = shape_names.function_names(trees)
+    released = shape_names.verbs(spoken, shape_names.LET_GO)
+    waits = shape_names.saying(spoken, shape_names.WAIT)
+    yield Row('verbs for "let go"', len(released), " ".join(sorted(released)), limit=26, aim=3)
+    yield Row('names for "wait"', len(waits), " ".join(sorted(waits)), limit=21, aim=1)
+    classes, files = shape_names.named_twice(trees), shape_names.files_twice(trees)
+    name = "class names that two or more classes have"
+    yield Row(name, len(classes), numbered(classes), limit=40, aim=0)
+    yield Row("file names that stand twice", len(files), numbered(files), limit=27, aim=0)
+
+
+def numbered(counted: Mapping[str, int]) -> str:
+    """Return names with how many there are of each, most first."""
+    return " ".join(f"{name} {count}" for name, count in Counter(counted).most_common())
 
 
 def main() -> int:
@@ -266,9 +298,10 @@ def main() -> int:
     if args.json:
         print(json.dumps([asdict(row) for row in rows]))
     elif not args.check:
+        print(f"{'value':>7} {'limit':>7} {'aim':>7}")
         for row in rows:
-            limit = "" if row.limit is None else f"limit {row.limit}"
-            print(f"{row.value:7d}  {limit:9}  {row.name:54}  {row.where[:60]}".rstrip())
+            limit, aim = ("" if number is None else number for number in (row.limit, row.aim))
+            print(f"{row.value:7} {limit:>7} {aim:>7}  {row.name:53}  {row.where[:60]}".rstrip())
     for row in above if args.check else ():
         print(f"{row.name}: {row.value}, limit {row.limit}: {row.where}", file=sys.stderr)
     return 1 if args.check and above else 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -33,15 +34,57 @@ def _private(): ...
 '''
 
 
+PACKAGE = {
+    "__init__.py": """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from made.api import shard
+""",
+    "api.py": "import made.loop.run",
+    "loop/__init__.py": "",
+    "loop/base.py": """
+class Base:
+    def wait(self): ...
+    def close(self): ...
+""",
+    "loop/run.py": """
+from typing import TYPE_CHECKING
+from made.loop.base import Base as Parent
+if TYPE_CHECKING:
+    from made.other import far
+else:
+    import made.beside
+class Run(Parent):
+    def close(self): self.held = None
+    def _wait_for(self): agree(self.ranks.agree())
+    def give_back(self): ...
+class _Run: ...
+""",
+    "beside.py": "def f():\n    import made.lazy",
+    "lazy.py": "class Lost(Parent): ...",
+    "other/far.py": "",
+    "other/run.py": "def awaiting(): ...",
+    "launch/run.py": "agree()",
+}
+TREES = {path: ast.parse(code) for path, code in PACKAGE.items()}
+
+
+def _script(name: str) -> ModuleType:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+
+
 @pytest.fixture(scope="module")
 def shape() -> ModuleType:
-    path = ROOT / "scripts" / "shape.py"
-    specification = importlib.util.spec_from_file_location("shape", path)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["shape"] = module
-    specification.loader.exec_module(module)
-    return module
+    return _script("shape")
+
+
+@pytest.fixture(scope="module")
+def names() -> ModuleType:
+    return _script("shape_names")
 
 
 def test_functions_classes_and_stores_are_counted(shape: ModuleType) -> None:
@@ -76,6 +119,64 @@ c = [x for x in xs if x]
 def test_modules_that_import_one_another_are_one_group(shape: ModuleType) -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": set()}
     assert shape.cycles(graph) == [["a", "b", "c"]]
+
+
+def test_a_closure_follows_imports_in_functions_and_leaves_out_those_for_types() -> None:
+    imports = _script("shape_imports")
+    paths = imports.module_names(
+        {Path("made", path): tree for path, tree in TREES.items()}, Path("made")
+    )
+    modules = {name: TREES[path.relative_to("made").as_posix()] for name, path in paths.items()}
+    loop = {"made.loop.run", "made.loop", "made.loop.base", "made.beside", "made.lazy"}
+    assert imports.closure("made.loop.run", modules, without="made") == loop
+    assert imports.closure("made.loop.run", modules) == {*loop, "made"}
+    assert imports.closure("made", modules) == {"made"}
+    assert imports.closure("made", modules, typed=True) == {*loop, "made", "made.api"}
+
+
+def test_a_class_has_the_methods_of_its_bases_in_the_package_too(names: ModuleType) -> None:
+    assert names.interfaces(TREES, "made") == {
+        "loop/base.py Base": 2,
+        "loop/run.py Run": 4,  # close() once
+        "loop/run.py _Run": 0,
+        "lazy.py Lost": 0,  # its base is not imported: not of the package
+    }
+
+
+def test_names_that_stand_twice_are_counted(names: ModuleType) -> None:
+    assert names.named_twice(TREES) == {"Run": 2}
+    assert names.files_twice(TREES) == {"run.py": 3}
+
+
+def test_verbs_are_the_first_words_of_functions(names: ModuleType) -> None:
+    spoken = names.function_names(TREES)
+    assert spoken == {"wait", "close", "wait_for", "give_back", "f", "awaiting"}
+    assert names.verbs(spoken, names.LET_GO) == {"close", "give_back"}
+    assert names.saying(spoken, names.WAIT) == {"wait", "wait_for"}
+
+
+def test_calls_are_counted_by_name_where_ranks_are_meant(names: ModuleType) -> None:
+    assert names.calls(TREES, {"agree", "wait"}) == {"agree": 2}
+
+
+def test_a_listed_name_that_is_gone_is_found(names: ModuleType) -> None:
+    there = ["loop/run.py Run", "loop/run.py Run.held", "loop/base.py Base.wait", "beside.py f"]
+    away = ["loop/base.py Run", "loop/run.py Run.size", "gone.py f"]
+    assert names.gone(there + away, TREES) == away
+    assert names.spread(there[1:3]) == "in 2 classes" and names.spread(there) == "in 3 files"
+
+
+def test_the_files_to_read_are_those_that_readme_and_tour_name(
+    shape: ModuleType, tmp_path: Path
+) -> None:
+    package = tmp_path / "made"
+    for name in ("a.py", "loop/b.py", "c.py", "d.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).touch()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("`a.py`, [`a.py`](made/a.py) and `examples/train.py`")
+    (tmp_path / "docs" / "tour.md").write_text("`loop/b.py: B`\n\n## And elsewhere\n`c.py`\n")
+    assert shape.reading(tmp_path, package) == [package / "a.py", package / "loop/b.py"]
 
 
 def test_a_row_above_its_limit_fails_the_check_and_is_named(
