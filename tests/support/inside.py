@@ -140,7 +140,12 @@ class Commands:
     schedule can be recorded.
     """
 
-    _HELD = (Use.DIRECT, Use.USER, Use.SCHEDULE)
+    _WORDS = {
+        Use.DIRECT: "direct",
+        Use.USER: "user",
+        Use.SECTION: "schedule",
+        Use.STAGE: "schedule",
+    }
 
     def __init__(self, engine: zs.Engine, note: Callable[[str], None]) -> None:
         self._meter = engine._context.meter
@@ -207,14 +212,14 @@ class Commands:
 
     def _acquire(self, original: Callable[..., Any], residency: Residency, use: Use) -> None:
         original(residency, use)
-        if use in self._HELD:
-            self._note(f"hold ({use.name.lower()})", self._names[id(residency)])
+        if use in self._WORDS:
+            self._note(f"hold ({self._WORDS[use]})", self._names[id(residency)])
 
     def _release(self, original: Callable[..., Any], residency: Residency, use: Use) -> None:
-        was_held = bool(residency._uses[use])
+        was_held = residency.has(use)
         original(residency, use)
-        if use in self._HELD and was_held:
-            self._note(f"let go ({use.name.lower()})", self._names[id(residency)])
+        if use in self._WORDS and was_held:
+            self._note(f"let go ({self._WORDS[use]})", self._names[id(residency)])
 
     def _advance(self, original: Callable[..., Any], unit: Unit) -> None:
         reads = unit._flight is not None and any(map(flights._is_alone, unit._flight._works))
@@ -299,7 +304,7 @@ def ranks_in_step() -> Iterator[None]:
             while not flight.done():
                 reductions._transports.progress()
                 time.sleep(0)
-        paths = [reductions._paths[key] for key in reductions._schedule.reduces]
+        paths = [reductions._paths[key] for key in reductions._reduces.under_way]
         earlier[reductions] = [path.reduction.flight for path in paths if path.reduction]
         advance(reductions)
 

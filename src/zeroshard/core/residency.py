@@ -2,9 +2,9 @@
 
     RESTING --START--> GATHERING --WAIT--> FULL --RELEASE--> RESTING
 
-A unit stays gathered while anything uses it (`Use`). One that nothing uses may still be here: it
-is *dozing* where its next use is expected soon, *ahead* where it was gathered for a use that has
-not come (core/schedule). Torch is not imported.
+A unit stays gathered while anything uses it. One that nothing uses may still be here, for a use
+that is expected; those gathered ahead of their use the schedule keeps in order. Torch is not
+imported.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ class UnitState(Enum):
 
 
 class Use(IntEnum):
-    """Why a unit has to be here."""
+    """Why a unit is here. With the last two alone it is in no use, and may be released."""
 
     FORWARD = 0  # forwards of its modules are under way
     BACKWARD = 1  # the backward of a forward has come to it; counted once
     DIRECT = 2  # something outside its modules has used it
     USER = 3  # gathered(), or a load
-    SCHEDULE = 4  # a pipeline's schedule holds its stage, or accumulate() a section
+    SECTION = 4  # accumulate() runs all micro-batches through its section
+    STAGE = 5  # a pipeline's schedule holds its stage
+    IDLE = 6  # its module has run, and another use may follow at once
+    KEPT = 7  # the row keeps it whole from its forward to its backward
 
 
 @dataclass(frozen=True)
@@ -47,49 +50,50 @@ class Traits:
 
 
 class Residency:
-    """The state of one unit's weights and their uses; the schedule moves it."""
+    """The state of one unit's weights, and the reasons for it; the schedule moves it."""
 
-    __slots__ = ("_uses", "index", "is_dozing", "state", "traits")
+    __slots__ = ("_counts", "index", "state", "traits")
 
     def __init__(self, index: int, traits: Traits) -> None:
         self.index = index
         self.traits = traits
-        self.is_dozing = False  # gathered, and in no use that is known
         self.state = UnitState.RESTING if traits.is_sharded else UnitState.FULL
-        self._uses = [0] * len(Use)
+        self._counts = [0] * len(Use)
 
     def acquire(self, use: Use) -> None:
         """Note a use of the weights; the caller has them gathered."""
-        if use is not Use.BACKWARD or not self._uses[use]:
-            self._uses[use] += 1
+        if use is not Use.BACKWARD or not self._counts[use]:
+            self._counts[use] += 1
 
     def release(self, use: Use) -> None:
         """Note the end of a use."""
-        self._uses[use] = max(0, self._uses[use] - 1)
+        self._counts[use] = max(0, self._counts[use] - 1)
+
+    def has(self, use: Use) -> bool:
+        """Whether the unit is here for `use`."""
+        return self._counts[use] > 0
 
     @property
     def in_use(self) -> bool:
         """Whether anything uses the weights."""
-        return any(self._uses)
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward has come to the unit and is not over."""
-        return self._uses[Use.BACKWARD] > 0
+        return any(self._counts[: Use.IDLE])
 
     @property
     def is_held(self) -> bool:
         """Whether anything but a backward uses the weights."""
-        uses = self._uses
-        return bool(uses[Use.FORWARD] or uses[Use.DIRECT] or uses[Use.USER] or uses[Use.SCHEDULE])
+        return self._counts[Use.FORWARD] > 0 or any(self._counts[Use.DIRECT : Use.IDLE])
 
     @property
-    def is_used_directly(self) -> bool:
-        """Whether something outside its modules has used the unit, and it is held for that."""
-        return self._uses[Use.DIRECT] > 0
+    def is_dozing(self) -> bool:
+        """Whether its module has run: another use has to be noticed."""
+        return self._counts[Use.IDLE] > 0 or self._counts[Use.KEPT] > 0
+
+    def rest(self) -> None:
+        """The weights are released: nothing is expected any more."""
+        self.state = UnitState.RESTING
+        self._counts[Use.IDLE :] = [0, 0]
 
     def reset(self) -> None:
         """Rest, in no use, after an exception."""
         self.state = UnitState.RESTING
-        self.is_dozing = False
-        self._uses = [0] * len(Use)
+        self._counts = [0] * len(Use)

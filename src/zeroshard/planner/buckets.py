@@ -184,7 +184,7 @@ class Reduced:
 
     def _make_room(self, num_bytes: int) -> None:
         """Wait for reduces until so much fits the budget."""
-        for command in self._schedule.make_room(num_bytes):
+        for command in self._schedule.reduces.make_room(num_bytes):
             self.end((command.unit, command.segment))
 
     def reduce(self, unit: int, repeats: int, *, sync: bool) -> None:
@@ -200,7 +200,7 @@ class Reduced:
         for one in self._flights.values():
             if alone or one.turn < self._turns - 1:
                 self._arrive(one)
-        for command in self._schedule.handed_over():
+        for command in self._schedule.reduces.handed_over():
             key = (command.unit, command.segment)
             if command.op is Op.WAIT_REDUCE or self._flights[key].arrived:
                 self.end(key)
@@ -218,7 +218,7 @@ class Reduced:
 
     def _hand_over(self, key: tuple[int, int], sync: bool) -> None:
         group = self._group(key)
-        for command in self._schedule.before_reduce(key):
+        for command in self._schedule.reduces.before(key):
             self.end((command.unit, command.segment))
         self._open_bucket(key)
         made = self._open.pop(key)
@@ -236,7 +236,7 @@ class Reduced:
         made.turn = self._turns
         self._flights[key] = made
         self._passing = [*self._passing[-2:], key]
-        self._schedule.reduce(key, leaves=group.passing > 0)
+        self._schedule.reduces.start(key, leaves=group.passing > 0)
 
     def _encode(self, reduce: _Reduce, group: GroupBytes) -> None:
         """The engine's own bucket is encoded, and goes where nothing that was enqueued reads it."""
@@ -267,7 +267,7 @@ class Reduced:
     def end(self, key: tuple[int, int]) -> None:
         """The engine has waited for the reduce `key`."""
         reduce = self._flights.pop(key)
-        self._schedule.reduced(key)
+        self._schedule.reduces.over(key)
         self._arrive(reduce)
         if self._group(key).is_encoded:
             self._end_own(reduce)
@@ -279,6 +279,6 @@ class Reduced:
 
     def wait(self) -> None:
         """Wait for all that are under way."""
-        for command in self._schedule.wait_for_reduces():
+        for command in self._schedule.reduces.wait():
             self.end((command.unit, command.segment))
         self._passing.clear()

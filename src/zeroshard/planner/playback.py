@@ -24,7 +24,15 @@ from functools import partial
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.residency import Residency, Traits
-from zeroshard.core.schedule import Commands, Op, Phase, Rules, Schedule, grad_pool_bytes
+from zeroshard.core.schedule import (
+    Commands,
+    Op,
+    Phase,
+    Rules,
+    Schedule,
+    grad_pool_bytes,
+    is_ordered,
+)
 from zeroshard.planner.buckets import Meter, Reduced
 from zeroshard.planner.exact import LaidOut, cells_by_unit
 from zeroshard.planner.held import CODEC_SCRATCH_BYTES, Exchange, UnitBytes, group_bytes
@@ -139,9 +147,9 @@ class Playback:
         }
         rules = Rules.of(
             traits.values(),
-            one_sided=exchange.alone or exchange.maps_peers,
-            leave=away,
-            coded=is_coded,
+            ordered=is_ordered(
+                one_sided=exchange.alone or exchange.maps_peers, leave=away, coded=is_coded
+            ),
             keyed=exchange.keyed,
             enqueues=exchange.enqueues,
             alone=exchange.alone,

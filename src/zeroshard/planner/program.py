@@ -33,6 +33,7 @@ from zeroshard.core.schedule import (
     Rules,
     Schedule,
     grad_pool_bytes,
+    is_ordered,
 )
 from zeroshard.core.wire import Formats
 from zeroshard.planner.durations import STEP, Durations
@@ -165,13 +166,12 @@ class Program:
             for unit in self.units
         ]
         exchange = Exchange.of(machine)
+        one_sided, leaves = exchange.alone or exchange.maps_peers, weight.tier is not Tier.DEVICE
         groups = [group for unit in self.units for group in unit.groups]
+        coded = any(group.formats.gather.codec is not None for group in groups)
         rules = Rules.of(
             traits,
-            one_sided=exchange.alone or exchange.maps_peers,
-            leave=weight.tier is not Tier.DEVICE,
-            coded=any(hop.kind is Kind.DECODE for one in groups for hop in one.routes.raw)
-            or any(group.formats.gather.codec is not None for group in groups),
+            ordered=is_ordered(one_sided=one_sided, leave=leaves, coded=coded),
             keyed=exchange.keyed,
             enqueues=exchange.enqueues,
             alone=exchange.alone,
@@ -189,7 +189,7 @@ class Program:
         for number in range(self._durations.training.micro_batches):
             self._forwards()
             self._backwards(number)
-        self._run(self.schedule.wait_for_reduces())
+        self._run(self.schedule.reduces.wait())
         self.build_tail()
 
     def build_tail(self) -> None:
@@ -354,7 +354,7 @@ class Program:
             if any(hop.lane != "compute" for hop in route)
         )
         num_bytes = round(buffer)
-        self._run(self.schedule.make_room(num_bytes))
+        self._run(self.schedule.reduces.make_room(num_bytes))
         # where no reduce is waited for, a buffer waits for the pool
         waits = self.schedule.rules.waits_for_room
         while not waits and self._reduces and num_bytes + self._pooled > self._pool_bytes:
@@ -368,7 +368,7 @@ class Program:
 
     def _reduce(self, number: int, routes: Sequence[Route], buffer: int) -> int:
         """Enqueue a unit's reduces after its backward; return the last job."""
-        self._run(self.schedule.before_reduce((number, 0)))
+        self._run(self.schedule.reduces.before((number, 0)))
         last = on_lane = self._last
         for group, route in zip(self.units[number].trained, routes, strict=True):
             tasks = list(self.tasks([group], [route]))
@@ -381,14 +381,14 @@ class Program:
         self._mark(on_lane, True, "buckets", -buffer)
         if buffer:
             self._reduces[number] = (buffer, on_lane)
-            self.schedule.reduce((number, 0), leaves=self.units[number].sums_leave)
-        self._run(self.schedule.handed_over())
+            self.schedule.reduces.start((number, 0), leaves=self.units[number].sums_leave)
+        self._run(self.schedule.reduces.handed_over())
         return last
 
     def _wait_for_reduce(self, number: int) -> None:
         """Let compute wait for a unit's reduce, and take its buffer back."""
         buffer, job = self._reduces.pop(number)
-        self.schedule.reduced((number, 0))
+        self.schedule.reduces.over((number, 0))
         self._joined.append(job)
         self._meter.live -= buffer
 

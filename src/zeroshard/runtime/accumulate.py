@@ -160,12 +160,12 @@ class Accumulate:
 
     def _hold(self, units: Sequence[Unit], phase: Phase) -> None:
         for unit in units:
-            unit.residency.acquire(Use.SCHEDULE)
+            unit.residency.acquire(Use.SECTION)
             self._weights.unshard(unit, phase)
 
     def _let_go(self, units: Sequence[Unit], phase: Phase) -> None:
         for unit in units:
-            unit.residency.release(Use.SCHEDULE)
+            unit.residency.release(Use.SECTION)
             if unit.residency.is_held:
                 continue
             if phase == "forward":
@@ -265,7 +265,7 @@ class Accumulate:
         """
         for unit in visits[0].section.units:
             self._left[unit] -= 1
-            used_elsewhere = unit.residency.is_used_directly or unit in self._around
+            used_elsewhere = unit.residency.has(Use.DIRECT) or unit in self._around
             if not (self._left[unit] or used_elsewhere):
                 self._backward.complete(unit, told=True)
 

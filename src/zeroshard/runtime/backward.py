@@ -213,7 +213,7 @@ class Backward:
 
         `before_others`: other nodes of the unit may still have to run.
         """
-        if unit.residency.in_backward and self.running:
+        if unit.residency.has(Use.BACKWARD) and self.running:
             if unit.arrived:
                 self.complete(unit)
             # an earlier forward's output may be this one's input: its backward needs the weights
@@ -383,7 +383,7 @@ class Backward:
             if unit.trainable and unit.index not in self._pass.reduced:
                 self._hand_over(unit)
         for unit in self._weights.units:
-            if unit.residency.in_backward:
+            if unit.residency.has(Use.BACKWARD):
                 self._weights.after_backward(unit)
         self._pass.finished.clear()
         self._weights.end_pass()

@@ -175,7 +175,7 @@ class Loop:
         for unit in units:
             unit.residency.release(Use.FORWARD)
             # its own backward follows
-            recomputed = in_backward and (not apart or unit.residency.in_backward)
+            recomputed = in_backward and (not apart or unit.residency.has(Use.BACKWARD))
             self.weights.after_forward(unit, recomputed=recomputed)
         if self.weights.schedule.running == 1 and not in_backward:
             self.hold_parameters(output)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.core.digest import Digest
-from zeroshard.core.schedule import Rules, Schedule
+from zeroshard.core.schedule import Rules, Schedule, is_ordered
 from zeroshard.heap import Trimmer
 from zeroshard.optim.runner import StepOptions
 from zeroshard.optim.sharded import ShardedOptimizer
@@ -51,9 +51,11 @@ def make_weights_and_gradients(
     residencies, transport = [unit.residency for unit in units], context.transport
     rules = Rules.of(
         [residency.traits for residency in residencies],
-        one_sided=transport.one_sided,
-        leave=context.weights_leave,
-        coded=any(unit.is_coded for unit in units),
+        ordered=is_ordered(
+            one_sided=transport.one_sided,
+            leave=context.weights_leave,
+            coded=any(unit.is_coded for unit in units),
+        ),
         keyed=transport.keyed,
         enqueues=context.streams.enqueues,
         around=context.policy.weights_leave_the_device and not context.options.trains,
@@ -61,8 +63,10 @@ def make_weights_and_gradients(
         prefetch_bytes=prefetch_bytes,
     )
     schedule = Schedule(residencies, rules, context.meter)
-    streams, transports = context.streams, context.transports
-    reductions = Reductions(units, schedule, streams=streams, digest=digest, transports=transports)
+    streams = context.streams
+    reductions = Reductions(
+        units, schedule.reduces, streams=streams, digest=digest, transports=context.transports
+    )
     weights = Weights(
         units,
         schedule,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from zeroshard.comm.transports import Transports
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
-from zeroshard.core.schedule import MAX_FLUSHING, Command, Op, Schedule
+from zeroshard.core.schedule import MAX_FLUSHING, Command, Op, Reduces
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.streams import Streams
@@ -28,13 +28,13 @@ class Reductions:
     def __init__(
         self,
         units: Sequence[Unit],
-        schedule: Schedule,
+        reduces: Reduces,
         *,
         streams: Streams,
         digest: Digest,
         transports: Transports,
     ) -> None:
-        self._schedule = schedule
+        self._reduces = reduces
         self._streams = streams
         self._digest = digest
         self._transports = transports
@@ -61,16 +61,16 @@ class Reductions:
                 ordered=False,
             )
             key = (unit.index, number)
-            for command in self._schedule.before_reduce(key):
+            for command in self._reduces.before(key):
                 self.finish(command)
             if path.partial.of_nodes and not sync:
                 path.reduce_inside(make_room=self.make_room)
             else:
                 path.reduce(make_room=self.make_room, with_earlier=with_earlier)
             if path.in_flight:
-                self._schedule.reduce(key, leaves=path.summed.leaves)
+                self._reduces.start(key, leaves=path.summed.leaves)
             else:
-                self._schedule.reduced(key)
+                self._reduces.over(key)
             if path.summed.tiered:
                 self._flushing.append(path)
         return any_started
@@ -81,14 +81,14 @@ class Reductions:
         path = self._paths[key]
         path.wait(block=command.op is Op.WAIT_REDUCE)
         if not path.in_flight:
-            self._schedule.reduced(key)
+            self._reduces.over(key)
 
     def advance(self) -> None:
         """A unit has been handed over: note which sums are over, and bound those on their way to
         another tier.
         """
         self._transports.progress()
-        for command in self._schedule.handed_over():
+        for command in self._reduces.handed_over():
             self.finish(command)
         if self._flushing:
             self._bound_flushing()
@@ -106,12 +106,12 @@ class Reductions:
 
     def make_room(self, num_bytes: int) -> None:
         """Wait for reduces under way until `num_bytes` fit the budget."""
-        for command in self._schedule.make_room(num_bytes):
+        for command in self._reduces.make_room(num_bytes):
             self.finish(command)
 
     def wait(self) -> None:
         """Wait for every reduce under way."""
-        for command in self._schedule.wait_for_reduces():
+        for command in self._reduces.wait():
             self.finish(command)
 
     def flush(self) -> None:

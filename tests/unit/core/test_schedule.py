@@ -98,19 +98,19 @@ class Executor:
             self.units[unit].acquire(Use.BACKWARD)
             self.need(unit, "backward")
             key = (unit, 0)
-            self.run(self.schedule.before_reduce(key))
-            self.run(self.schedule.make_room(self.sizes[unit]))
+            self.run(self.schedule.reduces.before(key))
+            self.run(self.schedule.reduces.make_room(self.sizes[unit]))
             self.buckets[key] = self.sizes[unit]
             self.live += self.sizes[unit]
             self.run(self.schedule.after_backward(self.units[unit]))
-            self.schedule.reduce(key)
-            self.run(self.schedule.handed_over())
+            self.schedule.reduces.start(key)
+            self.run(self.schedule.reduces.handed_over())
         self.run(self.schedule.end_pass(keeps=False))
         self.run(self.schedule.end_backward())
 
     def step(self) -> None:
-        self.run(self.schedule.wait_for_reduces())
-        assert not self.buckets and not self.schedule.reduces
+        self.run(self.schedule.reduces.wait())
+        assert not self.buckets and not self.schedule.reduces.under_way
         self.run(self.schedule.end_step())
         self.run(self.schedule.publish())
 
@@ -135,9 +135,7 @@ def _executor(
 ) -> Executor:
     rules = Rules.of(
         [Traits(size, size) for size in sizes],
-        one_sided=not ordered,
-        leave=False,
-        coded=False,
+        ordered=ordered,
         keyed=False,
         prefetch_bytes=prefetch,
     )
@@ -241,7 +239,7 @@ def test_a_stage_is_held_beside_the_budget_and_its_units_give_way_to_nothing() -
     for unit in range(3):
         executor.run(executor.schedule.need(executor.units[unit], "forward"), needs=36)
     assert [one.op for one in executor.commands].count(Op.START) == 3
-    assert executor.schedule.left == executor.rules.budget_bytes
+    assert executor.schedule.room.left == executor.rules.budget_bytes
     executor.run(executor.schedule.release_stage(stage))
     executor.check_rests()
 

@@ -4,9 +4,9 @@
     begin(phase)                   release what is ahead
     need(unit)                     evict, START, WAIT, START ahead    make room: WAIT_REDUCE
     after_forward(unit)            RELEASE, or doze
-    open_bucket(bytes)                                           make room: WAIT_REDUCE
+    reduces.make_room(bytes)                                     WAIT_REDUCE
     after_backward(unit)           RELEASE
-    handed_over()                                                WAIT_REDUCE, POLL_REDUCE
+    reduces.handed_over()                                        WAIT_REDUCE, POLL_REDUCE
     hold_stage, release_stage      START, RELEASE                (a pipeline's stages)
     publish()                      START                         after a step, of whole weights
 
@@ -17,10 +17,8 @@ returns commands. Whoever iterates executes them, at once: the engine moves byte
 wait whose execution raises leaves the schedule as it was before.
 
 The last pass says which unit comes next (core/order.py). Units are gathered ahead up to
-``prefetch_bytes``, and no more than the budget leaves. What a row keeps from the forward to the
-backward (``zero3-keep``) comes on top of the budget: were it part of it, nothing would be gathered
-ahead once it is full, and every reduce would be waited for. Weights make room by releasing,
-reductions by waiting; the executor counts what both hold in one `Meter`.
+``prefetch_bytes``, and no more than the budget leaves (rules.py). Weights make room by releasing,
+reduces by waiting (reduces.py); the executor counts what both hold in one `Meter`.
 
 Invariants (tests/unit/core/test_schedule.py): where `Rules.ordered`, decisions depend on the order
 of events and on sizes alone, never on timing, so that the ranks' collectives meet; what is gathered
@@ -31,13 +29,22 @@ was waited for; everything gathered is released. Torch is not imported. Cost: mi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
-from typing import Literal, NamedTuple, Protocol
 
 from zeroshard.core.order import Order, to_evict
-from zeroshard.core.residency import Residency, Traits, UnitState, Use
+from zeroshard.core.residency import Residency, UnitState, Use
+from zeroshard.core.schedule.commands import Command, Commands, Op, Phase, Until
+from zeroshard.core.schedule.reduces import Reduces
+from zeroshard.core.schedule.rules import (
+    MAX_FLUSHING,
+    TILE_BUFFERS,
+    TILES_AHEAD,
+    Meter,
+    Room,
+    Rules,
+    grad_pool_bytes,
+    is_ordered,
+)
 
 __all__ = [
     "MAX_FLUSHING",
@@ -48,124 +55,15 @@ __all__ = [
     "Meter",
     "Op",
     "Phase",
+    "Reduces",
     "Rules",
     "Schedule",
     "Until",
     "grad_pool_bytes",
+    "is_ordered",
 ]
 
-Phase = Literal["forward", "backward"]
-Key = tuple[int, int]  # of a reduce: unit, segment of the unit
-
-MAX_FLUSHING = 2  # sums bound for another tier that are under way; the oldest is waited for beyond
-TILES_AHEAD = 2  # tiles of an optimizer step on disk that are read ahead
-TILE_BUFFERS = TILES_AHEAD + 2  # sets of buffers for them: one is stepped, one written
-
 RESTING, GATHERING, FULL = UnitState.RESTING, UnitState.GATHERING, UnitState.FULL
-
-
-class Op(IntEnum):
-    """What is done, to a unit's weights or (the last two) to the reduce of one of its segments."""
-
-    START = 0  # start gathering
-    WAIT = 1  # wait for the gather
-    USE = 2  # compute reads the weights from here on
-    ADVANCE = 3  # start the collective of a gather that began with a read of another tier
-    RELEASE = 4  # give the gathered memory back, and what is kept for a backward
-    KEEP = 5  # give it back, but for what the row keeps for a backward
-    SHRINK = 6  # give it back; what an earlier forward has kept for its backward stays
-    DOZE = 7  # no use is known, and another one may follow at once: it has to be noticed
-    WAKE = 8  # the next use has come
-    WAIT_REDUCE = 9
-    POLL_REDUCE = 10  # take note where it is over
-
-
-class Command(NamedTuple):
-    """One entry of a schedule."""
-
-    op: Op
-    unit: int
-    segment: int = 0  # of the unit: which reduce
-
-
-Commands = Iterable[Command]  # some are decided as one iterates
-
-
-class Until(IntEnum):
-    """How long a unit is held that is used outside its modules, where no hook tells its end."""
-
-    FORWARD_ENDS = 0  # used without gradients
-    BACKWARD_ENDS = 1  # used with gradients: until as many backwards as forwards have run
-    STEP = 2  # left the model; a graph may refer to the weights that no hook announces
-
-
-class Meter(Protocol):
-    """Counts the bytes of gathered weights and of buckets; the executor of commands moves it."""
-
-    live: int
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What an engine's row, model and transport decide for every step."""
-
-    budget_bytes: int  # that gathered weights and buckets share
-    prefetch_bytes: int
-    ordered: bool = True  # gathers need every rank: all gather the same units in the same order
-    waits_for_room: bool = True  # a gather or a bucket waits for reduces where the budget is full
-    around: bool = False  # see `of`
-    alone: bool = False  # one rank
-
-    @classmethod
-    def of(
-        cls,
-        units: Iterable[Traits],
-        *,
-        one_sided: bool,
-        leave: bool,
-        coded: bool,
-        keyed: bool,
-        enqueues: bool = False,
-        around: bool = False,
-        alone: bool = False,
-        prefetch_bytes: int | None = None,
-    ) -> Rules:
-        """Return the rules for `units`.
-
-        The budget is 2 x the largest unit + prefetch_bytes (default: the largest unit once more):
-        the unit in use, the next one, and either what is gathered ahead or a bucket. Where the
-        host runs ahead of the device (`enqueues`) it is the largest unit once more, so that two
-        reduces are under way: with one, the backward of every unit would wait for the reduce of
-        the one before.
-
-        Gathers need every rank (they are `ordered`) unless the memory of peers is mapped
-        (`one_sided`) and holds the weights: none `leave` the device, on any rank, or are `coded`.
-
-        `keyed`: ranks may run their units in different order; the transport then bounds buckets by
-        its own pool, since to wait for a sum could be to wait for ever, each rank with the part
-        that the other lacks still to come.
-
-        `around`: weights are read *around* the end of a forward without gradients (ZeRO-Inference):
-        nothing rewrites them before the next one, which runs the same units. Two units are then
-        gathered ahead: the second keeps a disk's queue filled while the first one arrives.
-        """
-        traits = list(units)
-        ordered = not one_sided or leave or coded
-        largest = max((one.nominal_bytes for one in traits), default=0)
-        prefetch = (1 + around) * largest if prefetch_bytes is None else prefetch_bytes
-        return cls(
-            budget_bytes=(2 + enqueues) * largest + prefetch,
-            prefetch_bytes=prefetch,
-            ordered=ordered,
-            waits_for_room=ordered and (any(one.is_sharded for one in traits) or not keyed),
-            around=around,
-            alone=alone,
-        )
-
-
-def grad_pool_bytes(largest_numel: int, bytes_per_element: int) -> int:
-    """Return the bytes of a transport's gradient buffers: two of the largest unit."""
-    return 2 * largest_numel * bytes_per_element
 
 
 @cache
@@ -180,7 +78,8 @@ class Schedule:
     def __init__(self, units: Sequence[Residency], rules: Rules, meter: Meter) -> None:
         self.units = tuple(units)
         self.rules = rules
-        self._meter = meter
+        self.room = Room(rules, meter)
+        self.reduces = Reduces(rules, self.room)
         self._sizes = {unit.index: unit.traits.full_bytes for unit in units}
         self._to = [_commands(unit.index) for unit in units]
         self._reads = any(unit.traits.reads_first for unit in units)
@@ -190,12 +89,7 @@ class Schedule:
         self._here = {unit.index for unit in units if unit.state is not RESTING}
         self._ahead: dict[int, Residency] = {}  # gathered, and not used yet; oldest first
         self._ahead_bytes = 0
-        self._held: dict[int, Residency] = {}  # by a schedule of a pipeline, beyond the budget
         self._idle: Residency | None = None  # forward over, kept until another unit is needed
-        self._kept: dict[int, int] = {}  # bytes that wait whole for a backward, beside the budget
-        self._kept_bytes = 0
-        # under way, oldest first; whether the sum leaves the device
-        self._reduces: dict[Key, bool] = {}
         self.running = 0  # forwards under way, of the model or of any module that needs a unit
         self.evaluates = False  # the forward of the model under way runs without gradients
         # forwards with gradients since the last step, less backwards: graphs that may still need
@@ -208,23 +102,18 @@ class Schedule:
     # ------------------------------------------------------------------ what others ask
 
     @property
-    def left(self) -> int:
-        """The bytes that are not in use; below zero where one event needs more by itself."""
-        return self.rules.budget_bytes + self._kept_bytes - self._meter.live
-
-    @property
     def ahead(self) -> list[int]:
         """The units that are gathered and not used yet, oldest first."""
         return list(self._ahead)
 
-    @property
-    def reduces(self) -> list[Key]:
-        """The reduces under way, oldest first."""
-        return list(self._reduces)
-
     def serves(self, unit: Residency) -> bool:
         """Whether `unit` is gathered for a backward, so that a further need brings no command."""
-        return unit.state is FULL and not unit.is_dozing and self._idle is None and unit.in_backward
+        return (
+            unit.state is FULL
+            and not unit.is_dozing
+            and self._idle is None
+            and unit.has(Use.BACKWARD)
+        )
 
     def last_pass(self, phase: Phase) -> list[int]:
         """Return the units of the last pass, in order; empty before the first."""
@@ -309,8 +198,7 @@ class Schedule:
         if unit.state is RESTING:
             if self._ahead:
                 yield from self._evict(unit, phase)
-            if self._reduces:
-                yield from self.make_room(size)
+            yield from self.reduces.make_room(size)
             yield to[Op.START]
             self._started(unit)
         self._discard(unit)
@@ -325,7 +213,7 @@ class Schedule:
 
     def _evict(self, unit: Residency, phase: Phase) -> Commands:
         """Release units that were gathered ahead, for another order, so that `unit` fits."""
-        excess = unit.traits.full_bytes - self.left
+        excess = unit.traits.full_bytes - self.room.left
         if excess <= 0:
             return
         upcoming = self._order.upcoming(phase, unit.index, around=self._around)
@@ -333,7 +221,7 @@ class Schedule:
             yield from self._drop(self.units[index])
 
     def _gather_ahead(self, unit: Residency, phase: Phase) -> Commands:
-        allowed = min(self.left, self.rules.prefetch_bytes - self._ahead_bytes)
+        allowed = min(self.room.left, self.rules.prefetch_bytes - self._ahead_bytes)
         if allowed <= 0:
             return
         predicted = self._order.predict(
@@ -364,8 +252,8 @@ class Schedule:
         coming = [unit for unit in self._ahead.values() if unit.traits.reads_first]
         coming += [
             unit
-            for unit in self._held.values()
-            if unit.state is GATHERING and unit.traits.reads_first
+            for unit in self.units
+            if unit.state is GATHERING and unit.has(Use.STAGE) and unit.traits.reads_first
         ]
         if self._around:
             coming = [] if self.rules.alone else coming[:1]
@@ -386,15 +274,15 @@ class Schedule:
         if not traits.is_sharded or unit.state is not FULL:
             return ()
         if traits.is_kept and keeps:
-            self._keep(unit)
-            return self._doze(unit)
+            self.room.set_beside(unit.index, traits.full_bytes)
+            return self._doze(unit, Use.KEPT)
         if traits.spans_one_module:
             return self._release(unit, Op.KEEP if keeps else Op.SHRINK)
         if self._idle is unit:
             return ()
         released = self.release_idle(keeps)
         self._idle = unit
-        return (*released, *self._doze(unit))
+        return (*released, *self._doze(unit, Use.IDLE))
 
     def after_backward(self, unit: Residency) -> Commands:
         """The backward of `unit` is over."""
@@ -408,7 +296,7 @@ class Schedule:
             return ()
         if not unit.in_use:
             return self._release(unit, Op.KEEP if keeps else Op.SHRINK)
-        unit.is_dozing = False
+        unit.release(Use.IDLE)
         return (self._to[unit.index][Op.WAKE],)
 
     def release_unused(self, unit: Residency) -> Commands:
@@ -452,26 +340,19 @@ class Schedule:
         # moved at once: what raises at a release has released
         self._here.discard(unit.index)
         if unit.is_dozing:
-            self._keep(unit, kept=False)
-            unit.is_dozing = False
-        unit.state = RESTING
+            self.room.set_beside(unit.index, 0)
+        unit.rest()
         return (self._to[unit.index][op],)
 
-    def _doze(self, unit: Residency) -> Commands:
-        unit.is_dozing = True
+    def _doze(self, unit: Residency, why: Use) -> Commands:
+        unit.acquire(why)
         return (self._to[unit.index][Op.DOZE],)
 
     def _wake(self, unit: Residency) -> Commands:
-        self._keep(unit, kept=False)
-        unit.is_dozing = False
+        self.room.set_beside(unit.index, 0)
+        unit.release(Use.IDLE)
+        unit.release(Use.KEPT)
         return (self._to[unit.index][Op.WAKE],)
-
-    def _keep(self, unit: Residency, *, kept: bool = True) -> None:
-        """Count the bytes of a gathered `unit` beside the budget, or in it."""
-        self._kept_bytes -= self._kept.pop(unit.index, 0)
-        if kept:
-            self._kept[unit.index] = unit.traits.full_bytes
-            self._kept_bytes += unit.traits.full_bytes
 
     # ------------------------------------------------------------------ units that are held
 
@@ -492,10 +373,9 @@ class Schedule:
                 yield from self.release_idle(keeps)
             elif unit.is_dozing:
                 yield from self._wake(unit)
-            unit.acquire(Use.SCHEDULE)
+            unit.acquire(Use.STAGE)
             self._discard(unit)
-            self._held[unit.index] = unit
-            self._keep(unit)
+            self.room.set_beside(unit.index, unit.traits.full_bytes)
             if unit.state is RESTING:
                 yield self._to[unit.index][Op.START]
                 self._started(unit)
@@ -503,71 +383,12 @@ class Schedule:
     def release_stage(self, units: Iterable[Residency]) -> Commands:
         """It does so no longer: release those that nothing else uses."""
         for unit in units:
-            if self._held.pop(unit.index, None) is not None:
-                self._keep(unit, kept=False)
-            unit.release(Use.SCHEDULE)
+            if unit.has(Use.STAGE):
+                self.room.set_beside(unit.index, 0)
+            unit.release(Use.STAGE)
             yield from self.finish(unit)
             if unit.state is FULL and unit.traits.is_sharded and not unit.in_use:
                 yield from self._release(unit, Op.SHRINK)
-
-    # ------------------------------------------------------------------ gradients
-
-    def make_room(self, num_bytes: int) -> Commands:
-        """Wait for reduces under way, oldest first, until `num_bytes` fit the budget."""
-        rules = self.rules
-        if self._reduces and rules.waits_for_room and rules.budget_bytes:
-            return self._oldest_until_fits(num_bytes)
-        return ()
-
-    def _oldest_until_fits(self, num_bytes: int) -> Commands:
-        for key in list(self._reduces):
-            if num_bytes <= self.left:
-                return
-            yield Command(Op.WAIT_REDUCE, *key)
-            self.reduced(key)
-
-    def before_reduce(self, key: Key) -> Commands:
-        """Wait for the reduce of the same segment that is under way: they complete in order."""
-        if key in self._reduces:
-            yield Command(Op.WAIT_REDUCE, *key)
-            self.reduced(key)
-
-    def reduce(self, key: Key, *, leaves: bool = False) -> None:
-        """A reduce has been started; `leaves`: its sum rests on another tier."""
-        self._reduces.pop(key, None)
-        self._reduces[key] = leaves
-
-    def reduced(self, key: Key) -> None:
-        """A reduce is over, and its bucket is free."""
-        self._reduces.pop(key, None)
-
-    def handed_over(self) -> Commands:
-        """The gradients of a unit have been handed over: note which sums are over.
-
-        Where gathers are ordered, of sums that rest on another tier two stay under way: the others
-        would wait on the device for the end of the pass. Not those that stay on the device: a wait
-        gives a buffer back, and what fits beside it is gathered ahead on every rank or on none.
-        """
-        if not self.rules.ordered:
-            for key in list(self._reduces):
-                yield Command(Op.POLL_REDUCE, *key)
-            return
-        op = Op.WAIT_REDUCE if self.rules.waits_for_room else Op.POLL_REDUCE
-        leaving = [key for key, leaves in self._reduces.items() if leaves]
-        for key in leaving[:-MAX_FLUSHING]:
-            yield Command(op, *key)
-            if op is Op.WAIT_REDUCE:
-                self.reduced(key)
-            elif key in self._reduces:
-                return  # its other parts have not come, perhaps, and nobody waits for them
-
-    def wait_for_reduces(self) -> Commands:
-        """Wait for every reduce under way, in the order in which they were started: the last wait
-        then covers those before it.
-        """
-        for key in list(self._reduces):
-            yield Command(Op.WAIT_REDUCE, *key)
-            self.reduced(key)
 
     # ------------------------------------------------------------------ between steps
 
@@ -592,11 +413,9 @@ class Schedule:
         self._here.clear()
         self._ahead.clear()
         self._ahead_bytes = 0
-        self._held.clear()
         self._idle = None
-        self._kept.clear()
-        self._kept_bytes = 0
-        self._reduces.clear()
+        self.room.reset()
+        self.reduces.reset()
         self.running = self._graphs = 0
         self.evaluates = False
         self._until.clear()

@@ -81,20 +81,20 @@ class Step:
             self._need(unit, "backward")
             size = schedule.units[unit].traits.nominal_bytes
             if crosses:
-                self._run(schedule.make_room(size))
+                self._run(schedule.reduces.make_room(size))
                 self._meter.live += size
                 self._buckets += size
             self._run(schedule.after_backward(schedule.units[unit]))
             if crosses:
-                self._run(schedule.before_reduce((unit, 0)))
-                schedule.reduce((unit, 0))
+                self._run(schedule.reduces.before((unit, 0)))
+                schedule.reduces.start((unit, 0))
             self._line("REDUCE" if crosses else "ADD", unit, str(taken))
-            self._run(schedule.handed_over())
+            self._run(schedule.reduces.handed_over())
 
     def optimizer_step(self) -> None:
         """Run the optimizer's step, and publish what it has written."""
         self._event("optimizer.step()")
-        self._run(self._schedule.wait_for_reduces())
+        self._run(self._schedule.reduces.wait())
         for unit in range(len(self._schedule.units)):
             self._line("STEP", unit)
         self._run(self._schedule.publish())
@@ -208,9 +208,7 @@ def played(args: argparse.Namespace) -> tuple[Rules, list[Line]]:
     units = [Residency(index, traits) for index in range(args.units * chunks)]
     rules = Rules.of(
         [traits],
-        one_sided=False,
-        leave=False,
-        coded=False,
+        ordered=True,
         keyed=False,
         enqueues=True,
         prefetch_bytes=None if args.prefetch is None else parse_bytes(args.prefetch, "--prefetch"),

@@ -1,0 +1,85 @@
+"""The part of a schedule that is about gradients: which reduces are under way, and which of them
+are waited for.
+"""
+
+from __future__ import annotations
+
+from zeroshard.core.schedule.commands import Command, Commands, Key, Op
+from zeroshard.core.schedule.rules import MAX_FLUSHING, Room, Rules
+
+__all__ = ["Reduces"]
+
+
+class Reduces:
+    """The reduces of one engine that are under way, oldest first: nothing looks through all units
+    for what is over.
+    """
+
+    def __init__(self, rules: Rules, room: Room) -> None:
+        self._rules, self._room = rules, room
+        self._under_way: dict[Key, bool] = {}  # whether the sum rests on another tier
+
+    @property
+    def under_way(self) -> list[Key]:
+        """The reduces under way, oldest first."""
+        return list(self._under_way)
+
+    def make_room(self, num_bytes: int) -> Commands:
+        """Wait for reduces under way, oldest first, until `num_bytes` fit the budget."""
+        rules = self._rules
+        if self._under_way and rules.waits_for_room and rules.budget_bytes:
+            return self._oldest_until_fits(num_bytes)
+        return ()
+
+    def _oldest_until_fits(self, num_bytes: int) -> Commands:
+        for key in list(self._under_way):
+            if num_bytes <= self._room.left:
+                return
+            yield Command(Op.WAIT_REDUCE, *key)
+            self.over(key)
+
+    def before(self, key: Key) -> Commands:
+        """Wait for the reduce of the same segment that is under way: they complete in order."""
+        if key in self._under_way:
+            yield Command(Op.WAIT_REDUCE, *key)
+            self.over(key)
+
+    def start(self, key: Key, *, leaves: bool = False) -> None:
+        """A reduce has been started; `leaves`: its sum rests on another tier."""
+        self._under_way[key] = leaves
+
+    def over(self, key: Key) -> None:
+        """A reduce is over, and its bucket is free."""
+        self._under_way.pop(key, None)
+
+    def handed_over(self) -> Commands:
+        """The gradients of a unit have been handed over: note which sums are over.
+
+        Where gathers are ordered, of sums that rest on another tier two stay under way: the others
+        would wait on the device for the end of the pass. Not those that stay on the device: a wait
+        gives a buffer back, and what fits beside it is gathered ahead on every rank or on none.
+        """
+        if not self._rules.ordered:
+            for key in list(self._under_way):
+                yield Command(Op.POLL_REDUCE, *key)
+            return
+        op = Op.WAIT_REDUCE if self._rules.waits_for_room else Op.POLL_REDUCE
+        leaving = [key for key, leaves in self._under_way.items() if leaves]
+        for key in leaving[:-MAX_FLUSHING]:
+            yield Command(op, *key)
+            if op is Op.WAIT_REDUCE:
+                self.over(key)
+            elif key in self._under_way:
+                return  # its other parts have not come, perhaps, and nobody waits for them
+
+    def wait(self) -> Commands:
+        """Wait for every reduce under way, in the order in which they were started: the last wait
+        then covers those before it.
+        """
+        for key in list(self._under_way):
+            yield Command(Op.WAIT_REDUCE, *key)
+            self.over(key)
+
+    def reset(self) -> None:
+        """Nothing is under way."""
+        self._under_way.clear()
