@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -46,6 +48,8 @@ from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 
 __all__ = ["Backward", "retains_graph"]
+
+_USED = attrgetter("used")
 
 
 class Backward:
@@ -227,16 +231,18 @@ class Backward:
     def take(self, number: int) -> None:
         """Autograd has finished the gradient of `leaves[number]`."""
         leaf = self.leaves[number]
-        grad = leaf.parameter.grad
+        parameter = leaf.parameter
+        grad = parameter.grad
         if isinstance(grad, SealedGrad):  # no hook came before this one
             grad = grad.accumulated()
             self.enter()
-            leaf.clear()
+            parameter.grad = None
         else:
             # before the pass begins: it was None before autograd came, which tells what the user
             # has cleared
-            leaf.clear()
-            self.enter()
+            parameter.grad = None
+            if torch._C._current_graph_task_id() not in self._pass.tasks:
+                self.enter()
         assert grad is not None, leaf.name
         if self._pass.units is not None and leaf.unit not in self._pass.units:
             return  # torch has only looked for the shapes of gradients
@@ -426,12 +432,12 @@ class Backward:
             return
         changed = self.accumulation.changed
         cleared = {id(p) for p in self.optimizer.dropped()} if self.optimizer is not None else set()
-        everything = all(all(path.used) for path in self.paths)
+        everything = False not in chain.from_iterable(map(_USED, self.paths))
         gone = self.leaves.take_cleared(cleared)
+        anything = True in chain.from_iterable(map(_USED, self.paths))
         # gradients of parameters unused here; a step agrees about what is used
-        anything = any(
-            any(path.used) or (changed and path.summed.resting() is not None) for path in self.paths
-        )
+        if changed and not anything:
+            anything = any(path.summed.resting() is not None for path in self.paths)
         if not anything:
             all_cleared = len(cleared) >= len(self.leaves) and all(
                 id(leaf.parameter) in cleared for leaf in self.leaves

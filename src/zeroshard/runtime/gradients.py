@@ -140,7 +140,8 @@ class GradientPath:
         if rests or (more and self.precision.wire is not self.precision.accumulate):
             self._whole.add(index, grad)
             return
-        self._open_bucket(make_room)
+        if self.bucket.buffer is None:
+            self._open_bucket(make_room)
         self.bucket.add(index, grad)
 
     def _open_bucket(self, make_room: Callable[[int], None]) -> None:

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack as peek_stack  # is None in no transform
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.core.residency import UnitState, Use
@@ -40,7 +42,6 @@ from zeroshard.runtime.stages import roots_of
 from zeroshard.runtime.trees import tensors_in, tensors_within
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan
-from zeroshard.runtime.weights import in_transform
 from zeroshard.state.local import part_within
 
 __all__ = ["Hooks"]
@@ -240,19 +241,19 @@ class Hooks:
         begun: list[int] = []
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if loop.between_sections or weights.nothing_to_do or torch.compiler.is_compiling():
+            if loop.between_sections or weights.nothing_to_do or is_dynamo_compiling():
                 return  # or inside a compiled forward, around which the unit is gathered
             if reads_parameters:
                 begun.append(torch._C._autograd._get_sequence_nr())
             loop.begin_module(units)
-            if ends and torch.is_grad_enabled() and not in_transform():
+            if ends and torch.is_grad_enabled() and peek_stack() is None:
                 self._watch_inputs(ends, args, kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if loop.between_sections or weights.nothing_to_do or torch.compiler.is_compiling():
+            if loop.between_sections or weights.nothing_to_do or is_dynamo_compiling():
                 return
             first = begun.pop() if begun else 0
-            if output is not None and torch.is_grad_enabled() and not in_transform():
+            if output is not None and torch.is_grad_enabled() and peek_stack() is None:
                 self.watch_outputs(units, output)
                 if reads_parameters:
                     elsewhere = (

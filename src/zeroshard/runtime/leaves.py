@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -160,6 +161,6 @@ class Leaves(list[Leaf]):
             for leaf in gone:
                 if type(leaf.parameter.grad) is SealedGrad:  # else assigned after that
                     leaf.parameter.grad = None
-        for path, leaves in groupby(gone, key=lambda leaf: leaf.path):
+        for path, leaves in groupby(gone, key=attrgetter("path")):
             path.clear([leaf.index for leaf in leaves])
         return gone

@@ -50,10 +50,6 @@ from zeroshard.state.local import local_of
 __all__ = ["Loop"]
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() >= 0
-
-
 class Loop:
     """The events of one engine's steps."""
 
@@ -159,7 +155,7 @@ class Loop:
 
     def begin_module(self, units: Sequence[Unit]) -> None:
         """A module's forward begins, which needs `units`; in a backward it is a recomputation."""
-        in_backward = _in_backward()
+        in_backward = torch._C._current_graph_task_id() >= 0
         if (recording := self._context.streams.probe.recording) is not None:
             recording.enter("forward", units[0].name)
         self.weights.enter()
@@ -171,7 +167,7 @@ class Loop:
 
     def end_module(self, units: Sequence[Unit], output: Any, *, apart: bool) -> None:
         """It has ended; `apart`: the module is a tile, which is recomputed one at a time."""
-        in_backward = _in_backward()
+        in_backward = torch._C._current_graph_task_id() >= 0
         for unit in units:
             unit.residency.release(Use.FORWARD)
             # its own backward follows
@@ -210,7 +206,7 @@ class Loop:
         """A released parameter is about to be read outside the modules that hold it: bring its
         unit here, or refuse.
         """
-        in_backward = _in_backward()
+        in_backward = torch._C._current_graph_task_id() >= 0
         phase: Phase = "backward" if in_backward else "forward"
         if not unit.cells.weight.is_sharded:
             self.weights.unshard(unit, phase)  # on its way to every rank already

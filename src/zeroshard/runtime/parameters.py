@@ -19,6 +19,7 @@ Cost: no copy. It does not know units, memory at rest or collectives.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -28,6 +29,10 @@ from zeroshard.runtime.released import release_classes, restore_classes
 from zeroshard.state.local import local_of, retype
 
 __all__ = ["Parameters"]
+
+# asked of all parameters of a unit at once: no frame of ours for each
+_DATA_PTR = torch.Tensor.data_ptr
+_VERSION = attrgetter("_version")
 
 
 class Parameters:
@@ -85,7 +90,7 @@ class Parameters:
         for local, tensor in zip(self._locals, tensors, strict=True):
             local.data = tensor
         self._there = tensors
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = list(map(_VERSION, self.parameters))
 
     def heal(self) -> None:
         """Make released parameters read as NaN again, whatever was written there."""
@@ -99,11 +104,11 @@ class Parameters:
         expected = (
             self._released_at
             if self._there is self._released
-            else [tensor.data_ptr() for tensor in self._there]
+            else list(map(_DATA_PTR, self._there))
         )
         with torch._C.DisableTorchFunctionSubclass():
-            found = [local.data_ptr() for local in self._locals]
-            versions = [parameter._version for parameter in self.parameters]
+            found = list(map(_DATA_PTR, self._locals))
+            versions = list(map(_VERSION, self.parameters))
         if found == expected and (not writes or versions == self._versions):
             return None
         moved = next((i for i, at in enumerate(found) if at != expected[i]), None)

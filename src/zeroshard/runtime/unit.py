@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import repeat
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -32,6 +33,8 @@ from zeroshard.runtime.streams import Lane, Streams
 from zeroshard.state.local import local_of
 
 __all__ = ["Unit"]
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Unit:
@@ -106,11 +109,9 @@ class Unit:
     def expect_gradients(self) -> None:
         """A backward begins: no gradient has come."""
         self.arrived.clear()
-        self.pending = sum(
-            parameter.requires_grad
-            for segment in self.trainable
-            for parameter in segment.parameters
-        )
+        self.pending = 0
+        for segment in self.trainable:
+            self.pending += sum(map(_REQUIRES_GRAD, segment.parameters))
 
     def took(self, parameter: int, task: int) -> None:
         """The gradient of a parameter, by id, has come in graph task `task`."""

@@ -45,10 +45,7 @@ class Watch:
         """Raise StateError where a trained parameter was added, or one of ours is no longer in
         the model.
         """
-        if (
-            list(map(id, chain.from_iterable(entries.values() for entries in self._tables)))
-            == self._ids
-        ):
+        if list(map(id, chain.from_iterable(map(dict.values, self._tables)))) == self._ids:
             return
         there = {
             id(parameter): (name, parameter.requires_grad)

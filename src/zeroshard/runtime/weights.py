@@ -62,7 +62,7 @@ class Weights:
     @property
     def nothing_to_do(self) -> bool:
         """Whether a forward needs nothing of us: every unit is held, and no backward can follow."""
-        return any(self._shown) and not torch.is_grad_enabled()
+        return self._shown != [] and any(self._shown) and not torch.is_grad_enabled()
 
     @property
     def shows_rest(self) -> bool:
@@ -140,7 +140,8 @@ class Weights:
 
     def enter(self, *, evaluates: bool | None = None) -> None:
         """A forward begins, of the model where it is known whether it `evaluates`."""
-        self.availability.check_open()
+        if self.availability.refusal is not None:
+            self.availability.check_open()
         self.schedule.enter(evaluates)
 
     def leave(self, *, evaluates: bool | None = None) -> None:
@@ -174,7 +175,8 @@ class Weights:
 
     def _check(self, unit: Unit, phase: Phase) -> None:
         """`unit` is needed in a pass: raise StateError where it cannot be gathered."""
-        self.availability.check_open()
+        if self.availability.refusal is not None:
+            self.availability.check_open()
         self._digest.enter(phase, unit.name)
         self._phase = phase
         state = unit.residency.state
