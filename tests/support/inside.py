@@ -22,8 +22,8 @@ from zeroshard.core.placement import Tier
 from zeroshard.memory import MemoryCounter
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.shards import ParamShard
-from zeroshard.runtime.bucket import GradBucket, PartialSum
 from zeroshard.runtime import flight as flights
+from zeroshard.runtime.bucket import GradBucket, PartialSum
 from zeroshard.runtime.engine import states_of
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.gradients import GradientPath
