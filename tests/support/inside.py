@@ -158,7 +158,7 @@ class Commands:
             ),
             (PartialSum, "open", lambda one: f"partial {one._flat.key}", lambda _: None),
         ]
-        around = [
+        around: list[tuple[type, str, Callable[..., Any]]] = [
             (Unit, "acquire", self._acquire),
             (Unit, "release", self._release),
             (Unit, "advance", self._advance),
