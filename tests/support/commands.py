@@ -784,6 +784,16 @@ _add(
 )
 
 
+_add(
+    "uses",
+    "zero3, used outside its module, two forwards, then their backwards",
+    2,
+    _forwards_first,
+    comm=GLOO,
+    model=Borrower,
+)
+
+
 # ------------------------------------------------------------------------------------------ playing
 
 
