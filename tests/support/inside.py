@@ -182,7 +182,7 @@ class Commands:
             ),
             (PartialSum, "open", lambda one: f"partial {one._flat.key}", lambda _: None),
         ]
-        around = [
+        around: list[tuple[type, str, Callable[..., Any]]] = [
             (Residency, "acquire", self._acquire),
             (Residency, "release", self._release),
             (Unit, "advance", self._advance),
