@@ -41,6 +41,7 @@ from benchmarks.plan import SIZES, Size
 from benchmarks.ranks import start, timed
 from benchmarks.results import ComparisonResult, ContenderResult, Report, Run, machine_facts
 from benchmarks.stats import bootstrap_median, judge
+from benchmarks.tables import grid
 
 __all__ = ["CONTENDERS", "Decoder", "main", "stages_of", "table"]
 
@@ -243,28 +244,35 @@ def _measure(size: Size, names: Sequence[str], pairs: int, steps: int) -> Run:
 
 def table(run: Run) -> str:
     """Return medians of every contender, and how they compare, as markdown."""
-    lines = [
+    head = (
         f"{run.num_parameters:,} parameters, {run.num_ranks} ranks, {run.tokens} tokens a rank and"
-        " step\n",
-        "| | ms/step | tokens/s of all ranks | first loss |\n|---|---|---|---|",
-    ]
+        " step\n"
+    )
+    speeds = []
     for one in run.contenders:
         step_s = bootstrap_median(one.step_s)
         rate = run.num_ranks * run.tokens / step_s.median
         milliseconds = " to ".join(f"{1e3 * value:.1f}" for value in (step_s.low, step_s.high))
-        lines.append(
-            f"| {one.name} | {1e3 * step_s.median:.1f} ({milliseconds}) | {rate:,.0f} |"
-            f" {one.losses[0]:.5f} |"
+        cells = (
+            f"{1e3 * step_s.median:.1f} ({milliseconds})",
+            f"{rate:,.0f}",
+            f"{one.losses[0]:.5f}",
         )
-    lines.append("\n| | times as fast | 95% interval | at least 1.00 |\n|---|---|---|---|")
-    for pair in run.comparisons:
-        ratio = pair.ratio
-        verdict = judge(ratio, TARGET, num_pairs=len(pair.pairs))
-        lines.append(
-            f"| {pair.contender} / {pair.reference} | {ratio.median:.3f} |"
-            f" {ratio.low:.3f} to {ratio.high:.3f} | {verdict} |"
+        speeds.append((one.name, *cells))
+    ratios = [
+        (
+            f"{pair.contender} / {pair.reference}",
+            f"{pair.ratio.median:.3f}",
+            f"{pair.ratio.low:.3f} to {pair.ratio.high:.3f}",
+            judge(pair.ratio, TARGET, num_pairs=len(pair.pairs)),
         )
-    return "\n".join(lines)
+        for pair in run.comparisons
+    ]
+    columns = ("", "times as fast", "95% interval", "at least 1.00")
+    return "\n".join([
+        head, grid("", ("", "ms/step", "tokens/s of all ranks", "first loss"), speeds).markdown(),
+        grid("", columns, ratios).markdown(),
+    ])  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------ command line

@@ -34,14 +34,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks import PATH
+from benchmarks import PATH, tables
 from benchmarks.plan import Size
 from benchmarks.results import machine_facts
 from benchmarks.stats import bootstrap_median, judge
@@ -50,6 +50,7 @@ from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
+from zeroshard.launch.console import Table
 
 MB = 1e6
 MESH = Mesh(2, 2)
@@ -61,18 +62,10 @@ BURST_S, MIN_BURST_BYTES = 0.002, 64 * 1024
 PROBE_S, MAX_PROBE_BYTES = 0.5, 64 << 20
 NO_RIGHTS = 3
 REFERENCE = "zero3"
-WIDTH = 120  # of tables that go into a file
 HEADER = (
-    "row",
-    "ms/step",
-    f"times {REFERENCE}",
-    "95% interval",
-    "no limit",
-    "MB out: counted",
-    "engine",
-    "closed form",
-    "MB inside",
-)
+    "row", "ms/step", f"times {REFERENCE}", "95% interval", "no limit", "MB out: counted", "engine",
+    "closed form", "MB inside",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -587,23 +580,18 @@ def title(report: Report, at: AtRate) -> str:
     return f"{speed}: {shape}; {rounds} rounds of {report.steps} steps"
 
 
-def grids(report: Report) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """Return the title and the lines of every table."""
+def grids(report: Report) -> list[Table]:
+    """Return every table."""
     free = next((at for at in report.rates if at.rate == "none"), None)
-    return [(title(report, at), [cells(name, at, free) for name in at.rows]) for at in report.rates]
+    return [
+        tables.grid(title(report, at), HEADER, [cells(name, at, free) for name in at.rows])
+        for at in report.rates
+    ]
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: Report, console: Console | None = None) -> None:
     """Print every table."""
-    for heading, lines in grids(report):
-        table = Table(title=heading, title_justify="left")
-        for i, name in enumerate(HEADER):
-            table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0)
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
-    for note in notes(report):
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    tables.show(grids(report), notes(report), console)
 
 
 def markdown(report: Report) -> str:
@@ -616,12 +604,7 @@ def markdown(report: Report) -> str:
         ),
         "",
     ]
-    for heading, lines in grids(report):
-        text += [f"**{heading}**", ""]
-        text += [
-            "| " + " | ".join(line) + " |"
-            for line in (HEADER, ("---", *["---:"] * (len(HEADER) - 1)), *lines)
-        ] + [""]
+    text += [table.markdown() for table in grids(report)]
     return "\n".join(text + [f"- {note}" for note in notes(report)]) + "\n"
 
 
@@ -727,17 +710,12 @@ def main(words: Sequence[str] | None = None) -> int:
         return refuse(f"the right to: {error}")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)  # ends like Ctrl-C: through every `with`
-    errors = Console(stderr=True)
     try:
-        report = run(
-            options.rows,
-            options,
-            lambda text: errors.print(text, markup=False, highlight=False, soft_wrap=True),
-        )
+        report = run(options.rows, options, partial(print, file=sys.stderr))
     except RowError:
         return 1
     except KeyboardInterrupt:
-        errors.print("interrupted: ranks and namespaces are gone")
+        print("interrupted: ranks and namespaces are gone", file=sys.stderr)
         return 130
     report.machine["load_after"] = list(os.getloadavg())
     raw = json.dumps(asdict(report), indent=1)
@@ -748,7 +726,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.json:
         print(raw)
     else:
-        show(report, Console() if sys.stdout.isatty() else Console(width=WIDTH))
+        show(report)
     return 1 if report.failed else 0
 
 
