@@ -33,7 +33,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -51,6 +51,7 @@ from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.launch.console import Table
+from zeroshard.launch.declared import JSON, Option, count
 
 MB = 1e6
 MESH = Mesh(2, 2)
@@ -611,62 +612,39 @@ def markdown(report: Report) -> str:
 # -------------------------------------------------------------------------------------- the command
 
 
+OPTIONS = (
+    Option("--rows ROW ...", f"default: all of {', '.join(ROWS)}", choices=list(ROWS),
+           default=list(ROWS)),
+    Option("--rates RATE,...", "none is no limit (default: none,1gbit,100mbit)",
+           default="none,1gbit,100mbit"),
+    Option("--precision", choices=("bf16", "fp32"), default="bf16"),
+    Option("--rounds N", "turns of each row that count (default: 12, the fewest that decide)",
+           count(1), 12),
+    Option("--steps N", "steps per turn (default: 2)", count(1), 2),
+    Option("--warmup N", "turns of each row at each rate that do not count (default: 1)", count(0),
+           1),
+    Option("--layers N", type=count(1), default=3),
+    Option("--width N", type=int, default=768),
+    Option("--tokens N", "per rank and step (default: 16)", count(1), 16),
+    Option("--timeout S", "seconds for a turn, after which a row has failed (default: 120)", float,
+           120.0),
+    replace(JSON, help="print raw numbers as JSON instead of tables"),
+    Option("--out FILE", "write them to this file too: tables where it ends in .md, else JSON",
+           Path),
+)  # fmt: skip
+
+
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options; `size` and `rates` are ready to use."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--rows",
-        nargs="+",
-        choices=list(ROWS),
-        default=list(ROWS),
-        metavar="ROW",
-        help=f"default: all of {', '.join(ROWS)}",
-    )
-    parser.add_argument(
-        "--rates",
-        default="none,1gbit,100mbit",
-        help="comma-separated; none is no limit (default: none,1gbit,100mbit)",
-    )
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=12,
-        help="turns of each row that count (default: 12, the fewest that decide)",
-    )
-    parser.add_argument("--steps", type=int, default=2, help="steps per turn (default: 2)")
-    parser.add_argument(
-        "--warmup",
-        type=int,
-        default=1,
-        help="turns of each row at each rate that do not count (default: 1)",
-    )
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--tokens", type=int, default=16, help="per rank and step (default: 16)")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=120,
-        help="seconds for a turn, after which a row has failed (default: 120)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print raw numbers as JSON instead of tables"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="write them to this file too: tables where it ends in .md, else JSON",
-    )
+    for option in OPTIONS:
+        option.add_to(parser)
     words = sys.argv[1:] if words is None else words
     options = parser.parse_args(words)
     # where a file lies is nobody's business
     shown = [Path(word).name if os.path.isabs(word) else word for word in words]
     options.command = ["python", "-m", "benchmarks.slow_wire", *shown]
     options.rates = options.rates.split(",")
-    for name in ("rounds", "steps", "layers", "tokens"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1")
     if options.width < 64 or options.width % 64:
         parser.error("--width must be a multiple of 64, a head's")
     try:

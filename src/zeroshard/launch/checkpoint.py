@@ -7,15 +7,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from zeroshard.core.sizes import parse_bytes
-from zeroshard.core.untrusted import printable
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.launch.console import Table, print_json, progress, say, say_facts
+from zeroshard.launch.console import Table, note, print_json, progress, say, say_facts
 from zeroshard.launch.declared import JSON, Command, Option, UsageError, count, listed
 
 __all__ = ["COMMAND"]
@@ -222,8 +220,8 @@ def _import(arguments: argparse.Namespace) -> int:
     if done.optimizer:
         optimizer = f"with the state of {done.optimizer}"
     say(f"{done.path}: {done.num_parameters} parameters, {done.num_bytes} bytes, {optimizer}")
-    for note in done.notes:
-        sys.stderr.write(f"zeroshard: {printable(note)}\n")
+    for line in done.notes:
+        note(line)
     return 0
 
 

@@ -12,9 +12,9 @@ import sys
 import traceback
 
 from zeroshard._version import __version__
-from zeroshard.core.untrusted import printable
 from zeroshard.errors import ZeroshardError
 from zeroshard.launch import bench, checkpoint, config, doctor, generate, plan, report
+from zeroshard.launch.console import note
 from zeroshard.launch.declared import Command, LineParser, Option, UsageError
 from zeroshard.launch.options import RUN, parse_run
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         code, message = explain(error)
         if message:
-            sys.stderr.write(f"zeroshard: {printable(message)}\n")
+            note(message)
         return code
 
 

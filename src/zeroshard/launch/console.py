@@ -8,6 +8,7 @@ bar is shown.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +21,19 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 __all__ = [
-    "Bar", "Table", "print_json", "progress", "say", "say_facts", "size_text", "three_digits",
+    "Bar", "Table", "note", "print_json", "progress", "say", "say_facts", "size_text",
+    "three_digits",
 ]  # fmt: skip
 
 
 def say(line: str) -> None:
     """Print `line`, which may have several, on stdout; no line of it is folded."""
     print(printable(line))
+
+
+def note(line: str) -> None:
+    """Print a line beside the answer, on stderr."""
+    sys.stderr.write(f"zeroshard: {printable(line)}\n")
 
 
 def say_facts(facts: Iterable[tuple[str, str | None]], *, width: int) -> None:
@@ -83,7 +90,9 @@ class Table:
         )
         for name in self.columns:
             justify: Any = "left" if name in self.text else "right"
-            table.add_column(name, justify=justify, no_wrap=name not in self.folded)
+            table.add_column(
+                Text(printable(name)), justify=justify, no_wrap=name not in self.folded
+            )
         for number, row in enumerate(self.rows):
             cells = (printable(str(one)).replace("\n", "\\n").replace("\t", "\\t") for one in row)
             table.add_row(*map(Text, cells), style=self.styles[number] if self.styles else None)

@@ -12,12 +12,16 @@ A :class:`Command` has options and a handler, or further commands. Standard libr
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, TypeVar
 
+from zeroshard.errors import ConfigError
+
 __all__ = [
-    "JSON", "Command", "LineParser", "Option", "UsageError", "count", "listed", "made", "one_of",
+    "JSON", "Command", "LineParser", "Option", "UsageError", "as_usage", "count", "listed", "made",
+    "one_of",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -25,6 +29,15 @@ T = TypeVar("T")
 
 class UsageError(Exception):
     """An invalid command line: one line, exit code 2."""
+
+
+@contextmanager
+def as_usage(before: str = "") -> Iterator[None]:
+    """Turn a ConfigError, of a value that the line gives, into a usage error."""
+    try:
+        yield
+    except ConfigError as error:
+        raise UsageError(f"{before}{error}") from None
 
 
 class LineParser(argparse.ArgumentParser):

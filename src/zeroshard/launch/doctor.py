@@ -19,14 +19,13 @@ thing is missing and whichever measurement has failed.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zeroshard.launch.console import Table, print_json, progress, say
+from zeroshard.launch.console import Table, note, print_json, progress, say
 from zeroshard.launch.declared import JSON, Command, Option, UsageError
 
 __all__ = ["COMMAND", "examine"]
@@ -56,7 +55,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         if kept is not None:
             print(f"Kept for zeroshard plan --this-machine: {kept}")
     if warning is not None:
-        sys.stderr.write(f"zeroshard: {warning}\n")
+        note(warning)
     return EXIT_UNABLE if report["problems"] else 0
 
 

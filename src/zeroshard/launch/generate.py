@@ -29,8 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeroshard.core.sizes import parse_bytes
 from zeroshard.launch.console import print_json, progress, say
-from zeroshard.launch.declared import JSON, Command, Option, UsageError, count
+from zeroshard.launch.declared import JSON, Command, Option, UsageError, as_usage, count
 from zeroshard.launch.model_directory import (
     ModelDirectory,
     Prompts,
@@ -51,15 +52,10 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 def _size(text: str | None, option: str) -> int | None:
     """Return the bytes that an option says. Raises UsageError."""
-    from zeroshard.core.sizes import parse_bytes
-    from zeroshard.errors import ConfigError
-
     if text is None or text == "0":
         return None if text is None else 0
-    try:
+    with as_usage():
         return parse_bytes(text, option)
-    except ConfigError as error:
-        raise UsageError(str(error)) from None
 
 
 def _generate(arguments: argparse.Namespace) -> int:

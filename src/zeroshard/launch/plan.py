@@ -11,13 +11,19 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.errors import ConfigError
-from zeroshard.launch.console import Table, print_json, say, say_facts, size_text, three_digits
-from zeroshard.launch.declared import JSON, Command, Option, UsageError, made
+from zeroshard.launch.console import (
+    Table,
+    note,
+    print_json,
+    say,
+    say_facts,
+    size_text,
+    three_digits,
+)
+from zeroshard.launch.declared import JSON, Command, Option, UsageError, as_usage, made
 from zeroshard.launch.plan_uneven import (
     BELOW_REST,
     elsewhere,
@@ -36,7 +42,7 @@ __all__ = ["COMMAND"]
 def _plan(arguments: argparse.Namespace) -> int:
     from zeroshard.planner import Axes, Training, make_plan
 
-    with _as_usage():
+    with as_usage("plan: "):
         axes = made(Axes, arguments)
         training = made(Training, arguments, **_codecs(arguments.comm))
         if is_uneven(arguments):
@@ -58,7 +64,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.write is not None:
         text = json.dumps(plan.config(disk_path=arguments.disk_path), indent=2)
         arguments.write.write_text(f"{text}\n", encoding="utf-8")
-        sys.stderr.write(f"zeroshard: wrote {arguments.write}\n")
+        note(f"wrote {arguments.write}")
     return 0
 
 
@@ -79,22 +85,13 @@ def _sweep(arguments: argparse.Namespace, training: Training) -> int:
     points = make_sweep(model, machines, training)
     if arguments.plot is not None:
         plot_sweep(arguments.plot, model, machines[-1], points)
-        sys.stderr.write(f"zeroshard: wrote {arguments.plot}\n")
+        note(f"wrote {arguments.plot}")
     if arguments.json:
         sizes = {"name": model.name, "parameters": model.numel}
         print_json({"model": sizes, "sweep": [one.to_dict() for one in points]})
     else:
         print_sweep(model, machines[-1], points)
     return 0
-
-
-@contextmanager
-def _as_usage() -> Iterator[None]:
-    """Turn a refused option into a usage error."""
-    try:
-        yield
-    except ConfigError as error:
-        raise UsageError(f"plan: {error}") from None
 
 
 # ------------------------------------------------------------------ the machine
@@ -123,15 +120,15 @@ def _this_machine(ranks: int | None) -> Machine:
     found = machine.facts()
     report = measured.read([one["name"] for one in found["devices"]], found["versions"])
     if report is None:
-        sys.stderr.write("zeroshard: measuring this machine, about 20 s\n")
+        note("measuring this machine, about 20 s")
         report = doctor.examine()
         if report["problems"]:
             raise UsageError(f"plan: --this-machine: {report['problems'][0]}")
-        if measured.busy(report) is not None:
-            sys.stderr.write(f"zeroshard: {measured.busy(report)}\n")
+        if (warning := measured.busy(report)) is not None:
+            note(warning)
         measured.write(report)
     else:
-        sys.stderr.write(f"zeroshard: as measured {report['date']}; zeroshard doctor renews it\n")
+        note(f"as measured {report['date']}; zeroshard doctor renews it")
     return measured.machine_of(report, ranks=ranks)
 
 

@@ -11,13 +11,12 @@ Without matplotlib the text is printed, and one line says what to install.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from zeroshard.core.timeline import Timeline
 from zeroshard.core.untrusted import read_json
-from zeroshard.launch.console import Table, print_json, say
+from zeroshard.launch.console import Table, note, print_json, say
 from zeroshard.launch.declared import JSON, Command, Option, UsageError
 from zeroshard.launch.timeline import TraceReport, analyse, step_spans, within
 
@@ -43,7 +42,7 @@ def _report(arguments: argparse.Namespace) -> int:
     try:
         drawn = _draw(arguments.directory, timelines, predicted)
     except ImportError:
-        sys.stderr.write(f"zeroshard: {_NO_PICTURES}\n")
+        note(_NO_PICTURES)
         return 0
     for path in drawn:
         print(f"wrote {path}")
