@@ -76,10 +76,10 @@ class Table:
     def rich(self) -> RichTable:
         """Return it as rich's."""
         from rich.box import HEAVY_HEAD, SIMPLE_HEAD
-        from rich.table import Table
+        from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = Table(
+        table = RichTable(
             title=Text(self.title, style="table.title") if self.title else None,
             title_justify="left",
             box=HEAVY_HEAD if self.is_framed else SIMPLE_HEAD,

@@ -12,7 +12,7 @@ A :class:`Command` has options and a handler, or further commands. Standard libr
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, TypeVar
@@ -49,8 +49,8 @@ class LineParser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Option:
-    """An argument of a command line: `written` is its name and unit as the help shows them, the
-    other fields are those of ``add_argument``.
+    """An argument of a command line: `written` is its name and unit as the help shows them, `must`
+    what its value must be, for the error; the other fields are those of ``add_argument``.
     """
 
     written: str
@@ -61,6 +61,7 @@ class Option:
     dest: str | None = None
     action: Any = None
     required: bool = False
+    must: str = ""
 
     @property
     def names(self) -> list[str]:
@@ -72,15 +73,27 @@ class Option:
         """What its value is called; empty for a flag."""
         return self.written.removeprefix(", ".join(self.names)).strip()
 
+    def read(self, text: str) -> Any:
+        """Return the value that `text` is. Raises UsageError where it is not what it must be."""
+        assert self.type is not None
+        try:
+            return self.type(text)
+        except ValueError:
+            raise UsageError(f"{self.names[0]} must be {self.must}, not {text!r}") from None
+
     def add_to(self, parser: Any) -> None:
         """Declare it on an argument parser, or on a group of one."""
         how = {**vars(self), "metavar": self.unit.strip("[]").removesuffix(" ...")}
-        del how["written"]
+        del how["written"], how["must"]
+        if self.must:
+            how["type"] = self.read
         if self.unit.startswith("[") or self.unit.endswith(" ..."):
             how["nargs"] = "?" if self.unit.startswith("[") else "+"
         if not self.unit and self.choices is None and self.action is None:
             how["action"] = "store_true"
-        given = {name: value for name, value in how.items() if value not in (None, "", False)}
+        if self.default is None:
+            del how["default"]
+        given = {name: value for name, value in how.items() if value or name == "default"}
         parser.add_argument(*self.names, **given)
 
 
@@ -96,7 +109,7 @@ class Command:
     example: str  # of its use, a line or more
     options: Sequence[Option] = ()
     handler: Callable[[argparse.Namespace], int] | None = None
-    groups: Mapping[str, Sequence[Option]] = field(default_factory=dict)  # by title, more options
+    groups: Mapping[str, Iterable[Option]] = field(default_factory=dict)  # by title, more options
     commands: Sequence[Command] = ()
     description: str | None = None
     epilog: str = ""  # before the example

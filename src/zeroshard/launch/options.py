@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.machinery
+import math
 import os
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from zeroshard.core.mpi import read_task
 from zeroshard.core.slurm import read_step
@@ -122,42 +124,37 @@ class RunOptions:
     as_deepspeed: bool = False  # `import deepspeed` is zeroshard's stand-in in the ranks
 
 
+def _whole(text: str, below: float = math.inf) -> int:
+    if not text.isdecimal() or not 0 < int(text) < below:
+        raise ValueError(text)
+    return int(text)
+
+
 def _nproc(text: str) -> str:
-    if text in NPROC_WORDS or (text.isdecimal() and int(text)):
-        return text
-    raise UsageError(
-        f"--nproc must be a number of at least 1, or one of {', '.join(NPROC_WORDS)}, not {text!r}"
-    )
+    return text if text in NPROC_WORDS or _whole(text) else ""
 
 
-def _least(text: str) -> int:
-    if text.isdecimal() and int(text):
-        return int(text)
-    raise UsageError(f"{ELASTIC} must be a number of ranks of at least 1, not {text!r}")
+def _seconds(text: str) -> float:
+    if not 0 <= float(text) < 1e6:
+        raise ValueError(text)
+    return float(text)
 
 
-def _seconds(name: str) -> Callable[[str], float]:
-    """Return the type of the seconds of option `name`."""
-
-    def seconds(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = -1.0
-        if not 0 <= number < 1e6:
-            raise UsageError(f"{name} must be a number of seconds, not {text!r}")
-        return number
-
-    return seconds
-
-
+# of torchrun's options, those that are read here
+_READ: dict[str, dict[str, Any]] = {
+    "--master-port": {"type": partial(_whole, below=65536), "must": "a port number"},
+    "--shutdown-timeout": {"type": _seconds, "must": "a number of seconds", "dest": "grace_s",
+                           "default": DEFAULT_GRACE_S},
+}  # fmt: skip
 OWN = (
     Option("--nproc, --nproc-per-node N", "ranks here: a number, auto, cpu or gpu (default: one per"
-           " GPU, else 1)", _nproc),
+           " GPU, else 1)", _nproc,
+           must=f"a number of at least 1, or one of {', '.join(NPROC_WORDS)}"),
     Option("--stall-timeout SECONDS", "end the job, with all stacks, when no rank has made progress"
            " (a forward, a step) for so long; 0: never look (default: show the stacks after 600 s)",
-           _seconds("--stall-timeout"), dest="stall_s"),
-    Option(f"{ELASTIC} [MIN]", "when a rank dies, go on with at least MIN (1) others", _least),
+           _seconds, dest="stall_s", must="a number of seconds"),
+    Option(f"{ELASTIC} [MIN]", "when a rank dies, go on with at least MIN (1) others", _whole,
+           must="a number of ranks of at least 1"),
     Option("--as-deepspeed", "let `import deepspeed` be zeroshard's stand-in, also inside"
            " Transformers and Accelerate; no --local_rank is passed, LOCAL_RANK is set"),
     Option("--debug", "show the log of torch's launcher and our own tracebacks"),
@@ -170,11 +167,12 @@ HOSTS = (
     Option("--export NAMES", "more environment variables for the hosts, NAME,..."
            " (docs/launching.md)"),
 )  # fmt: skip
-TORCHRUN = tuple(
-    Option(f"{name}{SHORT.get(name, '')}{unit}", text or argparse.SUPPRESS)
+TORCHRUN = {
+    name: Option(f"{name}{SHORT.get(name, '')}{unit}", text or argparse.SUPPRESS,
+                 **_READ.get(name, {}))
     for unit, options in ((" VALUE", TORCHRUN_VALUES), ("", TORCHRUN_FLAGS))
     for name, text in options.items()
-)
+}  # fmt: skip
 # of ours: whether each takes a value
 _TAKES_VALUE = {name: bool(option.unit) for option in (*OWN, *HOSTS) for name in option.names}
 _TAKES_VALUE |= {"--help": False, "-h": False}
@@ -182,7 +180,7 @@ RUN = Command(
     "run", "start a script on every rank",
     "zeroshard run --nproc 2 examples/train_gpt.py --steps 100",
     OWN, usage="%(prog)s [--nproc N] [torchrun options] script.py ...", allow_abbrev=False,
-    groups={"several hosts": HOSTS, "torchrun options (more: torchrun --help)": TORCHRUN},
+    groups={"several hosts": HOSTS, "torchrun options (more: torchrun --help)": TORCHRUN.values()},
     description="Start one process per rank, end them all when one fails, and show the first"
     " failure last.",
 )  # fmt: skip
@@ -228,6 +226,7 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
         for name, value in places.items()
         if name != "--master-port"
     )
+    port = places["--master-port"] if one_host else None
     _check_elastic(given, is_placed=not one_host and hosts is None)
     return made(
         RunOptions,
@@ -237,8 +236,7 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
         kind=kind,
         torchrun=_for_torchrun(options),
         standalone=one_host,
-        port=_port(places["--master-port"]) if one_host else 0,
-        grace_s=_seconds("--shutdown-timeout")(given.shutdown_timeout or str(DEFAULT_GRACE_S)),
+        port=0 if port is None else TORCHRUN["--master-port"].read(str(port)),
         hosts=hosts,
         place=place,
     )
@@ -284,15 +282,9 @@ def _host_choice(given: argparse.Namespace, named: list[str]) -> HostChoice | No
         )
     if given.max_restarts not in (None, "0"):
         raise UsageError("--hostfile and --max-restarts exclude each other: queue the job again")
-    return HostChoice(
-        hostfile=given.hostfile,
-        include=given.include,
-        exclude=given.exclude,
-        ssh=given.ssh or "ssh",
-        export=tuple(filter(None, (given.export or "").split(","))),
-        master_addr=given.master_addr,
-        master_port=_port(given.master_port),
-    )
+    export = tuple(filter(None, (given.export or "").split(",")))
+    ssh, port = given.ssh or "ssh", given.master_port or 0
+    return made(HostChoice, given, ssh=ssh, export=export, master_port=port)
 
 
 def _launched_place(given: argparse.Namespace, named: list[str]) -> Place | None:
@@ -315,7 +307,7 @@ def _slurm_place(given: argparse.Namespace) -> Place | None:
             " itself, `srun python script.py`, in which zs.init_distributed() reads Slurm's"
             " variables"
         )
-    address, port = given.master_addr or step.nodes[0], _port(given.master_port) or step.port
+    address, port = given.master_addr or step.nodes[0], given.master_port or step.port
     return Place(step.node_rank, step.num_nodes, address, port)
 
 
@@ -336,7 +328,7 @@ def _mpi_place(given: argparse.Namespace) -> Place | None:
             f"mpirun has started one task on each of {task.num_tasks} hosts, and does not say which"
             " is the first: --master-addr HOST"
         )
-    return Place(task.rank, task.num_tasks, address, _port(given.master_port) or task.port)
+    return Place(task.rank, task.num_tasks, address, given.master_port or task.port)
 
 
 def _hint_at_order(options: list[tuple[str, str | None]], rest: list[str]) -> None:
@@ -424,25 +416,15 @@ def check_target(kind: str, target: str) -> None:
             raise UsageError(f"module {target!r} not found")
 
 
-def _port(text: str | None) -> int:
-    """Return the port number that `text` is; 0 where none is given."""
-    if text is None:
-        return 0
-    if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise UsageError(f"--master-port must be a port number, not {text!r}")
-    return int(text)
-
-
 def _check_port(given: argparse.Namespace) -> None:
     """Raise UsageError for a port that is taken, before the rendezvous would time out."""
     is_ours = given.node_rank in (None, "0") and given.rdzv_backend in (None, "static")
     if given.master_port is None or not is_ours:
         return
-    port = _port(given.master_port)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", port))
+            probe.bind(("", given.master_port))
         except OSError as error:
             raise UsageError(
                 f"--master-port {given.master_port} cannot be used: {error.strerror}; leave it out"
