@@ -15,7 +15,6 @@ import socket
 import sys
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from zeroshard.core.mpi import read_task
 from zeroshard.core.slurm import read_step
@@ -140,12 +139,6 @@ def _seconds(text: str) -> float:
     return float(text)
 
 
-# of torchrun's options, those that are read here
-_READ: dict[str, dict[str, Any]] = {
-    "--master-port": {"type": partial(_whole, below=65536), "must": "a port number"},
-    "--shutdown-timeout": {"type": _seconds, "must": "a number of seconds", "dest": "grace_s",
-                           "default": DEFAULT_GRACE_S},
-}  # fmt: skip
 OWN = (
     Option("--nproc, --nproc-per-node N", "ranks here: a number, auto, cpu or gpu (default: one per"
            " GPU, else 1)", _nproc,
@@ -167,12 +160,14 @@ HOSTS = (
     Option("--export NAMES", "more environment variables for the hosts, NAME,..."
            " (docs/launching.md)"),
 )  # fmt: skip
-TORCHRUN = {
-    name: Option(f"{name}{SHORT.get(name, '')}{unit}", text or argparse.SUPPRESS,
-                 **_READ.get(name, {}))
+TORCHRUN = tuple(
+    Option(f"{name}{SHORT.get(name, '')}{unit}", text or argparse.SUPPRESS)
     for unit, options in ((" VALUE", TORCHRUN_VALUES), ("", TORCHRUN_FLAGS))
     for name, text in options.items()
-}  # fmt: skip
+)
+# of torchrun's options, those that are read here: a port only where this launcher takes it
+_GRACE = Option("--shutdown-timeout VALUE", type=_seconds, must="a number of seconds")
+_PORT = Option("--master-port VALUE", type=partial(_whole, below=65536), must="a port number")
 # of ours: whether each takes a value
 _TAKES_VALUE = {name: bool(option.unit) for option in (*OWN, *HOSTS) for name in option.names}
 _TAKES_VALUE |= {"--help": False, "-h": False}
@@ -180,7 +175,7 @@ RUN = Command(
     "run", "start a script on every rank",
     "zeroshard run --nproc 2 examples/train_gpt.py --steps 100",
     OWN, usage="%(prog)s [--nproc N] [torchrun options] script.py ...", allow_abbrev=False,
-    groups={"several hosts": HOSTS, "torchrun options (more: torchrun --help)": TORCHRUN.values()},
+    groups={"several hosts": HOSTS, "torchrun options (more: torchrun --help)": TORCHRUN},
     description="Start one process per rank, end them all when one fails, and show the first"
     " failure last.",
 )  # fmt: skip
@@ -226,7 +221,6 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
         for name, value in places.items()
         if name != "--master-port"
     )
-    port = places["--master-port"] if one_host else None
     _check_elastic(given, is_placed=not one_host and hosts is None)
     return made(
         RunOptions,
@@ -236,7 +230,8 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
         kind=kind,
         torchrun=_for_torchrun(options),
         standalone=one_host,
-        port=0 if port is None else TORCHRUN["--master-port"].read(str(port)),
+        port=_port(places["--master-port"]) if one_host else 0,
+        grace_s=_GRACE.read(given.shutdown_timeout or str(DEFAULT_GRACE_S)),
         hosts=hosts,
         place=place,
     )
@@ -283,7 +278,7 @@ def _host_choice(given: argparse.Namespace, named: list[str]) -> HostChoice | No
     if given.max_restarts not in (None, "0"):
         raise UsageError("--hostfile and --max-restarts exclude each other: queue the job again")
     export = tuple(filter(None, (given.export or "").split(",")))
-    ssh, port = given.ssh or "ssh", given.master_port or 0
+    ssh, port = given.ssh or "ssh", _port(given.master_port)
     return made(HostChoice, given, ssh=ssh, export=export, master_port=port)
 
 
@@ -307,7 +302,7 @@ def _slurm_place(given: argparse.Namespace) -> Place | None:
             " itself, `srun python script.py`, in which zs.init_distributed() reads Slurm's"
             " variables"
         )
-    address, port = given.master_addr or step.nodes[0], given.master_port or step.port
+    address, port = given.master_addr or step.nodes[0], _port(given.master_port) or step.port
     return Place(step.node_rank, step.num_nodes, address, port)
 
 
@@ -328,7 +323,7 @@ def _mpi_place(given: argparse.Namespace) -> Place | None:
             f"mpirun has started one task on each of {task.num_tasks} hosts, and does not say which"
             " is the first: --master-addr HOST"
         )
-    return Place(task.rank, task.num_tasks, address, given.master_port or task.port)
+    return Place(task.rank, task.num_tasks, address, _port(given.master_port) or task.port)
 
 
 def _hint_at_order(options: list[tuple[str, str | None]], rest: list[str]) -> None:
@@ -416,15 +411,21 @@ def check_target(kind: str, target: str) -> None:
             raise UsageError(f"module {target!r} not found")
 
 
+def _port(text: str | None) -> int:
+    """Return the port number that `text` is; 0 where none is given."""
+    return 0 if text is None else int(_PORT.read(text))
+
+
 def _check_port(given: argparse.Namespace) -> None:
     """Raise UsageError for a port that is taken, before the rendezvous would time out."""
     is_ours = given.node_rank in (None, "0") and given.rdzv_backend in (None, "static")
     if given.master_port is None or not is_ours:
         return
+    port = _port(given.master_port)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", given.master_port))
+            probe.bind(("", port))
         except OSError as error:
             raise UsageError(
                 f"--master-port {given.master_port} cannot be used: {error.strerror}; leave it out"

@@ -29,6 +29,7 @@ from zeroshard.launch.plan_uneven import (
     elsewhere,
     is_below_rest,
     is_uneven,
+    leave_out,
     memories_of,
     plan_and_print,
 )
@@ -74,10 +75,8 @@ def _sweep(arguments: argparse.Namespace, training: Training) -> int:
     from zeroshard.planner.sweep import make_sweep, parse_sweep
 
     if arguments.write is not None:
-        raise UsageError("plan: --write writes the plan of one machine: leave --sweep out")
-    if (arguments.tp, arguments.pp) != (1, 1):
-        option = "--tp" if arguments.tp != 1 else "--pp"
-        raise UsageError(f"plan: --sweep plans data parallel ranks alone: leave {option} out")
+        leave_out(arguments, "--write writes the plan of one machine", "sweep")
+    leave_out(arguments, "--sweep plans data parallel ranks alone", "tp", "pp")
     if arguments.this_machine:
         raise UsageError("plan: --sweep is of more machines than this one: name a --gpu")
     machines = [_machine_of(arguments, gpus) for gpus in parse_sweep(arguments.sweep)]
@@ -102,13 +101,11 @@ def _machine_of(arguments: argparse.Namespace, gpus: int | None) -> Machine:
     from zeroshard.planner import Machine
 
     named = ("gpu", "node_size", "gpu_memory", "host_memory", "disk", "network")
+    if arguments.this_machine:
+        leave_out(arguments, "--this-machine is measured", *named)
+        return _this_machine(gpus)
     given = {name: getattr(arguments, name) for name in named}
     given = {name: value for name, value in given.items() if value is not None}
-    if arguments.this_machine:
-        if given:
-            option = f"--{next(iter(given)).replace('_', '-')}"
-            raise UsageError(f"plan: --this-machine is measured: leave {option} out")
-        return _this_machine(gpus)
     return Machine.of(gpus=1 if gpus is None else gpus, **given)
 
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from zeroshard.planner.uneven import UnevenRow
 
 __all__ = [
-    "BELOW_REST", "elsewhere", "is_below_rest", "is_uneven", "memories_of", "plan_and_print",
+    "BELOW_REST", "elsewhere", "is_below_rest", "is_uneven", "leave_out", "memories_of",
+    "plan_and_print",
 ]  # fmt: skip
 
 BELOW_REST = (
@@ -32,17 +33,21 @@ def is_uneven(arguments: argparse.Namespace) -> bool:
     return arguments.shares is not None or "," in (arguments.gpu_memory or "")
 
 
+def leave_out(arguments: argparse.Namespace, why: str, *names: str) -> None:
+    """Raise UsageError for the first of the options `names` that is given, and say why."""
+    for name in names:
+        if getattr(arguments, name) != {"tp": 1, "pp": 1}.get(name):
+            raise UsageError(f"plan: {why}: leave --{name.replace('_', '-')} out")
+
+
 def memories_of(arguments: argparse.Namespace) -> list[int]:
     """Return the memory of each GPU where several are given, and take them from the options.
     Raises ConfigError, and UsageError for options that plan other things.
     """
     from zeroshard.core.sizes import parse_bytes
 
-    others = {"tp": (1,), "pp": (1,), "sweep": (None,), "plot": (None,), "write": (None,)}
-    for name, defaults in others.items():
-        if getattr(arguments, name) not in defaults:
-            raise UsageError(f"plan: --shares and unequal --gpu-memory plan every rank of one"
-                             f" machine: leave --{name} out")  # fmt: skip
+    why = "--shares and unequal --gpu-memory plan every rank of one machine"
+    leave_out(arguments, why, "tp", "pp", "sweep", "plot", "write")
     texts = (arguments.gpu_memory or "").split(",")
     if len(texts) == 1:
         return []
