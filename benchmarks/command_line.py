@@ -55,6 +55,7 @@ def _compared(name: str) -> Callable[[argparse.Namespace], int]:
         from benchmarks import commands
 
         threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.nproc)
+        # those of them without these options take the defaults of `step`
         own = {"warmup": 8, "data": [], "profile": False, "traces": None, **vars(arguments)}
         return int(getattr(commands, name)(argparse.Namespace(**own), threads=threads))
 

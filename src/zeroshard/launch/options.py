@@ -130,7 +130,7 @@ def _whole(text: str, below: float = math.inf) -> int:
 
 
 def _nproc(text: str) -> str:
-    return text if text in NPROC_WORDS or _whole(text) else ""
+    return text if text in NPROC_WORDS else str(_whole(text))
 
 
 def _seconds(text: str) -> float:
