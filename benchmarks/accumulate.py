@@ -14,7 +14,6 @@ same losses.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -27,15 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 import zeroshard as zs
 from benchmarks.model import GPT, Batches
 from benchmarks.plan import Size
 from benchmarks.results import machine_facts
+from benchmarks.tables import grid, publish
 from zeroshard.core.sizes import parse_bytes
+from zeroshard.launch.console import progress
 from zeroshard.runtime.engine import states_of
 from zeroshard.tier import disk
 
@@ -176,30 +174,25 @@ def measure(options: Options, told: Callable[[], None] = lambda: None) -> list[C
     return [plain, ours]
 
 
-def _show(options: Options, contenders: list[Contender], *, as_json: bool) -> None:
-    medians = [statistics.median(one.step_s) for one in contenders]
+def _show(options: Options, contenders: list[Contender], *, as_json: bool) -> int:
     ratios = [a / b for a, b in zip(*(one.step_s for one in contenders), strict=True)]
-    if as_json:
-        report = {
-            "machine": machine_facts(),
-            "options": asdict(options) | {"path": str(options.path)},
-            "contenders": [asdict(one) for one in contenders],
-            "ratio": statistics.median(ratios),
-        }
-        print(json.dumps(report, indent=1))
-        return
+    report = {
+        "machine": machine_facts(),
+        "options": asdict(options) | {"path": str(options.path)},
+        "contenders": [asdict(one) for one in contenders],
+        "ratio": statistics.median(ratios),
+    }
     pace = "as fast as it is" if options.pace is None else f"{options.pace / 1e6:.0f} MB/s"
     title = f"{options.micro_batches} micro-batches, {options.rounds} rounds, disk {pace}"
-    table = Table(title=title, title_justify="left")
-    for head in ("way", "s / step", "MB read", "MB written"):
-        table.add_column(head, justify="left" if head == "way" else "right", no_wrap=True)
-    for one, median in zip(contenders, medians, strict=True):
-        read, written = one.read_bytes / 1e6, one.written_bytes / 1e6
-        table.add_row(one.name, f"{median:.3f}", f"{read:.1f}", f"{written:.1f}")
-    console = Console()
-    console.print(table)
+    rows = [
+        (one.name, f"{statistics.median(one.step_s):.3f}", f"{one.read_bytes / 1e6:.1f}",
+         f"{one.written_bytes / 1e6:.1f}")
+        for one in contenders
+    ]  # fmt: skip
+    table = grid(title, ("way", "s / step", "MB read", "MB written"), rows)
     spread = f"[{min(ratios):.2f}, {max(ratios):.2f}]"
-    console.print(f"accumulate is {statistics.median(ratios):.2f} times faster {spread}")
+    note = f"accumulate is {statistics.median(ratios):.2f} times faster {spread}"
+    return publish(report, table, [note], out=None, as_json=as_json)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -213,15 +206,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     asked = vars(parser.parse_args(arguments))
     as_json, pace, path = asked.pop("json"), asked.pop("pace"), asked.pop("path")
-    console = Console(stderr=True)
     with tempfile.TemporaryDirectory(dir=path) as folder:
         speed = None if pace is None else parse_bytes(pace, "--pace")
         options = Options(Path(folder), pace=speed, **asked)
-        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-            task = bar.add_task("steps", total=options.rounds + 1)
-            contenders = measure(options, lambda: bar.advance(task))
-    _show(options, contenders, as_json=as_json)
-    return 0
+        with progress("steps", options.rounds + 1) as bar:
+            contenders = measure(options, bar.advance)
+    return _show(options, contenders, as_json=as_json)
 
 
 if __name__ == "__main__":

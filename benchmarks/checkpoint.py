@@ -18,7 +18,6 @@ and before each read the files are dropped from the page cache, so that all thre
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
 import tempfile
@@ -30,23 +29,42 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint.state_dict_loader as dcp_load
 import torch.distributed.checkpoint.state_dict_saver as dcp_save
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from torch import nn
 
 from benchmarks.results import machine_facts
 from benchmarks.stats import bootstrap_median, judge
+from benchmarks.tables import grid, publish
 from zeroshard.api import shard
 from zeroshard.checkpoint.load import load
 from zeroshard.checkpoint.manifest import CHUNK_BYTES
 from zeroshard.checkpoint.save import Saver, save
 from zeroshard.checkpoint.shards import as_bytes
+from zeroshard.launch.console import progress
 from zeroshard.runtime.engine import states_of
 
-__all__ = ["Comparison", "run"]
+__all__ = ["Comparison", "Options", "run"]
 
 _WIDTH = 2048
+_DCP = "torch.distributed.checkpoint"
+# what is compared, with what, the turns of both, and the least that is asked of their ratio
+_COMPARED = (
+    ("save", "plain write and fsync", "write_ours", "write_plain", 0.8),
+    ("save", _DCP, "write_ours", "write_dcp", 1.0),
+    ("load", "plain read", "read_ours", "read_plain", 0.8),
+    ("load", "plain read into memory that keeps it", "read_ours", "read_kept", 0.8),
+    ("load", _DCP, "read_ours", "read_dcp", 1.0),
+    ("pause in the background", "one memory copy", "pause_ours", "copy_plain", 1 / 1.3),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured; `folder` is where the files are written (None: a temporary one)."""
+
+    gigabytes: float
+    rounds: int
+    folder: Path | None
+    warm: bool
 
 
 @dataclass
@@ -175,76 +193,40 @@ def _measure(rig: _Rig, rounds: int) -> Iterator[dict[str, float]]:
         for name in ("read_plain", "read_kept", "read_ours", "read_dcp"):
             rig.forget()
             seconds[name] = _timed(getattr(rig, name))
-        for name in ("copy_plain", "pause_ours"):
+        for name in "copy_plain", "pause_ours":
             seconds[name] = _timed(getattr(rig, name))
         rig.saver.wait()
         if number:
             yield seconds
 
 
-def run(
-    *, num_bytes: int, rounds: int, folder: Path | None, warm: bool, out: Path | None, as_json: bool
-) -> int:
-    """Measure, and print a table (or JSON); `folder` is where the files are written (default: a
-    temporary one).
-    """
-    console = Console(stderr=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix="zeroshard-bench-") as where:
-        rig = _Rig(Path(where), num_bytes, warm=warm)
+def run(options: Options, *, out: Path | None, as_json: bool) -> int:
+    """Measure, and print a table (or JSON)."""
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="zeroshard-bench-") as where:
+        rig = _Rig(Path(where), int(options.gigabytes * 1e9), warm=options.warm)
         found: list[dict[str, float]] = []
-        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-            task = bar.add_task(f"{rig.num_bytes / 1e9:.2f} GB", total=rounds)
-            for seconds in _measure(rig, rounds):
+        with progress(f"{rig.num_bytes / 1e9:.2f} GB", options.rounds) as bar:
+            for seconds in _measure(rig, options.rounds):
                 found.append(seconds)
-                bar.advance(task)
+                bar.advance()
         rig.saver.close()
         size = rig.num_bytes
-
-    def times(name: str) -> list[float]:
-        return [seconds[name] for seconds in found]
-
+    times = {name: [seconds[name] for seconds in found] for name in found[0]}
     comparisons = [
-        Comparison("save", "plain write and fsync", times("write_ours"), times("write_plain"), 0.8),
-        Comparison(
-            "save", "torch.distributed.checkpoint", times("write_ours"), times("write_dcp"), 1.0
-        ),
-        Comparison("load", "plain read", times("read_ours"), times("read_plain"), 0.8),
-        Comparison(
-            "load",
-            "plain read into memory that keeps it",
-            times("read_ours"),
-            times("read_kept"),
-            0.8,
-        ),
-        Comparison(
-            "load", "torch.distributed.checkpoint", times("read_ours"), times("read_dcp"), 1.0
-        ),
-        Comparison(
-            "pause in the background",
-            "one memory copy",
-            times("pause_ours"),
-            times("copy_plain"),
-            1 / 1.3,
-        ),
+        Comparison(what, other, times[ours], times[theirs], target)
+        for what, other, ours, theirs, target in _COMPARED
     ]
     report = {
         "machine": machine_facts(),
         "bytes": size,
-        "warm": warm,
+        "warm": options.warm,
         "comparisons": [asdict(each) for each in comparisons],
     }
-    if out is not None:
-        out.write_text(json.dumps(report, indent=1))
-    if as_json:
-        print(json.dumps(report, indent=1))
-        return 0
-    table = Table(
-        title=f"{size / 1e9:.2f} GB, {rounds} rounds, {'warm' if warm else 'cold'} page cache",
-        title_justify="left",
+    cache = "warm" if options.warm else "cold"
+    table = grid(
+        f"{size / 1e9:.2f} GB, {options.rounds} rounds, {cache} page cache",
+        ("what", "beside", "GB/s", "its GB/s", "times as fast", "target", ""),
+        [each.row(size) for each in comparisons],
+        num_text=2,
     )
-    for head in ("what", "beside", "GB/s", "its GB/s", "times as fast", "target", ""):
-        table.add_column(head)
-    for each in comparisons:
-        table.add_row(*each.row(size))
-    Console().print(table)
-    return 0
+    return publish(report, table, (), out=out, as_json=as_json)

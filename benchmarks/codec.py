@@ -16,7 +16,6 @@ faster below the crossover ``B = (2n - e) / t``. Casting to bf16 is counted as f
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,17 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from benchmarks.results import machine_facts
+from benchmarks.tables import grid, publish
 from zeroshard.comm.codec import CODECS, Codec, codec, engine_of
+from zeroshard.launch.console import Table, progress
 
 __all__ = ["DTYPES", "Options", "crossover", "measure", "run"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BF16_BYTES = 2
+_COLUMNS = (
+    "codec", "dtype", "encode GB/s", "decode GB/s", "both GB/s", "memcpy GB/s", "both / memcpy",
+    "bytes / bf16", "crossover Gbit/s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -146,26 +148,17 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
     """Measure, and print a table (or JSON). Raises ConfigError for a codec or block that there
     is not.
     """
-    console = Console(stderr=True)
     machine = machine_facts()
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("codecs", total=len(options.dtypes) * (options.rounds + 1))
-        rows = measure(options, lambda: bar.advance(task))
+    with progress("codecs", len(options.dtypes) * (options.rounds + 1)) as bar:
+        rows = measure(options, bar.advance)
     facts = {
         "threads": options.threads,
         "rounds": options.rounds,
         "device": options.device,
         "torch": torch.__version__,
     }
-    report = json.dumps({"machine": machine, **facts, "rows": rows}, indent=1)
-    if out is not None:
-        out.write_text(report)
-    if as_json:
-        print(report)
-        return 0
-    console = Console()
-    (console if console.is_terminal else Console(width=140)).print(_table(options, rows))
-    return 0
+    report = {"machine": machine, **facts, "rows": rows}
+    return publish(report, _table(options, rows), (), out=out, as_json=as_json)
 
 
 def _table(options: Options, rows: list[dict[str, Any]]) -> Table:
@@ -174,24 +167,11 @@ def _table(options: Options, rows: list[dict[str, Any]]) -> Table:
         f" {options.threads} thread(s), median of {options.rounds} rounds; GB/s of the tensor."
         " Encoded beats bf16 on wires slower than the last column."
     )
-    table = Table(title=title, title_justify="left")
-    heads = (
-        "codec",
-        "dtype",
-        "encode GB/s",
-        "decode GB/s",
-        "both GB/s",
-        "memcpy GB/s",
-        "both / memcpy",
-        "bytes / bf16",
-        "crossover Gbit/s",
-    )
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("codec", "dtype") else "right")
+    cells = []
     for row in rows:
         speeds = (f"{row[f'{what}_gb_s']:.2f}" for what in ("encode", "decode", "both", "memcpy"))
         ratios = (f"{row['of_memcpy']:.3f}", f"{row['bytes_of_bf16']:.3f}")
-        table.add_row(
-            row["codec"], row["dtype"], *speeds, *ratios, f"{8 * row['crossover_gb_s']:.1f}"
+        cells.append(
+            (row["codec"], row["dtype"], *speeds, *ratios, f"{8 * row['crossover_gb_s']:.1f}")
         )
-    return table
+    return grid(title, _COLUMNS, cells, num_text=2)

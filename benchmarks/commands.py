@@ -9,7 +9,6 @@ said and skipped.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -19,9 +18,6 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.driver import Options, measure
 from benchmarks.plan import (
@@ -35,13 +31,15 @@ from benchmarks.plan import (
     SIZES,
     TRACE_COMPARISONS,
     Comparison,
+    Size,
     blocks,
     comparisons_for,
 )
 from benchmarks.results import Report, Run, machine_facts
 from benchmarks.stats import MIN_PAIRS
-from benchmarks.tables import markdown, show, summary
+from benchmarks.tables import grids, markdown, notes, show, summary
 from zeroshard.errors import ConfigError
+from zeroshard.launch.console import print_json, progress
 
 __all__ = ["offload", "overhead", "report", "step"]
 
@@ -94,9 +92,7 @@ def _runnable(result: Report, arguments: argparse.Namespace) -> list[Comparison]
 
 def _leave_out(result: Report, what: str) -> None:
     result.left_out.append(what)
-    Console(stderr=True).print(
-        f"bench: skipped {what}", markup=False, highlight=False, soft_wrap=True
-    )
+    sys.stderr.write(f"bench: skipped {what}\n")
 
 
 def _chosen(contenders: Sequence[str] | None, known: Sequence[Comparison]) -> list[Comparison]:
@@ -136,12 +132,25 @@ def _run_sizes(
                 traces=None if arguments.traces is None else str(arguments.traces),
                 disk_path=disk_path,
             )
-            with _progress(f"{size.name} {precision}", _num_turns(comparisons, options)) as (
-                say,
-                advance,
-            ):
-                keep = partial(_keep, result, arguments.out, len(result.runs))
-                measure(size, precision, comparisons, options, say=say, advance=advance, keep=keep)
+            keep = partial(_keep, result, arguments.out, len(result.runs))
+            _measured(f"{size.name} {precision}", size, precision, comparisons, options, keep)
+
+
+def _measured(
+    title: str,
+    size: Size,
+    precision: str,
+    comparisons: Sequence[Comparison],
+    options: Options,
+    keep: Callable[[Run], None],
+) -> None:
+    """Measure beside a progress bar; what is measured goes to `keep`."""
+    with progress(title, _num_turns(comparisons, options)) as bar:
+
+        def say(line: str) -> None:
+            bar.say(f"bench: {line}")
+
+        measure(size, precision, comparisons, options, say=say, advance=bar.step, keep=keep)
 
 
 def _keep(result: Report, out: Path | None, index: int, run: Run) -> None:
@@ -172,8 +181,8 @@ def _run_alone(result: Report, arguments: argparse.Namespace, path: Path) -> Non
             partial(disk_step, arguments.elements, path=path, grad=grad),
         )
     for title, (pairs, run) in runs.items():
-        with _progress(title, pairs + 1) as (_, advance):
-            result.runs.append(run(pairs=pairs, advance=advance))
+        with progress(title, pairs + 1) as bar:
+            result.runs.append(run(pairs=pairs, advance=bar.step))
         _save(result, arguments.out)
 
 
@@ -201,13 +210,12 @@ def _run_largest(
         device_bytes=card,
     )
     for tier in LARGEST:
-        with _progress(f"largest model, states on {tier}", 0) as (say, advance):
-            found = largest(
-                tier, arguments.precision[0], options, seconds=arguments.largest_s, advance=advance
-            )
+        with progress(f"largest model, states on {tier}") as bar:
+            limit_s, precision = arguments.largest_s, arguments.precision[0]
+            found = largest(tier, precision, options, seconds=limit_s, advance=bar.step)
             result.largest.append(found)
-            say(
-                f"largest model, states on {tier}: {found.num_parameters / 1e9:.2f} billion"
+            bar.say(
+                f"bench: largest model, states on {tier}: {found.num_parameters / 1e9:.2f} billion"
                 f" parameters; then {found.stopped}"
             )
         _save(result, arguments.out)
@@ -227,13 +235,8 @@ def overhead(arguments: argparse.Namespace, *, threads: int) -> int:
             pairs=arguments.pairs,
         )
         comparisons = [Comparison("zero3", "plain", None if narrow else 1 / 1.03, pairs=30)]
-        with _progress(f"{size.name} fp32, one process", _num_turns(comparisons, options)) as (
-            say,
-            advance,
-        ):
-            result.runs.append(
-                measure(size, "fp32", comparisons, options, say=say, advance=advance)
-            )
+        keep = partial(_keep, result, arguments.out, len(result.runs))
+        _measured(f"{size.name} fp32, one process", size, "fp32", comparisons, options, keep)
         _save(result, arguments.out)
     return _finish(result, arguments)
 
@@ -247,7 +250,7 @@ def report(files: Sequence[Path], *, as_json: bool) -> int:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{file}: {error}") from error
     if as_json:
-        print(json.dumps([summary(r) for r in reports], indent=1))
+        print_json([summary(r) for r in reports])
     else:
         print("\n".join(markdown(r) for r in reports))
     return 0
@@ -274,8 +277,7 @@ def _finish(result: Report, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(result.to_json())
     else:
-        console = Console()
-        show(result, console if console.is_terminal else Console(width=140))
+        show(grids(result), notes(result))
     return EXIT_BROKEN if any(c.failed for run in result.runs for c in run.contenders) else 0
 
 
@@ -320,31 +322,3 @@ def _num_turns(comparisons: Sequence[Comparison], options: Options) -> int:
             for name in members
         )
     return total
-
-
-@contextmanager
-def _progress(
-    title: str, total: int
-) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
-    """A bar on stderr; yields (say a line, go one turn ahead)."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("[bold]" + title),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total} {task.description}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True
-    ) as bar:
-        task = bar.add_task("", total=total)
-
-        def advance(what: str) -> None:
-            bar.update(task, advance=1, description=what)
-
-        yield (
-            lambda message: console.print(
-                f"bench: {message}", markup=False, highlight=False, soft_wrap=True
-            ),
-            advance,
-        )

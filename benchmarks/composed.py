@@ -41,6 +41,8 @@ from benchmarks.plan import SIZES, Size
 from benchmarks.ranks import start, timed
 from benchmarks.results import ComparisonResult, ContenderResult, Report, Run, machine_facts
 from benchmarks.stats import bootstrap_median, judge
+from benchmarks.tables import grid
+from zeroshard.launch.declared import Option, listed, one_of
 
 __all__ = ["CONTENDERS", "Decoder", "main", "stages_of", "table"]
 
@@ -243,38 +245,25 @@ def _measure(size: Size, names: Sequence[str], pairs: int, steps: int) -> Run:
 
 def table(run: Run) -> str:
     """Return medians of every contender, and how they compare, as markdown."""
-    lines = [
-        f"{run.num_parameters:,} parameters, {run.num_ranks} ranks, {run.tokens} tokens a rank and"
-        " step\n",
-        "| | ms/step | tokens/s of all ranks | first loss |\n|---|---|---|---|",
-    ]
+    head = f"{run.num_parameters:,} parameters, {run.num_ranks} ranks, {run.tokens} tokens a rank"
+    speeds, ratios = [], []
     for one in run.contenders:
         step_s = bootstrap_median(one.step_s)
         rate = run.num_ranks * run.tokens / step_s.median
         milliseconds = " to ".join(f"{1e3 * value:.1f}" for value in (step_s.low, step_s.high))
-        lines.append(
-            f"| {one.name} | {1e3 * step_s.median:.1f} ({milliseconds}) | {rate:,.0f} |"
-            f" {one.losses[0]:.5f} |"
-        )
-    lines.append("\n| | times as fast | 95% interval | at least 1.00 |\n|---|---|---|---|")
+        took = f"{1e3 * step_s.median:.1f} ({milliseconds})"
+        speeds.append((one.name, took, f"{rate:,.0f}", f"{one.losses[0]:.5f}"))
     for pair in run.comparisons:
-        ratio = pair.ratio
-        verdict = judge(ratio, TARGET, num_pairs=len(pair.pairs))
-        lines.append(
-            f"| {pair.contender} / {pair.reference} | {ratio.median:.3f} |"
-            f" {ratio.low:.3f} to {ratio.high:.3f} | {verdict} |"
-        )
-    return "\n".join(lines)
+        ratio, verdict = pair.ratio, judge(pair.ratio, TARGET, num_pairs=len(pair.pairs))
+        interval = f"{ratio.low:.3f} to {ratio.high:.3f}"
+        name = f"{pair.contender} / {pair.reference}"
+        ratios.append((name, f"{ratio.median:.3f}", interval, verdict))
+    times = grid("", ("", "ms/step", "tokens/s of all ranks", "first loss"), speeds)
+    against = grid("", ("", "times as fast", "95% interval", "at least 1.00"), ratios)
+    return f"{head} and step\n\n{times.markdown()}\n{against.markdown()}"
 
 
 # ------------------------------------------------------------------------------------ command line
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in CONTENDERS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(CONTENDERS)}")
-    return names
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -283,7 +272,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.composed", description=__doc__, formatter_class=raw
     )
     parser.add_argument("--size", choices=("tiny", "small", "medium"), default="small")
-    parser.add_argument("--contenders", type=_names, default=CONTENDERS, metavar="NAME,NAME")
+    named = Option("--contenders NAME,NAME", None, listed(one_of(CONTENDERS)), CONTENDERS)
+    named.add_to(parser)
     parser.add_argument("--pairs", type=int, default=12, help="turns of every contender")
     parser.add_argument("--steps", type=int, default=3, help="of a turn")
     parser.add_argument("--json", action="store_true", help="all raw numbers")

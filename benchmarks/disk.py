@@ -34,16 +34,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from benchmarks.offload import disk_step
 from benchmarks.raw_disk import NUM_GROUPS, NUM_STATES, REQUEST_BYTES, Options, Raw
 from benchmarks.results import machine_facts
+from benchmarks.tables import grid, publish
 from zeroshard.core.work import Work
+from zeroshard.launch.console import Table, progress
 from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.swapdir import SwapDirectory
 
@@ -224,7 +224,6 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
     """Measure, and print a table (or JSON). Raises StorageError when the directory cannot be
     used or is full.
     """
-    console = Console(stderr=True)
     path = Path(tempfile.gettempdir()) if options.path is None else options.path
     cpu = torch.device("cpu")
     store = DiskStore(
@@ -239,26 +238,23 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
         storages = _Storages(store, options)
         raw = Raw(store, options)
         fio = _Fio(raw, options, direct=store.direct)
-        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-            task = bar.add_task(
-                f"{options.num_bytes / 1e9:.2f} GB", total=options.rounds * len(_KINDS)
-            )
+        with progress(f"{options.num_bytes / 1e9:.2f} GB", options.rounds * len(_KINDS)) as bar:
             for kind, speeds in _measure(raw, storages, fio, options):
                 for contender, speed in speeds.items():
                     getattr(rows[kind], contender).append(speed)
-                bar.advance(task)
+                bar.advance()
         raw.close()
     finally:
         store.close()
     rows["step"] = step_row(options, path)
-    _show(options, list(rows.values()), fio, direct=store.direct, out=out, as_json=as_json)
-    return 0
+    measured = list(rows.values())
+    report = _report(options, measured, fio, direct=store.direct)
+    table = _table(options, measured, direct=store.direct)
+    return publish(report, table, [fio.name or fio.missing], out=out, as_json=as_json)
 
 
-def _show(
-    options: Options, rows: list[Row], fio: _Fio, *, direct: bool, out: Path | None, as_json: bool
-) -> None:
-    report = {
+def _report(options: Options, rows: list[Row], fio: _Fio, *, direct: bool) -> dict[str, Any]:
+    return {
         "machine": machine_facts(),
         "bytes": options.state_bytes * NUM_STATES,
         "rounds": options.rounds,
@@ -269,28 +265,15 @@ def _show(
         "fio": fio.name or None,
         "gigabytes_per_s": [asdict(row) for row in rows],
     }
-    if out is not None:
-        out.write_text(json.dumps(report, indent=1))
-    if as_json:
-        print(json.dumps(report, indent=1))
-        return
-    way = (
-        "O_DIRECT"
-        if direct
-        else "BUFFERED, through the page cache: the file system refuses O_DIRECT"
-    )
+
+
+def _table(options: Options, rows: list[Row], *, direct: bool) -> Table:
+    way = "O_DIRECT"
+    if not direct:
+        way = "BUFFERED, through the page cache: the file system refuses O_DIRECT"
     title = (
         f"{options.num_bytes / 1e9:.2f} GB, {options.queue_depth} requests in flight,"
-        f" {options.rounds} rounds, {way}"
+        f" {options.rounds} rounds, {way}{', with checksums' if options.verify else ''}"
     )
-    table = Table(
-        title=title + (", with checksums" if options.verify else ""), title_justify="left"
-    )
-    for head in ("what", "raw GB/s", "store GB/s", "fio GB/s", "store / raw", "store / fio"):
-        table.add_column(head, justify="left" if head == "what" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row.cells())
-    console = Console()
-    console = console if console.is_terminal else Console(width=140)
-    console.print(table)
-    console.print(fio.name or fio.missing, markup=False, highlight=False)
+    columns = ("what", "raw GB/s", "store GB/s", "fio GB/s", "store / raw", "store / fio")
+    return grid(title, columns, [row.cells() for row in rows])

@@ -12,31 +12,28 @@ communication, or devices.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from torch import nn
 
 import zeroshard as zs
 from benchmarks.contenders import adamw
 from benchmarks.results import machine_facts
 from benchmarks.stats import Interval, bootstrap_median
+from benchmarks.tables import grid, publish
 from zeroshard.comm import nccl, select
 from zeroshard.comm.compat import reduce_scatter_single
 from zeroshard.comm.transport import Traffic
 from zeroshard.errors import ConfigError
+from zeroshard.launch.console import progress
 
 __all__ = ["Options", "fake_group", "fake_world", "measure", "run"]
 
@@ -208,10 +205,9 @@ def _us_per_unit(name: str, seconds: dict[str, list[float]], units: int) -> Inte
 
 def run(options: Options, *, out: Path | None, as_json: bool) -> int:
     """Measure, and print a table (or JSON). Raises ConfigError inside a process group."""
-    console, machine = Console(stderr=True), machine_facts()
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        advance = partial(bar.advance, bar.add_task("fake world", total=options.rounds))
-        seconds = measure(options, advance)
+    machine = machine_facts()
+    with progress("fake world", options.rounds) as bar:
+        seconds = measure(options, bar.advance)
     own = {name: _us_per_unit(name, seconds, options.units) for name in _CONTENDERS}
     facts = {
         "kind": "fake-world",
@@ -221,27 +217,14 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
         "cpu_s_per_step": seconds,
         "us_per_unit_and_step": {name: asdict(interval) for name, interval in own.items()},
     }
-    report = json.dumps(facts, indent=1)
-    if out is not None:
-        out.write_text(report)
-    if as_json:
-        print(report)
-        return 0
-    console = Console()
-    (console if console.is_terminal else Console(width=140)).print(_table(options, own))
-    return 0
-
-
-def _table(options: Options, own: dict[str, Interval]) -> Table:
     title = (
         f"CPU time less plain PyTorch's, rank 0 of a fake world of {options.world}, {options.units}"
         f" units of 8 parameters, one thread, median of {options.rounds} rounds of {options.steps}"
         " steps"
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column("contender")
-    table.add_column("µs per unit and step", justify="right")
-    table.add_column("95% interval", justify="right")
-    for name, interval in own.items():
-        table.add_row(name, f"{interval.median:.0f}", f"{interval.low:.0f} to {interval.high:.0f}")
-    return table
+    rows = [
+        (name, f"{interval.median:.0f}", f"{interval.low:.0f} to {interval.high:.0f}")
+        for name, interval in own.items()
+    ]
+    table = grid(title, ("contender", "µs per unit and step", "95% interval"), rows)
+    return publish(facts, table, (), out=out, as_json=as_json)

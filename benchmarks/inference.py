@@ -27,10 +27,10 @@ Tokens are compared: all contenders but the encoded one must give those of the p
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,15 +42,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 import zeroshard as zs
 from benchmarks.raw_disk import Options as RawOptions
 from benchmarks.raw_disk import Raw
 from benchmarks.results import machine_facts
+from benchmarks.tables import grid, publish
 from zeroshard.errors import ConfigError
+from zeroshard.launch.console import Table, progress
 from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.swapdir import SwapDirectory
 
@@ -73,7 +72,7 @@ class Options:
     """What is measured."""
 
     path: Path | None
-    contenders: Sequence[str]
+    contenders: Sequence[str] | None  # None: DEFAULT
     batches: Sequence[int]
     layers: int
     width: int
@@ -223,7 +222,7 @@ def _build(name: str, options: Options, path: Path, stack: ExitStack) -> Generat
     return _generating(_model(options))
 
 
-def _installed(names: Sequence[str], say: Callable[[str], None]) -> list[str]:
+def _installed(names: Sequence[str]) -> list[str]:
     """Return those of `names` whose library is here; say which are not."""
     out = []
     for name in names:
@@ -231,7 +230,7 @@ def _installed(names: Sequence[str], say: Callable[[str], None]) -> list[str]:
         if library is None or find_spec(library) is not None:
             out.append(name)
         else:
-            say(f"bench: skipped {name}: {library} is not installed")
+            sys.stderr.write(f"bench: skipped {name}: {library} is not installed\n")
     return out
 
 
@@ -288,14 +287,10 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
     """Measure, and print a table (or JSON). Raises StorageError when the directory cannot be used
     or is full, ConfigError for a contender that does not exist.
     """
-    if unknown := [name for name in options.contenders if name not in CONTENDERS]:
+    asked = options.contenders or DEFAULT
+    if unknown := [name for name in asked if name not in CONTENDERS]:
         raise ConfigError(f"contender {unknown[0]!r} is not one of {', '.join(CONTENDERS)}")
-    console = Console(stderr=True)
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    names = _installed(options.contenders, say)
+    names = _installed(asked)
     path = Path(tempfile.mkdtemp(prefix="inference-", dir=options.path))
     rows = [Row(name, batch) for name in names for batch in options.batches]
     numel = sum(parameter.numel() for parameter in _model(options, deferred=True).parameters())
@@ -306,15 +301,26 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
         if "zeroshard+disk" in names:
             raw = _RawReader(path, 4 * numel)
             stack.callback(raw.close)
-        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-            task = bar.add_task(f"{4 * numel / 1e9:.2f} GB", total=options.rounds * len(rows))
+        with progress(f"{4 * numel / 1e9:.2f} GB", options.rounds * len(rows)) as bar:
             for name, batch, speed, share in _measure(contenders, raw, options, 4 * numel):
                 row = next(one for one in rows if (one.contender, one.batch) == (name, batch))
                 row.tokens_per_s.append(speed)
                 row.disk_share += [] if share is None else [share]
-                bar.advance(task)
-    _show(rows, options, 4 * numel, out=out, as_json=as_json)
-    return 0
+                bar.advance()
+    ratios = _ratios(rows)
+    notes = [
+        f"{what}: {ratio:.2f} x the better peer (aim: {TARGET})" for what, ratio in ratios.items()
+    ]
+    report = {
+        "machine": machine_facts(),
+        "weight_bytes": 4 * numel,
+        "tokens": options.tokens,
+        "rounds": options.rounds,
+        "rows": [asdict(row) | {"median": row.median} for row in rows],
+        "beside_the_better_peer": ratios,
+        "targets": {"beside_the_better_peer": TARGET, "disk_share": DISK_TARGET},
+    }
+    return publish(report, _table(rows, options, 4 * numel), notes, out=out, as_json=as_json)
 
 
 # --------------------------------------------------------------------------------------- printing
@@ -340,38 +346,16 @@ def _ratios(rows: Sequence[Row]) -> dict[str, float]:
     return out
 
 
-def _show(
-    rows: Sequence[Row], options: Options, weight_bytes: int, *, out: Path | None, as_json: bool
-) -> None:
-    ratios = _ratios(rows)
-    report = {
-        "machine": machine_facts(),
-        "weight_bytes": weight_bytes,
-        "tokens": options.tokens,
-        "rounds": options.rounds,
-        "rows": [asdict(row) | {"median": row.median} for row in rows],
-        "beside_the_better_peer": ratios,
-        "targets": {"beside_the_better_peer": TARGET, "disk_share": DISK_TARGET},
-    }
-    if out is not None:
-        out.write_text(json.dumps(report, indent=1))
-    if as_json:
-        print(json.dumps(report, indent=1))
-        return
-    table = Table(
-        title=f"{weight_bytes / 1e9:.2f} GB of weights, {options.tokens} tokens per prompt,"
-        f" {options.rounds} rounds",
-        title_justify="left",
-    )
-    for head in ("contender", "batch", "tokens/s", "least, most", "of the raw disk"):
-        table.add_column(head, justify="left" if head == "contender" else "right", no_wrap=True)
+def _table(rows: Sequence[Row], options: Options, weight_bytes: int) -> Table:
+    cells = []
     for row in rows:
         speeds, share = row.tokens_per_s, row.disk_share
         spread = f"{min(speeds):.2f}, {max(speeds):.2f}"
         told = f"{statistics.median(share):.2f}" if share else ""
-        table.add_row(row.contender, str(row.batch), f"{row.median:.2f}", spread, told)
-    console = Console()
-    console = console if console.is_terminal else Console(width=120)
-    console.print(table)
-    for what, ratio in ratios.items():
-        console.print(f"{what}: {ratio:.2f} x the better peer (aim: {TARGET})", highlight=False)
+        cells.append((row.contender, row.batch, f"{row.median:.2f}", spread, told))
+    return grid(
+        f"{weight_bytes / 1e9:.2f} GB of weights, {options.tokens} tokens per prompt,"
+        f" {options.rounds} rounds",
+        ("contender", "batch", "tokens/s", "least, most", "of the raw disk"),
+        cells,
+    )

@@ -25,11 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 import zeroshard as zs
+from benchmarks.tables import grid, publish
 
 __all__ = ["CASES", "main"]
 
@@ -140,15 +139,14 @@ def main() -> int:
         _rank(arguments, arguments.folder)
         return 0
     rows = _run(arguments)
-    if arguments.json:
-        print(json.dumps({"mib": arguments.mib, "ranks": arguments.ranks, "rows": rows}))
-        return 0
-    table = Table("", "repartition", "save, shard, load", "ratio")
-    for row in rows:
-        seconds = [f"{row[name]:.3f} s" for name in ("repartition_s", "save_shard_load_s")]
-        table.add_row(row["case"], *seconds, f"{row['ratio']:.1f}x")
-    Console().print(table)
-    return 0
+    report = {"mib": arguments.mib, "ranks": arguments.ranks, "rows": rows}
+    cells = [
+        (row["case"], f"{row['repartition_s']:.3f} s", f"{row['save_shard_load_s']:.3f} s",
+         f"{row['ratio']:.1f}x")
+        for row in rows
+    ]  # fmt: skip
+    table = grid("", ("", "repartition", "save, shard, load", "ratio"), cells)
+    return publish(report, table, (), out=None, as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -33,15 +33,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks import PATH
+from benchmarks import PATH, tables
 from benchmarks.plan import Size
 from benchmarks.results import machine_facts
 from benchmarks.stats import bootstrap_median, judge
@@ -50,6 +50,8 @@ from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
+from zeroshard.launch.console import Table
+from zeroshard.launch.declared import JSON, Option, count
 
 MB = 1e6
 MESH = Mesh(2, 2)
@@ -61,18 +63,10 @@ BURST_S, MIN_BURST_BYTES = 0.002, 64 * 1024
 PROBE_S, MAX_PROBE_BYTES = 0.5, 64 << 20
 NO_RIGHTS = 3
 REFERENCE = "zero3"
-WIDTH = 120  # of tables that go into a file
 HEADER = (
-    "row",
-    "ms/step",
-    f"times {REFERENCE}",
-    "95% interval",
-    "no limit",
-    "MB out: counted",
-    "engine",
-    "closed form",
-    "MB inside",
-)
+    "row", "ms/step", f"times {REFERENCE}", "95% interval", "no limit", "MB out: counted", "engine",
+    "closed form", "MB inside",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -587,23 +581,18 @@ def title(report: Report, at: AtRate) -> str:
     return f"{speed}: {shape}; {rounds} rounds of {report.steps} steps"
 
 
-def grids(report: Report) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """Return the title and the lines of every table."""
+def grids(report: Report) -> list[Table]:
+    """Return every table."""
     free = next((at for at in report.rates if at.rate == "none"), None)
-    return [(title(report, at), [cells(name, at, free) for name in at.rows]) for at in report.rates]
+    return [
+        tables.grid(title(report, at), HEADER, [cells(name, at, free) for name in at.rows])
+        for at in report.rates
+    ]
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: Report, console: Console | None = None) -> None:
     """Print every table."""
-    for heading, lines in grids(report):
-        table = Table(title=heading, title_justify="left")
-        for i, name in enumerate(HEADER):
-            table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0)
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
-    for note in notes(report):
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    tables.show(grids(report), notes(report), console)
 
 
 def markdown(report: Report) -> str:
@@ -616,74 +605,46 @@ def markdown(report: Report) -> str:
         ),
         "",
     ]
-    for heading, lines in grids(report):
-        text += [f"**{heading}**", ""]
-        text += [
-            "| " + " | ".join(line) + " |"
-            for line in (HEADER, ("---", *["---:"] * (len(HEADER) - 1)), *lines)
-        ] + [""]
+    text += [table.markdown() for table in grids(report)]
     return "\n".join(text + [f"- {note}" for note in notes(report)]) + "\n"
 
 
 # -------------------------------------------------------------------------------------- the command
 
 
+OPTIONS = (
+    Option("--rows ROW ...", f"default: all of {', '.join(ROWS)}", choices=list(ROWS),
+           default=list(ROWS)),
+    Option("--rates RATE,...", "none is no limit (default: none,1gbit,100mbit)",
+           default="none,1gbit,100mbit"),
+    Option("--precision", choices=("bf16", "fp32"), default="bf16"),
+    Option("--rounds N", "turns of each row that count (default: 12, the fewest that decide)",
+           count(1), 12),
+    Option("--steps N", "steps per turn (default: 2)", count(1), 2),
+    Option("--warmup N", "turns of each row at each rate that do not count (default: 1)", count(0),
+           1),
+    Option("--layers N", type=count(1), default=3),
+    Option("--width N", type=int, default=768),
+    Option("--tokens N", "per rank and step (default: 16)", count(1), 16),
+    Option("--timeout S", "seconds for a turn, after which a row has failed (default: 120)", float,
+           120.0),
+    replace(JSON, help="print raw numbers as JSON instead of tables"),
+    Option("--out FILE", "write them to this file too: tables where it ends in .md, else JSON",
+           Path),
+)  # fmt: skip
+
+
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options; `size` and `rates` are ready to use."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--rows",
-        nargs="+",
-        choices=list(ROWS),
-        default=list(ROWS),
-        metavar="ROW",
-        help=f"default: all of {', '.join(ROWS)}",
-    )
-    parser.add_argument(
-        "--rates",
-        default="none,1gbit,100mbit",
-        help="comma-separated; none is no limit (default: none,1gbit,100mbit)",
-    )
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=12,
-        help="turns of each row that count (default: 12, the fewest that decide)",
-    )
-    parser.add_argument("--steps", type=int, default=2, help="steps per turn (default: 2)")
-    parser.add_argument(
-        "--warmup",
-        type=int,
-        default=1,
-        help="turns of each row at each rate that do not count (default: 1)",
-    )
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--tokens", type=int, default=16, help="per rank and step (default: 16)")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=120,
-        help="seconds for a turn, after which a row has failed (default: 120)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print raw numbers as JSON instead of tables"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="write them to this file too: tables where it ends in .md, else JSON",
-    )
+    for option in OPTIONS:
+        option.add_to(parser)
     words = sys.argv[1:] if words is None else words
     options = parser.parse_args(words)
     # where a file lies is nobody's business
     shown = [Path(word).name if os.path.isabs(word) else word for word in words]
     options.command = ["python", "-m", "benchmarks.slow_wire", *shown]
     options.rates = options.rates.split(",")
-    for name in ("rounds", "steps", "layers", "tokens"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1")
     if options.width < 64 or options.width % 64:
         parser.error("--width must be a multiple of 64, a head's")
     try:
@@ -727,17 +688,12 @@ def main(words: Sequence[str] | None = None) -> int:
         return refuse(f"the right to: {error}")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)  # ends like Ctrl-C: through every `with`
-    errors = Console(stderr=True)
     try:
-        report = run(
-            options.rows,
-            options,
-            lambda text: errors.print(text, markup=False, highlight=False, soft_wrap=True),
-        )
+        report = run(options.rows, options, partial(print, file=sys.stderr))
     except RowError:
         return 1
     except KeyboardInterrupt:
-        errors.print("interrupted: ranks and namespaces are gone")
+        print("interrupted: ranks and namespaces are gone", file=sys.stderr)
         return 130
     report.machine["load_after"] = list(os.getloadavg())
     raw = json.dumps(asdict(report), indent=1)
@@ -748,7 +704,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.json:
         print(raw)
     else:
-        show(report, Console() if sys.stdout.isatty() else Console(width=WIDTH))
+        show(report)
     return 1 if report.failed else 0
 
 

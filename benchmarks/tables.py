@@ -6,44 +6,55 @@ All three are made from one list of rows of text, so that they cannot disagree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.plan import MEMORY_CLAIMS
 from benchmarks.results import ComparisonResult, ContenderResult, Report, Run
 from benchmarks.stats import bootstrap_median, judge
+from zeroshard.launch.console import Table, print_json
 
-__all__ = ["markdown", "show", "summary"]
+__all__ = ["grid", "grids", "markdown", "notes", "publish", "show", "summary"]
 
+WIDTH = 140  # of tables that do not go to a terminal
 MB = 1e6
 LOSS_REFERENCES = ("torch-ddp", "plain", "ddp", "zero2", "zero3")
 TIERS = ("device", "host", "disk")
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A table as text."""
+def publish(
+    report: dict[str, Any], table: Table, notes: Iterable[str], *, out: Path | None, as_json: bool
+) -> int:
+    """Save a report as JSON where `out` says, and print it, or its table; return the exit code."""
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1))
+    if as_json:
+        print_json(report)
+    else:
+        show([table], notes)
+    return 0
 
-    title: str
-    header: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
+
+def show(tables: Iterable[Table], notes: Iterable[str], console: Console | None = None) -> None:
+    """Print tables, then notes; elsewhere than on a terminal as for a wide one."""
+    console = console or Console()
+    console = console if console.is_terminal or console.width > WIDTH else Console(width=WIDTH)
+    for table in tables:
+        console.print(table.rich())
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
-def show(report: Report, console: Console) -> None:
-    """Print every table of `report`."""
-    for grid in _grids(report):
-        table = Table(title=grid.title, title_justify="left")
-        for i, name in enumerate(grid.header):
-            table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0)
-        for row in grid.rows:
-            table.add_row(*row)
-        console.print(table)
-    for note in _notes(report):
-        console.print(note, markup=False, highlight=False)
+def grid(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, num_text: int = 1
+) -> Table:
+    """Return a table of numbers, whose first columns say what they are of."""
+    return Table(columns, rows, title, text=columns[:num_text], folded=columns[1:])
 
 
 def markdown(report: Report) -> str:
@@ -62,15 +73,8 @@ def markdown(report: Report) -> str:
         ),
         "",
     ]
-    for grid in _grids(report):
-        lines += [
-            f"**{grid.title}**",
-            "",
-            "| " + " | ".join(grid.header) + " |",
-            "|---" + "|---:" * (len(grid.header) - 1) + "|",
-        ]
-        lines += ["| " + " | ".join(row) + " |" for row in grid.rows] + [""]
-    lines += [f"- {note}" for note in _notes(report)]
+    lines += [table.markdown() for table in grids(report)]
+    lines += [f"- {note}" for note in notes(report)]
     return "\n".join(lines) + "\n"
 
 
@@ -90,32 +94,22 @@ def summary(report: Report) -> dict[str, Any]:
             }
             for c in run.comparisons
         ]
-        head = {
-            name: getattr(run, name)
-            for name in (
-                "size",
-                "precision",
-                "num_ranks",
-                "threads",
-                "device",
-                "num_parameters",
-                "tokens",
-            )
-        }
-        runs.append(head | {"comparisons": comparisons})
+        names = ("size", "precision", "num_ranks", "threads", "device", "num_parameters", "tokens")
+        runs.append({name: getattr(run, name) for name in names} | {"comparisons": comparisons})
     return {"kind": report.kind, "started": report.started, "runs": runs}
 
 
-def _grids(report: Report) -> list[Grid]:
-    grids = []
+def grids(report: Report) -> list[Table]:
+    """Return every table of `report`."""
+    found = []
     for run in report.runs:
         if not run.tokens:
             contenders = _alone_grid(run)
         else:
             contenders = _tier_grid(run) if report.kind == "offload" else _contender_grid(run)
-        grids += [contenders, _comparison_grid(run)]
-    grids.append(_largest_grid(report))
-    return [grid for grid in grids if grid.rows]
+        found += [contenders, _comparison_grid(run)]
+    found.append(_largest_grid(report))
+    return [table for table in found if table.rows]
 
 
 def _title(run: Run) -> str:
@@ -131,17 +125,9 @@ def _title(run: Run) -> str:
     )
 
 
-def _contender_grid(run: Run) -> Grid:
-    header = (
-        "contender",
-        "ms/step",
-        "tokens/s",
-        "held B/param",
-        "at rest B/param",
-        "peak MB",
-        "sent MB/step",
-        "loss - reference",
-    )
+def _contender_grid(run: Run) -> Table:
+    header = ("contender", "ms/step", "tokens/s", "held B/param", "at rest B/param", "peak MB",
+              "sent MB/step", "loss - reference")  # fmt: skip
     rows = []
     for c in run.contenders:
         if c.skipped or not c.step_s:
@@ -159,21 +145,15 @@ def _contender_grid(run: Run) -> Grid:
                 _loss_difference(run, c),
             )
         )
-    return Grid(_title(run), header, rows)
+    return grid(_title(run), header, rows)
 
 
-def _tier_grid(run: Run) -> Grid:
+def _tier_grid(run: Run) -> Table:
     """Steps with states on several tiers. Bytes per parameter: at the end of a backward / after
     the step.
     """
-    header = (
-        "contender",
-        "ms/step",
-        "tokens/s",
-        *(f"{tier} B/param" for tier in TIERS),
-        "peak MB",
-        "loss - reference",
-    )
+    tiers = (f"{tier} B/param" for tier in TIERS)
+    header = ("contender", "ms/step", "tokens/s", *tiers, "peak MB", "loss - reference")
     cuda = run.device == "cuda"
     rows = []
     for c in run.contenders:
@@ -194,7 +174,7 @@ def _tier_grid(run: Run) -> Grid:
         rows.append(tuple(row))
     if cuda:
         header = (*header[:-1], "device peak MB", header[-1])
-    return Grid(_title(run), header, rows)
+    return grid(_title(run), header, rows)
 
 
 def _tier_cells(run: Run, contender: ContenderResult) -> list[str]:
@@ -237,7 +217,7 @@ def _tier_cells(run: Run, contender: ContenderResult) -> list[str]:
     return cells + [""] * (len(TIERS) - len(cells))
 
 
-def _alone_grid(run: Run) -> Grid:
+def _alone_grid(run: Run) -> Table:
     """Steps by themselves."""
     rows = []
     for c in run.contenders:
@@ -246,20 +226,12 @@ def _alone_grid(run: Run) -> Grid:
         rows.append(
             (c.name, f"{median_s * 1000:.1f}", f"{run.num_parameters / median_s / 1e6:.0f}", speed)
         )
-    return Grid(_title(run), ("what", "ms", "M elements/s", "GB/s moved"), rows)
+    return grid(_title(run), ("what", "ms", "M elements/s", "GB/s moved"), rows)
 
 
-def _largest_grid(report: Report) -> Grid:
-    header = (
-        "states on",
-        "contender",
-        "layers",
-        "billion parameters",
-        "s/step",
-        "card's peak GiB",
-        "of GiB",
-        "then",
-    )
+def _largest_grid(report: Report) -> Table:
+    header = ("states on", "contender", "layers", "billion parameters", "s/step", "card's peak GiB",
+              "of GiB", "then")  # fmt: skip
     rows = [
         (
             found.tier,
@@ -273,7 +245,7 @@ def _largest_grid(report: Report) -> Grid:
         )
         for found in report.largest
     ]
-    return Grid("The largest model that trains, by doubling its layers", header, rows)
+    return grid("The largest model that trains, by doubling its layers", header, rows)
 
 
 def _held(contender: ContenderResult, when: str) -> int:
@@ -284,45 +256,25 @@ def _held(contender: ContenderResult, when: str) -> int:
     return sum(own["at_rest"].values()) if own else int(getattr(contender, f"live_{when}"))
 
 
-def _comparison_grid(run: Run) -> Grid:
-    header = (
-        "contender / reference",
-        "times as fast",
-        "95% interval",
-        "pairs x steps",
-        "target",
-        "verdict",
-    )
+def _comparison_grid(run: Run) -> Table:
+    header = ("contender / reference", "times as fast", "95% interval", "pairs x steps", "target",
+              "verdict")  # fmt: skip
     rows = []
     for c in run.comparisons:
         ratio = c.ratio
         target = f">= {c.target:.3g}" if c.target is not None else ""
-        name, pairs = f"{c.contender} / {c.reference}", f"{len(c.pairs)} x {c.steps}"
-        rows.append(
-            (
-                name,
-                f"{ratio.median:.3f}",
-                f"{ratio.low:.3f} to {ratio.high:.3f}",
-                pairs,
-                target,
-                _verdict(c),
-            )
-        )
+        rows.append((
+            f"{c.contender} / {c.reference}", f"{ratio.median:.3f}",
+            f"{ratio.low:.3f} to {ratio.high:.3f}", f"{len(c.pairs)} x {c.steps}", target,
+            _verdict(c),
+        ))  # fmt: skip
     for name, reference in MEMORY_CLAIMS:
         ours, theirs = run.contender(name), run.contender(reference)
         if ours and theirs and theirs.above_imports > 0:
             share = ours.above_imports / theirs.above_imports
-            rows.append(
-                (
-                    f"{name} / {reference}: peak memory",
-                    f"{share:.3f}",
-                    "",
-                    "1",
-                    "< 1",
-                    "holds" if share < 1 else "misses",
-                )
-            )
-    return Grid("Compared: " + _title(run), header, rows)
+            what, verdict = f"{name} / {reference}: peak memory", "holds" if share < 1 else "misses"
+            rows.append((what, f"{share:.3f}", "", "1", "< 1", verdict))
+    return grid("Compared: " + _title(run), header, rows)
 
 
 def _verdict(comparison: ComparisonResult) -> str:
@@ -354,17 +306,18 @@ def _versions(report: Report) -> str:
     return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
 
 
-def _notes(report: Report) -> list[str]:
-    notes = [f"Skipped: {what}" for what in report.left_out]
+def notes(report: Report) -> list[str]:
+    """Return what the tables do not say."""
+    said = [f"Skipped: {what}" for what in report.left_out]
     for run in report.runs:
         for c in run.contenders:
             if c.skipped:
-                notes.append(f"{'FAILED' if c.failed else 'Skipped'}: {c.skipped}")
+                said.append(f"{'FAILED' if c.failed else 'Skipped'}: {c.skipped}")
             if c.operators:
                 top = "; ".join(
                     f"{name} {ms:.1f} ms x {calls:.0f}" for name, ms, calls in c.operators[:8]
                 )
-                notes.append(
+                said.append(
                     f"{run.size} {run.precision} {c.name}, own time per step of its operators in"
                     f" the calling thread: {top}"
                 )
@@ -375,16 +328,10 @@ def _notes(report: Report) -> list[str]:
                 None,
             )
             if report.kind == "overhead" and comparison.target is None and units:
-                us = [
-                    value * 1e6 / units
-                    for value in (
-                        comparison.difference_s.median,
-                        comparison.difference_s.low,
-                        comparison.difference_s.high,
-                    )
-                ]
-                notes.append(
+                over = comparison.difference_s
+                us = [value * 1e6 / units for value in (over.median, over.low, over.high)]
+                said.append(
                     f"The engine's own time: {us[0]:.0f} µs per unit and step (95% interval"
                     f" {us[1]:.0f} to {us[2]:.0f}; {units} units)"
                 )
-    return notes
+    return said

@@ -31,6 +31,7 @@ from benchmarks.model import GPT, Batches
 from benchmarks.plan import SIZES, Size
 from benchmarks.predicted import Steps, in_order
 from benchmarks.ranks import start_with_report, timed
+from benchmarks.tables import grid
 from zeroshard.core.placement import Mesh, Placement, Tier
 from zeroshard.core.policy import ROWS, Policy
 from zeroshard.planner import Machine, ModelShape, Training
@@ -226,10 +227,9 @@ def _order(lines: list[Any]) -> str:
 
 
 def _print(lines: list[Any]) -> None:
-    print(
-        "| | bytes at rest | bytes received | predicted ms, doctor | ... with the model's FLOP/s |"
-        " measured ms | off |\n|---|---|---|---|---|---|---|"
-    )
+    columns = ("", "bytes at rest", "bytes received", "predicted ms, doctor",
+               "... with the model's FLOP/s", "measured ms", "off")  # fmt: skip
+    rows = []
     for one in lines:
         step = one["step_s"]
         exact = [
@@ -239,7 +239,8 @@ def _print(lines: list[Any]) -> None:
         ]
         off = 100 * (step["own_compute"] / step["measured"] - 1)
         times = [f"{1e3 * step[name]:.1f}" for name in ("doctor", "own_compute", "measured")]
-        print("| " + " | ".join([one["case"], *exact, *times, f"{off:+.0f}%"]) + " |")
+        rows.append((one["case"], *exact, *times, f"{off:+.0f}%"))
+    print(grid("", columns, rows).markdown())
     print(_order(lines))
 
 

@@ -18,15 +18,11 @@ DDP or fails.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
@@ -36,6 +32,8 @@ from benchmarks.stats import Interval, bootstrap_median  # noqa: E402
 from tests.support.families import FAMILIES, SMALL, TINY  # noqa: E402
 from tests.support.family_training import STAGES, Measured, measure  # noqa: E402
 from tests.support.harness import RankError, close_pools, run_ranks  # noqa: E402
+from zeroshard.launch.console import Table, print_json, progress  # noqa: E402
+from zeroshard.launch.declared import JSON, Option  # noqa: E402
 
 SIZES = {"small": SMALL, "tiny": TINY}
 NUM_RANKS = 2
@@ -115,13 +113,8 @@ def table(lines: list[Line], failures: dict[str, str]) -> str:
         (name, "", "failed: " + reason.split(":")[0], *[""] * (len(HEADER) - 3))
         for name, reason in failures.items()
     ]
-    rows = [
-        HEADER,
-        ("---", *["---:"] * (len(HEADER) - 1)),
-        *(each.cells for each in lines),
-        *failed,
-    ]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    rows = [*(each.cells for each in lines), *failed]
+    return Table(HEADER, rows, text=HEADER[:1]).markdown().rstrip("\n")
 
 
 def foot(arguments: argparse.Namespace, machine: dict[str, Any]) -> str:
@@ -159,67 +152,37 @@ def run(names: list[str], arguments: argparse.Namespace) -> tuple[list[Line], di
     size = SIZES[arguments.size]
     lines: list[Line] = []
     failures: dict[str, str] = {}
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.completed}/{task.total} {task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True
-    ) as bar:
-        task = bar.add_task("", total=len(names))
+    with progress(total=len(names)) as bar:
         for name in names:
-            bar.update(task, description=name)
+            bar.tell(name)
+            turns = (arguments.rounds, arguments.steps)
             try:
-                ranks = run_ranks(
-                    NUM_RANKS,
-                    measure,
-                    name,
-                    size,
-                    arguments.rounds,
-                    arguments.steps,
-                    timeout=arguments.timeout,
-                )
+                ranks = run_ranks(NUM_RANKS, measure, name, size, *turns, timeout=arguments.timeout)
             except RankError as error:
                 failures[name] = f"{error.type_name}: {error.message}"
-                console.print(
-                    f"FAILED {name}: {failures[name]}",
-                    markup=False,
-                    highlight=False,
-                    soft_wrap=True,
-                )
+                bar.say(f"FAILED {name}: {failures[name]}")
             else:
                 lines.append(line(name, ranks, NUM_RANKS * size.batch * arguments.steps))
-                console.print(
-                    " | ".join(lines[-1].cells), markup=False, highlight=False, soft_wrap=True
-                )
-            bar.advance(task)
+                bar.say(" | ".join(lines[-1].cells))
+            bar.advance()
     return lines, failures
+
+
+OPTIONS = (
+    Option("--families NAME ...", "default: all; one of " + "; ".join(FAMILIES),
+           choices=list(FAMILIES)),
+    Option("--size", choices=tuple(SIZES), default="small"),
+    Option("--rounds N", "rounds that count; two more warm up (default: 12)", int, 12),
+    Option("--steps N", "steps per turn (default: 2)", int, 2),
+    Option("--timeout S", "seconds per family (default: 600)", float, 600.0),
+    replace(JSON, help="print raw numbers as JSON and leave the document as it is"),
+)  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--families",
-        nargs="+",
-        metavar="NAME",
-        choices=list(FAMILIES),
-        help="default: all; one of " + "; ".join(FAMILIES),
-    )
-    parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument(
-        "--rounds", type=int, default=12, help="rounds that count; two more warm up (default: 12)"
-    )
-    parser.add_argument("--steps", type=int, default=2, help="steps per turn (default: 2)")
-    parser.add_argument(
-        "--timeout", type=float, default=600, help="seconds per family (default: 600)"
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print raw numbers as JSON and leave the document as it is",
-    )
+    for option in OPTIONS:
+        option.add_to(parser)
     arguments = parser.parse_args()
     machine = machine_facts()
     try:
@@ -228,16 +191,8 @@ def main() -> int:
         close_pools()
     if arguments.json:
         machine["load_after"] = list(os.getloadavg())
-        print(
-            json.dumps(
-                {
-                    "machine": machine,
-                    "lines": [asdict(each) for each in lines],
-                    "failures": failures,
-                },
-                indent=1,
-            )
-        )
+        found = [asdict(each) for each in lines]
+        print_json({"machine": machine, "lines": found, "failures": failures})
     else:
         print(table(lines, failures))
         if arguments.families is None:

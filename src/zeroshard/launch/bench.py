@@ -9,15 +9,19 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from zeroshard.launch.options import UsageError
+from zeroshard.launch.declared import Command, UsageError
 
-__all__ = ["add_commands"]
+__all__ = ["BENCH", "add_commands"]
 
 COMMAND_LINE = "command_line.py"  # tells our benchmarks from another package of this name
 MISSING = (
     "bench: the benchmarks are not part of the installed package: run it in a checkout of"
     " zeroshard's repository, where `make bench` sets up all it needs"
 )
+BENCH = Command(
+    "bench", "measure this library beside the others",
+    "zeroshard bench step --sizes medium --contenders zero3,fsdp2",
+)  # fmt: skip
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:

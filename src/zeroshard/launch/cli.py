@@ -1,7 +1,7 @@
 """The ``zeroshard`` program: commands, and errors as one line on stderr with an exit code.
 
-A command is a parser with a ``handler`` default, a function from the parsed arguments to the exit
-code; it imports what it needs when it runs, so that ``--help`` and usage errors answer at once.
+A command's handler is a function from the parsed arguments to the exit code; it imports what it
+needs when it runs, so that ``--help`` and usage errors answer at once.
 """
 
 from __future__ import annotations
@@ -12,13 +12,21 @@ import sys
 import traceback
 
 from zeroshard._version import __version__
-from zeroshard.core.untrusted import printable
 from zeroshard.errors import ZeroshardError
 from zeroshard.launch import bench, checkpoint, config, doctor, generate, plan, report
-from zeroshard.launch.options import LineParser, UsageError, add_run_options, parse_run
+from zeroshard.launch.console import note
+from zeroshard.launch.declared import Command, LineParser, Option, UsageError
+from zeroshard.launch.options import RUN, parse_run
 
 __all__ = ["build_parsers", "explain", "main"]
 
+PROGRAM = Command(
+    "zeroshard", "", "zeroshard run --nproc 2 examples/train_gpt.py",
+    (Option("--debug", "show the traceback of an error of ours"),),
+    description="ZeRO for PyTorch: plan, launch, checkpoints, measure.",
+)  # fmt: skip
+COMMANDS = (RUN, plan.COMMAND, checkpoint.COMMAND, config.COMMAND, doctor.COMMAND, report.COMMAND,
+            generate.COMMAND, bench.BENCH)  # fmt: skip
 EXIT_USAGE, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
 
 
@@ -32,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         code, message = explain(error)
         if message:
-            sys.stderr.write(f"zeroshard: {printable(message)}\n")
+            note(message)
         return code
 
 
@@ -60,31 +68,12 @@ def _dispatch(arguments: list[str]) -> int:
 
 def build_parsers() -> tuple[argparse.ArgumentParser, ...]:
     """The parser of all, and those of ``run`` and ``bench``, which _dispatch needs."""
-    parser = LineParser(
-        prog="zeroshard",
-        description="ZeRO for PyTorch: plan, launch, checkpoints, measure.",
-        epilog="example:\n  zeroshard run --nproc 2 examples/train_gpt.py",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    text = "show the traceback of an error of ours"
-    parser.add_argument("--debug", action="store_true", help=text)
+    parser = LineParser(prog=PROGRAM.name)
+    PROGRAM.declare(parser)
     parser.add_argument("--version", action="version", version=f"zeroshard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
-    run_parser = commands.add_parser("run", help="start a script on every rank", allow_abbrev=False)
-    add_run_options(run_parser)
-    plan.add_parser(commands)
-    checkpoint.add_parser(commands)
-    config.add_parser(commands)
-    doctor.add_parser(commands)
-    report.add_parser(commands)
-    generate.add_parser(commands)
-    bench_parser = commands.add_parser(
-        "bench",
-        help="measure this library beside the others",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n  zeroshard bench step --sizes medium --contenders zero3,fsdp2",
-    )
-    return parser, run_parser, bench_parser
+    parsers = {command.name: command.add_to(commands) for command in COMMANDS}
+    return parser, parsers["run"], parsers["bench"]
 
 
 def explain(error: BaseException) -> tuple[int, str]:

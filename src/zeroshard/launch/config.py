@@ -16,43 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.errors import ConfigError
-from zeroshard.launch.console import say
+from zeroshard.launch.console import print_json, say
+from zeroshard.launch.declared import JSON, Command, Option
 
 if TYPE_CHECKING:
     from zeroshard.config import Finding
 
-__all__ = ["add_parser", "explained"]
-
-
-def add_parser(commands: Any) -> None:
-    """Add ``zeroshard config`` to the commands."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "config",
-        help="say what each key of a configuration does, ours or DeepSpeed's",
-        description="Say what a configuration does here, ours or DeepSpeed's.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n  zeroshard config explain ds_config.json",
-    )
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    explain = actions.add_parser(
-        "explain",
-        help="each key of a file, its value, where it comes from, and its effect",
-        description="Exit code 3 where a key is refused.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n  zeroshard config explain ds_config.json",
-    )
-    explain.add_argument("file", type=Path, metavar="FILE", help="JSON, ours or DeepSpeed's")
-    explain.add_argument("--json", action="store_true", help="print JSON")
-    explain.set_defaults(handler=_explain)
-    text = "print the JSON schema of our form, for editors"
-    schema = actions.add_parser(
-        "schema",
-        help=text,
-        description=text[0].upper() + text[1:] + ".",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n  zeroshard config schema > zeroshard.schema.json",
-    )
-    schema.set_defaults(handler=_schema)
+__all__ = ["COMMAND", "explained"]
 
 
 def explained(source: str | Path | dict[str, Any]) -> tuple[str, list[Finding]]:
@@ -75,7 +45,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     refused = sum(finding.verdict == "refused" for finding in findings)
     if arguments.json:
         keys = [asdict(finding) for finding in findings]
-        print(json.dumps({"form": form, "refused": refused, "keys": keys}, indent=1, default=str))
+        print_json({"form": form, "refused": refused, "keys": keys})
     else:
         say(f"{arguments.file} ({form}'s form)")
         for finding in findings:
@@ -98,3 +68,24 @@ def _schema(arguments: argparse.Namespace) -> int:
 
     print(json.dumps(schema(), indent=2))
     return 0
+
+
+_EXPLAIN_OPTIONS = (
+    Option("FILE", "JSON, ours or DeepSpeed's", Path, dest="file"),
+    JSON,
+)  # fmt: skip
+_EXPLAIN = Command(
+    "explain", "each key of a file, its value, where it comes from, and its effect",
+    "zeroshard config explain ds_config.json", _EXPLAIN_OPTIONS, _explain,
+    description="Exit code 3 where a key is refused.",
+)  # fmt: skip
+_SCHEMA = Command(
+    "schema", "print the JSON schema of our form, for editors",
+    "zeroshard config schema > zeroshard.schema.json", handler=_schema,
+    description="Print the JSON schema of our form, for editors.",
+)  # fmt: skip
+COMMAND = Command(
+    "config", "say what each key of a configuration does, ours or DeepSpeed's",
+    "zeroshard config explain ds_config.json", commands=(_EXPLAIN, _SCHEMA),
+    description="Say what a configuration does here, ours or DeepSpeed's.",
+)  # fmt: skip

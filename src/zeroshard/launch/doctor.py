@@ -19,21 +19,16 @@ thing is missing and whichever measurement has failed.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from zeroshard.launch.options import UsageError
+from zeroshard.launch.console import Table, note, print_json, progress, say
+from zeroshard.launch.declared import JSON, Command, Option, UsageError
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["add_parser", "examine"]
+__all__ = ["COMMAND", "examine"]
 
 EXIT_UNABLE = 1
 BUDGET_S = 15.0  # after which nothing more is begun
@@ -44,21 +39,6 @@ GRADE = (
 )
 
 
-def add_parser(commands: Any) -> None:
-    """Add ``zeroshard doctor`` to the commands."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "doctor",
-        help="say what this machine has, how fast it is, and what is missing",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n  zeroshard doctor --disk /tmp",
-    )
-    parser.add_argument("--quick", action="store_true", help="measure nothing")
-    text = "measure the disk tier in this directory, too (256 MiB, removed afterwards)"
-    parser.add_argument("--disk", type=Path, metavar="DIR", help=text)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(handler=_doctor)
-
-
 def _doctor(arguments: argparse.Namespace) -> int:
     from zeroshard.planner.measured import busy, write
 
@@ -67,7 +47,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     report = examine(arguments.disk, quick=arguments.quick)
     kept, warning = write(report), busy(report)
     if arguments.json:
-        print(json.dumps(report, indent=1))
+        print_json(report)
     elif report["versions"]["rich"] is None:
         print("\n".join(report["problems"]))
     else:
@@ -75,7 +55,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         if kept is not None:
             print(f"Kept for zeroshard plan --this-machine: {kept}")
     if warning is not None:
-        sys.stderr.write(f"zeroshard: {warning}\n")
+        note(warning)
     return EXIT_UNABLE if report["problems"] else 0
 
 
@@ -106,9 +86,9 @@ def _measure(found: dict[str, Any], disk: Path | None) -> dict[str, list[dict[st
     """
     steps, stop = list(_steps(found, disk)), time.monotonic() + BUDGET_S
     measured: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
-    with _progress(len(steps)) as advance:
+    with progress(total=len(steps)) as bar:
         for kind, what, run in steps:
-            advance(what)
+            bar.tell(what)
             try:
                 if time.monotonic() > stop:
                     raise TimeoutError("left out: what came before has taken too long")
@@ -116,6 +96,7 @@ def _measure(found: dict[str, Any], disk: Path | None) -> dict[str, list[dict[st
             except (RuntimeError, OSError) as error:  # memory, a driver, a disk, a socket
                 lines = str(error).splitlines() or [type(error).__name__]
                 measured[kind].append({"what": what, "error": lines[0]})
+            bar.advance()
     return measured
 
 
@@ -138,55 +119,22 @@ def _steps(found: dict[str, Any], disk: Path | None) -> Iterator[tuple[str, str,
         yield "disk", f"disk, {disk}", partial(probes.disk, disk)
 
 
-@contextmanager
-def _progress(num_steps: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar on a terminal's stderr; yield a function that names the next step."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console, begun = Console(stderr=True), -1
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=num_steps)
-
-        def advance(what: str) -> None:
-            nonlocal begun
-            begun += 1
-            bar.update(task, description=what, completed=begun)
-
-        yield advance
-
-
 # ----------------------------------------------------------------------------------------- printing
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(soft_wrap=True)
+    missing = [(one["what"], f"{one['for']}: {one['command']}") for one in report["missing"]]
     for title, rows in (
         ("versions", _versions(report)),
         ("machine", _machine(report)),
         ("measured", _rates(report["measured"])),
-        (
-            "missing",
-            [(one["what"], f"{one['for']}: {one['command']}") for one in report["missing"]],
-        ),
+        ("missing", missing),
         ("problems", [("this library cannot run here", why) for why in report["problems"]]),
     ):
         if rows:
-            _show(console, title, rows)
+            Table(("", ""), rows, title, text=("",)).print()
     if report["measured"] is not None:
-        console.print(GRADE, markup=False, highlight=False)
-
-
-def _show(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title, title_justify="left", show_header=False)
-    for name, text in rows:
-        table.add_row(Text(name), Text(text))
-    console.print(table)
+        say(GRADE)
 
 
 def _versions(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -250,3 +198,15 @@ def _rate(kind: str, one: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _speed(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s"
+
+
+_OPTIONS = (
+    Option("--quick", "measure nothing"),
+    Option("--disk DIR", "measure the disk tier in this directory, too (256 MiB, removed"
+           " afterwards)", Path),
+    JSON,
+)  # fmt: skip
+COMMAND = Command(
+    "doctor", "say what this machine has, how fast it is, and what is missing",
+    "zeroshard doctor --disk /tmp", _OPTIONS, _doctor,
+)  # fmt: skip

@@ -29,7 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.launch.console import say
+from zeroshard.core.sizes import parse_bytes
+from zeroshard.launch.console import print_json, progress, say
+from zeroshard.launch.declared import JSON, Command, Option, UsageError, as_usage, count
 from zeroshard.launch.model_directory import (
     ModelDirectory,
     Prompts,
@@ -37,74 +39,23 @@ from zeroshard.launch.model_directory import (
     looks_at_lengths,
     refusals,
 )
-from zeroshard.launch.options import UsageError
 
 if TYPE_CHECKING:
     import torch
 
     import zeroshard as zs
 
-__all__ = ["add_parser"]
+__all__ = ["COMMAND"]
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def add_parser(commands: Any) -> None:
-    """Add ``zeroshard generate`` to the commands."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "generate",
-        help="generate text with weights on the host or on disk",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=(
-            "example:\n  zeroshard generate MODEL_DIR --prompt 'Once upon a time' --offload disk"
-            " --codec int8\n  zeroshard run --nproc 2 -m zeroshard generate MODEL_DIR --prompt A"
-            " --prompt B"
-        ),
-    )
-    add = parser.add_argument
-    text = "a directory with config.json, safetensors files and a tokenizer"
-    add("model", type=Path, metavar="MODEL_DIR", help=text)
-    text = "text to go on from; again for more (without a tokenizer: token numbers, '1 2 3')"
-    add("--prompt", action="append", required=True, metavar="TEXT", help=text)
-    text = "per prompt (default: what generation_config.json says, or 32)"
-    add("--max-new-tokens", type=_count, metavar="N", help=text)
-    text = "draw tokens, or take the likeliest (default: what generation_config.json says, or not)"
-    add("--sample", action=argparse.BooleanOptionalAction, help=text)
-    text = "where the weights rest (default: host)"
-    add("--offload", choices=("device", "host", "disk"), default="host", help=text)
-    text = "the directory of what rests on disk (default: the temporary one)"
-    add("--disk-path", type=Path, metavar="DIR", help=text)
-    text = "rest encoded: a quarter (int8, fp8) or an eighth (int4) of the bytes, and rounded"
-    add("--codec", choices=("int8", "int4", "fp8"), help=text)
-    text = "the dtype of the computation (default: that of config.json)"
-    add("--dtype", choices=tuple(_DTYPES), help=text)
-    text = "prompts that a rank takes at a time (default: all of its own)"
-    add("--batch", type=_count, metavar="N", help=text)
-    text = "keys and values beyond this size, 2GiB, rest on the host; 0: all (default: none)"
-    add("--kv-device-bytes", metavar="SIZE", help=text)
-    text = "weights gathered ahead of their use, 1GiB (default: twice the largest unit)"
-    add("--prefetch-bytes", metavar="SIZE", help=text)
-    add("--json", action="store_true", help="print JSON")
-    parser.set_defaults(handler=_generate)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
-
-
 def _size(text: str | None, option: str) -> int | None:
     """Return the bytes that an option says. Raises UsageError."""
-    from zeroshard.core.sizes import parse_bytes
-    from zeroshard.errors import ConfigError
-
     if text is None or text == "0":
         return None if text is None else 0
-    try:
+    with as_usage():
         return parse_bytes(text, option)
-    except ConfigError as error:
-        raise UsageError(str(error)) from None
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -123,13 +74,12 @@ def _generate(arguments: argparse.Namespace) -> int:
         generation = model.generation(arguments.max_new_tokens, arguments.sample, num_ranks)
         if kv_bytes is not None:
             generation.cache_implementation, generation.use_cache = None, True
-        with _progress() as bar:
-            bar.show("weights", None)
+        with progress("weights", is_quiet=os.environ.get("RANK", "0") != "0") as bar:
             engine = _load(model.config, arguments, prefetch_bytes)
             run = _Run(engine, model, generation, prompts, kv_bytes, bar.advance)
             mine = _shares(len(prompts.ids), engine.rank, engine.world, run.batch(arguments.batch))
             num_tokens = generation.max_new_tokens
-            bar.show("tokens", num_tokens and len(mine) * (num_tokens + 1))
+            bar.begin("tokens", num_tokens and len(mine) * (num_tokens + 1))
             told, seconds = run.all(mine)
     if engine.rank == 0:
         _print(_report(engine, arguments, prompts, told, seconds), as_json=arguments.json)
@@ -306,35 +256,6 @@ def _until(tokens: list[int], ends: list[int]) -> list[int]:
 # ----------------------------------------------------------------------------------------- printing
 
 
-class _Bar:
-    """A progress bar on a terminal's stderr, of rank 0."""
-
-    def __init__(self, progress: Any) -> None:
-        self._progress = progress
-        self._task: Any = None
-
-    def show(self, what: str, total: int | None) -> None:
-        """Begin anew, with `total` steps, where it is known."""
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-        self._task = self._progress.add_task(what, total=total)
-
-    def advance(self) -> None:
-        """Go on by one step."""
-        self._progress.advance(self._task)
-
-
-@contextmanager
-def _progress() -> Iterator[_Bar]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    is_shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
-    with Progress(console=console, transient=True, disable=not is_shown) as progress:
-        yield _Bar(progress)
-
-
 def _report(
     engine: zs.Engine,
     arguments: argparse.Namespace,
@@ -362,7 +283,7 @@ def _report(
 
 def _print(report: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(report, indent=1))
+        print_json(report)
         return
     for one in report["completions"]:
         text = one["text"]
@@ -376,3 +297,35 @@ def _print(report: dict[str, Any], *, as_json: bool) -> None:
         f" {decimal(report['weight_bytes'])} of weights on the {report['offload']}{codec}, at most"
         f" {decimal(report['peak_bytes'])} gathered"
     )
+
+
+_OPTIONS = (
+    Option("MODEL_DIR", "a directory with config.json, safetensors files and a tokenizer", Path,
+           dest="model"),
+    Option("--prompt TEXT", "text to go on from; again for more (without a tokenizer: token"
+           " numbers, '1 2 3')", action="append", required=True),
+    Option("--max-new-tokens N", "per prompt (default: what generation_config.json says, or 32)",
+           count(1)),
+    Option("--sample", "draw tokens, or take the likeliest (default: what generation_config.json"
+           " says, or not)", action=argparse.BooleanOptionalAction),
+    Option("--offload", "where the weights rest (default: host)",
+           choices=("device", "host", "disk"), default="host"),
+    Option("--disk-path DIR", "the directory of what rests on disk (default: the temporary one)",
+           Path),
+    Option("--codec", "rest encoded: a quarter (int8, fp8) or an eighth (int4) of the bytes, and"
+           " rounded", choices=("int8", "int4", "fp8")),
+    Option("--dtype", "the dtype of the computation (default: that of config.json)",
+           choices=tuple(_DTYPES)),
+    Option("--batch N", "prompts that a rank takes at a time (default: all of its own)", count(1)),
+    Option("--kv-device-bytes SIZE", "keys and values beyond this size, 2GiB, rest on the host; 0:"
+           " all (default: none)"),
+    Option("--prefetch-bytes SIZE", "weights gathered ahead of their use, 1GiB (default: twice the"
+           " largest unit)"),
+    JSON,
+)  # fmt: skip
+COMMAND = Command(
+    "generate", "generate text with weights on the host or on disk",
+    "zeroshard generate MODEL_DIR --prompt 'Once upon a time' --offload disk --codec int8\n"
+    "zeroshard run --nproc 2 -m zeroshard generate MODEL_DIR --prompt A --prompt B",
+    _OPTIONS, _generate,
+)  # fmt: skip

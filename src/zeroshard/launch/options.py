@@ -9,84 +9,58 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.machinery
+import math
 import os
 import socket
 import sys
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from functools import partial
 
 from zeroshard.core.mpi import read_task
 from zeroshard.core.slurm import read_step
+from zeroshard.launch.declared import Command, LineParser, Option, UsageError, made
 
 __all__ = [
-    "ELASTIC", "REFUSED", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "HostChoice", "LineParser", "Place",
-    "RunOptions", "UsageError", "add_run_options", "check_least", "check_target", "parse_run",
+    "ELASTIC", "REFUSED", "RUN", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "HostChoice", "LineParser",
+    "Place", "RunOptions", "UsageError", "add_run_options", "check_least", "check_target",
+    "parse_run",
 ]  # fmt: skip
-
-T = TypeVar("T")
 
 DEFAULT_GRACE_S = 3
 
+# torchrun's, with their help; None: it stays with ``torchrun --help``
 TORCHRUN_VALUES = {
     "--nnodes": "number of nodes, or a range MIN:MAX",
     "--node-rank": "rank of this node (static rendezvous)",
     "--master-addr": "address of the node with rank 0 (static rendezvous)",
     "--master-port": "port on the node with rank 0 (static rendezvous)",
-    "--local-addr": "address of this node, as the others reach it",
-    "--rdzv-backend": "rendezvous backend: c10d, static, ...",
-    "--rdzv-endpoint": "rendezvous endpoint, HOST:PORT",
-    "--rdzv-id": "name of the job, the same on every node",
-    "--rdzv-conf": "more rendezvous settings, KEY=VALUE,...",
     "--max-restarts": "how often the whole group is started again after a failure (default 0)",
-    "--monitor-interval": "seconds between two looks at the ranks (default 0.1)",
-    "--event-log-handler": "torchrun.handlers entry point for events",
-    "--role": "name of the ranks' role",
     "--log-dir": "where redirected output goes",
-    "--redirects": "redirect stdout (1), stderr (2) or both (3) of all or some ranks into files",
     "--tee": "redirect stdout (1), stderr (2) or both (3) into files and show them, after [rank N]",
-    "--local-ranks-filter": "show only these local ranks' output",
-    "--duplicate-stdout-filters": "copy matching stdout lines to one file",
-    "--duplicate-stderr-filters": "copy matching stderr lines to one file",
-    "--logs-specs": "torchrun.logs_specs entry point",
-    "--numa-binding": "bind each rank near its GPU: node, socket, exclusive, core-complex",
-    "--signals-to-handle": "signals to pass on to the ranks",
     "--shutdown-timeout": (
         f"seconds that ranks have to end after a failure, then SIGKILL (default {DEFAULT_GRACE_S})"
     ),
-}
+    **dict.fromkeys((
+        "--local-addr", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf",
+        "--monitor-interval", "--event-log-handler", "--role", "--redirects",
+        "--local-ranks-filter", "--duplicate-stdout-filters", "--duplicate-stderr-filters",
+        "--logs-specs", "--numa-binding", "--signals-to-handle",
+    )),
+}  # fmt: skip
 TORCHRUN_FLAGS = {
-    "--standalone": (
-        "one node, a free port (the default unless a rendezvous, a master or nodes are named)"
-    ),
     "--module": "the script is a module's name, as in python -m",
     "--no-python": "the script is a program to be started directly",
-    "--virtual-local-rank": "LOCAL_RANK is 0 everywhere and each rank sees its own GPU only",
+    "--standalone": None,
+    "--virtual-local-rank": None,
 }
-SHORT = {"-m": "--module", "-t": "--tee", "-r": "--redirects"}
+SHORT = {"--module": ", -m", "--tee": ", -t", "--redirects": ", -r"}
 REFUSED = {
     "--run-path": "each rank always gets an interpreter of its own, in which the script runs",
     "--start-method": (
         "it only matters for functions, and scripts are always started as fresh processes"
     ),
 }
-HOST_VALUES = {
-    "--hostfile": "run on the hosts of FILE (lines `HOST slots=N`), over ssh",
-    "--include": "of them only these, with these slots: worker-0@worker-1:0,2",
-    "--exclude": "all but these",
-    "--ssh": "the ssh program and options of it, as one word: 'ssh -p 2222'",
-    "--export": "more environment variables for the hosts, NAME,... (docs/launching.md)",
-}
 ELASTIC = "--elastic"  # with a value or without
-OWN_VALUES = ("--nproc", "--nproc-per-node", "--stall-timeout", *HOST_VALUES)
-OWN_FLAGS = ("--as-deepspeed", "--debug", "--help", "-h")
-HOST_WORDS = {
-    "--hostfile": "FILE", "--include": "HOSTS", "--exclude": "HOSTS", "--ssh": "COMMAND",
-    "--export": "NAMES",
-}  # fmt: skip
-SHOWN = (  # in --help, of torchrun's
-    "--nnodes", "--node-rank", "--master-addr", "--master-port", "--max-restarts", "--log-dir",
-    "--tee", "--shutdown-timeout", "--module", "--no-python",
-)  # fmt: skip
 NPROC_WORDS = ("auto", "cpu", "gpu", "xpu")
 PLACES_THE_JOB = (
     "--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-backend",
@@ -98,19 +72,6 @@ ONE_HOST = {  # values that mean the same as the default
     "--master-addr": ("127.0.0.1", "localhost"),
     "--rdzv-backend": ("static",),
 }
-
-EXAMPLE = "example:\n  zeroshard run --nproc 2 examples/train_gpt.py --steps 100"
-
-
-class UsageError(Exception):
-    """An invalid command line: one line, exit code 2."""
-
-
-class LineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 @dataclass(frozen=True)
@@ -162,54 +123,67 @@ class RunOptions:
     as_deepspeed: bool = False  # `import deepspeed` is zeroshard's stand-in in the ranks
 
 
+def _whole(text: str, below: float = math.inf) -> int:
+    if not text.isdecimal() or not 0 < int(text) < below:
+        raise ValueError(text)
+    return int(text)
+
+
+def _nproc(text: str) -> str:
+    return text if text in NPROC_WORDS else str(_whole(text))
+
+
+def _seconds(text: str) -> float:
+    if not 0 <= float(text) < 1e6:
+        raise ValueError(text)
+    return float(text)
+
+
+OWN = (
+    Option("--nproc, --nproc-per-node N", "ranks here: a number, auto, cpu or gpu (default: one per"
+           " GPU, else 1)", _nproc,
+           must=f"a number of at least 1, or one of {', '.join(NPROC_WORDS)}"),
+    Option("--stall-timeout SECONDS", "end the job, with all stacks, when no rank has made progress"
+           " (a forward, a step) for so long; 0: never look (default: show the stacks after 600 s)",
+           _seconds, dest="stall_s", must="a number of seconds"),
+    Option(f"{ELASTIC} [MIN]", "when a rank dies, go on with at least MIN (1) others", _whole,
+           must="a number of ranks of at least 1"),
+    Option("--as-deepspeed", "let `import deepspeed` be zeroshard's stand-in, also inside"
+           " Transformers and Accelerate; no --local_rank is passed, LOCAL_RANK is set"),
+    Option("--debug", "show the log of torch's launcher and our own tracebacks"),
+)  # fmt: skip
+HOSTS = (
+    Option("--hostfile FILE", "run on the hosts of FILE (lines `HOST slots=N`), over ssh"),
+    Option("--include HOSTS", "of them only these, with these slots: worker-0@worker-1:0,2"),
+    Option("--exclude HOSTS", "all but these"),
+    Option("--ssh COMMAND", "the ssh program and options of it, as one word: 'ssh -p 2222'"),
+    Option("--export NAMES", "more environment variables for the hosts, NAME,..."
+           " (docs/launching.md)"),
+)  # fmt: skip
+TORCHRUN = tuple(
+    Option(f"{name}{SHORT.get(name, '')}{unit}", text or argparse.SUPPRESS)
+    for unit, options in ((" VALUE", TORCHRUN_VALUES), ("", TORCHRUN_FLAGS))
+    for name, text in options.items()
+)
+# of torchrun's options, those that are read here: a port only where this launcher takes it
+_GRACE = Option("--shutdown-timeout VALUE", type=_seconds, must="a number of seconds")
+_PORT = Option("--master-port VALUE", type=partial(_whole, below=65536), must="a port number")
+# of ours: whether each takes a value
+_TAKES_VALUE = {name: bool(option.unit) for option in (*OWN, *HOSTS) for name in option.names}
+_TAKES_VALUE |= {"--help": False, "-h": False}
+RUN = Command(
+    "run", "start a script on every rank",
+    "zeroshard run --nproc 2 examples/train_gpt.py --steps 100",
+    OWN, usage="%(prog)s [--nproc N] [torchrun options] script.py ...", allow_abbrev=False,
+    groups={"several hosts": HOSTS, "torchrun options (more: torchrun --help)": TORCHRUN},
+    description="Start one process per rank, end them all when one fails, and show the first"
+    " failure last.",
+)  # fmt: skip
+
+
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``zeroshard run`` on the parser, which also makes its ``--help``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.usage = "%(prog)s [--nproc N] [torchrun options] script.py ..."
-    parser.description = (
-        "Start one process per rank, end them all when one fails, and show the first failure last."
-    )
-    parser.epilog = EXAMPLE
-    parser.add_argument(
-        "--nproc",
-        "--nproc-per-node",
-        metavar="N",
-        help="ranks here: a number, auto, cpu or gpu (default: one per GPU, else 1)",
-    )
-    parser.add_argument(
-        "--stall-timeout",
-        metavar="SECONDS",
-        help=(
-            "end the job, with all stacks, when no rank has made progress (a forward, a step) for"
-            " so long; 0: never look (default: show the stacks after 600 s)"
-        ),
-    )
-    parser.add_argument(
-        ELASTIC,
-        metavar="MIN",
-        nargs="?",
-        const="1",
-        help="when a rank dies, go on with at least MIN (1) others",
-    )
-    parser.add_argument(
-        "--as-deepspeed",
-        action="store_true",
-        help=(
-            "let `import deepspeed` be zeroshard's stand-in, also inside Transformers and"
-            " Accelerate; no --local_rank is passed, LOCAL_RANK is set"
-        ),
-    )
-    debug = "show the log of torch's launcher and our own tracebacks"
-    parser.add_argument("--debug", action="store_true", help=debug)
-    group = parser.add_argument_group("several hosts")
-    for name, text in HOST_VALUES.items():
-        group.add_argument(name, metavar=HOST_WORDS.get(name, "VALUE"), help=text)
-    group = parser.add_argument_group("torchrun options (more: torchrun --help)")
-    names = {long: (long, short) for short, long in SHORT.items()}
-    for name, text in {**TORCHRUN_VALUES, **TORCHRUN_FLAGS}.items():
-        how: Any = {"metavar": "VALUE"} if name in TORCHRUN_VALUES else {"action": "store_true"}
-        shown = text if name in SHOWN else argparse.SUPPRESS
-        group.add_argument(*names.get(name, (name,)), help=shown, **how)
+    """Declare the options of ``zeroshard run`` on a parser, which also makes its ``--help``."""
+    RUN.declare(parser)
 
 
 def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
@@ -223,7 +197,6 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     if not rest:
         raise UsageError("no script given")
     _hint_at_order(options, rest)
-    _check_nproc(given.nproc)
     if given.module and given.no_python:
         raise UsageError("--module and --no-python exclude each other")
     if given.as_deepspeed and given.no_python:
@@ -239,40 +212,35 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     if given.standalone and named:
         raise UsageError(f"--standalone and {named[0]} exclude each other")
     hosts = _host_choice(given, named)
-    place = None if hosts is not None else _mpi_place(given, named) or _slurm_place(given, named)
-    if hosts is None and place is None:
-        _check_port(given)
+    place = None if hosts is not None else _launched_place(given, named)
     one_host = hosts is None and place is None
+    if one_host:
+        _check_port(given)
     one_host = one_host and all(
         value is None or value in ONE_HOST.get(name, ())
         for name, value in places.items()
         if name != "--master-port"
     )
-    return RunOptions(
+    _check_elastic(given, is_placed=not one_host and hosts is None)
+    return made(
+        RunOptions,
+        given,
         script=rest[0],
         args=rest[1:],
         kind=kind,
-        nproc=given.nproc,
         torchrun=_for_torchrun(options),
         standalone=one_host,
         port=_port(places["--master-port"]) if one_host else 0,
-        grace_s=_seconds("--shutdown-timeout", given.shutdown_timeout, DEFAULT_GRACE_S),
-        stall_s=_seconds("--stall-timeout", given.stall_timeout, None),
-        debug=given.debug,
+        grace_s=_GRACE.read(given.shutdown_timeout or str(DEFAULT_GRACE_S)),
         hosts=hosts,
         place=place,
-        elastic=_elastic(given, is_placed=not one_host and hosts is None),
-        as_deepspeed=given.as_deepspeed,
     )
 
 
-def _elastic(given: argparse.Namespace, *, is_placed: bool) -> int | None:
-    """Return the least number of ranks of ``--elastic``; None where it is not given."""
-    least = given.elastic
-    if least is None:
-        return None
-    if not least.isdecimal() or int(least) < 1:
-        raise UsageError(f"{ELASTIC} must be a number of ranks of at least 1, not {least!r}")
+def _check_elastic(given: argparse.Namespace, *, is_placed: bool) -> None:
+    """Raise UsageError where ``--elastic`` does not go with the other options."""
+    if given.elastic is None:
+        return
     if given.max_restarts not in (None, "0"):
         raise UsageError(
             f"{ELASTIC} and --max-restarts exclude each other: one goes on with fewer ranks, the"
@@ -283,8 +251,7 @@ def _elastic(given: argparse.Namespace, *, is_placed: bool) -> int | None:
             f"{ELASTIC} needs one launcher for all ranks: use --nproc on one host, or --hostfile"
         )
     if given.nproc is not None and given.nproc.isdecimal():
-        check_least(int(least), int(given.nproc))
-    return int(least)
+        check_least(given.elastic, int(given.nproc))
 
 
 def check_least(least: int, num_ranks: int) -> None:
@@ -296,9 +263,9 @@ def check_least(least: int, num_ranks: int) -> None:
 def _host_choice(given: argparse.Namespace, named: list[str]) -> HostChoice | None:
     """Return what the line says about hosts; `named` are its options that place the job."""
     if given.hostfile is None:
-        alone = next((name for name in HOST_VALUES if getattr(given, _dest(name))), None)
-        if alone is not None:
-            raise UsageError(f"{alone} goes with --hostfile")
+        for option in HOSTS:
+            if getattr(given, _dest(option.names[0])):
+                raise UsageError(f"{option.names[0]} goes with --hostfile")
         return None
     others = [name for name in named if name not in ("--master-addr", "--master-port")]
     others += ["--nproc"] * (given.nproc is not None) + ["--standalone"] * given.standalone
@@ -310,23 +277,21 @@ def _host_choice(given: argparse.Namespace, named: list[str]) -> HostChoice | No
         )
     if given.max_restarts not in (None, "0"):
         raise UsageError("--hostfile and --max-restarts exclude each other: queue the job again")
-    return HostChoice(
-        hostfile=given.hostfile,
-        include=given.include,
-        exclude=given.exclude,
-        ssh=given.ssh or "ssh",
-        export=tuple(filter(None, (given.export or "").split(","))),
-        master_addr=given.master_addr,
-        master_port=_port(given.master_port),
-    )
+    export = tuple(filter(None, (given.export or "").split(",")))
+    ssh, port = given.ssh or "ssh", _port(given.master_port)
+    return made(HostChoice, given, ssh=ssh, export=export, master_port=port)
 
 
-def _slurm_place(given: argparse.Namespace, named: list[str]) -> Place | None:
-    """Return the place of this launcher, where ``srun`` has started one on each of several nodes
-    and the line says nothing else.
+def _launched_place(given: argparse.Namespace, named: list[str]) -> Place | None:
+    """Return the place of this launcher, where ``mpirun`` or ``srun`` has started one on each of
+    several hosts and the line says nothing else.
     """
     if given.standalone or set(named) - {"--master-addr", "--master-port"}:
         return None
+    return _mpi_place(given) or _slurm_place(given)
+
+
+def _slurm_place(given: argparse.Namespace) -> Place | None:
     step = read_step(os.environ)
     if step is None or step.num_tasks == 1:
         return None
@@ -341,12 +306,7 @@ def _slurm_place(given: argparse.Namespace, named: list[str]) -> Place | None:
     return Place(step.node_rank, step.num_nodes, address, port)
 
 
-def _mpi_place(given: argparse.Namespace, named: list[str]) -> Place | None:
-    """Return the place of this launcher, where ``mpirun`` has started one on each of several hosts
-    and the line says nothing else.
-    """
-    if given.standalone or set(named) - {"--master-addr", "--master-port"}:
-        return None
+def _mpi_place(given: argparse.Namespace) -> Place | None:
     task = read_task(os.environ)
     if task is None or task.num_tasks == 1:
         return None
@@ -370,7 +330,7 @@ def _hint_at_order(options: list[tuple[str, str | None]], rest: list[str]) -> No
     """Warn of an option of ours after the script; it may be the script's own."""
     before = {name for name, _ in options}
     named = (token.partition("=")[0] for token in rest[1:])
-    late = next((name for name in named if name in OWN_VALUES and name not in before), None)
+    late = next((name for name in named if _TAKES_VALUE.get(name) and name not in before), None)
     if late is not None:
         sys.stderr.write(
             f"zeroshard run: {late} comes after {rest[0]} and goes to it; options of zeroshard run"
@@ -383,7 +343,9 @@ def _dest(name: str) -> str:
 
 
 def _long(name: str) -> str:
-    return SHORT.get(name, name.replace("_", "-") if name.startswith("--") else name)
+    if name.startswith("--"):
+        return name.replace("_", "-")
+    return next((long for long, short in SHORT.items() if short.endswith(name)), name)
 
 
 def _split(argv: list[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
@@ -399,28 +361,28 @@ def _split(argv: list[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
             return options, argv[index - 1 :]
         written, joined, value = token.partition("=")
         name = _long(written)
-        if name in TORCHRUN_FLAGS or name in OWN_FLAGS:
-            if joined:
-                raise UsageError(f"{written} takes no value")
-            options.append((name, None))
-        elif name in TORCHRUN_VALUES or name in OWN_VALUES:
+        if name == ELASTIC:
+            options.append((name, value if joined else "1"))
+        elif name in TORCHRUN_VALUES or _TAKES_VALUE.get(name):
             if not joined:
                 if index == len(argv):
                     raise UsageError(f"{written} needs a value")
                 value = argv[index]
                 index += 1
             options.append((name, value))
-        elif name == ELASTIC:
-            options.append((name, value if joined else None))
-        else:
+        elif name not in TORCHRUN_FLAGS and name not in _TAKES_VALUE:
             raise UsageError(_unknown(written, name))
+        elif joined:
+            raise UsageError(f"{written} takes no value")
+        else:
+            options.append((name, None))
     return options, []
 
 
 def _unknown(written: str, name: str) -> str:
     if name in REFUSED:
         return f"{written} has no place here: {REFUSED[name]}"
-    known = [*TORCHRUN_VALUES, *TORCHRUN_FLAGS, *OWN_VALUES, *OWN_FLAGS, ELASTIC]
+    known = [*TORCHRUN_VALUES, *TORCHRUN_FLAGS, *_TAKES_VALUE]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f", did you mean {near[0]}?" if near else ""
     return f"unknown option {written}{hint}; the script's own options come after it"
@@ -431,32 +393,8 @@ def _canonical(options: list[tuple[str, str | None]]) -> list[str]:
 
 
 def _for_torchrun(options: list[tuple[str, str | None]]) -> list[str]:
-    ours = {*OWN_VALUES, *OWN_FLAGS, ELASTIC}
-    ours |= {"--module", "--no-python", "--shutdown-timeout", "--standalone"}
+    ours = {*_TAKES_VALUE, "--module", "--no-python", "--shutdown-timeout", "--standalone"}
     return _canonical([(name, value) for name, value in options if name not in ours])
-
-
-def _check_nproc(nproc: str | None) -> None:
-    if nproc is None or nproc in NPROC_WORDS:
-        return
-    if not nproc.isdecimal() or int(nproc) < 1:
-        raise UsageError(
-            f"--nproc must be a number of at least 1, or one of {', '.join(NPROC_WORDS)}, not"
-            f" {nproc!r}"
-        )
-
-
-def _seconds(name: str, text: str | None, default: T) -> float | T:
-    """Return the number of seconds that `text` is, `default` if it is not given."""
-    if text is None:
-        return default
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 1e6:
-        raise UsageError(f"{name} must be a number of seconds, not {text!r}")
-    return seconds
 
 
 def check_target(kind: str, target: str) -> None:
@@ -475,11 +413,7 @@ def check_target(kind: str, target: str) -> None:
 
 def _port(text: str | None) -> int:
     """Return the port number that `text` is; 0 where none is given."""
-    if text is None:
-        return 0
-    if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise UsageError(f"--master-port must be a port number, not {text!r}")
-    return int(text)
+    return 0 if text is None else int(_PORT.read(text))
 
 
 def _check_port(given: argparse.Namespace) -> None:

@@ -11,18 +11,25 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.errors import ConfigError
-from zeroshard.launch.numbers import size_text, three_digits
-from zeroshard.launch.options import UsageError
+from zeroshard.launch.console import (
+    Table,
+    note,
+    print_json,
+    say,
+    say_facts,
+    size_text,
+    three_digits,
+)
+from zeroshard.launch.declared import JSON, Command, Option, UsageError, as_usage, made
 from zeroshard.launch.plan_uneven import (
     BELOW_REST,
     elsewhere,
     is_below_rest,
     is_uneven,
+    leave_out,
     memories_of,
     plan_and_print,
 )
@@ -30,85 +37,15 @@ from zeroshard.launch.plan_uneven import (
 if TYPE_CHECKING:
     from zeroshard.planner import Axes, Machine, ModelShape, Plan, PlannedRow, Training
 
-__all__ = ["add_parser"]
-
-EXAMPLE = """examples:
-  zeroshard plan --params 7.5B --gpus 64 --gpu A100-80 --precision bf16
-  zeroshard plan config.json --gpus 8 --checkpointing --write zero.json"""
-
-
-def add_parser(commands: Any) -> None:
-    """Add ``plan`` to the `commands` of an argument parser."""
-    plan = commands.add_parser(
-        "plan",
-        help="what fits where, what travels, how fast: before the launch",
-        description="Plan all rows of the policy table for a model on a machine.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s (--params N | --model M:F | PATH) [--gpu NAME | --this-machine] [options]",
-        allow_abbrev=False,
-    )
-    add = plan.add_argument
-    add(
-        "path",
-        nargs="?",
-        type=Path,
-        metavar="PATH",
-        help="config.json, safetensors, or a directory",
-    )
-    add("--params", metavar="N", help="number of parameters: 350M, 7.5B, 1T")
-    add("--model", metavar="M:F", help="package.module:factory, built without memory")
-    add("--this-machine", action="store_true", help="as zeroshard doctor measures it (20 s, kept)")
-    add("--gpu", metavar="NAME", help="preset (default H100; CPU, V100-32, ...)")
-    add("--gpus", metavar="N", type=int, help="number of GPUs, or of ranks here (default 1)")
-    add("--node-size", metavar="N", type=int, help="GPUs of one node")
-    add("--gpu-memory", metavar="SIZE", help="of one GPU: 32GiB, or of each: 24GiB,80GiB")
-    add("--shares", metavar="S", help="of the states of each GPU: 0.1,0.9, memory or auto")
-    add("--host-memory", metavar="SIZE", help="of one node: 1TiB")
-    add("--disk", metavar="SIZE", help="of one node: 3.2TB (default: none)")
-    add("--network", metavar="SIZE", help="bytes a second of one GPU to other nodes: 25GB")
-    add("--precision", metavar="TYPE", default="bf16", help="bf16 (default), fp16 or fp32")
-    add("--accumulate", metavar="TYPE", default="fp32", help="of gradients at rest (default fp32)")
-    optimizers = "adam (default), adam-fused, adam-8bit, adam-bf16, momentum, sgd"
-    add("--optimizer", metavar="NAME", default="adam", help=optimizers)
-    add("--batch", metavar="N", type=int, default=1, help="sequences of a micro-batch of a GPU")
-    add("--sequence", metavar="N", type=int, default=2048, help="tokens of one (default 2048)")
-    add("--micro-batches", metavar="N", type=int, default=1, help="of one step (default 1)")
-    add("--accumulation-budget", metavar="SIZE", help="for whole gradients between them: 2GiB")
-    add("--tp", metavar="N", type=_ranks, default=1, help="tensor parallel ranks, or auto")
-    add("--pp", metavar="N", type=_ranks, default=1, help="stages of a pipeline, or auto")
-    schedules = "1f1b (default), gpipe, interleaved[:stages], zb"
-    add("--schedule", metavar="NAME", help=f"of the pipeline: {schedules}")
-    add("--checkpointing", action="store_true", help="recompute activations in the backward")
-    add("--sweep", metavar="gpus=A..B", help="on more and more GPUs instead: gpus=8..16384")
-    add("--plot", metavar="FILE", type=Path, help="draw the sweep into a PNG (needs matplotlib)")
-    codecs = "weight_codec=int8, grad_codec=int4, ... of zs.Comm; may be repeated"
-    add("--comm", metavar="KEY=VALUE", action="append", default=[], help=codecs)
-    add("--fraction", metavar="F", type=_fraction, default=1.0, help="of a state, off device: 0.5")
-    add("--json", action="store_true", help="print JSON")
-    add("--write", metavar="FILE", type=Path, help="write zs.shard(config=FILE)'s configuration")
-    add("--disk-path", metavar="DIR", default=".", help="its directory for disk states")
-    plan.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
-    plan.set_defaults(handler=_plan)
+__all__ = ["COMMAND"]
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     from zeroshard.planner import Axes, Training, make_plan
 
-    with _as_usage():
-        axes = Axes(arguments.tp, arguments.pp, arguments.schedule)
-        training = Training(
-            arguments.precision,
-            arguments.accumulate,
-            arguments.optimizer,
-            arguments.batch,
-            arguments.sequence,
-            arguments.micro_batches,
-            arguments.checkpointing,
-            fraction=arguments.fraction,
-            accumulation_budget=arguments.accumulation_budget,
-            **_codecs(arguments.comm),
-        )
+    with as_usage("plan: "):
+        axes = made(Axes, arguments)
+        training = made(Training, arguments, **_codecs(arguments.comm))
         if is_uneven(arguments):
             memories = memories_of(arguments)
             machine = _machine_of(arguments, arguments.gpus)
@@ -122,13 +59,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         model = _describe(arguments, training)
         plan = make_plan(model, machine, training, axes=axes)
     if arguments.json:
-        print(json.dumps(plan.to_dict(), indent=1))
+        print_json(plan.to_dict())
     else:
         _print_plan(plan)
     if arguments.write is not None:
         text = json.dumps(plan.config(disk_path=arguments.disk_path), indent=2)
         arguments.write.write_text(f"{text}\n", encoding="utf-8")
-        sys.stderr.write(f"zeroshard: wrote {arguments.write}\n")
+        note(f"wrote {arguments.write}")
     return 0
 
 
@@ -138,10 +75,8 @@ def _sweep(arguments: argparse.Namespace, training: Training) -> int:
     from zeroshard.planner.sweep import make_sweep, parse_sweep
 
     if arguments.write is not None:
-        raise UsageError("plan: --write writes the plan of one machine: leave --sweep out")
-    if (arguments.tp, arguments.pp) != (1, 1):
-        option = "--tp" if arguments.tp != 1 else "--pp"
-        raise UsageError(f"plan: --sweep plans data parallel ranks alone: leave {option} out")
+        leave_out(arguments, "--write writes the plan of one machine", "sweep")
+    leave_out(arguments, "--sweep plans data parallel ranks alone", "tp", "pp")
     if arguments.this_machine:
         raise UsageError("plan: --sweep is of more machines than this one: name a --gpu")
     machines = [_machine_of(arguments, gpus) for gpus in parse_sweep(arguments.sweep)]
@@ -149,22 +84,13 @@ def _sweep(arguments: argparse.Namespace, training: Training) -> int:
     points = make_sweep(model, machines, training)
     if arguments.plot is not None:
         plot_sweep(arguments.plot, model, machines[-1], points)
-        sys.stderr.write(f"zeroshard: wrote {arguments.plot}\n")
+        note(f"wrote {arguments.plot}")
     if arguments.json:
         sizes = {"name": model.name, "parameters": model.numel}
-        print(json.dumps({"model": sizes, "sweep": [one.to_dict() for one in points]}, indent=1))
+        print_json({"model": sizes, "sweep": [one.to_dict() for one in points]})
     else:
         print_sweep(model, machines[-1], points)
     return 0
-
-
-@contextmanager
-def _as_usage() -> Iterator[None]:
-    """Turn a refused option into a usage error."""
-    try:
-        yield
-    except ConfigError as error:
-        raise UsageError(f"plan: {error}") from None
 
 
 # ------------------------------------------------------------------ the machine
@@ -174,20 +100,12 @@ def _machine_of(arguments: argparse.Namespace, gpus: int | None) -> Machine:
     """Return the machine that the options name, with so many GPUs (None: one; here: a rank)."""
     from zeroshard.planner import Machine
 
-    given = {
-        "gpu": arguments.gpu,
-        "node_size": arguments.node_size,
-        "gpu_memory": arguments.gpu_memory,
-        "host_memory": arguments.host_memory,
-        "disk": arguments.disk,
-        "network": arguments.network,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
+    named = ("gpu", "node_size", "gpu_memory", "host_memory", "disk", "network")
     if arguments.this_machine:
-        if given:
-            option = f"--{next(iter(given)).replace('_', '-')}"
-            raise UsageError(f"plan: --this-machine is measured: leave {option} out")
+        leave_out(arguments, "--this-machine is measured", *named)
         return _this_machine(gpus)
+    given = {name: getattr(arguments, name) for name in named}
+    given = {name: value for name, value in given.items() if value is not None}
     return Machine.of(gpus=1 if gpus is None else gpus, **given)
 
 
@@ -199,15 +117,15 @@ def _this_machine(ranks: int | None) -> Machine:
     found = machine.facts()
     report = measured.read([one["name"] for one in found["devices"]], found["versions"])
     if report is None:
-        sys.stderr.write("zeroshard: measuring this machine, about 20 s\n")
+        note("measuring this machine, about 20 s")
         report = doctor.examine()
         if report["problems"]:
             raise UsageError(f"plan: --this-machine: {report['problems'][0]}")
-        if measured.busy(report) is not None:
-            sys.stderr.write(f"zeroshard: {measured.busy(report)}\n")
+        if (warning := measured.busy(report)) is not None:
+            note(warning)
         measured.write(report)
     else:
-        sys.stderr.write(f"zeroshard: as measured {report['date']}; zeroshard doctor renews it\n")
+        note(f"as measured {report['date']}; zeroshard doctor renews it")
     return measured.machine_of(report, ranks=ranks)
 
 
@@ -218,16 +136,6 @@ _COMM: dict[str, Callable[[str], Any]] = {
     "codec_block": int,
     "error_feedback": {"true": True, "false": False}.__getitem__,
 }
-
-
-def _fraction(text: str) -> float | str:
-    """Return a number, or "auto", which Training refuses with the reason."""
-    return text if text == "auto" else float(text)
-
-
-def _ranks(text: str) -> int | str:
-    """Return a number, or the text: Axes refuses all but "auto"."""
-    return int(text) if text.isdigit() else text
 
 
 def _codecs(given: list[str]) -> dict[str, Any]:
@@ -288,47 +196,42 @@ def _built(name: str, training: Training) -> ModelShape:
 
 # ------------------------------------------------------------------ the table
 
+_FITS = "fits: bound by"
 _ALWAYS = ("row", "rest", "peak")  # columns that are there even if they are empty
 
 
 def _print_plan(plan: Plan) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(soft_wrap=True)
-    for name, fact in _facts(plan):
-        console.print(f"{name:9} {fact}", markup=False, highlight=False)
-    console.print("GB of one GPU: at rest and received per step (exact), at peak (modelled)")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=0)
+    say_facts(_facts(plan), width=9)
+    say("GB of one GPU: at rest and received per step (exact), at peak (modelled)")
     cells = [_cells(row, plan.axes) for row in plan.rows]
     shown = [name for name in cells[0] if name in _ALWAYS or any(one[name] != "-" for one in cells)]
-    for name in shown:
-        is_text = name in ("row", "elsewhere", "fits: bound by")
-        justify: Any = "left" if is_text else "right"
-        table.add_column(name, justify=justify, no_wrap=name != "fits: bound by")
-    for row, texts in zip(plan.rows, cells, strict=True):
-        style = "bold" if row is plan.recommended.row else ("" if row.fits else "dim")
-        table.add_row(*(texts[name] for name in shown), style=style)
-    # the last column breaks its texts; a narrower terminal breaks lines, which loses no number
-    Console(width=100).print(table)
+    best = plan.recommended.row
+    Table(
+        shown,
+        [[texts[name] for name in shown] for texts in cells],
+        text=("row", "elsewhere", _FITS),
+        folded=(_FITS,),
+        is_framed=False,
+        styles=["bold" if row is best else ("" if row.fits else "dim") for row in plan.rows],
+    ).print(width=100)
     if any(is_below_rest(row.peak_bytes, row.rest_bytes) for row in plan.rows):
-        console.print(BELOW_REST)
-    console.print()
+        say(BELOW_REST)
+    say("")
+    say_facts(_advice(plan), width=9)
 
-    advice = plan.recommended
+
+def _advice(plan: Plan) -> Iterator[tuple[str, str | None]]:
     from zeroshard.planner.rows import describe_row
 
+    advice = plan.recommended
     words = "none" if advice.row is None else describe_row(advice.row)
-    facts = [("take", f"{words}: {advice.reason}"), ("smaller", advice.smaller)]
+    yield "take", f"{words}: {advice.reason}"
     if advice.row is not None:
-        facts[1:1] = _explained(advice.row)
-    offer = (
-        None if advice.offer is None else f"--accumulate {plan.training.precision}: {advice.offer}"
-    )
-    for name, told in (*facts, ("change", advice.change), ("offer", offer)):
-        if told is not None:
-            console.print(f"{name:9} {told}", markup=False, highlight=False)
+        yield from _explained(advice.row)
+    yield "smaller", advice.smaller
+    yield "change", advice.change
+    if advice.offer is not None:
+        yield "offer", f"--accumulate {plan.training.precision}: {advice.offer}"
 
 
 def _explained(row: PlannedRow) -> Iterator[tuple[str, str]]:
@@ -346,11 +249,8 @@ def _save_times(row: PlannedRow) -> Iterator[str]:
         yield f"{three_digits(save)} s"
     if behind is not None:
         yield f"in the background {three_digits(behind)} s"
-    yield (
-        "load and save are timed with a --disk"
-        if row.load_s is None
-        else (f"load {three_digits(row.load_s)} s")
-    )
+    timed = row.load_s is not None and f"load {three_digits(row.load_s)} s"
+    yield timed or "load and save are timed with a --disk"
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -360,10 +260,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     states = {name: size_text(num_bytes) for name, num_bytes in model["states_bytes"].items()}
     yield (
         "states",
-        (
-            f"weights {states['weight']}, gradients {states['grad']}, master and moments"
-            f" {states['optimizer']}: {size_text(sum(model['states_bytes'].values()))} unsharded"
-        ),
+        f"weights {states['weight']}, gradients {states['grad']}, master and moments"
+        f" {states['optimizer']}: {size_text(sum(model['states_bytes'].values()))} unsharded",
     )
     yield "machine", _machine(machine)
     if machine.note:
@@ -442,26 +340,78 @@ def _machine(machine: Machine) -> str:
 
 def _cells(row: PlannedRow, axes: Axes | None) -> dict[str, str]:
     """Return the texts of one line of the table, by column."""
-    along: dict[str, str] = {}
+    spread, along, bubble = row.spread, dict[str, str](), dict[str, str]()
     if axes is not None:
-        along = {axis: str(getattr(row.spread, axis)) for axis in ("tp", "pp", "dp")}
-    numbers = {"rest": row.rest_bytes["device"], "peak": row.peak_bytes["device"]}
-    numbers |= {tier: row.rest_bytes[tier] for tier in ("host", "disk")}
-    numbers |= row.traffic_bytes
-    bubble = (
-        {"idle": f"{row.spread.bubble:.0%}" if row.spread.bubble else "-"}
-        if axes is not None
-        else {}
-    )
+        along = {axis: str(getattr(spread, axis)) for axis in ("tp", "pp", "dp")}
+        bubble = {"idle": f"{spread.bubble:.0%}" if spread.bubble else "-"}
+    sizes = {"rest": row.rest_bytes["device"], "peak": row.peak_bytes["device"]}
+    sizes |= {tier: row.rest_bytes[tier] for tier in ("host", "disk")} | row.traffic_bytes
+    fits = f"{'yes' if row.fits else 'no'}: {row.bound_by}"
     return {
         **along,
         "row": row.row,
         "elsewhere": elsewhere(row.tiers),
-        **{name: three_digits(number / 1e9) for name, number in numbers.items()},
+        **{name: three_digits(size / 1e9) for name, size in sizes.items()},
         **bubble,
         "s/step": "-" if row.step_s is None else three_digits(row.step_s),
         "tokens/s": "-" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-        "fits: bound by": "yes"
-        if row.fits and row.step_s is None
-        else f"{'yes' if row.fits else 'no'}: {row.bound_by}",
+        _FITS: "yes" if row.fits and row.step_s is None else fits,
     }
+
+
+# ------------------------------------------------------------------ the command
+
+
+def _fraction(text: str) -> float | str:
+    """Return a number, or "auto", which Training refuses with the reason."""
+    return text if text == "auto" else float(text)
+
+
+def _ranks(text: str) -> int | str:
+    """Return a number, or the text: Axes refuses all but "auto"."""
+    return int(text) if text.isdigit() else text
+
+
+_OPTIONS = (
+    Option("[PATH]", "config.json, safetensors, or a directory", Path, dest="path"),
+    Option("--params N", "number of parameters: 350M, 7.5B, 1T"),
+    Option("--model M:F", "package.module:factory, built without memory"),
+    Option("--this-machine", "as zeroshard doctor measures it (20 s, kept)"),
+    Option("--gpu NAME", "preset (default H100; CPU, V100-32, ...)"),
+    Option("--gpus N", "number of GPUs, or of ranks here (default 1)", int),
+    Option("--node-size N", "GPUs of one node", int),
+    Option("--gpu-memory SIZE", "of one GPU: 32GiB, or of each: 24GiB,80GiB"),
+    Option("--shares S", "of the states of each GPU: 0.1,0.9, memory or auto"),
+    Option("--host-memory SIZE", "of one node: 1TiB"),
+    Option("--disk SIZE", "of one node: 3.2TB (default: none)"),
+    Option("--network SIZE", "bytes a second of one GPU to other nodes: 25GB"),
+    Option("--precision TYPE", "bf16 (default), fp16 or fp32", default="bf16"),
+    Option("--accumulate TYPE", "of gradients at rest (default fp32)", default="fp32"),
+    Option("--optimizer NAME", "adam (default), adam-fused, adam-8bit, adam-bf16, momentum, sgd",
+           default="adam"),
+    Option("--batch N", "sequences of a micro-batch of a GPU", int, 1),
+    Option("--sequence N", "tokens of one (default 2048)", int, 2048),
+    Option("--micro-batches N", "of one step (default 1)", int, 1),
+    Option("--accumulation-budget SIZE", "for whole gradients between them: 2GiB"),
+    Option("--tp N", "tensor parallel ranks, or auto", _ranks, 1),
+    Option("--pp N", "stages of a pipeline, or auto", _ranks, 1),
+    Option("--schedule NAME", "of the pipeline: 1f1b (default), gpipe, interleaved[:stages], zb"),
+    Option("--checkpointing", "recompute activations in the backward"),
+    Option("--sweep gpus=A..B", "on more and more GPUs instead: gpus=8..16384"),
+    Option("--plot FILE", "draw the sweep into a PNG (needs matplotlib)", Path),
+    Option("--comm KEY=VALUE", "weight_codec=int8, grad_codec=int4, ... of zs.Comm; may be"
+           " repeated", action="append", default=[]),
+    Option("--fraction F", "of a state, off device: 0.5", _fraction, 1.0),
+    JSON,
+    Option("--write FILE", "write zs.shard(config=FILE)'s configuration", Path),
+    Option("--disk-path DIR", "its directory for disk states", default="."),
+    Option("--debug", argparse.SUPPRESS),
+)  # fmt: skip
+COMMAND = Command(
+    "plan", "what fits where, what travels, how fast: before the launch",
+    "zeroshard plan --params 7.5B --gpus 64 --gpu A100-80 --precision bf16\n"
+    "zeroshard plan config.json --gpus 8 --checkpointing --write zero.json",
+    _OPTIONS, _plan, description="Plan all rows of the policy table for a model on a machine.",
+    usage="%(prog)s (--params N | --model M:F | PATH) [--gpu NAME | --this-machine] [options]",
+    allow_abbrev=False,
+)  # fmt: skip

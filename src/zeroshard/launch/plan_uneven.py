@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.launch.numbers import three_digits
-from zeroshard.launch.options import UsageError
+from zeroshard.launch.console import Table, print_json, say, say_facts, three_digits
+from zeroshard.launch.declared import UsageError
 
 if TYPE_CHECKING:
     from zeroshard.planner import Machine, ModelShape, Training
     from zeroshard.planner.uneven import UnevenRow
 
 __all__ = [
-    "BELOW_REST",
-    "elsewhere",
-    "is_below_rest",
-    "is_uneven",
-    "memories_of",
+    "BELOW_REST", "elsewhere", "is_below_rest", "is_uneven", "leave_out", "memories_of",
     "plan_and_print",
-]
+]  # fmt: skip
 
 BELOW_REST = (
     "rest is between micro-batches, whole gradients included: a step of one micro-batch reduces\n"
     "each as it comes, so that its peak can be below"
 )
+_COLUMNS = (
+    "row", "elsewhere", "rank", "share", "rest", "peak", "of", "host", "disk", "moved", "fits",
+)  # fmt: skip
 
 
 def is_uneven(arguments: argparse.Namespace) -> bool:
     """Whether the options describe ranks that are not alike."""
     return arguments.shares is not None or "," in (arguments.gpu_memory or "")
+
+
+def leave_out(arguments: argparse.Namespace, why: str, *names: str) -> None:
+    """Raise UsageError for the first of the options `names` that is given, and say why."""
+    for name in names:
+        if getattr(arguments, name) != {"tp": 1, "pp": 1}.get(name):
+            raise UsageError(f"plan: {why}: leave --{name.replace('_', '-')} out")
 
 
 def memories_of(arguments: argparse.Namespace) -> list[int]:
@@ -41,11 +46,8 @@ def memories_of(arguments: argparse.Namespace) -> list[int]:
     """
     from zeroshard.core.sizes import parse_bytes
 
-    others = {"tp": (1,), "pp": (1,), "sweep": (None,), "plot": (None,), "write": (None,)}
-    for name, defaults in others.items():
-        if getattr(arguments, name) not in defaults:
-            raise UsageError(f"plan: --shares and unequal --gpu-memory plan every rank of one"
-                             f" machine: leave --{name} out")  # fmt: skip
+    why = "--shares and unequal --gpu-memory plan every rank of one machine"
+    leave_out(arguments, why, "tp", "pp", "sweep", "plot", "write")
     texts = (arguments.gpu_memory or "").split(",")
     if len(texts) == 1:
         return []
@@ -76,35 +78,31 @@ def plan_and_print(
     rows = plan_uneven(model, machine, training, shares=shares, gpu_memory=memories)
     if arguments.json:
         sizes = {"name": model.name, "parameters": model.numel}
-        print(json.dumps({"model": sizes, "rows": [row.to_dict() for row in rows]}, indent=1))
+        print_json({"model": sizes, "rows": [row.to_dict() for row in rows]})
     else:
         _print(model, machine, rows)
     return 0
 
 
 def _print(model: ModelShape, machine: Machine, rows: Sequence[UnevenRow]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(soft_wrap=True)
     nodes = machine.gpus // machine.node_size
     facts = f"{machine.gpus} x {machine.name} in {nodes} node(s) of {machine.node_size}"
-    for name, fact in (("model", f"{model.name}: {model.numel:,} parameters"), ("machine", facts)):
-        console.print(f"{name:9} {fact}", markup=False, highlight=False)
-    console.print("GB of each rank: at rest and received per step (exact), at peak (modelled)")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=0)
-    names = ("row", "elsewhere", "rank", "share", "rest", "peak", "of", "host", "disk", "moved")
-    for name in (*names, "fits"):
-        is_text = name in ("row", "elsewhere", "fits")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
-    for row in rows:
-        for number, texts in enumerate(_lines(row)):
-            first = (row.row, elsewhere(row.tiers)) if not number else ("", "")
-            table.add_row(*first, *texts, style="" if row.fits else "dim")
-    Console(width=110).print(table)
+    say_facts([("model", f"{model.name}: {model.numel:,} parameters"), ("machine", facts)], width=9)
+    say("GB of each rank: at rest and received per step (exact), at peak (modelled)")
+    lines = [
+        ((row.row, elsewhere(row.tiers)) if not number else ("", ""), texts, row.fits)
+        for row in rows
+        for number, texts in enumerate(_lines(row))
+    ]
+    Table(
+        _COLUMNS,
+        [(*first, *texts) for first, texts, _ in lines],
+        text=("row", "elsewhere", "fits"),
+        is_framed=False,
+        styles=["" if fits else "dim" for *_, fits in lines],
+    ).print(width=110)
     if any(is_below_rest(rank.peak_bytes, rank.rest_bytes) for row in rows for rank in row.ranks):
-        console.print(BELOW_REST)
+        say(BELOW_REST)
 
 
 def is_below_rest(peak: Mapping[str, int], rest: Mapping[str, int]) -> bool:

@@ -11,41 +11,21 @@ Without matplotlib the text is printed, and one line says what to install.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from zeroshard.core.timeline import Timeline
 from zeroshard.core.untrusted import read_json
-from zeroshard.launch.console import cell, say
-from zeroshard.launch.options import UsageError
+from zeroshard.launch.console import Table, note, print_json, say
+from zeroshard.launch.declared import JSON, Command, Option, UsageError
 from zeroshard.launch.timeline import TraceReport, analyse, step_spans, within
 
-__all__ = ["add_parser"]
+__all__ = ["COMMAND"]
 
 _MOST_PANELS = 4
 _MOST_ROWS = 12
 _MOST_BYTES = 1 << 30  # of one trace
 _NO_PICTURES = "report: no pictures without matplotlib: pip install 'zeroshard[report]'"
-
-
-def add_parser(commands: Any) -> None:
-    """Add ``zeroshard report`` to the commands."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "report",
-        help="read the traces of a run: what waits for what, who is late",
-        description="Read the traces that engine.trace(DIRECTORY) has written, one per rank.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n  zeroshard run --nproc 2 examples/train_gpt.py --trace traces\n"
-        "  zeroshard report traces/ZeRO-3",
-    )
-    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="with rank-*.json")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    text = "a trace of a simulated step, drawn above the measured one"
-    parser.add_argument("--predicted", type=Path, metavar="FILE", help=text)
-    parser.set_defaults(handler=_report)
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -56,13 +36,13 @@ def _report(arguments: argparse.Namespace) -> int:
         figures = report.to_dict()
         if predicted is not None:
             figures["predicted_step_s"] = analyse([predicted]).step_s
-        print(json.dumps(figures, indent=1))
+        print_json(figures)
         return 0
     _print(report, timelines[0], predicted)
     try:
         drawn = _draw(arguments.directory, timelines, predicted)
     except ImportError:
-        sys.stderr.write(f"zeroshard: {_NO_PICTURES}\n")
+        note(_NO_PICTURES)
         return 0
     for path in drawn:
         print(f"wrote {path}")
@@ -119,19 +99,6 @@ def _print(report: TraceReport, first: Timeline, predicted: Timeline | None) -> 
         say(f"{number}. {sentence}")
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Any]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(cell, row))
-    Console(soft_wrap=True).print(table)
-
-
 def _print_exposed(report: TraceReport) -> None:
     lanes = list(dict.fromkeys(one.lane for one in report.exposed))
     units: dict[str, dict[str, float]] = {}
@@ -147,21 +114,16 @@ def _print_exposed(report: TraceReport) -> None:
         sums = [sum(by.get(lane, 0.0) for by in rest) for lane in lanes]
         rows.append((f"{len(rest)} more units", *map(_ms, sums), _ms(sum(sums))))
     title = "exposed: ms of a step that compute waits, by unit and lane, mean over ranks"
-    _table(title, ("unit", *lanes, "together"), rows)
+    Table(("unit", *lanes, "together"), rows, title, text=("unit",), is_framed=False).print()
 
 
 def _print_ranks(report: TraceReport) -> None:
     rows = [
-        (
-            str(one.rank),
-            _ms(one.step_s),
-            _ms(one.waits_s),
-            _ms(one.others_s),
-            "late" if one.is_late else "",
-        )
+        (one.rank, *map(_ms, (one.step_s, one.waits_s, one.others_s)), "late" * one.is_late)
         for one in report.ranks
     ]
-    _table("ranks: ms of a step", ("rank", "step", "waits", "for others", ""), rows)
+    columns = ("rank", "step", "waits", "for others", "")
+    Table(columns, rows, "ranks: ms of a step", text=("rank", ""), is_framed=False).print()
 
 
 def _ms(seconds: float) -> str:
@@ -190,3 +152,16 @@ def _draw(directory: Path, timelines: Sequence[Timeline], predicted: Timeline | 
         return [lanes]
     draw_memory(within(first, begin, end), memory)
     return [lanes, memory]
+
+
+_OPTIONS = (
+    Option("DIRECTORY", "with rank-*.json", Path, dest="directory"),
+    JSON,
+    Option("--predicted FILE", "a trace of a simulated step, drawn above the measured one", Path),
+)  # fmt: skip
+COMMAND = Command(
+    "report", "read the traces of a run: what waits for what, who is late",
+    "zeroshard run --nproc 2 examples/train_gpt.py --trace traces\nzeroshard report traces/ZeRO-3",
+    _OPTIONS, _report,
+    description="Read the traces that engine.trace(DIRECTORY) has written, one per rank.",
+)  # fmt: skip

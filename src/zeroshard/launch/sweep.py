@@ -9,8 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.launch.numbers import three_digits
-from zeroshard.launch.options import UsageError
+from zeroshard.launch.console import Table, say, say_facts, three_digits
+from zeroshard.launch.declared import UsageError
 
 if TYPE_CHECKING:
     from zeroshard.planner import Machine, ModelShape
@@ -23,47 +23,28 @@ def print_sweep(model: ModelShape, machine: Machine, points: Sequence[Point]) ->
     """Print efficiency and memory by number of GPUs (`machine` has the most) and row, and what
     bounds each row.
     """
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(soft_wrap=True)
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
-
     numbers = list(dict.fromkeys(point.gpus for point in points))
     rows = _by_row(points)
-    say(f"model     {model.name}: {model.numel:,} parameters")
-    say(f"machine   {numbers[0]} to {numbers[-1]} x {machine.name}, {machine.node_size} in a node")
+    span = f"{numbers[0]} to {numbers[-1]} x {machine.name}, {machine.node_size} in a node"
+    say_facts([("model", f"{model.name}: {model.numel:,} parameters"), ("machine", span)], width=9)
     best = max(points, key=lambda point: point.efficiency)
     speed = ""
     if best.tokens_per_s_per_gpu is not None:
         per_gpu = best.tokens_per_s_per_gpu / best.efficiency
         speed = f" 100% are {per_gpu:,.0f} tokens/s a GPU;"
-    for title, texts in (
+    for title, text_of in (
         (
             f"efficiency, %: forward and backward alone over the step;{speed} (does not fit)",
-            {name: [_percent(point) for point in line] for name, line in rows.items()},
+            _percent,
         ),
-        (
-            f"GB of one GPU at peak, of {machine.gpu_memory / 1e9:.3g}",
-            {
-                name: [three_digits(point.peak_bytes / 1e9) for point in line]
-                for name, line in rows.items()
-            },
-        ),
+        (f"GB of one GPU at peak, of {machine.gpu_memory / 1e9:.3g}", _gigabytes),
     ):
         say(title)
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        for name in ("GPUs", *rows):
-            table.add_column(name, justify="right", no_wrap=True)
-        for index, gpus in enumerate(numbers):
-            table.add_row(f"{gpus:,}", *(line[index] for line in texts.values()))
-        Console(width=max(console.width, 100)).print(table)
+        lines = zip(*(map(text_of, line) for line in rows.values()), strict=True)
+        cells = [(f"{gpus:,}", *line) for gpus, line in zip(numbers, lines, strict=True)]
+        Table(("GPUs", *rows), cells, is_framed=False).print()
     say("bound by, on how many GPUs")
-    for name, line in rows.items():
-        say(f"{name:10} {_bounds(line)}")
+    say_facts(((name, _bounds(line)) for name, line in rows.items()), width=10)
 
 
 def _by_row(points: Sequence[Point]) -> dict[str, list[Point]]:
@@ -76,6 +57,10 @@ def _by_row(points: Sequence[Point]) -> dict[str, list[Point]]:
 def _percent(point: Point) -> str:
     text = f"{100 * point.efficiency:.3g}"
     return text if point.fits else f"({text})"
+
+
+def _gigabytes(point: Point) -> str:
+    return three_digits(point.peak_bytes / 1e9)
 
 
 def _bounds(line: Sequence[Point]) -> str:
