@@ -20,6 +20,7 @@ from zeroshard.core.cost import LinkBytes
 from zeroshard.core.layout import ALIGN, Layout
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
+from zeroshard.core.resting import AtRest, is_weight, num_shared
 from zeroshard.core.route import Route, Routes, routes
 from zeroshard.core.shares import Dealer, Shares
 from zeroshard.core.split import splits
@@ -234,14 +235,14 @@ def _group_bytes(
     if not one.group.trained:
         return out
 
-    # runtime/segment.py: make_master. The weights that follow from masters, and where they are cut
+    # the weights that follow from masters, and where they are cut
     followed = cut.weight if weights == stepped else stepped
-    alike = formats.weight == formats.master
-    same_tier = cells.weight.tier is cells.optim.tier or followed == stepped
-    if not (alike and followed == cut.optim and same_tier):
-        here = 0 if alike and followed >= cut.optim else cut.optim
-        master = _in_two(cut.optim, stepped, cells.optim.tier, formats.master)
-        out["master"] = master | {Tier.DEVICE: _bytes(here, formats.master)}
+    weight = AtRest(formats.weight, stepped, followed, cells.weight.tier)
+    master = AtRest(formats.master, stepped, cut.optim, cells.optim.tier)
+    if not is_weight(weight, master):
+        here = _bytes(cut.optim - num_shared(weight, master), formats.master)
+        by_tier = _in_two(cut.optim, stepped, cells.optim.tier, formats.master)
+        out["master"] = by_tier | {Tier.DEVICE: here}
 
     scope = one.layout.scope(cells.grad)
     if cells.grad.is_partial and scope is not Scope.SHARD:  # a sum that waits is never cut

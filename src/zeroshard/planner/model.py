@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from zeroshard.core.resting import packed, unit_limit
 from zeroshard.core.sizes import parse_count
 from zeroshard.errors import ConfigError
 from zeroshard.planner.trace import ActivationTrace
@@ -158,22 +159,15 @@ def pack_units(parameters: Sequence[Shape], blocks: Iterable[str]) -> tuple[Unit
         block = block_of(shape[0])
         if block is not None:
             members.setdefault(block, []).append(shape)
-    sizes = [math.prod(shape) for _, shape in parameters]
-    limit = max([_numel(part) for part in members.values()] + [*sizes, sum(sizes) // 8])
-
-    # leftovers that follow each other share a unit; a block between them ends it
-    packed: dict[str, list[Shape]] = {}
-    rest: list[Shape] | None = None
-    for name, size in parameters:
-        block = block_of(name)
-        if block is not None:
-            rest = None
-            packed.setdefault(block, members[block])
-            continue
-        if rest is None or _numel(rest) + math.prod(size) > limit:
-            rest = packed[name] = []
-        rest.append((name, size))
-    return tuple(UnitShape(name, (GroupShape(tuple(part)),)) for name, part in packed.items())
+    limit = unit_limit(map(_numel, members.values()), [math.prod(one) for _, one in parameters])
+    sized = [(name, math.prod(shape), block_of(name)) for name, shape in parameters]
+    shapes = dict(parameters)
+    return tuple(
+        UnitShape(block, (GroupShape(tuple(members[block])),))
+        if block is not None
+        else UnitShape(names[0], (GroupShape(tuple((name, shapes[name]) for name in names)),))
+        for block, names in packed(sized, limit)
+    )
 
 
 def describe(text: str) -> ModelShape:

@@ -21,6 +21,7 @@ from zeroshard.comm.codec import Codec
 from zeroshard.core.accumulation import UnitGradient
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.precision import Precision, dtype_name
+from zeroshard.core.resting import AtRest, is_weight
 from zeroshard.core.shares import Dealer
 from zeroshard.heap import return_freed_memory
 from zeroshard.runtime.bucket import PartialSum
@@ -304,13 +305,9 @@ def _storages_of(
         and splits.optim < plan.num_stepped
     ):
         apart = context.tiering.delayed_update is not None
-        is_weight = (
-            weight_away
-            and not apart
-            and (plan.dtype, splits.weight, cells.weight.tier)
-            == (master, splits.optim, cells.optim.tier)
-        )
-        if not is_weight:
+        weight = AtRest(plan.dtype, share, splits.weight, cells.weight.tier)
+        rests = AtRest(master, plan.num_stepped, splits.optim, cells.optim.tier)
+        if not weight_away or apart or not is_weight(weight, rests):
             out.append(
                 (f"{plan.key} master", plan.num_stepped - splits.optim, master, cells.optim.tier)
             )

@@ -14,6 +14,7 @@ import torch
 
 from zeroshard.core.layout import Piece, round_up
 from zeroshard.core.placement import Tier
+from zeroshard.core.resting import AtRest, is_weight, num_shared
 from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StorageError
@@ -115,30 +116,25 @@ class Segment:
         The first `split` elements rest on the device, the others in `store`. `apart`: never the
         weights themselves, which are to lag behind.
         """
-        flat, split = self.flat, self.split
+        weight, split = self.weight, self.split
         self.lags = apart
-        weight = self.weight
-        alike = flat.dtype is dtype and not apart
-        there = None if weight.away is None else weight.away.tier
-        if (
-            alike
-            and weight.split == split
-            and there is (None if store is None or split == weight.numel else store.tier)
-        ):
-            self.master, self.aliased = weight, weight.numel
+        there = Tier.DEVICE if weight.away is None else weight.away.tier
+        followed = AtRest(self.flat.dtype, weight.numel, weight.split, there)
+        rests = AtRest(dtype, weight.numel, split, Tier.DEVICE if store is None else store.tier)
+        self.aliased = 0 if apart else num_shared(followed, rests)
+        if not apart and is_weight(followed, rests):
+            self.master = weight
             return
         storage = (
             None
-            if store is None or split == weight.numel
+            if store is None or rests.away is None
             else store.allocate(f"{self.key} master", weight.numel - split, dtype)
         )
-        shares_device_part = alike and weight.tensor is not None and weight.split >= split
-        if shares_device_part:
+        if self.aliased:
             assert weight.tensor is not None
-            near, self.aliased = weight.tensor[:split], split
+            near = weight.tensor[:split]
         else:
-            # padding is published, too
-            near, self.aliased = memory.empty(split, dtype).zero_(), 0
+            near = memory.empty(split, dtype).zero_()  # padding is published, too
         self.master = State.of(near, storage, link=memory.link)
 
     def fill_master(self) -> None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from zeroshard.core.resting import packed, unit_limit
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.own_meshes import OwnMeshes, has_parameters, matching, refuse_unmatched
 from zeroshard.runtime.stages import Stages
@@ -117,11 +118,10 @@ def partition_units(
                 del unassigned[own]
         if plan.parameters:
             blocks[plan.name] = plan
-    limit = max(
-        [plan.numel for plan in blocks.values() if not plan.pattern]
-        + [parameter.numel() for parameter in parameters.values()]
-        # else it would undo the tiling
-        + ([] if apart else [sum(parameter.numel() for parameter in parameters.values()) // 8])
+    limit = unit_limit(
+        [plan.numel for plan in blocks.values() if not plan.pattern],
+        [parameter.numel() for parameter in parameters.values()],
+        whole=not apart,
     )
     plans = _in_order(parameters, blocks, unassigned, limit)
     _find_owners(model, plans)
@@ -185,23 +185,17 @@ def _in_order(
     """Merge blocks and packed leftovers into one list, in definition order of their first
     parameters.
     """
-    block_of = {name: plan for plan in blocks.values() for name in plan.parameters}
-    plans: list[UnitPlan] = []
-    seen: set[int] = set()
-    rest: UnitPlan | None = None
-    for name, parameter in parameters.items():
-        if name not in unassigned:
-            rest = None
-            block = block_of[name]
-            if id(block) not in seen:
-                seen.add(id(block))
-                plans.append(block)
-            continue
-        if rest is None or rest.numel + parameter.numel() > limit:
-            rest = UnitPlan(name)
-            plans.append(rest)
-        rest.parameters[name] = parameter
-    return plans
+    block_of = {name: plan.name for plan in blocks.values() for name in plan.parameters}
+    sized = [
+        (name, parameter.numel(), None if name in unassigned else block_of[name])
+        for name, parameter in parameters.items()
+    ]
+    return [
+        UnitPlan(names[0], parameters={name: parameters[name] for name in names})
+        if block is None
+        else blocks[block]
+        for block, names in packed(sized, limit)
+    ]
 
 
 def _signature(module: nn.Module) -> tuple[object, ...]:
