@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from zeroshard.core.placement import Cell, Tier
 from zeroshard.core.policy import Policy
+from zeroshard.core.schedule import STAGING_BYTES
 from zeroshard.planner.closed_form import closed_form
 from zeroshard.planner.exact import LaidOut, LaidOutGroup, StateBytes
 from zeroshard.planner.held import Exchange
@@ -32,7 +33,6 @@ __all__ = ["InFlight", "Peak", "peak_bytes", "trace_of"]
 
 FRAGMENTATION = 0.05  # of everything else on an accelerator
 CONTEXT_BYTES = 1 << 30  # of the driver and the libraries, on an accelerator
-STAGING_BYTES = 64 << 20  # Offload.staging_bytes
 _STEPS = 3  # after which pools have grown as far as they will
 _TILE = STAGING_BYTES // 16  # elements that are stepped at a time on the host (optim/tiles.py)
 

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Tier
+from zeroshard.core.schedule import STAGING_BYTES
 from zeroshard.core.split import splits
 from zeroshard.heap import Trimmer
 from zeroshard.runtime.shelf import Here, Shelves
@@ -34,7 +35,7 @@ class Tiering:
     # of "weight", "grad", "optimizer"; 1.0 where nothing is said
     fractions: Mapping[str, float] = field(default_factory=dict)
     link: Link = field(default_factory=Direct)
-    staging_bytes: int = 64 << 20  # of the streamed step
+    staging_bytes: int = STAGING_BYTES
     automatic: bool = False  # the optimizer's fraction follows what is measured
     least: float = 0.0  # of that fraction: what the device has no room for
     delayed_update: int | None = None  # steps before updates are applied one step late; None: never

@@ -6,11 +6,13 @@ their modules, stages of a pipeline) are executed on a meter.
 
 from __future__ import annotations
 
+import ast
 import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +23,7 @@ from zeroshard.core.residency import Residency, Traits, UnitState, Use
 from zeroshard.core.schedule import Command, Commands, Op, Phase, Rules, Schedule, Until
 from zeroshard.core.schedule.__main__ import main
 
+SOURCE = Path(__file__).parents[3] / "src" / "zeroshard"
 RELEASES = (Op.RELEASE, Op.KEEP, Op.SHRINK)
 
 
@@ -305,3 +308,26 @@ def test_stages_of_a_pipeline_stay_gathered_where_they_fit(
     actions = PipelineOrder.parse("interleaved").order(0, 2, 4)
     runs = Counter(stage for stage, _ in groupby(action.stage for action in actions))
     assert 1 < starts["4MB"] <= max(runs.values())
+
+
+def test_no_number_of_the_schedule_stands_twice() -> None:
+    """The planner and the runtime import what the schedule says."""
+    rules = ast.parse((SOURCE / "core/schedule/rules.py").read_text())
+    constants = {
+        node.targets[0].id: ast.unparse(node.value)
+        for node in rules.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and node.targets[0].id.isupper()
+    }
+    assert len(constants) == 4
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text()
+        if path.name == "rules.py":
+            continue
+        assert "Rules(" not in text, f"{path}: by Rules.of"
+        assert "staging_bytes: int = STAGING_BYTES" in text or "staging_bytes: int =" not in text
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id.strip("_")
+                assert name not in constants and name not in ("RING", "AHEAD"), (path, name)

@@ -37,6 +37,7 @@ from zeroshard.core.schedule.commands import Command, Commands, Op, Phase, Until
 from zeroshard.core.schedule.reduces import Reduces
 from zeroshard.core.schedule.rules import (
     MAX_FLUSHING,
+    STAGING_BYTES,
     TILE_BUFFERS,
     TILES_AHEAD,
     Meter,
@@ -48,6 +49,7 @@ from zeroshard.core.schedule.rules import (
 
 __all__ = [
     "MAX_FLUSHING",
+    "STAGING_BYTES",
     "TILES_AHEAD",
     "TILE_BUFFERS",
     "Command",

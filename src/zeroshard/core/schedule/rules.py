@@ -10,6 +10,7 @@ from zeroshard.core.residency import Traits
 
 __all__ = [
     "MAX_FLUSHING",
+    "STAGING_BYTES",
     "TILES_AHEAD",
     "TILE_BUFFERS",
     "Meter",
@@ -19,6 +20,7 @@ __all__ = [
     "is_ordered",
 ]
 
+STAGING_BYTES = 64 << 20  # of the streamed step of states off the device: Offload.staging_bytes
 MAX_FLUSHING = 2  # sums bound for another tier that are under way; the oldest is waited for beyond
 TILES_AHEAD = 2  # tiles of an optimizer step on disk that are read ahead
 TILE_BUFFERS = TILES_AHEAD + 2  # sets of buffers for them: one is stepped, one written
