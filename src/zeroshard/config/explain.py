@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zeroshard.config.deepspeed.reading import Finding, is_deepspeed
+from zeroshard.config.deepspeed.findings import Finding, is_deepspeed
 from zeroshard.config.native import Config, build_config, read_deepspeed
 from zeroshard.config.reading import nearest, read_json
 from zeroshard.config.reference import SECTIONS, options

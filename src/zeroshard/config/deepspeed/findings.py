@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroshard.config.deepspeed.rows import an_object
+from zeroshard.config.deepspeed.key_rows import an_object
 from zeroshard.config.deepspeed.table import KEYS, SECTIONS, key_of
 from zeroshard.config.reading import nearest, read_json
 from zeroshard.errors import ConfigError
 
-__all__ = ["Finding", "Reading", "is_deepspeed", "read"]
-
-_OPTIMIZERS = ("optimizer", "scheduler")
+__all__ = ["FileFindings", "Finding", "is_deepspeed", "read"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Reading:
+class FileFindings:
     """A DeepSpeed configuration, read. Values "auto" are left to whoever fills them in."""
 
     findings: tuple[Finding, ...]
@@ -81,7 +79,7 @@ def is_deepspeed(data: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
     return bool((keys & theirs) - ours.keys()) and not (keys & ours.keys()) - theirs
 
 
-def read(source: str | Path | dict[str, Any]) -> Reading:
+def read(source: str | Path | dict[str, Any]) -> FileFindings:
     """Read a DeepSpeed configuration: a path to its JSON, or the dict.
 
     Raises ConfigError where there is no JSON object; a key never raises.
@@ -112,15 +110,16 @@ def read(source: str | Path | dict[str, Any]) -> Reading:
     findings: list[Finding] = []
     fields: dict[str, Any] = {}
     for name in (*flat, *untold):
-        origin = "default" if name in untold else "auto" if _is_auto(flat[name]) else "file"
-        value = values[name] if name in untold else flat[name]
-        finding, options = _found(name, value, origin, wrong.get(name, ""), values)
-        findings.append(finding)
+        value = flat.get(name, values.get(name))
+        source = "default" if name in untold else "auto" if _is_auto(value) else "file"
+        options: dict[str, Any] = {}
+        verdict, why = _judged(name, value, source, wrong, values, options)
+        becomes = ", ".join(f"{option}={setting!r}" for option, setting in options.items())
+        findings.append(Finding(name, value, source, verdict, becomes, why))
         for option, setting in options.items():
             _put(fields, option, setting)
-    return Reading(
-        tuple(findings), fields, _made(data, "optimizer"), _made(data, "scheduler"), data
-    )
+    optimizer, scheduler = _made(data.get("optimizer")), _made(data.get("scheduler"))
+    return FileFindings(tuple(findings), fields, optimizer, scheduler, data)
 
 
 def _nested(data: dict[str, Any]) -> dict[str, Any]:
@@ -174,34 +173,34 @@ def _complaint(name: str, value: Any) -> str:
     return "" if value is None or _is_auto(value) else key.kind(value)
 
 
-def _found(
-    name: str, value: Any, source: str, wrong: str, values: Mapping[str, Any]
-) -> tuple[Finding, dict[str, Any]]:
-    """Return what a key does here, and the options of ours that it becomes."""
-
-    def finding(verdict: str, why: str, becomes: str = "") -> Finding:
-        return Finding(name, value, source, verdict, becomes, why)
-
-    if wrong:
-        return finding("refused", wrong), {}
+def _judged(
+    name: str,
+    value: Any,
+    source: str,
+    wrong: Mapping[str, str],
+    values: Mapping[str, Any],
+    options: dict[str, Any],
+) -> tuple[str, str]:
+    """Return the verdict on a key and the reason; add the options that it becomes to `options`."""
+    if name in wrong:
+        return "refused", wrong[name]
     key = key_of(name)
     if key is None:
-        return finding("ignored", "an empty section"), {}
+        return "ignored", "an empty section"
     if source == "auto" and key.lower is not None:
-        return finding("ignored", "left to whoever fills it in, and else to our default"), {}
+        return "ignored", "left to whoever fills it in, and else to our default"
     if _is_off(name, values):
-        return finding("ignored", f"{name.rpartition('.')[0]}.enabled is not true"), {}
+        return "ignored", f"{name.rpartition('.')[0]}.enabled is not true"
     if source != "auto" and not key.harmless(value):
-        return finding("refused", f"{key.why}: {key.instead}"), {}
+        return "refused", f"{key.why}: {key.instead}"
     if key.lower is None or value is None:
-        return finding("ignored", key.why), {}
+        return "ignored", key.why
     try:
-        options = key.lower(value, values)
+        options |= key.lower(value, values)
     except ConfigError as error:
-        return finding("refused", str(error)), {}
-    becomes = ", ".join(f"{ours}={setting!r}" for ours, setting in options.items())
-    same = list(options) == [name.rpartition(".")[2]]
-    return finding("honoured" if same or not options else "mapped", key.why, becomes), options
+        return "refused", str(error)
+    same = list(options) in ([], [name.rpartition(".")[2]])
+    return "honoured" if same else "mapped", key.why
 
 
 def _put(fields: dict[str, Any], name: str, value: Any) -> None:
@@ -212,9 +211,8 @@ def _put(fields: dict[str, Any], name: str, value: Any) -> None:
     fields[last] = value
 
 
-def _made(data: dict[str, Any], name: str) -> tuple[str, dict[str, Any]] | None:
+def _made(section: Any) -> tuple[str, dict[str, Any]] | None:
     """Return the type and the parameters of ``optimizer`` or ``scheduler``."""
-    section = data.get(name)
     if not isinstance(section, dict) or not isinstance(section.get("type"), str):
         return None
     params = section.get("params")
