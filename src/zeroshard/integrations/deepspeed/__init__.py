@@ -4,8 +4,8 @@
     engine, optimizer, loader, schedule = deepspeed.initialize(model=model, config="zero.json")
 
 start.py           initialize()
-engine.py          the engine: settings.py (its getters), files.py (checkpoints), batches.py
-optimizers.py      optimizers by name, DeepSpeed's classes, the wrapper; schedules.py
+deepspeed_engine.py: the engine: answers.py (a table of its getters), files.py (checkpoints), batches.py
+optimizers.py      optimizers by name, DeepSpeed's classes, the wrapper; lr_schedules.py
 zero.py states.py  whole parameters, masters, gradients, optimizer states; owners.py
 comm.py small.py   torch.distributed, the logger, the accelerator, ...
 shim.py names.py   ``import deepspeed``, and which names there are (docs/design/deepspeed.md)

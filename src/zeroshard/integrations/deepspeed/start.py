@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 import zeroshard as zs
 from zeroshard.integrations.deepspeed import comm, owners
 from zeroshard.integrations.deepspeed.batches import complete_batch
-from zeroshard.integrations.deepspeed.engine import DeepSpeedEngine
+from zeroshard.integrations.deepspeed.deepspeed_engine import DeepSpeedEngine
+from zeroshard.integrations.deepspeed.lr_schedules import make_schedule
 from zeroshard.integrations.deepspeed.optimizers import make_optimizer
-from zeroshard.integrations.deepspeed.schedules import make_schedule
 from zeroshard.integrations.deepspeed.verdict import accepted, section, try_schedule
 
 __all__ = ["add_config_arguments", "initialize"]

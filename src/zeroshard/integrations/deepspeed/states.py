@@ -1,8 +1,18 @@
 """DeepSpeed's names for reading and setting one parameter's master, gradient and optimizer state,
 whole or this rank's part: ``zeroshard.ParameterStates``.
+
+    safe_get_full_fp32_param(param)                   safe_set_local_grad(param, value)
+    safe_get_local_optimizer_state(param, "exp_avg")  ... two verbs, two extents, three states
+
+All of them are collective, except that reading a part sends nothing (the first read of a gradient
+in a step does). A plain parameter has a gradient, and nothing else.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,20 +20,15 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.integrations.deepspeed.owners import engine_of
 
-__all__ = [
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
-]
+__all__ = ["SAFE"]
+
+# by the end of the name: the accessor of ParameterStates, and a description
+_STATES = {
+    "fp32_param": ("master", "the fp32 master (a set master sets the weight, too)"),
+    "grad": ("grad", "the averaged gradient, None (to a set: StateError) where there is none"),
+    "optimizer_state": ("state", "state `optim_state_key`, None (to a set: StateError) before a"
+                        " step, and for a key that the optimizer does not have"),
+}  # fmt: skip
 
 
 def _states(param: nn.Parameter) -> zs.ParameterStates:
@@ -36,71 +41,35 @@ def _states(param: nn.Parameter) -> zs.ParameterStates:
     return zs.ParameterStates(engine, param)
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the fp32 master [the parameter's shape]; None for a plain parameter. Collective."""
-    return None if engine_of(param) is None else _states(param).master()
+def _accessor(verb: str, extent: str, ending: str) -> Callable[..., torch.Tensor | None]:
+    """Return the function whose name has these three parts."""
+    name, what = _STATES[ending]
+    local = extent == "local"
+
+    def get(param: nn.Parameter, optim_state_key: str = "") -> Any:
+        if engine_of(param) is None:  # a plain parameter
+            return param.grad if (name, local) == ("grad", False) else None
+        key = [optim_state_key] if optim_state_key else []
+        return getattr(_states(param), name)(*key, local=local)
+
+    def put(param: nn.Parameter, value: torch.Tensor, optim_state_key: str = "") -> None:
+        key = [optim_state_key] if optim_state_key else []
+        getattr(_states(param), f"set_{name}")(*key, value, local=local)
+
+    made = get if verb == "get" else put
+    made.__name__ = made.__qualname__ = f"safe_{verb}_{extent}_{ending}"
+    extents = {"full": "", "local": "this rank's part of "}
+    made.__doc__ = f"{verb.title()} {extents[extent]}{what}."
+    return made
 
 
-def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the averaged gradient; None where no rank used the parameter, or the step has taken
-    it. Collective.
-    """
-    return param.grad if engine_of(param) is None else _states(param).grad()
+SAFE = {
+    f"safe_{verb}_{extent}_{ending}": _accessor(verb, extent, ending)
+    for verb, extent, ending in itertools.product(("get", "set"), ("full", "local"), _STATES)
+}
 
 
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return state `optim_state_key` ("exp_avg", ...); None before the first step, and for a key
-    that the optimizer does not have. Collective.
-    """
-    return None if engine_of(param) is None else _states(param).state(optim_state_key)
-
-
-def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the fp32 master, and with it the weight. Collective."""
-    _states(param).set_master(value)
-
-
-def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the averaged gradient. Collective; StateError without one."""
-    _states(param).set_grad(value)
-
-
-def safe_set_full_optimizer_state(
-    param: nn.Parameter, value: torch.Tensor, optim_state_key: str
-) -> None:
-    """Set state `optim_state_key`. Collective; StateError before a step."""
-    _states(param).set_state(optim_state_key, value)
-
-
-def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's part of the master, 1-D; empty where it has none."""
-    return None if engine_of(param) is None else _states(param).master(local=True)
-
-
-def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's part of the averaged gradient. Collective, the first time in a step."""
-    return None if engine_of(param) is None else _states(param).grad(local=True)
-
-
-def safe_get_local_optimizer_state(
-    param: nn.Parameter, optim_state_key: str
-) -> torch.Tensor | None:
-    """Return this rank's part of an optimizer state; empty where it has none."""
-    return None if engine_of(param) is None else _states(param).state(optim_state_key, local=True)
-
-
-def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's part of the master, and with it the weight. Collective."""
-    _states(param).set_master(value, local=True)
-
-
-def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's part of the averaged gradient. Collective, the first time in a step."""
-    _states(param).set_grad(value, local=True)
-
-
-def safe_set_local_optimizer_state(
-    param: nn.Parameter, value: torch.Tensor, optim_state_key: str
-) -> None:
-    """Set this rank's part of an optimizer state. Collective."""
-    _states(param).set_state(optim_state_key, value, local=True)
+def __getattr__(name: str) -> Any:
+    if name not in SAFE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return SAFE[name]

@@ -19,8 +19,8 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.integrations.deepspeed.batches import complete_batch
+from zeroshard.integrations.deepspeed.lr_schedules import make_schedule
 from zeroshard.integrations.deepspeed.optimizers import make_optimizer
-from zeroshard.integrations.deepspeed.schedules import make_schedule
 
 __all__ = ["accepted", "findings", "section", "try_schedule"]
 
