@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zeroshard.config.deepspeed.key_rows import an_object
 from zeroshard.config.deepspeed.table import KEYS, SECTIONS, key_of
-from zeroshard.config.reading import nearest, read_json
+from zeroshard.config.reading import flattened, nearest, read_json
 from zeroshard.errors import ConfigError
 
 __all__ = ["FileFindings", "Finding", "is_deepspeed", "read"]
+
+_TOLD = [name for name, key in KEYS.items() if key.tells_default]
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,11 @@ class FileFindings:
         """Return the keys that the file sets to another value than DeepSpeed's default, and that
         make no difference here.
         """
-        return [
-            finding.key
-            for finding in self.findings
-            if (finding.verdict, finding.source) == ("ignored", "file")
-            and (key := key_of(finding.key)) is not None
-            and finding.value not in (None, key.default)
-        ]
+        set_in_vain = (
+            one for one in self.findings if (one.verdict, one.source) == ("ignored", "file")
+        )
+        keys = ((one, key_of(one.key)) for one in set_in_vain)
+        return [one.key for one, key in keys if key and one.value not in (None, key.default)]
 
     def checked_fields(self) -> dict[str, Any]:
         """Return `fields`. Raises ConfigError with every refused key and its reason, one a line."""
@@ -92,28 +92,27 @@ def read(source: str | Path | dict[str, Any]) -> FileFindings:
     data = _nested(data)
     if data.get("zero_optimization") is True:  # an old form of stage 1
         data = {**data, "zero_optimization": {"stage": 1}}
-    flat = {name: value for name, value in _flat(data, "") if not _is_left_out(name, value)}
+    flat = dict(flattened(data, lambda name, value: name in SECTIONS and bool(value)))
+    flat = {name: value for name, value in flat.items() if value is not None or name not in _TOLD}
     wrong = {key: why for key, value in flat.items() if (why := _complaint(key, value))}
     values = {name: key.default for name, key in KEYS.items()}
     values |= {
         name: value
         for name, value in flat.items()
-        if name not in wrong and value is not None and not _is_auto(value)
+        if name not in wrong and value not in (None, "auto")
     }
-    if _is_auto(flat.get("zero_optimization.stage")):
+    if flat.get("zero_optimization.stage") == "auto":
         values["zero_optimization.stage"] = 3  # our default
-    untold = [
-        name
-        for name, key in KEYS.items()
-        if key.tells_default and name not in flat and not _is_off(name, values)
-    ]
+    untold = [name for name in _TOLD if name not in flat and not _is_off(name, values)]
     findings: list[Finding] = []
     fields: dict[str, Any] = {}
     for name in (*flat, *untold):
         value = flat.get(name, values.get(name))
-        source = "default" if name in untold else "auto" if _is_auto(value) else "file"
+        source = "default" if name in untold else "auto" if value == "auto" else "file"
         options: dict[str, Any] = {}
-        verdict, why = _judged(name, value, source, wrong, values, options)
+        verdict, why = "refused", wrong.get(name, "")
+        if not why:
+            verdict, why = _judged(name, value, source == "auto", values, options)
         becomes = ", ".join(f"{option}={setting!r}" for option, setting in options.items())
         findings.append(Finding(name, value, source, verdict, becomes, why))
         for option, setting in options.items():
@@ -141,25 +140,6 @@ def _is_off(name: str, values: Mapping[str, Any]) -> bool:
     return name != switch and switch in values and values[switch] is not True
 
 
-def _is_left_out(name: str, value: Any) -> bool:
-    """Whether a null stands for a default that has an effect."""
-    return value is None and name in KEYS and KEYS[name].tells_default
-
-
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
-
-
-def _flat(data: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted names of the keys and their values, without the objects around them."""
-    for key, value in data.items():
-        name = f"{prefix}{key}"
-        if name in SECTIONS and isinstance(value, dict) and value:
-            yield from _flat(value, f"{name}.")
-        else:
-            yield name, value
-
-
 def _complaint(name: str, value: Any) -> str:
     """Return why a key or its value is not one of DeepSpeed's, or an empty string."""
     if name in SECTIONS:
@@ -170,33 +150,26 @@ def _complaint(name: str, value: Any) -> str:
         inside = [key[len(prefix) :] for key in KEYS if key.startswith(prefix)]
         choices = list(dict.fromkeys(key.partition(".")[0] for key in inside))
         return f"is not a key of DeepSpeed's{nearest(last, choices)}"
-    return "" if value is None or _is_auto(value) else key.kind(value)
+    return "" if value in (None, "auto") else key.kind(value)
 
 
 def _judged(
-    name: str,
-    value: Any,
-    source: str,
-    wrong: Mapping[str, str],
-    values: Mapping[str, Any],
-    options: dict[str, Any],
+    name: str, value: Any, is_auto: bool, values: Mapping[str, Any], options: dict[str, Any]
 ) -> tuple[str, str]:
     """Return the verdict on a key and the reason; add the options that it becomes to `options`."""
-    if name in wrong:
-        return "refused", wrong[name]
     key = key_of(name)
     if key is None:
         return "ignored", "an empty section"
-    if source == "auto" and key.lower is not None:
+    if is_auto and key.lower is not None:
         return "ignored", "left to whoever fills it in, and else to our default"
     if _is_off(name, values):
         return "ignored", f"{name.rpartition('.')[0]}.enabled is not true"
-    if source != "auto" and not key.harmless(value):
+    if not is_auto and not key.harmless(value):
         return "refused", f"{key.why}: {key.instead}"
     if key.lower is None or value is None:
         return "ignored", key.why
     try:
-        options |= key.lower(value, values)
+        options |= key.lower(value, values, *key.more)
     except ConfigError as error:
         return "refused", str(error)
     same = list(options) in ([], [name.rpartition(".")[2]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -14,9 +14,9 @@ __all__ = [
 
 Kind = Callable[[Any], str]  # the end of a sentence about a value of another kind, or ""
 Test = Callable[[Any], bool]
-# an option of ours ("comm.node_size") and its value, from a value and all values of the file, of
-# which those left out and "auto" have DeepSpeed's default; raises ConfigError with the reason
-Lower = Callable[[Any, Mapping[str, Any]], dict[str, Any]]
+# options of ours ("comm.node_size") and their values, of a value, of all values of the file (those
+# left out, and "auto", are DeepSpeed's default), and of more; raises ConfigError with the reason
+Lower = Callable[..., dict[str, Any]]
 
 
 def _kind(*tests: tuple[Test, str]) -> Kind:
@@ -70,25 +70,17 @@ class Key:
     why: str  # one sentence
     kind: Kind = anything
     lower: Lower | None = None
+    more: tuple[str, ...] = ()  # arguments of `lower`
     harmless: Test = lambda value: True
     instead: str = ""  # of a refused value
     tells_default: bool = False  # also where it is left out, its default has an effect
 
 
 def becomes(
-    default: Any,
-    kind: Kind,
-    why: str,
-    lower: Callable[..., dict[str, Any]],
-    *more: str,
-    tells_default: bool = False,
+    default: Any, kind: Kind, why: str, lower: Lower, *more: str, tells_default: bool = False
 ) -> Key:
     """Return a key that is an option of ours, too: `lower` of its value, all values and `more`."""
-
-    def lowered(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-        return lower(value, values, *more)
-
-    return Key(default, why, kind, lowered, tells_default=tells_default)
+    return Key(default, why, kind, lower, more, tells_default=tells_default)
 
 
 def tunes(default: Any, why: str, kind: Kind = anything) -> Key:

@@ -7,30 +7,17 @@ value than its default. A new key is a new line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
+import zeroshard.config.deepspeed.key_rows as a
 import zeroshard.config.deepspeed.lower as to
-from zeroshard.config.deepspeed.key_rows import (
-    Key,
-    becomes,
-    count,
-    every,
-    flag,
-    number,
-    one_of,
-    ranks,
-    refuses,
-    section,
-    text,
-    tunes,
-    whole,
-)  # fmt: skip
+from zeroshard.config.deepspeed.key_rows import Key, becomes, refuses, section, tunes
+from zeroshard.config.reading import flattened
 
 __all__ = ["KEYS", "SECTIONS", "key_of"]
 
-_STAGES = one_of(0, 1, 2, 3, also=(False, True))
-_DTYPES, _DEVICES = one_of("fp32", "fp16", "bf16"), one_of(*to.TIERS)
+_STAGES = a.one_of(0, 1, 2, 3, also=(False, True))
+_DTYPES, _DEVICES = a.one_of("fp32", "fp16", "bf16"), a.one_of(*to.TIERS)
 _PINNED = "host memory is pinned where that helps"
 _STAGING = "offload.staging_bytes bounds the buffers"
 _SMALL = "small parameters are gathered with the others of their unit"
@@ -61,14 +48,12 @@ _ZERO: dict[str, Any] = {
         True, "parameters without gradient are allowed in every stage"),
     "legacy_stage1": refuses(False, "DeepSpeed refuses it, too", "use stage"),
     "offload_optimizer": {
-        "device": becomes(
-            "none", _DEVICES,
+        "device": becomes("none", _DEVICES,
             "where masters and moments rest; gradients rest on the host then (stages 2, 3)",
             to.device, "offload_optimizer", "optimizer"),
-        "nvme_path": becomes(
-            None, text, "the directory of what rests on disk",
+        "nvme_path": becomes(None, a.text, "the directory of what rests on disk",
             to.path, "offload_optimizer", "offload_param"),
-        "ratio": becomes(1.0, number, "the share that leaves the device", to.ratio),
+        "ratio": becomes(1.0, a.number, "the share that leaves the device", to.ratio),
         "pin_memory": tunes(True, _PINNED),
         "buffer_count": tunes(4, _STAGING),
         "pipeline_read": tunes(False, "reads always overlap the step"),
@@ -78,10 +63,9 @@ _ZERO: dict[str, Any] = {
         "cpuadam_cores_perc": tunes(0.8, "torch.set_num_threads() says it"),
     },
     "offload_param": {
-        "device": becomes(
-            "none", _DEVICES, "where weights rest", to.device, "offload_param", "weight"),
-        "nvme_path": becomes(
-            None, text, "the directory of what rests on disk",
+        "device": becomes("none", _DEVICES, "where weights rest",
+            to.device, "offload_param", "weight"),
+        "nvme_path": becomes(None, a.text, "the directory of what rests on disk",
             to.path, "offload_param", "offload_optimizer"),
         "pin_memory": tunes(True, _PINNED),
         "buffer_count": tunes(5, _STAGING),
@@ -89,11 +73,10 @@ _ZERO: dict[str, Any] = {
         "max_in_cpu": tunes(1e9, "weights on disk rest there alone"),
     },
     "sub_group_size": tunes(1e9, "offload.staging_bytes bounds a tile of the step"),
-    "cpu_offload": becomes(
-        None, flag, "an older form of offload_optimizer.device",
+    "cpu_offload": becomes(None, a.flag, "an older form of offload_optimizer.device",
         to.device, "offload_optimizer", "optimizer"),
-    "cpu_offload_param": becomes(
-        None, flag, "an older form of offload_param.device", to.device, "offload_param", "weight"),
+    "cpu_offload_param": becomes(None, a.flag, "an older form of offload_param.device",
+        to.device, "offload_param", "weight"),
     "cpu_offload_use_pin_memory": tunes(None, _PINNED),
     "zenflow": refuses(None, "updates of the most important gradients alone are not there",
                        "offload.delayed_update hides the step on the host"),
@@ -122,81 +105,75 @@ _ZERO: dict[str, Any] = {
     "enable_sanity_checks": tunes(False, "the ranks always compare what they do"),
     "save_muon_momentum_buffer_in_memory": refuses(
         False, "Muon's step is not elementwise", "use AdamW"),
-    "zero_hpz_partition_size": becomes(
-        1, ranks, "hpZ: the ranks of a node keep the weights between forward and backward",
-        to.node, "hpz"),
-    "zero_quantized_weights": becomes(
-        False, flag, "qwZ: weights travel as int8", to.quantized, "comm.weight_codec", "int8"),
-    "zero_quantized_nontrainable_weights": becomes(
-        False, flag, "MixZ++: weights that are not trained rest and travel as int8",
+    "zero_hpz_partition_size": becomes(1, a.ranks,
+        "hpZ: the ranks of a node keep the weights between forward and backward", to.node, "hpz"),
+    "zero_quantized_weights": becomes(False, a.flag, "qwZ: weights travel as int8",
+        to.quantized, "comm.weight_codec", "int8"),
+    "zero_quantized_nontrainable_weights": becomes(False, a.flag,
+        "MixZ++: weights that are not trained rest and travel as int8",
         to.quantized, "comm.frozen_codec", "int8"),
-    "zero_quantized_gradients": becomes(
-        False, flag, "qgZ: gradients travel as int4", to.quantized, "comm.grad_codec", "int4"),
+    "zero_quantized_gradients": becomes(False, a.flag, "qgZ: gradients travel as int4",
+        to.quantized, "comm.grad_codec", "int4"),
     "zeropp_loco_param": {
-        "err_beta": becomes(0.8, number, "LoCo: the weight of each new error", to.feedback, "beta"),
-        "reset_T": becomes(
-            1024, count, "LoCo: after how many sums errors are dropped", to.feedback, "reset"),
+        "err_beta": becomes(0.8, a.number, "LoCo: the weight of each new error",
+            to.feedback, "beta"),
+        "reset_T": becomes(1024, a.count, "LoCo: after how many sums errors are dropped",
+            to.feedback, "reset"),
     },
-    "mics_shard_size": becomes(
-        -1, ranks, "MiCS: the ranks that together hold all states", to.node, "mics"),
+    "mics_shard_size": becomes(-1, a.ranks, "MiCS: the ranks that together hold all states",
+        to.node, "mics"),
     "mics_hierarchical_params_gather": tunes(False, "comm.hierarchical says it"),
 }  # fmt: skip
 
 _TABLE: dict[str, Any] = {
     "zero_optimization": _ZERO,
-    "train_batch_size": becomes(
-        None, count, "the samples of a step, compared with the other two and the ranks",
+    "train_batch_size": becomes(None, a.count,
+        "the samples of a step, compared with the other two and the ranks",
         to.option, "train_batch_size"),
-    "train_micro_batch_size_per_gpu": becomes(
-        None, count, "the samples of a rank's forward",
+    "train_micro_batch_size_per_gpu": becomes(None, a.count, "the samples of a rank's forward",
         to.option, "train_micro_batch_size_per_gpu"),
-    "gradient_accumulation_steps": becomes(
-        None, count, "the forwards of a step", to.option, "gradient_accumulation_steps"),
+    "gradient_accumulation_steps": becomes(None, a.count, "the forwards of a step",
+        to.option, "gradient_accumulation_steps"),
     "managed_gradient_accumulation": tunes(
-        True, "a loop steps where it calls step(); DeepSpeed's initialize() takes it", flag),
-    "gradient_clipping": becomes(
-        1.0, number, "the norm that a step clips to; left out it is 1.0, and 0 switches it off",
+        True, "a loop steps where it calls step(); DeepSpeed's initialize() takes it", a.flag),
+    "gradient_clipping": becomes(1.0, a.number,
+        "the norm that a step clips to; left out it is 1.0, and 0 switches it off",
         to.clipping, tells_default=True),
-    "dataloader_drop_last": tunes(False, "the DataLoader says it", flag),
+    "dataloader_drop_last": tunes(False, "the DataLoader says it", a.flag),
     "fp16": {
-        "enabled": becomes(False, flag, _HALF.format("fp16"), to.half, "fp16"),
-        "loss_scale": becomes(
-            0, number, "the scale of every step; 0 for one that moves", to.static_scale),
-        "initial_scale_power": becomes(
-            16, whole, "the first scale, a power of 2", to.first_scale, tells_default=True),
-        "loss_scale_window": becomes(
-            1000, count, "the good steps after which the scale doubles",
+        "enabled": becomes(False, a.flag, _HALF.format("fp16"), to.half, "fp16"),
+        "loss_scale": becomes(0, a.number, "the scale of every step; 0 for one that moves",
+            to.static_scale),
+        "initial_scale_power": becomes(16, a.whole, "the first scale, a power of 2",
+            to.first_scale, tells_default=True),
+        "loss_scale_window": becomes(1000, a.count, "the good steps after which the scale doubles",
             to.moving, "growth_interval", tells_default=True),
-        "hysteresis": becomes(
-            2, count, "the overflows that halve the scale",
+        "hysteresis": becomes(2, a.count, "the overflows that halve the scale",
             to.moving, "hysteresis", tells_default=True),
-        "consecutive_hysteresis": becomes(
-            False, flag, "whether a good step starts that count anew",
-            to.moving, "consecutive_hysteresis"),
-        "min_loss_scale": becomes(1, number, "the smallest scale", to.moving, "min"),
+        "consecutive_hysteresis": becomes(False, a.flag,
+            "whether a good step starts that count anew", to.moving, "consecutive_hysteresis"),
+        "min_loss_scale": becomes(1, a.number, "the smallest scale", to.moving, "min"),
         "auto_cast": tunes(False, "inputs of the model are always cast"),
         "fp16_master_weights_and_grads": refuses(False, "masters are fp32"),
     },
     "bf16": {
-        "enabled": becomes(False, flag, _HALF.format("bf16"), to.half, "bf16"),
+        "enabled": becomes(False, a.flag, _HALF.format("bf16"), to.half, "bf16"),
         "immediate_grad_update": tunes(False, "gradients are reduced as they are made"),
         "check_grad_overflow": tunes(True, "a step whose gradients are not finite is skipped"),
         "bf16_master_weights_and_grads": refuses(False, "masters are fp32"),
         "bf16_optimizer_states": refuses(False, "moments are fp32"),
     },
-    "bfloat16": {"enabled": becomes(False, flag, "an older name of bf16", to.half, "bf16")},
+    "bfloat16": {"enabled": becomes(False, a.flag, "an older name of bf16", to.half, "bf16")},
     "torch_autocast": {
         "enabled": refuses(False, "nothing enters autocast by itself",
                            "use precision='bf16', or torch.autocast around the forward"),
         "dtype, lower_precision_safe_modules": tunes(None, "torch.autocast() says it"),
     },
     "amp": section("Apex is not used", "use bf16 or fp16"),
-    "communication_data_type": becomes(
-        None, _DTYPES, "the dtype of gradients on the wire",
+    "communication_data_type": becomes(None, _DTYPES, "the dtype of gradients on the wire",
         to.dtype, "communication_data_type", "reduce"),
     "data_types": {
-        "grad_accum_dtype": becomes(
-            None, _DTYPES, "the dtype of gradients at rest",
+        "grad_accum_dtype": becomes(None, _DTYPES, "the dtype of gradients at rest",
             to.dtype, "data_types.grad_accum_dtype", "accumulate"),
         "param_dtype": refuses(None, "bf16 and fp16 say it"),
         "buffer_dtype": refuses(None, "buffers keep their dtype", "cast them in the model"),
@@ -254,7 +231,7 @@ _TABLE: dict[str, Any] = {
     },
     "load_universal_checkpoint": tunes(False, "every checkpoint loads on any number of ranks"),
     "steps_per_print": tunes(
-        None, "DeepSpeed's initialize() logs steps; shard() prints nothing", every),
+        None, "DeepSpeed's initialize() logs steps; shard() prints nothing", a.every),
     "wall_clock_breakdown": refuses(False, "no times are printed", _TRACE),
     "memory_breakdown": refuses(False, "no memory is printed", "print zs.memory_table()"),
     "dump_state": refuses(False, "no configuration is printed",
@@ -287,17 +264,13 @@ _TABLE: dict[str, Any] = {
     "nebula": section("checkpoints are files", "use zs.Saver"),
 }  # fmt: skip
 
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Key]]:
-    """Yield each row with its dotted names; a last part "*" stands for every key of a section."""
-    for name, row in table.items():
-        if isinstance(row, Key):
-            yield from ((f"{prefix}{one}", row) for one in name.split(", "))
-        else:
-            yield from _flat(row, f"{prefix}{name}.")
-
-
-KEYS: dict[str, Key] = dict(_flat(_TABLE))
+# a last part "*" stands for every key of a section
+KEYS: dict[str, Key] = {
+    f"{section}{dot}{key}": row
+    for names, row in flattened(_TABLE, lambda name, value: True)
+    for section, dot, last in [names.rpartition(".")]
+    for key in last.split(", ")
+}
 _PARTS = [name.split(".") for name in KEYS]
 SECTIONS = frozenset(".".join(parts[:n]) for parts in _PARTS for n in range(1, len(parts)))
 

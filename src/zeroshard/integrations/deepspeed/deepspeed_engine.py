@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.integrations.deepspeed import owners
+from zeroshard.integrations.deepspeed import held_parameters
 from zeroshard.integrations.deepspeed.answers import Answers
-from zeroshard.integrations.deepspeed.batches import Batch, Progress
 from zeroshard.integrations.deepspeed.files import Files
 from zeroshard.integrations.deepspeed.optimizers import ZeROOptimizer
 from zeroshard.integrations.deepspeed.plain_backward import divided, undivided
+from zeroshard.integrations.deepspeed.values import Batch, Progress
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -230,6 +230,6 @@ class DeepSpeedEngine(Answers, Files, nn.Module):
 
     def destroy(self) -> None:
         """Give back a plain module and a plain optimizer. Collective."""
-        owners.unmark(self.module.parameters())
-        owners.release(self.engine)
+        held_parameters.unmark(self.module.parameters())
+        held_parameters.release(self.engine)
         self.engine.close()

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import zeroshard as zs
-from zeroshard.integrations.deepspeed.batches import Batch, Progress
+from zeroshard.integrations.deepspeed.values import Batch, Progress
 
 __all__ = ["Files"]
 
@@ -114,7 +114,9 @@ class Files:
         restored = zs.load(directory, self.engine, step=step, states=states, strict=strict)
         if before is not None:
             self.optimizer.load_state_dict(before)
-        _check_module(restored.skipped, strict=load_module_strict)
+        misfits = [line for line in restored.skipped if line.startswith("parameter ")]
+        if load_module_strict and misfits:
+            raise zs.CheckpointError("; ".join(misfits))
         extra = restored.extra or {}
         if not load_module_only:
             vars(self.progress).update(extra.get("progress", {}))
@@ -161,10 +163,9 @@ class Files:
     ) -> dict[str, torch.Tensor] | None:
         """Return the whole state_dict on rank 0, None on the others. Collective."""
         state = self.engine.full_state_dict()
-        if exclude_frozen_parameters:
-            module = self.engine.module
-            frozen = {name for name, one in module.named_parameters() if not one.requires_grad}
-            state = {name: value for name, value in state.items() if name not in frozen}
+        for name, one in self.engine.module.named_parameters():
+            if exclude_frozen_parameters and not one.requires_grad:
+                state.pop(name, None)
         return state if self.engine.rank == 0 else None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -271,10 +272,3 @@ def _refuse_foreign(directory: Path) -> None:
             f" `zeroshard checkpoint import {directory.parent} OUT_DIR`, and load that with"
             " zeroshard.load()"
         )
-
-
-def _check_module(skipped: list[str], *, strict: bool) -> None:
-    """Raise CheckpointError where strict and a parameter did not fit."""
-    misfits = [line for line in skipped if line.startswith("parameter ")]
-    if strict and misfits:
-        raise zs.CheckpointError("; ".join(misfits))

@@ -36,7 +36,7 @@ _HOMES = {  # our modules and the names that they make; "theirs=ours" where ours
     "deepspeed_engine": "DeepSpeedEngine",
     "optimizers": f"{_OPTIMIZERS} ZeROOptimizer DeepSpeedOptimizer=ZeROOptimizer",
     "zero": f"{_ZERO} {_LEAVES} OnDevice zero_wrapper_for_fp_tensor_constructor=keep_constructor",
-    "states": _SAFE,
+    "held_parameters": _SAFE,
     "lr_schedules": _SCHEDULES,
     "comm": f"{_COMM} _get_data_parallel_world_size=get_world_size"
     " _get_data_parallel_rank=get_rank",
@@ -86,37 +86,27 @@ MODULES: dict[str, dict[str, str]] = {
 # modules whose other names are another module's
 FALLBACKS = {"comm": "torch.distributed"}
 
-_INFERENCE = "Transformers' generate() under zero.unwrap_model_for_generation(), or a server"
-_PIPELINE = "torch.distributed.pipelining with zeroshard.shard(mesh=) for each stage"
-_TENSOR = "torch.distributed.tensor.parallel with zeroshard.shard(mesh=), axis 'tp'"
-_SEQUENCE = "torch's context parallelism; zeroshard.nn.checkpoint(tier='host') fits long sequences"
-_MOE = "the model's own experts: stage 3 shards them as any other parameter"
-INSTEAD: dict[str, str] = {  # for a name, and everything below it
-    "init_inference": _INFERENCE,
-    "InferenceEngine": _INFERENCE,
-    "inference": _INFERENCE,
-    "model_implementations": _INFERENCE,
-    "module_inject": _INFERENCE,
-    "tp_model_init": _TENSOR,
-    "PipelineModule": _PIPELINE,
-    "PipelineEngine": _PIPELINE,
-    "pipe": _PIPELINE,
-    "runtime.pipe": _PIPELINE,
-    "sequence": _SEQUENCE,
-    "runtime.sequence_parallel": _SEQUENCE,
+_USE = {  # for these names, and everything below them
+    "init_inference InferenceEngine inference model_implementations module_inject":
+        "Transformers' generate() under zero.unwrap_model_for_generation(), or a server",
+    "PipelineModule PipelineEngine pipe runtime.pipe":
+        "torch.distributed.pipelining with zeroshard.shard(mesh=) for each stage",
+    "tp_model_init": "torch.distributed.tensor.parallel with zeroshard.shard(mesh=), axis 'tp'",
+    "sequence runtime.sequence_parallel":
+        "torch's context parallelism; zeroshard.nn.checkpoint(tier='host') fits long sequences",
     "utils.groups": "torch.distributed's groups: every rank is a data parallel one here",
-    "moe": _MOE,
+    "moe": "the model's own experts: stage 3 shards them as any other parameter",
     "compression": "torch.ao.quantization",
     "autotuning": "zeroshard plan, or zeroshard.shard(policy='auto')",
     "profiling": "torch.profiler, or engine.engine.trace() for the times of gathers and reduces",
     "monitor": "the logger of your choice in the training loop",
     "elasticity": "a checkpoint, which loads on any number of ranks",
-    "DeepSpeedConfig": "zeroshard.read_deepspeed()",
-    "runtime.config": "zeroshard.read_deepspeed()",
+    "DeepSpeedConfig runtime.config": "zeroshard.read_deepspeed()",
     "ops": "torch's own operators",
     "zero.estimate": "zeroshard plan",
     "runtime.zero.stage3": "zeroshard plan for estimates; the engine of initialize() otherwise",
     "runtime.zero.stage_1_and_2": "zeroshard plan for estimates; initialize()'s engine otherwise",
     "utils.zero_to_fp32": "zeroshard checkpoint export",
     "launcher": "zeroshard run",
-}
+}  # fmt: skip
+INSTEAD = {name: use for names, use in _USE.items() for name in names.split()}

@@ -16,6 +16,7 @@ import torch
 
 import zeroshard as zs
 from zeroshard.integrations.deepspeed.answers import attribute
+from zeroshard.integrations.deepspeed.values import as_config_error
 
 __all__ = [
     "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion", "Lion",
@@ -136,13 +137,8 @@ def make_optimizer(kind: str, params: dict[str, Any], parameters: Any) -> torch.
         make = torch.optim.AdamW if options.pop("adam_w_mode", True) else torch.optim.Adam
     elif name in _MAKERS:
         options.pop("fp32_optimizer_states", None)
-    try:
+    with as_config_error(f"optimizer.params of {kind}"):
         return make(parameters, **options)
-    except zs.ConfigError:
-        raise
-    except Exception as error:
-        reason = str(error).partition("__init__() ")[2] or str(error) or type(error).__name__
-        raise zs.ConfigError(f"optimizer.params of {kind}: {reason}") from None
 
 
 def _torch_class(kind: str) -> Callable[..., torch.optim.Optimizer]:

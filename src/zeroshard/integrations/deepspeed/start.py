@@ -23,11 +23,11 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import zeroshard as zs
-from zeroshard.integrations.deepspeed import comm, owners
-from zeroshard.integrations.deepspeed.batches import complete_batch
+from zeroshard.integrations.deepspeed import comm, held_parameters
 from zeroshard.integrations.deepspeed.deepspeed_engine import DeepSpeedEngine
 from zeroshard.integrations.deepspeed.lr_schedules import make_schedule
 from zeroshard.integrations.deepspeed.optimizers import make_optimizer
+from zeroshard.integrations.deepspeed.values import complete_batch
 from zeroshard.integrations.deepspeed.verdict import accepted, section, try_schedule
 
 __all__ = ["add_config_arguments", "initialize"]
@@ -74,7 +74,7 @@ def initialize(
     )
     if isinstance(model, DeepSpeedEngine):
         raise zs.ConfigError("the model is an engine already: give initialize() engine.module")
-    held = owners.engine_of(next(model.parameters(), None))
+    held = held_parameters.engine_of(next(model.parameters(), None))
     if held is not None and held.module is model:
         raise zs.ConfigError(
             "the model belongs to an engine of an earlier initialize(): call its engine.destroy()"
@@ -153,10 +153,10 @@ def _sharded(
     if torch.cuda.is_available():
         model.to(torch.device("cuda", torch.cuda.current_device()))
     engine = zs.shard(model, optimizer, config=settings, sync_from=0)
-    owners.own(engine)
+    held_parameters.own(engine)
     out = DeepSpeedEngine(engine, config, batch, clipping)
     if out.zero_optimization_stage() == 3:
-        owners.mark(model.parameters())
+        held_parameters.mark(model.parameters())
     if engine.rank == 0:
         _tell(f"in DeepSpeed's place: {engine!r}, {batch}")
     return out

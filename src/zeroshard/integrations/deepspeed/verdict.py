@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.integrations.deepspeed.batches import complete_batch
 from zeroshard.integrations.deepspeed.lr_schedules import make_schedule
 from zeroshard.integrations.deepspeed.optimizers import make_optimizer
+from zeroshard.integrations.deepspeed.values import as_config_error, complete_batch
 
 __all__ = ["accepted", "findings", "section", "try_schedule"]
 
@@ -70,13 +70,12 @@ def section(
     params = found.get("params") or {}
     if not isinstance(params, dict):
         raise zs.ConfigError(f"{name}.params={params!r} is not an object")
-    values = dict(params)
-    for key in [key for key, value in params.items() if value == "auto"]:
-        if filled and key in _FILLED:
-            values[key] = _FILLED[key]
-        else:
-            del values[key]
-    return found["type"], values
+    stand_ins = _FILLED if filled else {}
+    return found["type"], {
+        key: stand_ins[key] if value == "auto" else value
+        for key, value in params.items()
+        if value != "auto" or key in stand_ins
+    }
 
 
 def try_schedule(kind: str, params: dict[str, Any], groups: int) -> None:
@@ -84,7 +83,7 @@ def try_schedule(kind: str, params: dict[str, Any], groups: int) -> None:
     ConfigError.
     """
     parameters = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(groups)]
-    with _as_config_error(f"scheduler.params of {kind}"):
+    with as_config_error(f"scheduler.params of {kind}"):
         schedule = make_schedule(kind, params, torch.optim.Adam(parameters))
         for iteration in (0, 1, 10, 10**6):
             schedule.step(iteration)
@@ -105,7 +104,7 @@ class _Judge:
         with self._refusing(""):
             settings = self._file.config()
             settings.refuse_unsupported()
-        if self._is_refused():
+        if any(one.verdict == "refused" for one in self.findings):
             return
         sizes = [self._file.data.get(name) for name in _SIZES]
         if self._filled and "auto" in sizes and not any(isinstance(one, int) for one in sizes):
@@ -122,8 +121,10 @@ class _Judge:
                 model = nn.Linear(2, 2, device=device)
                 optimizer = make_optimizer(*found, list(model.parameters()))
                 check(model, optimizer)
-                with _as_config_error(f"optimizer.params of {found[0]}"):
-                    _step(model, optimizer)
+                for parameter in model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                with as_config_error(f"optimizer.params of {found[0]}"):
+                    optimizer.step(lambda: 0.0)
                 self._tell("optimizer", f"{type(optimizer).__module__}.{type(optimizer).__name__}")
 
     def schedule(self) -> None:
@@ -134,9 +135,6 @@ class _Judge:
                 lists = [len(one) for one in found[1].values() if isinstance(one, list)]
                 try_schedule(*found, groups=max([*lists, 1]))
                 self._tell("scheduler", found[0])
-
-    def _is_refused(self) -> bool:
-        return any(one.verdict == "refused" for one in self.findings)
 
     def _tell(self, name: str, made: str) -> None:
         """Say that a section is honoured, and what is `made` of it."""
@@ -166,20 +164,3 @@ def _ranks_for(settings: zs.Config) -> int:
     if train is None or micro is None:
         return 1
     return max(1, train // (micro * (settings.gradient_accumulation_steps or 1)))
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step(lambda: 0.0)
-
-
-@contextmanager
-def _as_config_error(what: str) -> Iterator[None]:
-    """Raise what code of torch's says of values that it cannot take as a ConfigError."""
-    try:
-        yield
-    except zs.ConfigError:
-        raise
-    except Exception as error:
-        raise zs.ConfigError(f"{what}: {str(error) or type(error).__name__}") from None

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.integrations.deepspeed.owners import (
+from zeroshard.integrations.deepspeed.held_parameters import (
     ZeroParamStatus,
     ZeroParamType,
     engine_of,

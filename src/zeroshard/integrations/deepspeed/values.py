@@ -1,14 +1,18 @@
-"""DeepSpeed's three batch sizes, of which two give the third, and the counts of a training."""
+"""DeepSpeed's three batch sizes, of which two give the third; the counts of a training; and the
+errors of values that torch does not take.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from zeroshard import Config, ConfigError
 
-__all__ = ["Batch", "Progress", "complete_batch"]
+__all__ = ["Batch", "Progress", "as_config_error", "complete_batch"]
 
 
 @dataclass
@@ -20,18 +24,19 @@ class Batch:
     steps: int  # of gradient accumulation
     ranks: int
 
-    def set_train(self, train: int) -> None:
+    def set_train(self, train_batch_size: int) -> None:
         """Set the whole batch, and with it the accumulation. Raises ConfigError."""
-        if train % (self.micro * self.ranks):
+        steps, rest = divmod(train_batch_size, self.micro * self.ranks)
+        if rest:
             raise ConfigError(
-                f"train_batch_size={train} is no multiple of {self.micro} per rank x {self.ranks}"
-                " ranks"
+                f"train_batch_size={train_batch_size} is no multiple of {self.micro} per rank x"
+                f" {self.ranks} ranks"
             )
-        self.train, self.steps = train, train // (self.micro * self.ranks)
+        self.train, self.steps = train_batch_size, steps
 
-    def set_micro(self, micro: int) -> None:
+    def set_micro(self, micro_batch_size: int) -> None:
         """Set the batch of one rank and backward, and with it the whole."""
-        self.train, self.micro = micro * self.steps * self.ranks, micro
+        self.train, self.micro = micro_batch_size * self.steps * self.ranks, micro_batch_size
 
 
 @dataclass
@@ -68,3 +73,15 @@ def complete_batch(settings: Config, ranks: int) -> Batch:
     train, micro, steps = settings.batch_sizes(ranks)
     assert train is not None and micro is not None and steps is not None
     return Batch(train, micro, steps, ranks)
+
+
+@contextmanager
+def as_config_error(what: str) -> Iterator[None]:
+    """Raise what torch says of values that it does not take as a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("__init__() ")[2] or str(error) or type(error).__name__
+        raise ConfigError(f"{what}: {reason}") from None
