@@ -24,7 +24,7 @@ from tests.support.training import Net, batch, make_model
 from zeroshard.integrations import deepspeed
 from zeroshard.integrations.deepspeed import held_parameters as states
 from zeroshard.integrations.deepspeed import lr_schedules, optimizers, small, start, zero
-from zeroshard.integrations.deepspeed.values import complete_batch
+from zeroshard.integrations.deepspeed.answers import complete_batch
 
 STAGES = (0, 1, 2, 3)
 STEPS, MICRO = 4, 2

@@ -24,30 +24,20 @@ def _kind(*tests: tuple[Test, str]) -> Kind:
     return lambda value: next((complaint for test, complaint in tests if not test(value)), "")
 
 
-_FINITE: tuple[Test, str] = (
-    lambda value: type(value) in (int, float) and isfinite(value),
-    "is not a number",
-)
+_NUMBERS = (int, float)
+_FINITE: tuple[Test, str] = (lambda v: type(v) in _NUMBERS and isfinite(v), "is not a number")
 
-flag = _kind((lambda value: type(value) is bool, "is neither true nor false"))
-number = _kind(_FINITE, (lambda value: value >= 0, "is negative"))
+flag = _kind((lambda v: type(v) is bool, "is neither true nor false"))
+number = _kind(_FINITE, (lambda v: v >= 0, "is negative"))
 # also as DeepSpeed's files write whole numbers: 5e8
-count = _kind(
-    _FINITE, (lambda value: value >= 1 and value == int(value), "is not a whole number from 1")
-)
-whole = _kind((lambda value: type(value) is int and value >= 0, "is not a whole number"))
+count = _kind(_FINITE, (lambda v: v >= 1 and v == int(v), "is not a whole number from 1"))
+whole = _kind((lambda v: type(v) is int and v >= 0, "is not a whole number"))
 # infinity stands for never, and -1 for no ranks
-every = _kind(
-    (lambda value: type(value) in (int, float) and value >= 0, "is not a number of steps")
-)
-ranks = _kind(
-    (lambda value: type(value) is int and (value >= 1 or value == -1), "is not a number of ranks")
-)
-text = _kind((lambda value: isinstance(value, str), "is not text"))
+every = _kind((lambda v: type(v) in _NUMBERS and v >= 0, "is not a number of steps"))
+ranks = _kind((lambda v: type(v) is int and (v >= 1 or v == -1), "is not a number of ranks"))
+text = _kind((lambda v: isinstance(v, str), "is not text"))
 # null and false stand for an empty object
-an_object = _kind(
-    (lambda value: value is None or value is False or type(value) is dict, "is not an object")
-)
+an_object = _kind((lambda v: isinstance(v, dict | None) or v is False, "is not an object"))
 anything = _kind()  # for keys whose value makes no difference here
 
 
@@ -83,15 +73,13 @@ def becomes(
     return Key(default, why, kind, lower, more, tells_default=tells_default)
 
 
-def tunes(default: Any, why: str, kind: Kind = anything) -> Key:
-    """Return a key that changes speed or memory there, and nothing here."""
-    return Key(default, why, kind)
+tunes = Key  # a key that changes speed or memory there, and nothing here
 
 
 def refuses(default: Any, why: str, instead: str = "leave it out") -> Key:
     """Return a key that asks for something else than happens here, unless it has its default."""
     usual = (type(None), None), (type(default), default)
-    return Key(default, why, harmless=lambda value: (type(value), value) in usual, instead=instead)
+    return Key(default, why, harmless=lambda v: (type(v), v) in usual, instead=instead)
 
 
 def section(why: str, instead: str = "leave it out", switch: str = "enabled") -> Key:
@@ -103,7 +91,7 @@ def section(why: str, instead: str = "leave it out", switch: str = "enabled") ->
         held = value.items() if isinstance(value, dict) else ()
         return any((key == switch and bool(one)) or is_on(one) for key, one in held)
 
-    def harmless(value: Any) -> bool:
+    def is_off(value: Any) -> bool:
         return not value or (bool(switch) and not is_on(value))
 
-    return Key(None, why, an_object, harmless=harmless, instead=instead)
+    return Key(None, why, an_object, harmless=is_off, instead=instead)

@@ -27,6 +27,7 @@ _MEAN = "the mean over the ranks is the same"
 _GIVEN = (
     "shard() and ZeroTrainer take the object that they are given; DeepSpeed's initialize() makes it"
 )
+_MADE = tunes(None, _GIVEN)
 _CALLS = "only models that call deepspeed.checkpointing have it"
 _TRACE = "use engine.trace(DIRECTORY) and zeroshard report"
 _METRICS = "log engine.memory(), engine.traffic() and your losses in the training loop"
@@ -60,8 +61,7 @@ _ZERO: dict[str, Any] = {
         "pipeline_write": tunes(False, "writes always overlap the step"),
         "fast_init": tunes(False, "states are made where they rest"),
         "super_offload": tunes(False, "the step on the host always overlaps copies"),
-        "cpuadam_cores_perc": tunes(0.8, "torch.set_num_threads() says it"),
-    },
+        "cpuadam_cores_perc": tunes(0.8, "torch.set_num_threads() says it")},
     "offload_param": {
         "device": becomes("none", _DEVICES, "where weights rest",
             to.device, "offload_param", "weight"),
@@ -70,8 +70,7 @@ _ZERO: dict[str, Any] = {
         "pin_memory": tunes(True, _PINNED),
         "buffer_count": tunes(5, _STAGING),
         "buffer_size": tunes(1e8, _STAGING),
-        "max_in_cpu": tunes(1e9, "weights on disk rest there alone"),
-    },
+        "max_in_cpu": tunes(1e9, "weights on disk rest there alone")},
     "sub_group_size": tunes(1e9, "offload.staging_bytes bounds a tile of the step"),
     "cpu_offload": becomes(None, a.flag, "an older form of offload_optimizer.device",
         to.device, "offload_optimizer", "optimizer"),
@@ -94,10 +93,8 @@ _ZERO: dict[str, Any] = {
     "stage3_module_granularity_threshold": tunes(0, "units are found; units= names others"),
     "stage3_use_all_reduce_for_fetch_params": tunes(False, "weights are all-gathered"),
     "stage3_allgather_sequential": tunes(False, "a unit's weights are gathered at once"),
-    "leaf_module": {
-        "classes": tunes("3 MoE classes of Transformers", _LEAF),
-        "names, name_suffixes": tunes([], _LEAF),
-    },
+    "leaf_module": {"classes": tunes("3 MoE classes of Transformers", _LEAF),
+                    "names, name_suffixes": tunes([], _LEAF)},
     "memory_efficient_linear": tunes(True, "linear layers save no gathered weight"),
     "override_module_apply": tunes(True, "zs.deferred_init() needs no such thing"),
     "pipeline_loading_checkpoint": tunes(False, "each rank reads its own pieces"),
@@ -118,8 +115,7 @@ _ZERO: dict[str, Any] = {
         "err_beta": becomes(0.8, a.number, "LoCo: the weight of each new error",
             to.feedback, "beta"),
         "reset_T": becomes(1024, a.count, "LoCo: after how many sums errors are dropped",
-            to.feedback, "reset"),
-    },
+            to.feedback, "reset")},
     "mics_shard_size": becomes(-1, a.ranks, "MiCS: the ranks that together hold all states",
         to.node, "mics"),
     "mics_hierarchical_params_gather": tunes(False, "comm.hierarchical says it"),
@@ -154,21 +150,18 @@ _TABLE: dict[str, Any] = {
             "whether a good step starts that count anew", to.moving, "consecutive_hysteresis"),
         "min_loss_scale": becomes(1, a.number, "the smallest scale", to.moving, "min"),
         "auto_cast": tunes(False, "inputs of the model are always cast"),
-        "fp16_master_weights_and_grads": refuses(False, "masters are fp32"),
-    },
+        "fp16_master_weights_and_grads": refuses(False, "masters are fp32")},
     "bf16": {
         "enabled": becomes(False, a.flag, _HALF.format("bf16"), to.half, "bf16"),
         "immediate_grad_update": tunes(False, "gradients are reduced as they are made"),
         "check_grad_overflow": tunes(True, "a step whose gradients are not finite is skipped"),
         "bf16_master_weights_and_grads": refuses(False, "masters are fp32"),
-        "bf16_optimizer_states": refuses(False, "moments are fp32"),
-    },
+        "bf16_optimizer_states": refuses(False, "moments are fp32")},
     "bfloat16": {"enabled": becomes(False, a.flag, "an older name of bf16", to.half, "bf16")},
     "torch_autocast": {
         "enabled": refuses(False, "nothing enters autocast by itself",
                            "use precision='bf16', or torch.autocast around the forward"),
-        "dtype, lower_precision_safe_modules": tunes(None, "torch.autocast() says it"),
-    },
+        "dtype, lower_precision_safe_modules": tunes(None, "torch.autocast() says it")},
     "amp": section("Apex is not used", "use bf16 or fp16"),
     "communication_data_type": becomes(None, _DTYPES, "the dtype of gradients on the wire",
         to.dtype, "communication_data_type", "reduce"),
@@ -176,8 +169,7 @@ _TABLE: dict[str, Any] = {
         "grad_accum_dtype": becomes(None, _DTYPES, "the dtype of gradients at rest",
             to.dtype, "data_types.grad_accum_dtype", "accumulate"),
         "param_dtype": refuses(None, "bf16 and fp16 say it"),
-        "buffer_dtype": refuses(None, "buffers keep their dtype", "cast them in the model"),
-    },
+        "buffer_dtype": refuses(None, "buffers keep their dtype", "cast them in the model")},
     "gradient_allreduce_op": refuses("mean", "gradients are averaged over the ranks",
                                      "multiply the loss by the number of ranks for their sum"),
     "prescale_gradients": tunes(False, _MEAN),
@@ -192,12 +184,8 @@ _TABLE: dict[str, Any] = {
     "seq_parallel_communication_data_type": tunes("fp32", "sequences are not cut over ranks"),
     "data_parallel_size": refuses(None, "all ranks are data parallel",
                                   "give shard() a mesh with the other dimensions"),
-    "optimizer": {
-        "type": tunes(None, _GIVEN),
-        "params": {"*": tunes(None, _GIVEN)},
-        "legacy_fusion": tunes(False, _GIVEN),
-    },
-    "scheduler": {"type": tunes(None, _GIVEN), "params": {"*": tunes(None, _GIVEN)}},
+    "optimizer": {"type": _MADE, "params": {"*": _MADE}, "legacy_fusion": tunes(False, _GIVEN)},
+    "scheduler": {"type": _MADE, "params": {"*": _MADE}},
     "zero_allow_untested_optimizer": tunes(
         False, "every elementwise optimizer is taken, and no other"),
     "zero_force_ds_cpu_optimizer": tunes(
@@ -210,8 +198,7 @@ _TABLE: dict[str, Any] = {
         "contiguous_memory_optimization": tunes(False, "saved activations lie as they were made"),
         "synchronize_checkpoint_boundary": tunes(False, "checkpoints wait for nothing"),
         "number_checkpoints": tunes(None, "the model says how many there are"),
-        "profile": tunes(False, f"{_CALLS}; {_TRACE}"),
-    },
+        "profile": tunes(False, f"{_CALLS}; {_TRACE}")},
     "aio": {
         "block_size": tunes(1048576, "files are read and written in pieces of a chosen size"),
         "queue_depth": tunes(8, "reads and writes are queued as far as buffers allow"),
@@ -219,16 +206,14 @@ _TABLE: dict[str, Any] = {
         "thread_count": tunes(1, "threads are chosen; DeepSpeed does not read it either"),
         "single_submit": tunes(False, "reads and writes are submitted by threads"),
         "overlap_events": tunes(True, "reads and writes always overlap"),
-        "use_gds": tunes(False, "files are read through host memory"),
-    },
+        "use_gds": tunes(False, "files are read through host memory")},
     "checkpoint": {
         "tag_validation": tunes("WARN", "the ranks always agree on what they save"),
         "load_universal": tunes(False, "every checkpoint loads on any number of ranks"),
         "use_node_local_storage": refuses(False, "a checkpoint is one directory that all ranks see",
                                           "save to a shared directory"),
         "parallel_write": {"pipeline_stage": tunes(False, "each rank writes its own pieces")},
-        "writer": tunes(None, "zs.Saver writes in the background"),
-    },
+        "writer": tunes(None, "zs.Saver writes in the background")},
     "load_universal_checkpoint": tunes(False, "every checkpoint loads on any number of ranks"),
     "steps_per_print": tunes(
         None, "DeepSpeed's initialize() logs steps; shard() prints nothing", a.every),

@@ -8,7 +8,7 @@ deepspeed_engine.py the engine: answers.py (a table of its getters), files.py (c
 optimizers.py       optimizers by name, DeepSpeed's classes, the wrapper; lr_schedules.py
 zero.py             whole parameters; held_parameters.py: their masters, gradients, states
 comm.py small.py    torch.distributed, the logger, the accelerator, ...
-verdict.py          what initialize() takes; values.py
+verdict.py          what initialize() takes
 shim.py names.py    ``import deepspeed``, and which names there are (docs/design/deepspeed.md)
 
 Names are looked up when they are first used: the shim is put in place before torch is imported.

@@ -23,11 +23,10 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.integrations.deepspeed import held_parameters
-from zeroshard.integrations.deepspeed.answers import Answers
+from zeroshard.integrations.deepspeed.answers import Answers, Batch, Progress
 from zeroshard.integrations.deepspeed.files import Files
 from zeroshard.integrations.deepspeed.optimizers import ZeROOptimizer
 from zeroshard.integrations.deepspeed.plain_backward import divided, undivided
-from zeroshard.integrations.deepspeed.values import Batch, Progress
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -40,11 +39,7 @@ class DeepSpeedEngine(Answers, Files, nn.Module):
     """
 
     def __init__(
-        self,
-        engine: zs.Engine,
-        config: dict[str, Any],
-        batch: Batch,
-        clipping: float,
+        self, engine: zs.Engine, config: dict[str, Any], batch: Batch, clipping: float
     ) -> None:
         super().__init__()
         self.module = engine.module
@@ -81,9 +76,8 @@ class DeepSpeedEngine(Answers, Files, nn.Module):
         return that loss.
         """
         self._trained("backward()")
-        steps = self.batch.steps
-        if scale_wrt_gas and steps > 1:
-            loss = loss / steps
+        if scale_wrt_gas and self.batch.steps > 1:
+            loss = loss / self.batch.steps
         with ExitStack() as stack:
             stack.enter_context(undivided())
             if self.zero_optimization_stage() < 2 and not self.is_gradient_accumulation_boundary():
@@ -187,18 +181,13 @@ class DeepSpeedEngine(Answers, Files, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
-        if self.optimizer is None:
-            super().zero_grad(set_to_none)
-        else:
-            self.optimizer.zero_grad()
+        holder: Any = super() if self.optimizer is None else self.optimizer
+        holder.zero_grad(set_to_none)
 
     # ------------------------------------------------------------------ the rest of its life
 
     def compile(
-        self,
-        backend: Any = None,
-        compile_kwargs: dict[str, Any] | None = None,
-        schedule: Any = None,
+        self, backend: Any = None, compile_kwargs: Any = None, schedule: Any = None
     ) -> None:
         """Compile the forward of each unit below the root; gathers stay between them. Raises
         ConfigError for a `schedule` of passes.
@@ -208,8 +197,8 @@ class DeepSpeedEngine(Answers, Files, nn.Module):
         options = dict(compile_kwargs or {})
         if backend is not None:
             options["backend"] = backend
-        for name in self.engine.units:
-            block: Any = dict(self.module.named_modules()).get(name)
+        blocks: dict[str, Any] = dict(self.module.named_modules(prefix=""))
+        for block in (blocks.get(name) for name in self.engine.units):
             if block is not None and block is not self.module:
                 block.forward = torch.compile(block.forward, **options)
 

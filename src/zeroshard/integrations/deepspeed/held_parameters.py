@@ -24,13 +24,13 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.integrations.deepspeed.names import SAFE
 
 __all__ = [
-    "SAFE", "ZeroParamStatus", "ZeroParamType", "engine_of", "in_one_order", "mark", "own",
-    "release", "unmark", "was_used",
+    "ZeroParamStatus", "ZeroParamType", "engine_of", "in_one_order", "mark", "own", "release",
+    "unmark", "was_used",
 ]  # fmt: skip
 
-_ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_status")
 # by id of the parameter: its place in the module
 _owners: weakref.WeakKeyDictionary[zs.Engine, dict[int, int]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
@@ -94,7 +94,7 @@ def mark(parameters: Iterable[nn.Parameter]) -> None:
 def unmark(parameters: Iterable[nn.Parameter]) -> None:
     """Take them off again."""
     for parameter in parameters:
-        for name in _ATTRIBUTES:
+        for name in ("ds_id", "ds_shape", "ds_numel", "ds_status"):
             vars(parameter).pop(name, None)
 
 
@@ -117,35 +117,31 @@ def _states(param: nn.Parameter) -> zs.ParameterStates:
     return zs.ParameterStates(engine, param)
 
 
-def _accessor(verb: str, extent: str, ending: str) -> Callable[..., torch.Tensor | None]:
-    """Return the function whose name has these three parts."""
-    name, what = _STATES[ending]
-    local = extent == "local"
+def _accessor(full_name: str) -> Callable[..., torch.Tensor | None]:
+    """Return the function of this name: "safe", a verb, an extent and a state."""
+    _, verb, extent, ending = full_name.split("_", 3)
+    (name, what), local = _STATES[ending], extent == "local"
 
     def get(param: nn.Parameter, optim_state_key: str = "") -> Any:
         if engine_of(param) is None:  # a plain parameter
             return param.grad if (name, local) == ("grad", False) else None
-        key = [optim_state_key] if optim_state_key else []
-        return getattr(_states(param), name)(*key, local=local)
+        return getattr(_states(param), name)(*filter(None, [optim_state_key]), local=local)
 
     def put(param: nn.Parameter, value: torch.Tensor, optim_state_key: str = "") -> None:
-        key = [optim_state_key] if optim_state_key else []
-        getattr(_states(param), f"set_{name}")(*key, value, local=local)
+        write = getattr(_states(param), f"set_{name}")
+        write(*filter(None, [optim_state_key]), value, local=local)
 
     made = get if verb == "get" else put
-    made.__name__ = made.__qualname__ = f"safe_{verb}_{extent}_{ending}"
-    extents = {"full": "", "local": "this rank's part of "}
-    made.__doc__ = f"{verb.title()} {extents[extent]}{what}."
+    made.__name__ = made.__qualname__ = full_name
+    part = "this rank's part of " if local else ""
+    made.__doc__ = f"{verb.title()} {part}{what}."
     return made
 
 
-SAFE = {
-    f"safe_{verb}_{extent}_{ending}": _accessor(verb, extent, ending)
-    for verb, extent, ending in itertools.product(("get", "set"), ("full", "local"), _STATES)
-}
+_ACCESSORS = {name: _accessor(name) for name in SAFE}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in SAFE:
+    if name not in _ACCESSORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return SAFE[name]
+    return _ACCESSORS[name]

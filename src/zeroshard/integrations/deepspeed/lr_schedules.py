@@ -31,7 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 _BETA2 = 0.99  # what OneCycle sets the second beta to
-_FLAGS = ("lr_range_test_staircase", "cycle_momentum")
+_NO_NUMBERS = ("warmup_type", "lr_range_test_staircase", "cycle_momentum")
 _POSITIVE = ("lr_range_test_step_size", "cycle_first_step_size")
 Rates = float | Sequence[float]
 
@@ -47,13 +47,11 @@ class LRSchedule:
     def __post_init__(self) -> None:
         self.optimizer = _groups_of(self.optimizer)
         self._prepare()
-        self._last_lr: list[Any] = [group["lr"] for group in self.optimizer.param_groups]
         if self.last_batch_iteration == -1:
             self._write()
 
     def _prepare(self) -> None:
         """Check the parameters, and make of them what the rates are computed from."""
-        raise NotImplementedError
 
     def get_lr(self) -> list[float]:
         """Return the rate of every param group at this iteration."""
@@ -61,7 +59,7 @@ class LRSchedule:
 
     def get_last_lr(self) -> list[Any]:
         """Return the rates that are in the optimizer."""
-        return self._last_lr
+        return [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go on to the next iteration, or to the one given."""
@@ -76,7 +74,6 @@ class LRSchedule:
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the iteration; the rest comes from the configuration."""
@@ -86,9 +83,6 @@ class LRSchedule:
         """Go on from a saved iteration; its rates come with the optimizer's state."""
         self.last_batch_iteration = state["last_batch_iteration"]
 
-    def _own_rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
     def _each(self, name: str, value: Rates) -> list[float]:
         """Return a rate per param group. Raises ConfigError for a list of another length."""
         count = len(self.optimizer.param_groups)
@@ -96,7 +90,7 @@ class LRSchedule:
             return [float(value)] * count  # type: ignore[arg-type]
         if len(value) != count:
             raise ConfigError(f"{name} has {len(value)} rates, the optimizer {count} param groups")
-        return list(value)
+        return list(map(float, value))
 
 
 @dataclass(eq=False)
@@ -156,7 +150,7 @@ class WarmupLR(Warmup):
     last_batch_iteration: int = -1
 
     def _prepare(self) -> None:
-        highest = self._own_rates() if self.warmup_max_lr is None else self.warmup_max_lr
+        highest = self.get_last_lr() if self.warmup_max_lr is None else self.warmup_max_lr
         self.min_lrs = self._each("warmup_min_lr", self.warmup_min_lr)
         self.max_lrs = self._each("warmup_max_lr", highest)
         super()._prepare()
@@ -207,7 +201,7 @@ class WarmupCosineLR(Warmup):
 
     def _prepare(self) -> None:
         super()._prepare()
-        self.org_lrs = self._own_rates()
+        self.org_lrs = list(map(float, self.get_last_lr()))
 
     def get_lr(self) -> list[float]:
         ratio = self.get_lr_ratio()
@@ -234,9 +228,9 @@ class OneCycle(LRSchedule):
     cycle_max_lr: float
     decay_lr_rate: float = 0.0
     cycle_first_step_size: int = 2000
-    cycle_second_step_size: int | None = None  # None: as the first
+    cycle_second_step_size: Any = None  # None: as the first
     cycle_first_stair_count: int = 0  # 0: no stairs
-    cycle_second_stair_count: int | None = None  # None: as the first
+    cycle_second_stair_count: Any = None  # None: as the first
     decay_step_size: int = 0  # 0: no decay
     cycle_momentum: bool = True
     cycle_min_mom: float = 0.8
@@ -278,7 +272,6 @@ class OneCycle(LRSchedule):
 
     def _sizes(self) -> tuple[float, float]:
         """Return the iterations up and those down."""
-        assert self.cycle_second_step_size is not None
         return float(self.cycle_first_step_size), float(self.cycle_second_step_size)
 
     def _after_cycle(self) -> float | None:
@@ -300,9 +293,9 @@ class OneCycle(LRSchedule):
         # stairs count from the integers: the float at a corner may lie just below a stair
         at = iteration % total
         stairs = self.cycle_first_stair_count if rises else self.cycle_second_stair_count
-        if stairs and stairs > 0:
+        if stairs > 0:
             part = at / first if at <= first else (total - at) / second
-            return math.floor(part * stairs) / stairs
+            return float(math.floor(part * stairs) / stairs)
         return place / ratio if rises else (place - 1) / (ratio - 1)
 
 
@@ -327,7 +320,7 @@ def make_schedule(kind: str, params: dict[str, Any], optimizer: Any) -> LRSchedu
 def _check_params(params: dict[str, Any]) -> None:
     """Raise ConfigError for a value that only a later step would stumble over."""
     for name, value in params.items():
-        if name in ("warmup_type", *_FLAGS) or value is None:
+        if name in _NO_NUMBERS or value is None:
             continue
         for one in value if isinstance(value, list | tuple) else (value,):
             if type(one) not in (int, float) or not math.isfinite(one):

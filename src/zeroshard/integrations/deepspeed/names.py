@@ -10,17 +10,18 @@ each module of DeepSpeed's that has it.
 
 from __future__ import annotations
 
-__all__ = ["FALLBACKS", "INSTEAD", "MODULES", "VERSION"]
+__all__ = ["FALLBACKS", "INSTEAD", "MODULES", "SAFE", "VERSION"]
 
 # DeepSpeed's version whose interface this is, and whose it is
 VERSION = "0.19.6+zeroshard"
 
-_SAFE = " ".join(
+SAFE = [
     f"safe_{verb}_{extent}_{state}"
     for verb in ("get", "set")
     for extent in ("full", "local")
     for state in ("fp32_param", "grad", "optimizer_state")
-)
+]
+_SAFE = " ".join(SAFE)
 _ZERO = (
     "Init GatheredParameters register_external_parameter TiledLinear MiCS_Init"
     " unwrap_model_for_generation ZeroParamStatus ZeroParamType"
@@ -43,10 +44,11 @@ _HOMES = {  # our modules and the names that they make; "theirs=ours" where ours
     "small": f"{_CHECKPOINTING} logger log_dist RepeatingLoader get_accelerator"
     " clone_tensors_for_torch_save _get_data_parallel_group=data_parallel_group",
     "torch": "_orig_torch_arange=arange",
+    "names": "__version__=VERSION",
 }
 _PLACES = {  # DeepSpeed's modules and their names
     "": "initialize add_config_arguments init_distributed DeepSpeedEngine DeepSpeedOptimizer"
-    " ZeROOptimizer OnDevice get_accelerator log_dist logger",
+    " ZeROOptimizer OnDevice get_accelerator log_dist logger __version__",
     "zero": _ZERO,
     "comm": _COMM,
     "utils": f"logger log_dist RepeatingLoader OnDevice {_SAFE} {_LEAVES}",

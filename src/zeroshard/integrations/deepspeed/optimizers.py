@@ -15,25 +15,22 @@ from typing import Any
 import torch
 
 import zeroshard as zs
-from zeroshard.integrations.deepspeed.answers import attribute
-from zeroshard.integrations.deepspeed.values import as_config_error
+from zeroshard.integrations.deepspeed.answers import as_config_error, attribute
 
 __all__ = [
     "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion", "Lion",
     "ZeROOptimizer", "make_optimizer",
 ]  # fmt: skip
 
-_ONE_BIT = (
-    "compresses what it sends by itself: take AdamW, and zero_quantized_gradients"
-    " (comm.grad_codec), which compresses gradients under every optimizer"
-)
-_WIDTHS = "needs the mup package's widths: build it yourself and pass optimizer= to initialize()"
-_REFUSED = {
-    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _ONE_BIT),
-    **dict.fromkeys(("muadam", "muadamw", "musgd"), _WIDTHS),
+_REFUSED = {  # by types in lower case
+    "onebitadam zerooneadam onebitlamb":
+        "compresses what it sends by itself: take AdamW, and zero_quantized_gradients"
+        " (comm.grad_codec), which compresses gradients under every optimizer",
+    "muadam muadamw musgd":
+        "needs the mup package's widths: build it yourself and pass optimizer= to initialize()",
     "lamb": "scales by norms of whole parameters, and ZeRO steps pieces of them: take AdamW",
     "muon": "orthogonalises whole matrices, and ZeRO steps pieces of them: take AdamW",
-}
+}  # fmt: skip
 
 
 class Lion(torch.optim.Optimizer):
@@ -50,10 +47,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -125,8 +119,9 @@ def make_optimizer(kind: str, params: dict[str, Any], parameters: Any) -> torch.
     and so are the defaults with `torch_adam`: AdamW then decays weights by 0.01, not by 0.
     """
     name = kind.lower()
-    if name in _REFUSED:
-        raise zs.ConfigError(f"optimizer.type={kind!r} {_REFUSED[name]}")
+    for names, why in _REFUSED.items():
+        if name in names.split():
+            raise zs.ConfigError(f"optimizer.type={kind!r} {why}")
     if "max_grad_norm" in params:
         raise zs.ConfigError("optimizer.params.max_grad_norm: use gradient_clipping instead")
     options = dict(params)
@@ -151,24 +146,21 @@ def _torch_class(kind: str) -> Callable[..., torch.optim.Optimizer]:
     return found
 
 
+def _nothing(*_: Any, **__: Any) -> tuple[Any, ...]:
+    return ()
+
+
 class _NoHooks:
     """Where a program that takes DeepSpeed's hooks off for a generation looks for them: none are
     there, and gathered parameters need none taken off.
     """
 
+    named_parameters = ds_external_parameters = _register_deepspeed_module = _nothing
+
     def __init__(self) -> None:
         self.module = self
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
-
-    def named_parameters(self, recurse: bool = True) -> tuple[Any, ...]:
-        """Return nothing."""
-        return ()
-
-    ds_external_parameters = named_parameters
-
-    def _register_deepspeed_module(self, module: Any) -> None:
-        """Do nothing."""
 
 
 class ZeROOptimizer(torch.optim.Optimizer):

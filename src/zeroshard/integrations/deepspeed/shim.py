@@ -91,9 +91,8 @@ class _Module(ModuleType):
         path = self.__name__.partition(".")[2]
         prefix = f"{path}." if path else ""
         below = (one[len(prefix) :] for one in MODULES if one.startswith(prefix) and one != path)
-        return sorted(
-            {*super().__dir__(), *MODULES[path], *(one for one in below if "." not in one)}
-        )
+        children = (one.partition(".")[0] for one in below)
+        return sorted({*super().__dir__(), *MODULES[path], *children})
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -117,9 +116,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Module(spec.name, __doc__)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the top module its version."""
-        if module.__name__ == _NAME:
-            vars(module)["__version__"] = VERSION
+        """Do nothing: names are looked up when they are first asked for."""
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
         """Return ours, where it is asked for, or all are."""

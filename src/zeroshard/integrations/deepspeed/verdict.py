@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.integrations.deepspeed.answers import as_config_error, complete_batch
 from zeroshard.integrations.deepspeed.lr_schedules import make_schedule
 from zeroshard.integrations.deepspeed.optimizers import make_optimizer
-from zeroshard.integrations.deepspeed.values import as_config_error, complete_batch
 
 __all__ = ["accepted", "findings", "section", "try_schedule"]
 
@@ -114,34 +114,38 @@ class _Judge:
 
     def optimizer(self, check: Check) -> None:
         """Judge the section ``optimizer``."""
-        with self._refusing("optimizer.type"):
-            found = section(self._file.data, "optimizer", filled=self._filled)
-            if found is not None:
-                device = "cuda" if torch.cuda.is_available() else "cpu"
-                model = nn.Linear(2, 2, device=device)
-                optimizer = make_optimizer(*found, list(model.parameters()))
-                check(model, optimizer)
-                for parameter in model.parameters():
-                    parameter.grad = torch.zeros_like(parameter)
-                with as_config_error(f"optimizer.params of {found[0]}"):
-                    optimizer.step(lambda: 0.0)
-                self._tell("optimizer", f"{type(optimizer).__module__}.{type(optimizer).__name__}")
+
+        def make(kind: str, params: dict[str, Any]) -> str:
+            model = nn.Linear(2, 2, device="cuda" if torch.cuda.is_available() else "cpu")
+            optimizer = make_optimizer(kind, params, list(model.parameters()))
+            check(model, optimizer)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            with as_config_error(f"optimizer.params of {kind}"):
+                optimizer.step(lambda: 0.0)
+            return f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+
+        self._make("optimizer", make)
 
     def schedule(self) -> None:
         """Judge the section ``scheduler``, for as many param groups as it has rates."""
-        with self._refusing("scheduler.type"):
-            found = section(self._file.data, "scheduler", filled=self._filled)
-            if found is not None:
-                lists = [len(one) for one in found[1].values() if isinstance(one, list)]
-                try_schedule(*found, groups=max([*lists, 1]))
-                self._tell("scheduler", found[0])
 
-    def _tell(self, name: str, made: str) -> None:
-        """Say that a section is honoured, and what is `made` of it."""
-        for place, one in enumerate(self.findings):
-            if one.key.startswith(f"{name}.") and one.verdict == "ignored":
-                becomes = made if one.key == f"{name}.type" else ""
-                self.findings[place] = replace(one, verdict="honoured", becomes=becomes, why=_MADE)
+        def make(kind: str, params: dict[str, Any]) -> str:
+            lists = [len(one) for one in params.values() if isinstance(one, list)]
+            try_schedule(kind, params, groups=max([*lists, 1]))
+            return kind
+
+        self._make("scheduler", make)
+
+    def _make(self, name: str, make: Callable[[str, dict[str, Any]], str]) -> None:
+        """Say that a section is honoured, and what `make` makes of it."""
+        with self._refusing(f"{name}.type"):
+            found = section(self._file.data, name, filled=self._filled)
+            made = "" if found is None else make(*found)
+            for place, one in enumerate(self.findings):
+                if found and one.key.startswith(f"{name}.") and one.verdict == "ignored":
+                    changes = {"becomes": made if one.key == f"{name}.type" else "", "why": _MADE}
+                    self.findings[place] = replace(one, verdict="honoured", **changes)
 
     @contextmanager
     def _refusing(self, key: str) -> Iterator[None]:

@@ -139,7 +139,9 @@ def _gathered(params: list[Any], modifier_rank: int | None) -> Iterator[None]:
             else:
                 writeback = modifier_rank is not None
                 stack.enter_context(engine.gathered(held, writeback=writeback))
-                stack.enter_context(_available(held))
+                for one in (one for one in held if hasattr(one, "ds_status")):
+                    one.ds_status = ZeroParamStatus.AVAILABLE
+                    stack.callback(setattr, one, "ds_status", ZeroParamStatus.NOT_AVAILABLE)
         yield
         if modifier_rank is not None:
             _broadcast(params, modifier_rank)
@@ -154,18 +156,6 @@ def _broadcast(params: list[Any], rank: int) -> None:
             dist.broadcast(dense, rank)
             if dense.data_ptr() != parameter.data.data_ptr():
                 parameter.data.copy_(dense)
-
-
-@contextmanager
-def _available(params: list[Any]) -> Iterator[None]:
-    marked = [one for one in params if hasattr(one, "ds_status")]
-    for one in marked:
-        one.ds_status = ZeroParamStatus.AVAILABLE
-    try:
-        yield
-    finally:
-        for one in marked:
-            one.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -203,9 +193,7 @@ class SplitLinear(zs.nn.TiledLinear):
     ) -> None:
         known = {"input_is_already_split": False, "combine_out_splits": True, "linear_cls": None}
         for name, value in rest.items():
-            if name not in known:
-                raise zs.ConfigError(f"zero.TiledLinear() has no option {name!r} here")
-            if value is not known[name] and value is not nn.Linear:
+            if name not in known or value not in (known[name], nn.Linear):
                 raise zs.ConfigError(
                     f"{name}={value!r}: a tiled layer takes and returns what nn.Linear does here;"
                     " leave it out"
@@ -221,8 +209,7 @@ TiledLinear = SplitLinear
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
     """Lend the module of an engine with all its parameters gathered, to generate with."""
-    gathering: AbstractContextManager[None] = GatheredParameters(list(model.parameters()))
-    with gathering:
+    with GatheredParameters(model.parameters()):
         yield model.module
 
 
