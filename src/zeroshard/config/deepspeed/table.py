@@ -256,8 +256,7 @@ KEYS: dict[str, Key] = {
     for section, dot, last in [names.rpartition(".")]
     for key in last.split(", ")
 }
-_PARTS = [name.split(".") for name in KEYS]
-SECTIONS = frozenset(".".join(parts[:n]) for parts in _PARTS for n in range(1, len(parts)))
+SECTIONS = frozenset(name[:at] for name in KEYS for at, mark in enumerate(name) if mark == ".")
 
 
 def key_of(name: str) -> Key | None:

@@ -4,7 +4,7 @@
     engine, optimizer, loader, schedule = deepspeed.initialize(model=model, config="zero.json")
 
 start.py            initialize()
-deepspeed_engine.py the engine: answers.py (a table of its getters), files.py (checkpoints)
+deepspeed_engine.py the engine: answers.py (a table of its getters), checkpoint_tags.py
 optimizers.py       optimizers by name, DeepSpeed's classes, the wrapper; lr_schedules.py
 zero.py             whole parameters; held_parameters.py: their masters, gradients, states
 comm.py small.py    torch.distributed, the logger, the accelerator, ...

@@ -24,7 +24,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.integrations.deepspeed import held_parameters
 from zeroshard.integrations.deepspeed.answers import Answers, Batch, Progress
-from zeroshard.integrations.deepspeed.files import Files
+from zeroshard.integrations.deepspeed.checkpoint_tags import TaggedCheckpoints
 from zeroshard.integrations.deepspeed.optimizers import ZeROOptimizer
 from zeroshard.integrations.deepspeed.plain_backward import divided, undivided
 
@@ -33,7 +33,7 @@ __all__ = ["DeepSpeedEngine"]
 _log = logging.getLogger("DeepSpeed")
 
 
-class DeepSpeedEngine(Answers, Files, nn.Module):
+class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
     """A sharded module with its optimizer and schedule. Made by `initialize`; attributes that it
     does not have are the module's.
     """
@@ -181,8 +181,10 @@ class DeepSpeedEngine(Answers, Files, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
-        holder: Any = super() if self.optimizer is None else self.optimizer
-        holder.zero_grad(set_to_none)
+        if self.optimizer is None:
+            super().zero_grad(set_to_none)
+        else:
+            self.optimizer.zero_grad()
 
     # ------------------------------------------------------------------ the rest of its life
 
@@ -194,10 +196,8 @@ class DeepSpeedEngine(Answers, Files, nn.Module):
         """
         if schedule is not None:
             raise zs.ConfigError("compile(schedule=): DeepCompile's passes are not supported")
-        options = dict(compile_kwargs or {})
-        if backend is not None:
-            options["backend"] = backend
-        blocks: dict[str, Any] = dict(self.module.named_modules(prefix=""))
+        options = dict(compile_kwargs or {}) | ({} if backend is None else {"backend": backend})
+        blocks: dict[str, Any] = dict(self.module.named_modules())
         for block in (blocks.get(name) for name in self.engine.units):
             if block is not None and block is not self.module:
                 block.forward = torch.compile(block.forward, **options)

@@ -89,9 +89,6 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
     return copied(item)
 
 
-# ---------------------------------------------------------------------- the accelerator
-
-
 class Singleton:
     """The device that a rank computes on: torch's module for it, and DeepSpeed's names."""
 
@@ -125,9 +122,6 @@ class Singleton:
 def get_accelerator() -> Singleton:
     """Return the accelerator."""
     return Singleton()
-
-
-# ---------------------------------------------------------------------- activation checkpointing
 
 
 class _Checkpointing:

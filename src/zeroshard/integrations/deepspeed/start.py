@@ -93,9 +93,6 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-# ---------------------------------------------------------------------- the configuration
-
-
 def _read_config(args: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the one configuration that is given. Raises ConfigError."""
     named = [options.get("config"), options.get("config_params")]
@@ -122,9 +119,6 @@ def _parsed(text: Any) -> dict[str, Any]:
             f"config={text!r} is neither a file, nor JSON, nor JSON in base64"
         ) from None
     return zs.read_deepspeed(data).data
-
-
-# ---------------------------------------------------------------------- its parts
 
 
 def _optimizer(given: Any, parameters: Any, model: nn.Module, config: dict[str, Any]) -> Any:

@@ -30,14 +30,14 @@ import torch
 import zeroshard as zs
 from zeroshard.integrations.deepspeed.answers import Batch, Progress
 
-__all__ = ["Files"]
+__all__ = ["TaggedCheckpoints"]
 
 _log = logging.getLogger("DeepSpeed")
 _LATEST, _STEP = "latest", "saved_step"
 _MOST_BYTES = 4096  # of a file that holds a name
 
 
-class Files:
+class TaggedCheckpoints:
     """Saving and loading of an engine."""
 
     engine: zs.Engine
@@ -60,7 +60,7 @@ class Files:
         saved also with `exclude_frozen_parameters`: a checkpoint here is always whole.
         """
         tag = f"global_step{self.progress.global_steps}" if tag is None else str(tag)
-        self._same_tag(tag)
+        self._check_tag(tag)
         directory = Path(save_dir) / tag
         extra = {"client_state": dict(client_state or {}), "progress": self.progress.counts()}
         step = self.progress.global_steps
@@ -97,7 +97,7 @@ class Files:
         if custom_load_fn is not None:
             raise zs.ConfigError("custom_load_fn: weights are read in shards; load them before")
         tag = None if tag is None else str(tag)
-        self._same_tag(tag)
+        self._check_tag(tag)
         found = self._on_rank_0("load_checkpoint()", lambda: _found(Path(load_dir), tag))
         if found is None:
             _log.warning("%s has no file %r: nothing is loaded", load_dir, _LATEST)
@@ -124,7 +124,8 @@ class Files:
     def _states(self) -> dict[str, Any]:
         return {} if self.lr_scheduler is None else {"lr_scheduler": self.lr_scheduler}
 
-    def _same_tag(self, tag: str | None) -> None:
+    def _check_tag(self, tag: str | None) -> None:
+        """Raise where the ranks name different tags, or what is no name. Collective."""
         mine = json.dumps(tag).encode()
         tags = {one.decode() for one in self.engine.exchange(mine, "a checkpoint's tag")}
         if len(tags) > 1:
