@@ -100,10 +100,10 @@ def unmark(parameters: Iterable[nn.Parameter]) -> None:
 
 # by the end of the name: the accessor of ParameterStates, and a description
 _STATES = {
-    "fp32_param": ("master", "the fp32 master (a set master sets the weight, too)"),
-    "grad": ("grad", "the averaged gradient, None (to a set: StateError) where there is none"),
-    "optimizer_state": ("state", "state `optim_state_key`, None (to a set: StateError) before a"
-                        " step, and for a key that the optimizer does not have"),
+    "fp32_param": ("master", "the fp32 master. Setting it sets the weight, too"),
+    "grad": ("grad", "the averaged gradient. Without one reading gives None, setting StateError"),
+    "optimizer_state": ("state", "the optimizer's state `optim_state_key`, such as exp_avg. Without"
+                        " one reading gives None, setting StateError"),
 }  # fmt: skip
 
 

@@ -193,7 +193,9 @@ class SplitLinear(zs.nn.TiledLinear):
     ) -> None:
         known = {"input_is_already_split": False, "combine_out_splits": True, "linear_cls": None}
         for name, value in rest.items():
-            if name not in known or value not in (known[name], nn.Linear):
+            if name not in known:
+                raise zs.ConfigError(f"zero.TiledLinear() has no option {name!r} here")
+            if value is not known[name] and value is not nn.Linear:
                 raise zs.ConfigError(
                     f"{name}={value!r}: a tiled layer takes and returns what nn.Linear does here;"
                     " leave it out"
