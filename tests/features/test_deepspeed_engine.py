@@ -22,8 +22,9 @@ import zeroshard as zs
 from tests.support.harness import run_ranks
 from tests.support.training import Net, batch, make_model
 from zeroshard.integrations import deepspeed
-from zeroshard.integrations.deepspeed import optimizers, schedules, small, start, states, zero
-from zeroshard.integrations.deepspeed.batches import complete_batch
+from zeroshard.integrations.deepspeed import held_parameters as states
+from zeroshard.integrations.deepspeed import lr_schedules, optimizers, small, start, zero
+from zeroshard.integrations.deepspeed.answers import complete_batch
 
 STAGES = (0, 1, 2, 3)
 STEPS, MICRO = 4, 2
@@ -62,7 +63,7 @@ def by_ddp(rank: int, *, clip: float = 0.05) -> tuple[list[float], dict[str, tor
     model = make_model(layers=2)
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    schedule = schedules.make_schedule("WarmupLR", dict(SCHEDULE["params"]), optimizer)  # type: ignore[call-overload]
+    schedule = lr_schedules.make_schedule("WarmupLR", dict(SCHEDULE["params"]), optimizer)  # type: ignore[call-overload]
     losses = []
     for step in range(STEPS):
         for micro in range(MICRO):
@@ -411,7 +412,7 @@ def test_arguments_are_taken_or_refused_with_the_reason() -> None:
 
 def _rates(kind: str, count: int, /, group_lr: float = 0.1, **params: Any) -> list[float]:
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=group_lr)
-    schedule = schedules.make_schedule(kind, params, optimizer)
+    schedule = lr_schedules.make_schedule(kind, params, optimizer)
     rates = [optimizer.param_groups[0]["lr"]]
     for _ in range(count):
         schedule.step()
@@ -449,7 +450,7 @@ def test_schedules_give_deepspeeds_numbers() -> None:
         # OneCycle's last point of the cycle is its start again, as DeepSpeed counts
         assert _rates(kind, len(expected) - 1, **params) == pytest.approx(expected), kind
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    cycle = schedules.OneCycle(optimizer, 0.1, 0.5, cycle_first_step_size=2)
+    cycle = lr_schedules.OneCycle(optimizer, 0.1, 0.5, cycle_first_step_size=2)
     betas = [optimizer.param_groups[0]["betas"]]
     for _ in range(4):
         cycle.step()
@@ -462,7 +463,8 @@ def test_a_warmup_without_a_rate_rises_to_that_of_each_group() -> None:
     """As in DeepSpeed from 0.19.5 on; before, all groups got the first one's."""
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     groups = [{"params": [one], "lr": lr} for one, lr in zip(parameters, (0.1, 0.01), strict=True)]
-    schedule = schedules.make_schedule("WarmupLR", {"warmup_num_steps": 2}, torch.optim.SGD(groups))
+    optimizer = torch.optim.SGD(groups)
+    schedule = lr_schedules.make_schedule("WarmupLR", {"warmup_num_steps": 2}, optimizer)
     for _ in range(4):
         schedule.step()
     assert schedule.get_last_lr() == [0.1, 0.01]
@@ -470,10 +472,10 @@ def test_a_warmup_without_a_rate_rises_to_that_of_each_group() -> None:
 
 def test_a_schedule_goes_on_where_it_was_saved() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    first = schedules.WarmupLR(optimizer, warmup_num_steps=9)
+    first = lr_schedules.WarmupLR(optimizer, warmup_num_steps=9)
     first.step()
     first.step()
-    second = schedules.WarmupLR(optimizer, warmup_max_lr=0.1, warmup_num_steps=9)
+    second = lr_schedules.WarmupLR(optimizer, warmup_max_lr=0.1, warmup_num_steps=9)
     second.load_state_dict(first.state_dict())
     first.step()
     rate = optimizer.param_groups[0]["lr"]
@@ -481,9 +483,9 @@ def test_a_schedule_goes_on_where_it_was_saved() -> None:
     assert optimizer.param_groups[0]["lr"] == rate == second.get_lr()[0]
     for wrong in ({"warmup_num_steps": 0}, {"warmup_type": "cubic"}, {"speed": 1}):
         with pytest.raises(zs.ConfigError, match=next(iter(wrong))):
-            schedules.make_schedule("WarmupLR", wrong, optimizer)
+            lr_schedules.make_schedule("WarmupLR", wrong, optimizer)
     with pytest.raises(zs.ConfigError, match="WarmupDecayLR"):
-        schedules.make_schedule("StepLR", {}, optimizer)
+        lr_schedules.make_schedule("StepLR", {}, optimizer)
 
 
 def test_optimizers_are_made_by_deepspeeds_names() -> None:

@@ -12,7 +12,7 @@ reading.py      strict JSON, and the nearest right name for a wrong one
 
 from __future__ import annotations
 
-from zeroshard.config.deepspeed.reading import Finding
+from zeroshard.config.deepspeed.findings import Finding
 from zeroshard.config.native import (
     AUTO,
     Config,

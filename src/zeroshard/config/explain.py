@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zeroshard.config.deepspeed.reading import Finding, is_deepspeed
+from zeroshard.config.deepspeed.findings import Finding, is_deepspeed
 from zeroshard.config.native import Config, build_config, read_deepspeed
-from zeroshard.config.reading import nearest, read_json
+from zeroshard.config.reading import flattened, nearest, read_json
 from zeroshard.config.reference import SECTIONS, options
 from zeroshard.errors import ConfigError
 
@@ -39,7 +39,7 @@ def explain(source: str | Path | dict[str, Any]) -> tuple[str, list[Finding]]:
 def _ours(data: dict[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each key of our form, and for each option that is left out."""
     known = options()
-    flat = dict(_flat(data, ""))
+    flat = dict(flattened(data, lambda name, value: name in SECTIONS))
     for name, value in flat.items():
         field = known.get(name)
         if field is None:
@@ -54,11 +54,3 @@ def _ours(data: dict[str, Any]) -> Iterator[Finding]:
         if not is_given and name not in SECTIONS:
             why = field.description or ""
             yield Finding(name, field.default, "default", "honoured", "", why)
-
-
-def _flat(data: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        if f"{prefix}{key}" in SECTIONS and isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

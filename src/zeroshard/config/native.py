@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from zeroshard.config.deepspeed.reading import Reading, is_deepspeed, read
+from zeroshard.config.deepspeed.findings import FileFindings, is_deepspeed, read
 from zeroshard.config.reading import nearest, parse_json, read_json
 from zeroshard.config.sections import Comm, LossScale, Offload, State
 from zeroshard.config.shares import check_shares
@@ -354,7 +354,7 @@ class ShardOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class DeepSpeedFile(Reading):
+class DeepSpeedFile(FileFindings):
     """A DeepSpeed configuration, read; the engine's `Config` if nothing is refused."""
 
     def config(self) -> Config:

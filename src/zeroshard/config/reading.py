@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from zeroshard.core.untrusted import NotReadable, check_depth, read_file
 from zeroshard.errors import ConfigError
 
-__all__ = ["nearest", "parse_json", "read_json"]
+__all__ = ["flattened", "nearest", "parse_json", "read_json"]
 
 
 def read_json(path: str | Path) -> Any:
@@ -53,6 +54,18 @@ def parse_json(text: str | bytes, where: str) -> Any:
     except ValueError as error:
         raise ConfigError(f"{where} is not JSON: {error}") from None
     return data
+
+
+def flattened(
+    data: Mapping[str, Any], is_section: Callable[[str, Any], bool], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield each value with its dotted name; of objects that are sections those inside them."""
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and is_section(name, value):
+            yield from flattened(value, is_section, f"{name}.")
+        else:
+            yield name, value
 
 
 def nearest(name: str, choices: list[str]) -> str:

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, JsonSchemaWarningKind
 from pydantic_core import CoreSchema
 
-from zeroshard.config.deepspeed.rows import Key, an_object
+from zeroshard.config.deepspeed.key_rows import Key, an_object
 from zeroshard.config.deepspeed.table import KEYS
 from zeroshard.config.native import AUTO, Config
 from zeroshard.config.sections import Comm, ErrorFeedback, LossScale, Offload
@@ -56,7 +56,7 @@ def _default(field: FieldInfo) -> str:
 
 def deepspeed_markdown() -> str:
     """Return the table of DeepSpeed's keys in Markdown."""
-    rows = [f"| `{key.name}` | {_shown(key.default)} | {_effect(key)} |" for key in KEYS.values()]
+    rows = [f"| `{name}` | {_shown(key.default)} | {_effect(key)} |" for name, key in KEYS.items()]
     return "\n".join([_HEAD, "| key | its default | here |", "|---|---|---|", *rows]) + "\n"
 
 

@@ -3,12 +3,13 @@
     from zeroshard.integrations import deepspeed            # in place of `import deepspeed`
     engine, optimizer, loader, schedule = deepspeed.initialize(model=model, config="zero.json")
 
-start.py           initialize()
-engine.py          the engine: settings.py (its getters), files.py (checkpoints), batches.py
-optimizers.py      optimizers by name, DeepSpeed's classes, the wrapper; schedules.py
-zero.py states.py  whole parameters, masters, gradients, optimizer states; owners.py
-comm.py small.py   torch.distributed, the logger, the accelerator, ...
-shim.py names.py   ``import deepspeed``, and which names there are (docs/design/deepspeed.md)
+start.py            initialize()
+deepspeed_engine.py the engine: answers.py (a table of its getters), checkpoint_tags.py
+optimizers.py       optimizers by name, DeepSpeed's classes, the wrapper; lr_schedules.py
+zero.py             whole parameters; held_parameters.py: their masters, gradients, states
+comm.py small.py    torch.distributed, the logger, the accelerator, ...
+verdict.py          what initialize() takes
+shim.py names.py    ``import deepspeed``, and which names there are (docs/design/deepspeed.md)
 
 Names are looked up when they are first used: the shim is put in place before torch is imported.
 """

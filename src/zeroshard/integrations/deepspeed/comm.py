@@ -58,20 +58,17 @@ def init_distributed(
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group."""
-    _tell_accelerate()
-    return dist.is_initialized()
+    """Whether there is a process group.
 
-
-def _tell_accelerate() -> None:
-    """Let Accelerate count CPU ranks: it asks `is_initialized` while it looks for the ranks, and
-    with DeepSpeed on a machine without an accelerator it knows no backend, and then one process.
+    Accelerate asks this while it looks for the ranks, and with DeepSpeed on a machine without an
+    accelerator it knows no backend, and then one process. It is told of gloo, to count CPU ranks.
     """
     module = sys.modules.get("accelerate.state")
     if module is not None and "RANK" in os.environ:
         state = module.PartialState._shared_state
         if state.get("backend", "") is None:
             state["backend"] = "gloo"
+    return dist.is_initialized()
 
 
 def get_rank(group: Any = None) -> int:

@@ -15,34 +15,22 @@ from typing import Any
 import torch
 
 import zeroshard as zs
+from zeroshard.integrations.deepspeed.answers import as_config_error, attribute
 
 __all__ = [
-    "DeepSpeedCPUAdagrad",
-    "DeepSpeedCPUAdam",
-    "DeepSpeedCPULion",
-    "FusedAdam",
-    "FusedLion",
-    "Lion",
-    "ZeROOptimizer",
-    "make_optimizer",
-]
+    "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion", "Lion",
+    "ZeROOptimizer", "make_optimizer",
+]  # fmt: skip
 
-_ONE_BIT = (
-    "compresses what it sends by itself: take AdamW, and zero_quantized_gradients"
-    " (comm.grad_codec), which compresses gradients under every optimizer"
-)
-_NORMS = "scales by norms of whole parameters, and ZeRO steps pieces of them: take AdamW"
-_WIDTHS = "needs the mup package's widths: build it yourself and pass optimizer= to initialize()"
-_REFUSED = {
-    "onebitadam": _ONE_BIT,
-    "zerooneadam": _ONE_BIT,
-    "onebitlamb": _ONE_BIT,
-    "lamb": _NORMS,
+_REFUSED = {  # by types in lower case
+    "onebitadam zerooneadam onebitlamb":
+        "compresses what it sends by itself: take AdamW, and zero_quantized_gradients"
+        " (comm.grad_codec), which compresses gradients under every optimizer",
+    "muadam muadamw musgd":
+        "needs the mup package's widths: build it yourself and pass optimizer= to initialize()",
+    "lamb": "scales by norms of whole parameters, and ZeRO steps pieces of them: take AdamW",
     "muon": "orthogonalises whole matrices, and ZeRO steps pieces of them: take AdamW",
-    "muadam": _WIDTHS,
-    "muadamw": _WIDTHS,
-    "musgd": _WIDTHS,
-}
+}  # fmt: skip
 
 
 class Lion(torch.optim.Optimizer):
@@ -59,10 +47,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -82,8 +67,9 @@ class Lion(torch.optim.Optimizer):
         average.mul_(beta2).add_(grad, alpha=1 - beta2)
 
 
-def _adam(params: Any, *, decoupled: bool, **options: Any) -> torch.optim.Optimizer:
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+def _adam(params: Any, mode: str, **options: Any) -> torch.optim.Optimizer:
+    """Make an AdamW, or an Adam where the option `mode` is off."""
+    kind = torch.optim.AdamW if options.pop(mode, True) else torch.optim.Adam
     if options.pop("bias_correction", True) is not True:
         raise zs.ConfigError("bias_correction=False is not supported: torch's Adam always corrects")
     options.pop("fp32_optimizer_states", None)
@@ -96,31 +82,34 @@ class DeepSpeedCPUAdam:
     configuration's ``offload_optimizer``.
     """
 
-    def __new__(  # type: ignore[misc]
-        cls, model_params: Any, *, adamw_mode: bool = True, **options: Any
-    ) -> torch.optim.Optimizer:
-        return _adam(model_params, decoupled=adamw_mode, **options)
+    def __new__(cls, model_params: Any, **options: Any) -> Any:
+        return _adam(model_params, "adamw_mode", **options)
 
 
 class FusedAdam:
     """Makes a torch.optim.AdamW, or an Adam where `adam_w_mode` is off."""
 
-    def __new__(  # type: ignore[misc]
-        cls, params: Any, *, adam_w_mode: bool = True, **options: Any
-    ) -> torch.optim.Optimizer:
+    def __new__(cls, params: Any, **options: Any) -> Any:
         options.pop("set_grad_none", None)  # zero_grad() of sealed gradients is one thing
-        return _adam(params, decoupled=adam_w_mode, **options)
+        return _adam(params, "adam_w_mode", **options)
 
 
 class DeepSpeedCPUAdagrad:
     """Makes a torch.optim.Adagrad."""
 
-    def __new__(cls, model_params: Any, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
+    def __new__(cls, model_params: Any, **options: Any) -> Any:
         options.pop("fp32_optimizer_states", None)
         return torch.optim.Adagrad(model_params, **options)
 
 
 DeepSpeedCPULion = FusedLion = Lion
+
+
+_MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    **dict.fromkeys(("adam", "adamw"), partial(_adam, mode="adam_w_mode")),
+    "lion": Lion,
+    "adagrad": torch.optim.Adagrad,
+}
 
 
 def make_optimizer(kind: str, params: dict[str, Any], parameters: Any) -> torch.optim.Optimizer:
@@ -130,29 +119,21 @@ def make_optimizer(kind: str, params: dict[str, Any], parameters: Any) -> torch.
     and so are the defaults with `torch_adam`: AdamW then decays weights by 0.01, not by 0.
     """
     name = kind.lower()
-    if name in _REFUSED:
-        raise zs.ConfigError(f"optimizer.type={kind!r} {_REFUSED[name]}")
+    for names, why in _REFUSED.items():
+        if name in names.split():
+            raise zs.ConfigError(f"optimizer.type={kind!r} {why}")
     if "max_grad_norm" in params:
         raise zs.ConfigError("optimizer.params.max_grad_norm: use gradient_clipping instead")
-    make: Callable[..., torch.optim.Optimizer]
     options = dict(params)
-    if name in ("adam", "adamw"):
-        decoupled = bool(options.pop("adam_w_mode", True)) or name == "adamw"
-        make = partial(_adam, decoupled=decoupled)
-        if options.pop("torch_adam", False):
-            make = torch.optim.AdamW if decoupled else torch.optim.Adam
-    elif name in ("lion", "adagrad"):
-        make = Lion if name == "lion" else torch.optim.Adagrad
+    make = _MAKERS[name] if name in _MAKERS else _torch_class(kind)
+    if name == "adamw":
+        options["adam_w_mode"] = True
+    if name in ("adam", "adamw") and options.pop("torch_adam", False):
+        make = torch.optim.AdamW if options.pop("adam_w_mode", True) else torch.optim.Adam
+    elif name in _MAKERS:
         options.pop("fp32_optimizer_states", None)
-    else:
-        make = _torch_class(kind)
-    try:
+    with as_config_error(f"optimizer.params of {kind}"):
         return make(parameters, **options)
-    except zs.ConfigError:
-        raise
-    except Exception as error:
-        reason = str(error).partition("__init__() ")[2] or str(error) or type(error).__name__
-        raise zs.ConfigError(f"optimizer.params of {kind}: {reason}") from None
 
 
 def _torch_class(kind: str) -> Callable[..., torch.optim.Optimizer]:
@@ -165,24 +146,21 @@ def _torch_class(kind: str) -> Callable[..., torch.optim.Optimizer]:
     return found
 
 
+def _nothing(*_: Any, **__: Any) -> tuple[Any, ...]:
+    return ()
+
+
 class _NoHooks:
     """Where a program that takes DeepSpeed's hooks off for a generation looks for them: none are
     there, and gathered parameters need none taken off.
     """
 
+    named_parameters = ds_external_parameters = _register_deepspeed_module = _nothing
+
     def __init__(self) -> None:
         self.module = self
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
-
-    def named_parameters(self, recurse: bool = True) -> tuple[Any, ...]:
-        """Return nothing."""
-        return ()
-
-    ds_external_parameters = named_parameters
-
-    def _register_deepspeed_module(self, module: Any) -> None:
-        """Do nothing."""
 
 
 class ZeROOptimizer(torch.optim.Optimizer):
@@ -197,23 +175,10 @@ class ZeROOptimizer(torch.optim.Optimizer):
         self._engine = engine
         self._skipped = engine.steps_skipped
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizer.defaults
-
-    @property
-    def loss_scale(self) -> float:
-        """The fp16 loss scale, 1.0 in other precisions."""
-        return self._engine.loss_scale
-
+    param_groups = attribute("optimizer.param_groups", "Those of the optimizer inside.")
+    state = attribute("optimizer.state", "That of the optimizer inside.")
+    defaults = attribute("optimizer.defaults", "Those of the optimizer inside.")
+    loss_scale = attribute("_engine.loss_scale", "The fp16 loss scale, 1.0 in other precisions.")
     cur_scale = loss_scale
 
     def step(self, closure: Any = None) -> Any:

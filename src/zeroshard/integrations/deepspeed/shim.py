@@ -49,22 +49,19 @@ def install() -> None:
 
 def _warn_where_unused() -> None:
     """Say so on rank 0 where a program took the stand-in and never called initialize()."""
-    start = sys.modules.get(f"{_HOME}.owners")
+    held = sys.modules.get(f"{_HOME}.held_parameters")
     took = _NAME in sys.modules and os.environ.get("RANK", "0") == "0"
-    if took and not (start is not None and start.was_used()):
+    if took and not (held is not None and held.was_used()):
         sys.stderr.write(_UNUSED)
 
 
-def _instead(path: str) -> str:
-    """Return the end of the message for a name that is not there."""
+def _missing(path: str) -> str:
+    """Return the message for a name that is not there."""
     parts = path.split(".")
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     use = next((INSTEAD[prefix] for prefix in prefixes if prefix in INSTEAD), "")
-    return f": use {use}" if use else "; docs/design/deepspeed.md lists what is"
-
-
-def _missing(path: str) -> str:
-    return f"{_NAME}.{path} is not part of zeroshard's stand-in for DeepSpeed{_instead(path)}"
+    end = f": use {use}" if use else "; docs/design/deepspeed.md lists what is"
+    return f"{_NAME}.{path} is not part of zeroshard's stand-in for DeepSpeed{end}"
 
 
 class _Module(ModuleType):
@@ -83,24 +80,19 @@ class _Module(ModuleType):
         elif name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         else:
-            value = self._fallback(path, name, inside)
+            other = importlib.import_module(FALLBACKS[path]) if path in FALLBACKS else None
+            if not hasattr(other, name):
+                raise AttributeError(_missing(inside))
+            value = getattr(other, name)
         setattr(self, name, value)
         return value
-
-    def _fallback(self, path: str, name: str, inside: str) -> Any:
-        if path in FALLBACKS:
-            module = importlib.import_module(FALLBACKS[path])
-            if hasattr(module, name):
-                return getattr(module, name)
-        raise AttributeError(_missing(inside))
 
     def __dir__(self) -> list[str]:
         path = self.__name__.partition(".")[2]
         prefix = f"{path}." if path else ""
         below = (one[len(prefix) :] for one in MODULES if one.startswith(prefix) and one != path)
-        return sorted(
-            {*super().__dir__(), *MODULES[path], *(one for one in below if "." not in one)}
-        )
+        children = (one.partition(".")[0] for one in below)
+        return sorted({*super().__dir__(), *MODULES[path], *children})
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -124,9 +116,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Module(spec.name, __doc__)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the top module its version."""
-        if module.__name__ == _NAME:
-            vars(module)["__version__"] = VERSION
+        """Do nothing: names are looked up when they are first asked for."""
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
         """Return ours, where it is asked for, or all are."""
@@ -139,12 +129,9 @@ class _Distribution(importlib.metadata.Distribution):
 
     def read_text(self, filename: str) -> str | None:
         """Return one of the files of a distribution."""
-        summary = "Summary: zeroshard's stand-in"
-        files = {
-            "METADATA": f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: {VERSION}\n{summary}\n",
-            "top_level.txt": f"{_NAME}\n",
-        }
-        return files.get(filename)
+        fields = ("Metadata-Version: 2.1", f"Name: {_NAME}", f"Version: {VERSION}")
+        metadata = "\n".join([*fields, "Summary: zeroshard's stand-in\n"])
+        return {"METADATA": metadata, "top_level.txt": f"{_NAME}\n"}.get(filename)
 
     def locate_file(self, path: Any) -> Any:
         """Return where a file would be."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 import zeroshard as zs
 from zeroshard.integrations.deepspeed import comm
+from zeroshard.integrations.deepspeed.answers import call
 
 __all__ = [
     "RepeatingLoader", "Singleton", "checkpoint", "clone_tensors_for_torch_save", "configure",
@@ -87,9 +89,6 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
     return copied(item)
 
 
-# ---------------------------------------------------------------------- the accelerator
-
-
 class Singleton:
     """The device that a rank computes on: torch's module for it, and DeepSpeed's names."""
 
@@ -106,31 +105,23 @@ class Singleton:
         """Return the name of this rank's device."""
         return self.device_name(torch.cuda.current_device() if self._name == "cuda" else None)
 
-    def communication_backend_name(self) -> str:
-        """Return the backend for tensors there."""
-        return "nccl" if self._name == "cuda" else "gloo"
-
-    def is_bf16_supported(self) -> bool:
-        """Whether bf16 computes."""
-        return self._name == "cpu" or torch.cuda.is_bf16_supported()
-
-    def is_fp16_supported(self) -> bool:
-        """Whether fp16 computes."""
-        return True
+    communication_backend_name = call(
+        lambda self: "nccl" if self._name == "cuda" else "gloo",
+        "Return its tensors' backend.",
+    )
+    is_bf16_supported = call(
+        lambda self: self._name == "cpu" or torch.cuda.is_bf16_supported(), "Whether bf16 computes."
+    )
+    is_fp16_supported = call(lambda self: True, "Whether fp16 computes.")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.get_device_module(self._name), name)
 
 
-_accelerator = Singleton()
-
-
+@cache
 def get_accelerator() -> Singleton:
     """Return the accelerator."""
-    return _accelerator
-
-
-# ---------------------------------------------------------------------- activation checkpointing
+    return Singleton()
 
 
 class _Checkpointing:
@@ -144,14 +135,10 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **options: Any) ->
     """Say where `checkpoint` keeps inputs: `checkpoint_in_cpu`, or the configuration's
     ``activation_checkpointing.cpu_checkpointing``, takes them to the host.
     """
-    section: dict[str, Any] = {}
-    if isinstance(deepspeed_config, dict):
-        section = deepspeed_config.get("activation_checkpointing") or {}
-    elif deepspeed_config is not None:
-        section = zs.read_deepspeed(deepspeed_config).data.get("activation_checkpointing") or {}
+    data = {} if deepspeed_config is None else zs.read_deepspeed(deepspeed_config).data
+    section = data.get("activation_checkpointing") or {}
     on_host = options.pop("checkpoint_in_cpu", None)
-    if on_host is None:
-        on_host = section.get("cpu_checkpointing", False)
+    on_host = section.get("cpu_checkpointing") if on_host is None else on_host
     for name, value in options.items():
         if value:
             logger.info(_NOTHING, name)

@@ -23,11 +23,11 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import zeroshard as zs
-from zeroshard.integrations.deepspeed import comm, owners
-from zeroshard.integrations.deepspeed.batches import complete_batch
-from zeroshard.integrations.deepspeed.engine import DeepSpeedEngine
+from zeroshard.integrations.deepspeed import comm, held_parameters
+from zeroshard.integrations.deepspeed.answers import complete_batch
+from zeroshard.integrations.deepspeed.deepspeed_engine import DeepSpeedEngine
+from zeroshard.integrations.deepspeed.lr_schedules import make_schedule
 from zeroshard.integrations.deepspeed.optimizers import make_optimizer
-from zeroshard.integrations.deepspeed.schedules import make_schedule
 from zeroshard.integrations.deepspeed.verdict import accepted, section, try_schedule
 
 __all__ = ["add_config_arguments", "initialize"]
@@ -74,16 +74,15 @@ def initialize(
     )
     if isinstance(model, DeepSpeedEngine):
         raise zs.ConfigError("the model is an engine already: give initialize() engine.module")
-    held = owners.engine_of(next(model.parameters(), None))
-    if held is not None and held.module is model:
+    holder = held_parameters.engine_of(next(model.parameters(), None))
+    if holder is not None and holder.module is model:
         raise zs.ConfigError(
             "the model belongs to an engine of an earlier initialize(): call its engine.destroy()"
             " first"
         )
-    given = {"optimizer": optimizer, "scheduler": lr_scheduler}
-    settings = accepted(
-        file, comm.get_world_size(), [name for name, one in given.items() if one is not None]
-    )
+    objects = {"optimizer": optimizer, "scheduler": lr_scheduler}
+    given = [name for name, one in objects.items() if one is not None]
+    settings = accepted(file, comm.get_world_size(), given)
     made = _optimizer(optimizer, model_parameters, model, file.data)
     schedule = None if lr_scheduler is not None else section(file.data, "scheduler")
     if schedule is not None and made is not None:
@@ -94,19 +93,15 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-# ---------------------------------------------------------------------- the configuration
-
-
 def _read_config(args: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the one configuration that is given. Raises ConfigError."""
-    given = options.get("config")
-    given = options.get("config_params") if given is None else given
+    named = [options.get("config"), options.get("config_params")]
     of_args = getattr(args, "deepspeed_config", None)
-    if given is not None and of_args is not None:
+    given = next((one for one in [*named, of_args] if one is not None), None)
+    if of_args is not None and given is not of_args:
         raise zs.ConfigError(
             "args.deepspeed_config and config= both name a configuration: leave out one of them"
         )
-    given = of_args if given is None else given
     if given is None:
         raise zs.ConfigError("initialize() needs a configuration: config=, or --deepspeed_config")
     return copy.deepcopy(given) if isinstance(given, dict) else _parsed(given)
@@ -126,22 +121,15 @@ def _parsed(text: Any) -> dict[str, Any]:
     return zs.read_deepspeed(data).data
 
 
-# ---------------------------------------------------------------------- its parts
-
-
 def _optimizer(given: Any, parameters: Any, model: nn.Module, config: dict[str, Any]) -> Any:
     if isinstance(given, torch.optim.Optimizer):
         return given
-    found = section(config, "optimizer")
-    if given is None and found is None:
-        return None
     if parameters is None:
         parameters = [one for one in model.parameters() if one.requires_grad]
-    parameters = list(parameters)
     if given is not None:
-        return given(parameters)
-    assert found is not None
-    return make_optimizer(*found, parameters)
+        return given(list(parameters))
+    found = section(config, "optimizer")
+    return None if found is None else make_optimizer(*found, list(parameters))
 
 
 def _sharded(
@@ -153,10 +141,10 @@ def _sharded(
     if torch.cuda.is_available():
         model.to(torch.device("cuda", torch.cuda.current_device()))
     engine = zs.shard(model, optimizer, config=settings, sync_from=0)
-    owners.own(engine)
+    held_parameters.own(engine)
     out = DeepSpeedEngine(engine, config, batch, clipping)
     if out.zero_optimization_stage() == 3:
-        owners.mark(model.parameters())
+        held_parameters.mark(model.parameters())
     if engine.rank == 0:
         _tell(f"in DeepSpeed's place: {engine!r}, {batch}")
     return out
@@ -174,8 +162,7 @@ def _tell(line: str) -> None:
 
 def _schedule(given: Any, found: tuple[str, dict[str, Any]] | None, engine: DeepSpeedEngine) -> Any:
     if given is not None:
-        made = not hasattr(given, "step") and callable(given)
-        return given(engine.optimizer) if made else given
+        return given if hasattr(given, "step") or not callable(given) else given(engine.optimizer)
     if found is None or engine.optimizer is None:
         return None
     return make_schedule(*found, engine.optimizer)

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.integrations.deepspeed.batches import complete_batch
+from zeroshard.integrations.deepspeed.answers import as_config_error, complete_batch
+from zeroshard.integrations.deepspeed.lr_schedules import make_schedule
 from zeroshard.integrations.deepspeed.optimizers import make_optimizer
-from zeroshard.integrations.deepspeed.schedules import make_schedule
 
 __all__ = ["accepted", "findings", "section", "try_schedule"]
 
@@ -70,13 +70,12 @@ def section(
     params = found.get("params") or {}
     if not isinstance(params, dict):
         raise zs.ConfigError(f"{name}.params={params!r} is not an object")
-    values = dict(params)
-    for key in [key for key, value in params.items() if value == "auto"]:
-        if filled and key in _FILLED:
-            values[key] = _FILLED[key]
-        else:
-            del values[key]
-    return found["type"], values
+    stand_ins = _FILLED if filled else {}
+    return found["type"], {
+        key: stand_ins[key] if value == "auto" else value
+        for key, value in params.items()
+        if value != "auto" or key in stand_ins
+    }
 
 
 def try_schedule(kind: str, params: dict[str, Any], groups: int) -> None:
@@ -84,7 +83,7 @@ def try_schedule(kind: str, params: dict[str, Any], groups: int) -> None:
     ConfigError.
     """
     parameters = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(groups)]
-    with _as_config_error(f"scheduler.params of {kind}"):
+    with as_config_error(f"scheduler.params of {kind}"):
         schedule = make_schedule(kind, params, torch.optim.Adam(parameters))
         for iteration in (0, 1, 10, 10**6):
             schedule.step(iteration)
@@ -105,7 +104,7 @@ class _Judge:
         with self._refusing(""):
             settings = self._file.config()
             settings.refuse_unsupported()
-        if self._is_refused():
+        if any(one.verdict == "refused" for one in self.findings):
             return
         sizes = [self._file.data.get(name) for name in _SIZES]
         if self._filled and "auto" in sizes and not any(isinstance(one, int) for one in sizes):
@@ -115,35 +114,38 @@ class _Judge:
 
     def optimizer(self, check: Check) -> None:
         """Judge the section ``optimizer``."""
-        with self._refusing("optimizer.type"):
-            found = section(self._file.data, "optimizer", filled=self._filled)
-            if found is not None:
-                device = "cuda" if torch.cuda.is_available() else "cpu"
-                model = nn.Linear(2, 2, device=device)
-                optimizer = make_optimizer(*found, list(model.parameters()))
-                check(model, optimizer)
-                with _as_config_error(f"optimizer.params of {found[0]}"):
-                    _step(model, optimizer)
-                self._tell("optimizer", f"{type(optimizer).__module__}.{type(optimizer).__name__}")
+
+        def make(kind: str, params: dict[str, Any]) -> str:
+            model = nn.Linear(2, 2, device="cuda" if torch.cuda.is_available() else "cpu")
+            optimizer = make_optimizer(kind, params, list(model.parameters()))
+            check(model, optimizer)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            with as_config_error(f"optimizer.params of {kind}"):
+                optimizer.step(lambda: 0.0)
+            return f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+
+        self._make("optimizer", make)
 
     def schedule(self) -> None:
         """Judge the section ``scheduler``, for as many param groups as it has rates."""
-        with self._refusing("scheduler.type"):
-            found = section(self._file.data, "scheduler", filled=self._filled)
-            if found is not None:
-                lists = [len(one) for one in found[1].values() if isinstance(one, list)]
-                try_schedule(*found, groups=max([*lists, 1]))
-                self._tell("scheduler", found[0])
 
-    def _is_refused(self) -> bool:
-        return any(one.verdict == "refused" for one in self.findings)
+        def make(kind: str, params: dict[str, Any]) -> str:
+            lists = [len(one) for one in params.values() if isinstance(one, list)]
+            try_schedule(kind, params, groups=max([*lists, 1]))
+            return kind
 
-    def _tell(self, name: str, made: str) -> None:
-        """Say that a section is honoured, and what is `made` of it."""
-        for place, one in enumerate(self.findings):
-            if one.key.startswith(f"{name}.") and one.verdict == "ignored":
-                becomes = made if one.key == f"{name}.type" else ""
-                self.findings[place] = replace(one, verdict="honoured", becomes=becomes, why=_MADE)
+        self._make("scheduler", make)
+
+    def _make(self, name: str, make: Callable[[str, dict[str, Any]], str]) -> None:
+        """Say that a section is honoured, and what `make` makes of it."""
+        with self._refusing(f"{name}.type"):
+            found = section(self._file.data, name, filled=self._filled)
+            made = "" if found is None else make(*found)
+            for place, one in enumerate(self.findings):
+                if found and one.key.startswith(f"{name}.") and one.verdict == "ignored":
+                    changes = {"becomes": made if one.key == f"{name}.type" else "", "why": _MADE}
+                    self.findings[place] = replace(one, verdict="honoured", **changes)
 
     @contextmanager
     def _refusing(self, key: str) -> Iterator[None]:
@@ -166,20 +168,3 @@ def _ranks_for(settings: zs.Config) -> int:
     if train is None or micro is None:
         return 1
     return max(1, train // (micro * (settings.gradient_accumulation_steps or 1)))
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step(lambda: 0.0)
-
-
-@contextmanager
-def _as_config_error(what: str) -> Iterator[None]:
-    """Raise what code of torch's says of values that it cannot take as a ConfigError."""
-    try:
-        yield
-    except zs.ConfigError:
-        raise
-    except Exception as error:
-        raise zs.ConfigError(f"{what}: {str(error) or type(error).__name__}") from None

@@ -12,10 +12,8 @@ stage 3) brings the whole model into the memory of each rank, until initialize()
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.integrations.deepspeed.owners import (
+from zeroshard.integrations.deepspeed.held_parameters import (
     ZeroParamStatus,
     ZeroParamType,
     engine_of,
@@ -31,24 +29,26 @@ from zeroshard.integrations.deepspeed.owners import (
 )
 
 __all__ = [
-    "GatheredParameters",
-    "Init",
-    "MiCS_Init",
-    "OnDevice",
-    "TiledLinear",
-    "ZeroParamStatus",
-    "ZeroParamType",
-    "keep_constructor",
-    "register_external_parameter",
-    "set_z3_leaf_modules",
-    "unset_z3_leaf_modules",
-    "unwrap_model_for_generation",
-]
-
-_log = logging.getLogger("DeepSpeed")
+    "GatheredParameters", "Init", "MiCS_Init", "OnDevice", "TiledLinear", "ZeroParamStatus",
+    "ZeroParamType", "keep_constructor", "register_external_parameter", "set_z3_leaf_modules",
+    "unset_z3_leaf_modules", "unwrap_model_for_generation",
+]  # fmt: skip
 
 
-class Init:
+class _Wrapper:
+    """Enters and leaves another context manager, which its class makes of its arguments."""
+
+    _context: AbstractContextManager[Any]
+
+    def __enter__(self) -> Any:
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+
+class Init(_Wrapper):
     """Build modules inside without memory; initialize() computes and shards them unit by unit.
 
     Rank 0's values count. `dtype` is the floating point type of tensors that name none (default:
@@ -80,52 +80,34 @@ class Init:
             )
         if remote_device not in (None, "none", "cpu", "nvme"):
             raise zs.ConfigError(f"remote_device={remote_device!r} is not 'none', 'cpu' or 'nvme'")
-        self._enabled: bool = rest.get("enabled", True)
-        self._dtype: torch.dtype | None = rest.get("dtype")
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Init:
-        if self._enabled:
-            if self._dtype is not None:
-                self._stack.enter_context(_default_dtype(self._dtype))
-            self._stack.enter_context(zs.deferred_init())
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+        enabled = rest.get("enabled", True)
+        self._context = _built(rest.get("dtype"), zs.deferred_init()) if enabled else nullcontext()
 
 
 MiCS_Init = Init  # the mesh of mics is initialize()'s, too
 
 
-class OnDevice:
+class OnDevice(_Wrapper):
     """Build modules inside on `device` ("meta": without memory), in `dtype`."""
 
     def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
-        self._dtype, self._device, self._enabled = dtype, device, enabled
-        self._stack = ExitStack()
-
-    def __enter__(self) -> OnDevice:
-        if self._enabled:
-            self._stack.enter_context(_default_dtype(self._dtype))
-            self._stack.enter_context(torch.device(self._device))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+        self._context = _built(dtype, torch.device(device)) if enabled else nullcontext()
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def _built(dtype: torch.dtype | None, context: AbstractContextManager[Any]) -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    if dtype is not None:
+        torch.set_default_dtype(dtype)
     try:
-        yield
+        with context:
+            yield
     finally:
-        torch.set_default_dtype(before)
+        if dtype is not None:
+            torch.set_default_dtype(before)
 
 
-class GatheredParameters:
+class GatheredParameters(_Wrapper):
     """Hold whole parameters inside; with `modifier_rank`, that rank's edits reach all. Collective.
 
     Edits without `modifier_rank` are lost. `fwd_module` needs nothing: a module's parameters are
@@ -139,46 +121,30 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        one = isinstance(params, torch.Tensor)
-        given: list[Any] = [params] if one else list(params or ())
-        self._params = in_one_order(given)
-        self._modifier_rank = modifier_rank
-        self._enabled = enabled
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        if not self._enabled or not self._params:
-            return
-        by_engine: dict[zs.Engine | None, list[Any]] = {}
-        for parameter in self._params:
-            by_engine.setdefault(engine_of(parameter), []).append(parameter)
-        with ExitStack() as stack:
-            for engine, params in by_engine.items():
-                if engine is None:
-                    _fill(params)
-                else:
-                    writeback = self._modifier_rank is not None
-                    stack.enter_context(engine.gathered(params, writeback=writeback))
-                    stack.enter_context(_available(params))
-            if self._modifier_rank is not None:
-                stack.push(partial(_send, self._params, self._modifier_rank))
-            self._stack = stack.pop_all()
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+        given: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params or ())
+        self._context = _gathered(in_one_order(given), modifier_rank) if enabled else nullcontext()
 
 
-def _fill(params: list[Any]) -> None:
-    """Give deferred parameters memory, and rank 0's values on every rank."""
-    deferred = [one for one in params if zs.nn.is_deferred(one)]
-    zs.materialize(*deferred)
-    _broadcast(deferred, 0)
-
-
-def _send(params: list[Any], rank: int, kind: Any, *_: Any) -> None:
-    """Leave the gathering: take the values of `rank` on every rank, unless something went wrong."""
-    if kind is None:
-        _broadcast(params, rank)
+@contextmanager
+def _gathered(params: list[Any], modifier_rank: int | None) -> Iterator[None]:
+    by_engine: dict[zs.Engine | None, list[Any]] = {}
+    for parameter in params:
+        by_engine.setdefault(engine_of(parameter), []).append(parameter)
+    with ExitStack() as stack:
+        for engine, held in by_engine.items():
+            if engine is None:
+                deferred = [one for one in held if zs.nn.is_deferred(one)]
+                zs.materialize(*deferred)
+                _broadcast(deferred, 0)
+            else:
+                writeback = modifier_rank is not None
+                stack.enter_context(engine.gathered(held, writeback=writeback))
+                for one in (one for one in held if hasattr(one, "ds_status")):
+                    one.ds_status = ZeroParamStatus.AVAILABLE
+                    stack.callback(setattr, one, "ds_status", ZeroParamStatus.NOT_AVAILABLE)
+        yield
+        if modifier_rank is not None:
+            _broadcast(params, modifier_rank)
 
 
 def _broadcast(params: list[Any], rank: int) -> None:
@@ -192,18 +158,6 @@ def _broadcast(params: list[Any], rank: int) -> None:
                 parameter.data.copy_(dense)
 
 
-@contextmanager
-def _available(params: list[Any]) -> Iterator[None]:
-    marked = [one for one in params if hasattr(one, "ds_status")]
-    for one in marked:
-        one.ds_status = ZeroParamStatus.AVAILABLE
-    try:
-        yield
-    finally:
-        for one in marked:
-            one.ds_status = ZeroParamStatus.NOT_AVAILABLE
-
-
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Do nothing: a parameter that another module uses is gathered when it is used."""
 
@@ -212,21 +166,18 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Any) -> list[nn.M
     """Return the modules of these classes, and do nothing else: units may run in any order, and
     in part (mixtures of experts).
     """
-    names = [one for one in leaf_module_classes if isinstance(one, str)]
     classes = tuple(one for one in leaf_module_classes if not isinstance(one, str))
     return [
         module
         for module in model.modules()
-        if isinstance(module, classes) or type(module).__name__ in names
+        if isinstance(module, classes) or type(module).__name__ in leaf_module_classes
     ]
 
 
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Any) -> list[nn.Module]:
-    """See `set_z3_leaf_modules`."""
-    return set_z3_leaf_modules(model, leaf_module_classes)
+unset_z3_leaf_modules = set_z3_leaf_modules
 
 
-class TiledLinear(zs.nn.TiledLinear):
+class SplitLinear(zs.nn.TiledLinear):
     """A linear layer that needs one tile of its weight at a time, under DeepSpeed's parameters."""
 
     def __init__(
@@ -236,10 +187,11 @@ class TiledLinear(zs.nn.TiledLinear):
         bias: bool = True,
         in_splits: int = 1,
         out_splits: int = 1,
+        *,
+        init_linear: nn.Linear | None = None,
         **rest: Any,
     ) -> None:
         known = {"input_is_already_split": False, "combine_out_splits": True, "linear_cls": None}
-        init_linear = rest.pop("init_linear", None)
         for name, value in rest.items():
             if name not in known:
                 raise zs.ConfigError(f"zero.TiledLinear() has no option {name!r} here")
@@ -250,15 +202,16 @@ class TiledLinear(zs.nn.TiledLinear):
                 )
         super().__init__(in_features, out_features, bias, in_tiles=in_splits, out_tiles=out_splits)
         if init_linear is not None:
-            weights = {"weight": init_linear.weight, "bias": init_linear.bias}
-            self.load_state_dict({key: one for key, one in weights.items() if one is not None})
+            self.load_state_dict(init_linear.state_dict())
+
+
+TiledLinear = SplitLinear
 
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
     """Lend the module of an engine with all its parameters gathered, to generate with."""
-    gathering: AbstractContextManager[None] = GatheredParameters(list(model.parameters()))
-    with gathering:
+    with GatheredParameters(model.parameters()):
         yield model.module
 
 

@@ -22,29 +22,24 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.integrations.deepspeed import owners
-from zeroshard.integrations.deepspeed.batches import Batch, Progress
-from zeroshard.integrations.deepspeed.files import Files
+from zeroshard.integrations.deepspeed import held_parameters
+from zeroshard.integrations.deepspeed.answers import Answers, Batch, Progress
+from zeroshard.integrations.deepspeed.checkpoint_tags import TaggedCheckpoints
 from zeroshard.integrations.deepspeed.optimizers import ZeROOptimizer
 from zeroshard.integrations.deepspeed.plain_backward import divided, undivided
-from zeroshard.integrations.deepspeed.settings import Settings
 
 __all__ = ["DeepSpeedEngine"]
 
 _log = logging.getLogger("DeepSpeed")
 
 
-class DeepSpeedEngine(Settings, Files, nn.Module):
+class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
     """A sharded module with its optimizer and schedule. Made by `initialize`; attributes that it
     does not have are the module's.
     """
 
     def __init__(
-        self,
-        engine: zs.Engine,
-        config: dict[str, Any],
-        batch: Batch,
-        clipping: float,
+        self, engine: zs.Engine, config: dict[str, Any], batch: Batch, clipping: float
     ) -> None:
         super().__init__()
         self.module = engine.module
@@ -72,7 +67,7 @@ class DeepSpeedEngine(Settings, Files, nn.Module):
     # ------------------------------------------------------------------ a step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return divided(self.module, self.gradient_accumulation_steps(), args, kwargs)
+        return divided(self.module, self.batch.steps, args, kwargs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -81,9 +76,8 @@ class DeepSpeedEngine(Settings, Files, nn.Module):
         return that loss.
         """
         self._trained("backward()")
-        steps = self.gradient_accumulation_steps()
-        if scale_wrt_gas and steps > 1:
-            loss = loss / steps
+        if scale_wrt_gas and self.batch.steps > 1:
+            loss = loss / self.batch.steps
         with ExitStack() as stack:
             stack.enter_context(undivided())
             if self.zero_optimization_stage() < 2 and not self.is_gradient_accumulation_boundary():
@@ -108,7 +102,7 @@ class DeepSpeedEngine(Settings, Files, nn.Module):
             return self._stepping
         if self._boundary is not None:
             return self._boundary
-        return (self.progress.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return (self.progress.micro_steps + 1) % self.batch.steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the micro-batches from here on are at a boundary; None: count them. Raises
@@ -132,32 +126,25 @@ class DeepSpeedEngine(Settings, Files, nn.Module):
         self.progress.micro_steps += 1
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
-        assert self.optimizer is not None
-        self.progress.norm = self.engine.clip_grad_norm_(self.clipping or math.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.progress.applied = not self.optimizer.overflow
-        if self.optimizer.overflow:
-            self.progress.skipped_steps += 1
+        optimizer, progress = self.optimizer, self.progress
+        assert optimizer is not None
+        progress.norm = self.engine.clip_grad_norm_(self.clipping or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        progress.applied = not optimizer.overflow
+        if optimizer.overflow:
+            progress.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        self.progress.global_steps += 1
-        self.progress.global_samples += self._samples()
-        self.progress.backwards = 0
-        every = self.config.get("steps_per_print")
-        if not isinstance(every, (int, float)):  # left out, or "auto"
-            every = 0
-        if every and self.progress.global_steps % every == 0 and self.engine.rank == 0:
-            _log.info(
-                "step=%d, skipped=%d, lr=%s",
-                self.progress.global_steps, self.progress.skipped_steps, self.get_lr(),
-            )  # fmt: skip
-
-    def _samples(self) -> int:
-        """Return the samples of the step that is taken."""
-        if self.managed_gradient_accumulation():
-            return self.train_batch_size()
-        return self.train_micro_batch_size_per_gpu() * self.dp_world_size * self.progress.backwards
+        progress.global_steps += 1
+        forwards = self.batch.steps if self.managed_gradient_accumulation() else progress.backwards
+        progress.global_samples += self.batch.micro * self.batch.ranks * forwards
+        progress.backwards = 0
+        every: Any = self.config.get("steps_per_print")
+        is_given = isinstance(every, (int, float)) and every  # neither left out, nor "auto"
+        if is_given and progress.global_steps % every == 0 and self.engine.rank == 0:
+            counts = progress.global_steps, progress.skipped_steps, self.get_lr()
+            _log.info("step=%d, skipped=%d, lr=%s", *counts)
 
     def _managed(self, call: str) -> None:
         if not self.managed_gradient_accumulation():
@@ -202,21 +189,16 @@ class DeepSpeedEngine(Settings, Files, nn.Module):
     # ------------------------------------------------------------------ the rest of its life
 
     def compile(
-        self,
-        backend: Any = None,
-        compile_kwargs: dict[str, Any] | None = None,
-        schedule: Any = None,
+        self, backend: Any = None, compile_kwargs: Any = None, schedule: Any = None
     ) -> None:
         """Compile the forward of each unit below the root; gathers stay between them. Raises
         ConfigError for a `schedule` of passes.
         """
         if schedule is not None:
             raise zs.ConfigError("compile(schedule=): DeepCompile's passes are not supported")
-        options = dict(compile_kwargs or {})
-        if backend is not None:
-            options["backend"] = backend
-        for name in self.engine.units:
-            block: Any = dict(self.module.named_modules()).get(name)
+        options = dict(compile_kwargs or {}) | ({} if backend is None else {"backend": backend})
+        blocks: dict[str, Any] = dict(self.module.named_modules())
+        for block in (blocks.get(name) for name in self.engine.units):
             if block is not None and block is not self.module:
                 block.forward = torch.compile(block.forward, **options)
 
@@ -237,6 +219,6 @@ class DeepSpeedEngine(Settings, Files, nn.Module):
 
     def destroy(self) -> None:
         """Give back a plain module and a plain optimizer. Collective."""
-        owners.unmark(self.module.parameters())
-        owners.release(self.engine)
+        held_parameters.unmark(self.module.parameters())
+        held_parameters.release(self.engine)
         self.engine.close()

@@ -28,16 +28,16 @@ from typing import Any
 import torch
 
 import zeroshard as zs
-from zeroshard.integrations.deepspeed.batches import Batch, Progress
+from zeroshard.integrations.deepspeed.answers import Batch, Progress
 
-__all__ = ["Files"]
+__all__ = ["TaggedCheckpoints"]
 
 _log = logging.getLogger("DeepSpeed")
 _LATEST, _STEP = "latest", "saved_step"
 _MOST_BYTES = 4096  # of a file that holds a name
 
 
-class Files:
+class TaggedCheckpoints:
     """Saving and loading of an engine."""
 
     engine: zs.Engine
@@ -60,8 +60,7 @@ class Files:
         saved also with `exclude_frozen_parameters`: a checkpoint here is always whole.
         """
         tag = f"global_step{self.progress.global_steps}" if tag is None else str(tag)
-        self._same_tag(tag)
-        _check_tag(tag)
+        self._check_tag(tag)
         directory = Path(save_dir) / tag
         extra = {"client_state": dict(client_state or {}), "progress": self.progress.counts()}
         step = self.progress.global_steps
@@ -97,24 +96,24 @@ class Files:
         """
         if custom_load_fn is not None:
             raise zs.ConfigError("custom_load_fn: weights are read in shards; load them before")
-        self._same_tag(None if tag is None else str(tag))
-        if tag is not None:
-            _check_tag(str(tag))
+        tag = None if tag is None else str(tag)
+        self._check_tag(tag)
         found = self._on_rank_0("load_checkpoint()", lambda: _found(Path(load_dir), tag))
         if found is None:
             _log.warning("%s has no file %r: nothing is loaded", load_dir, _LATEST)
             return None, {}
         directory, step = Path(load_dir) / found[0], found[1]
+        states = self._states() if load_lr_scheduler_states and not load_module_only else {}
         with_optimizer = load_optimizer_states and not load_module_only
-        with_schedule = load_lr_scheduler_states and not load_module_only
-        states = self._states() if with_schedule else {}
         keeps = self.optimizer is not None and not with_optimizer
         before = self.optimizer.state_dict() if keeps else None
         strict = load_module_strict and not keeps
         restored = zs.load(directory, self.engine, step=step, states=states, strict=strict)
         if before is not None:
             self.optimizer.load_state_dict(before)
-        _check_module(restored.skipped, strict=load_module_strict)
+        misfits = [line for line in restored.skipped if line.startswith("parameter ")]
+        if load_module_strict and misfits:
+            raise zs.CheckpointError("; ".join(misfits))
         extra = restored.extra or {}
         if not load_module_only:
             vars(self.progress).update(extra.get("progress", {}))
@@ -125,11 +124,17 @@ class Files:
     def _states(self) -> dict[str, Any]:
         return {} if self.lr_scheduler is None else {"lr_scheduler": self.lr_scheduler}
 
-    def _same_tag(self, tag: str | None) -> None:
+    def _check_tag(self, tag: str | None) -> None:
+        """Raise where the ranks name different tags, or what is no name. Collective."""
         mine = json.dumps(tag).encode()
         tags = {one.decode() for one in self.engine.exchange(mine, "a checkpoint's tag")}
         if len(tags) > 1:
             raise zs.PlanMismatch(f"the ranks name different tags: {', '.join(sorted(tags))}")
+        if tag is not None and not _is_name(tag):
+            raise zs.ConfigError(
+                f"tag={tag!r} is not the name of a directory inside of the checkpoint's: give one"
+                f" name, without a slash or a dot in front, and not {_LATEST!r}"
+            )
 
     def _on_rank_0(self, call: str, work: Callable[[], Any]) -> Any:
         """Return what `work` returns on rank 0, by way of JSON. Raises its error on every rank, as
@@ -161,10 +166,9 @@ class Files:
     ) -> dict[str, torch.Tensor] | None:
         """Return the whole state_dict on rank 0, None on the others. Collective."""
         state = self.engine.full_state_dict()
-        if exclude_frozen_parameters:
-            module = self.engine.module
-            frozen = {name for name, one in module.named_parameters() if not one.requires_grad}
-            state = {name: value for name, value in state.items() if name not in frozen}
+        for name, one in self.engine.module.named_parameters():
+            if exclude_frozen_parameters and not one.requires_grad:
+                state.pop(name, None)
         return state if self.engine.rank == 0 else None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -189,14 +193,6 @@ class Files:
     save_fp16_model = save_16bit_model
 
 
-def _check_tag(tag: str) -> None:
-    if not _is_name(tag):
-        raise zs.ConfigError(
-            f"tag={tag!r} is not the name of a directory inside of the checkpoint's: give one name,"
-            f" without a slash or a dot in front, and not {_LATEST!r}"
-        )
-
-
 def _is_name(tag: str) -> bool:
     """Whether `tag` is one visible name, and not that of the file beside it."""
     plain = re.fullmatch(r"[^./][^/]*", tag) is not None and tag.isprintable()
@@ -208,8 +204,7 @@ def _found(load_dir: Path, tag: str | None) -> tuple[str, int | None] | None:
     None without ``latest``. Raises CheckpointError.
     """
     if tag is None:
-        tag = _read_name(load_dir / _LATEST)
-        if tag is None:
+        if (tag := _read_name(load_dir / _LATEST)) is None:
             return None
         inside = _is_name(tag) and (load_dir / tag).resolve().parent == load_dir.resolve()
         if not inside:
@@ -217,8 +212,14 @@ def _found(load_dir: Path, tag: str | None) -> tuple[str, int | None] | None:
                 f"{load_dir / _LATEST} names {tag[:100]!r}, which is no directory beside it: give"
                 " tag= the name of one"
             )
-    _refuse_foreign(load_dir / str(tag))
-    return str(tag), _saved_step(load_dir / str(tag))
+    directory = load_dir / tag
+    if any(directory.glob("*_model_states.pt")):
+        raise zs.CheckpointError(
+            f"{directory} is a checkpoint that DeepSpeed wrote: make it one of zeroshard's with"
+            f" `zeroshard checkpoint import {load_dir} OUT_DIR`, and load that with"
+            " zeroshard.load()"
+        )
+    return tag, _saved_step(directory)
 
 
 def _saved_step(directory: Path) -> int | None:
@@ -262,19 +263,3 @@ def _write_name(path: Path, text: str) -> None:
         with suppress(OSError):
             part.unlink()
         raise
-
-
-def _refuse_foreign(directory: Path) -> None:
-    if any(directory.glob("*_model_states.pt")):
-        raise zs.CheckpointError(
-            f"{directory} is a checkpoint that DeepSpeed wrote: make it one of zeroshard's with"
-            f" `zeroshard checkpoint import {directory.parent} OUT_DIR`, and load that with"
-            " zeroshard.load()"
-        )
-
-
-def _check_module(skipped: list[str], *, strict: bool) -> None:
-    """Raise CheckpointError where strict and a parameter did not fit."""
-    misfits = [line for line in skipped if line.startswith("parameter ")]
-    if strict and misfits:
-        raise zs.CheckpointError("; ".join(misfits))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroshard.config.deepspeed.rows import an_object
+from zeroshard.config.deepspeed.key_rows import an_object
 from zeroshard.config.deepspeed.table import KEYS, SECTIONS, key_of
-from zeroshard.config.reading import nearest, read_json
+from zeroshard.config.reading import flattened, nearest, read_json
 from zeroshard.errors import ConfigError
 
-__all__ = ["Finding", "Reading", "is_deepspeed", "read"]
+__all__ = ["FileFindings", "Finding", "is_deepspeed", "read"]
 
-_OPTIMIZERS = ("optimizer", "scheduler")
+_TOLD = [name for name, key in KEYS.items() if key.tells_default]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Reading:
+class FileFindings:
     """A DeepSpeed configuration, read. Values "auto" are left to whoever fills them in."""
 
     findings: tuple[Finding, ...]
@@ -55,13 +55,11 @@ class Reading:
         """Return the keys that the file sets to another value than DeepSpeed's default, and that
         make no difference here.
         """
-        return [
-            finding.key
-            for finding in self.findings
-            if (finding.verdict, finding.source) == ("ignored", "file")
-            and (key := key_of(finding.key)) is not None
-            and finding.value not in (None, key.default)
-        ]
+        set_in_vain = (
+            one for one in self.findings if (one.verdict, one.source) == ("ignored", "file")
+        )
+        keys = ((one, key_of(one.key)) for one in set_in_vain)
+        return [one.key for one, key in keys if key and one.value not in (None, key.default)]
 
     def checked_fields(self) -> dict[str, Any]:
         """Return `fields`. Raises ConfigError with every refused key and its reason, one a line."""
@@ -81,7 +79,7 @@ def is_deepspeed(data: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
     return bool((keys & theirs) - ours.keys()) and not (keys & ours.keys()) - theirs
 
 
-def read(source: str | Path | dict[str, Any]) -> Reading:
+def read(source: str | Path | dict[str, Any]) -> FileFindings:
     """Read a DeepSpeed configuration: a path to its JSON, or the dict.
 
     Raises ConfigError where there is no JSON object; a key never raises.
@@ -94,33 +92,33 @@ def read(source: str | Path | dict[str, Any]) -> Reading:
     data = _nested(data)
     if data.get("zero_optimization") is True:  # an old form of stage 1
         data = {**data, "zero_optimization": {"stage": 1}}
-    flat = {name: value for name, value in _flat(data, "") if not _is_left_out(name, value)}
+    flat = dict(flattened(data, lambda name, value: name in SECTIONS and bool(value)))
+    flat = {name: value for name, value in flat.items() if value is not None or name not in _TOLD}
     wrong = {key: why for key, value in flat.items() if (why := _complaint(key, value))}
     values = {name: key.default for name, key in KEYS.items()}
     values |= {
         name: value
         for name, value in flat.items()
-        if name not in wrong and value is not None and not _is_auto(value)
+        if name not in wrong and value not in (None, "auto")
     }
-    if _is_auto(flat.get("zero_optimization.stage")):
+    if flat.get("zero_optimization.stage") == "auto":
         values["zero_optimization.stage"] = 3  # our default
-    untold = [
-        name
-        for name, key in KEYS.items()
-        if key.tells_default and name not in flat and not _is_off(name, values)
-    ]
+    untold = [name for name in _TOLD if name not in flat and not _is_off(name, values)]
     findings: list[Finding] = []
     fields: dict[str, Any] = {}
     for name in (*flat, *untold):
-        origin = "default" if name in untold else "auto" if _is_auto(flat[name]) else "file"
-        value = values[name] if name in untold else flat[name]
-        finding, options = _found(name, value, origin, wrong.get(name, ""), values)
-        findings.append(finding)
+        value = flat.get(name, values.get(name))
+        source = "default" if name in untold else "auto" if value == "auto" else "file"
+        options: dict[str, Any] = {}
+        verdict, why = "refused", wrong.get(name, "")
+        if not why:
+            verdict, why = _judged(name, value, source == "auto", values, options)
+        becomes = ", ".join(f"{option}={setting!r}" for option, setting in options.items())
+        findings.append(Finding(name, value, source, verdict, becomes, why))
         for option, setting in options.items():
             _put(fields, option, setting)
-    return Reading(
-        tuple(findings), fields, _made(data, "optimizer"), _made(data, "scheduler"), data
-    )
+    optimizer, scheduler = _made(data.get("optimizer")), _made(data.get("scheduler"))
+    return FileFindings(tuple(findings), fields, optimizer, scheduler, data)
 
 
 def _nested(data: dict[str, Any]) -> dict[str, Any]:
@@ -142,25 +140,6 @@ def _is_off(name: str, values: Mapping[str, Any]) -> bool:
     return name != switch and switch in values and values[switch] is not True
 
 
-def _is_left_out(name: str, value: Any) -> bool:
-    """Whether a null stands for a default that has an effect."""
-    return value is None and name in KEYS and KEYS[name].tells_default
-
-
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
-
-
-def _flat(data: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted names of the keys and their values, without the objects around them."""
-    for key, value in data.items():
-        name = f"{prefix}{key}"
-        if name in SECTIONS and isinstance(value, dict) and value:
-            yield from _flat(value, f"{name}.")
-        else:
-            yield name, value
-
-
 def _complaint(name: str, value: Any) -> str:
     """Return why a key or its value is not one of DeepSpeed's, or an empty string."""
     if name in SECTIONS:
@@ -171,37 +150,30 @@ def _complaint(name: str, value: Any) -> str:
         inside = [key[len(prefix) :] for key in KEYS if key.startswith(prefix)]
         choices = list(dict.fromkeys(key.partition(".")[0] for key in inside))
         return f"is not a key of DeepSpeed's{nearest(last, choices)}"
-    return "" if value is None or _is_auto(value) else key.kind(value)
+    return "" if value in (None, "auto") else key.kind(value)
 
 
-def _found(
-    name: str, value: Any, source: str, wrong: str, values: Mapping[str, Any]
-) -> tuple[Finding, dict[str, Any]]:
-    """Return what a key does here, and the options of ours that it becomes."""
-
-    def finding(verdict: str, why: str, becomes: str = "") -> Finding:
-        return Finding(name, value, source, verdict, becomes, why)
-
-    if wrong:
-        return finding("refused", wrong), {}
+def _judged(
+    name: str, value: Any, is_auto: bool, values: Mapping[str, Any], options: dict[str, Any]
+) -> tuple[str, str]:
+    """Return the verdict on a key and the reason; add the options that it becomes to `options`."""
     key = key_of(name)
     if key is None:
-        return finding("ignored", "an empty section"), {}
-    if source == "auto" and key.lower is not None:
-        return finding("ignored", "left to whoever fills it in, and else to our default"), {}
+        return "ignored", "an empty section"
+    if is_auto and key.lower is not None:
+        return "ignored", "left to whoever fills it in, and else to our default"
     if _is_off(name, values):
-        return finding("ignored", f"{name.rpartition('.')[0]}.enabled is not true"), {}
-    if source != "auto" and not key.harmless(value):
-        return finding("refused", f"{key.why}: {key.instead}"), {}
+        return "ignored", f"{name.rpartition('.')[0]}.enabled is not true"
+    if not is_auto and not key.harmless(value):
+        return "refused", f"{key.why}: {key.instead}"
     if key.lower is None or value is None:
-        return finding("ignored", key.why), {}
+        return "ignored", key.why
     try:
-        options = key.lower(value, values)
+        options |= key.lower(value, values, *key.more)
     except ConfigError as error:
-        return finding("refused", str(error)), {}
-    becomes = ", ".join(f"{ours}={setting!r}" for ours, setting in options.items())
-    same = list(options) == [name.rpartition(".")[2]]
-    return finding("honoured" if same or not options else "mapped", key.why, becomes), options
+        return "refused", str(error)
+    same = list(options) in ([], [name.rpartition(".")[2]])
+    return "honoured" if same else "mapped", key.why
 
 
 def _put(fields: dict[str, Any], name: str, value: Any) -> None:
@@ -212,9 +184,8 @@ def _put(fields: dict[str, Any], name: str, value: Any) -> None:
     fields[last] = value
 
 
-def _made(data: dict[str, Any], name: str) -> tuple[str, dict[str, Any]] | None:
+def _made(section: Any) -> tuple[str, dict[str, Any]] | None:
     """Return the type and the parameters of ``optimizer`` or ``scheduler``."""
-    section = data.get(name)
     if not isinstance(section, dict) or not isinstance(section.get("type"), str):
         return None
     params = section.get("params")

@@ -1,0 +1,175 @@
+"""What the engine answers about its configuration and its training: DeepSpeed's three batch sizes,
+of which two give the third; the counts of a training; and a table with a line for each getter and
+attribute. A new one is a new line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from zeroshard import Config, ConfigError
+
+__all__ = [
+    "Answers", "Batch", "Progress", "as_config_error", "attribute", "call", "complete_batch",
+]  # fmt: skip
+
+
+@dataclass
+class Batch:
+    """train = micro * steps * ranks."""
+
+    train: int
+    micro: int
+    steps: int  # of gradient accumulation
+    ranks: int
+
+    def set_train(self, train_batch_size: int) -> None:
+        """Set the whole batch, and with it the accumulation. Raises ConfigError."""
+        steps, rest = divmod(train_batch_size, self.micro * self.ranks)
+        if rest:
+            raise ConfigError(
+                f"train_batch_size={train_batch_size} is no multiple of {self.micro} per rank x"
+                f" {self.ranks} ranks"
+            )
+        self.train, self.steps = train_batch_size, steps
+
+    def set_micro(self, micro_batch_size: int) -> None:
+        """Set the batch of one rank and backward, and with it the whole."""
+        self.train, self.micro = micro_batch_size * self.steps * self.ranks, micro_batch_size
+
+
+@dataclass
+class Progress:
+    """How far a training has come."""
+
+    micro_steps: int = 0  # calls of step()
+    global_steps: int = 0
+    global_samples: int = 0
+    skipped_steps: int = 0
+    backwards: int = 0  # calls of backward() since the last step
+    applied: bool = False  # whether the last step() moved the weights
+    norm: torch.Tensor | None = None  # of the last step's gradient, before clipping
+
+    def counts(self) -> dict[str, int]:
+        """Return what a checkpoint keeps."""
+        names = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
+        return {name: getattr(self, name) for name in names}
+
+
+def complete_batch(settings: Config, ranks: int) -> Batch:
+    """Return the batch sizes that `settings` give over `ranks`. Raises ConfigError.
+
+    One of the two sizes is enough, with or without the accumulation, as in DeepSpeed.
+    """
+    sizes = settings.train_batch_size, settings.train_micro_batch_size_per_gpu
+    if sizes == (None, None):
+        raise ConfigError(
+            "the configuration names neither train_batch_size nor train_micro_batch_size_per_gpu:"
+            " give one of them"
+        )
+    if None in sizes and settings.gradient_accumulation_steps is None:
+        settings = settings.model_copy(update={"gradient_accumulation_steps": 1})
+    train, micro, steps = settings.batch_sizes(ranks)
+    assert train is not None and micro is not None and steps is not None
+    return Batch(train, micro, steps, ranks)
+
+
+@contextmanager
+def as_config_error(what: str) -> Iterator[None]:
+    """Raise what torch says of values that it does not take as a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("__init__() ")[2] or str(error) or type(error).__name__
+        raise ConfigError(f"{what}: {reason}") from None
+
+
+Source = str | Callable[[Any], Any]  # the dotted name of an attribute, or a function of the object
+
+
+def _reader(source: Source) -> Callable[[Any], Any]:
+    return attrgetter(source) if isinstance(source, str) else source
+
+
+def attribute(source: Source, doc: str) -> Any:
+    """Return a property that reads `source`."""
+    return property(_reader(source), doc=doc)
+
+
+def call(source: Source, doc: str) -> Any:
+    """Return a method without arguments that reads `source`."""
+    read = _reader(source)
+
+    def method(self: Any) -> Any:
+        return read(self)
+
+    method.__doc__ = doc
+    return method
+
+
+def _zero(engine: Any) -> dict[str, Any]:
+    section = engine.config.get("zero_optimization")
+    return section if isinstance(section, dict) else {"stage": int(bool(section))}
+
+
+def _stage(engine: Any) -> int:
+    stage = _zero(engine).get("stage")
+    return 3 if stage == "auto" else int(stage or 0)  # our default, where nobody filled it in
+
+
+def _is_managed(engine: Any) -> bool:
+    return engine.config.get("managed_gradient_accumulation") is not False
+
+
+def _computes_in(dtype: torch.dtype) -> Source:
+    return lambda engine: engine.engine.precision.compute is dtype
+
+
+def _of_groups(*names: str) -> Source:
+    """Read the first of these options that each param group has; None where it has none."""
+
+    def read(engine: Any) -> list[Any]:
+        groups = engine.optimizer.param_groups
+        return [next((group[one] for one in names if one in group), None) for group in groups]
+
+    return read
+
+
+class Answers:
+    """The getters, setters and attributes of an engine."""
+
+    train_batch_size = call("batch.train", "Return the samples of a step, over all ranks.")
+    train_micro_batch_size_per_gpu = call("batch.micro", "Return the samples of a rank's forward.")
+    gradient_accumulation_steps = call("batch.steps", "Return the forwards of a step.")
+    managed_gradient_accumulation = call(_is_managed, "Whether ``step()`` counts micro-batches.")
+    set_train_batch_size = attribute("batch.set_train", "Change the accumulation steps.")
+    set_train_micro_batch_size = attribute("batch.set_micro", "Change the samples of a forward.")
+    gradient_clipping = call("clipping", "Return the norm that a step clips to, 0 for none.")
+    zero_optimization_stage = call(_stage, "Return the stage; hpZ and MiCS are stage 3.")
+    zero_optimization = call(lambda engine: _stage(engine) > 0, "Whether any state is sharded.")
+    zero_gather_16bit_weights_on_model_save = call(
+        lambda engine: bool(_zero(engine).get("stage3_gather_16bit_weights_on_model_save")),
+        "Whether stage 3 gives whole weights to who saves the model.",
+    )
+    fp16_enabled = call(_computes_in(torch.float16), "Whether it computes in fp16.")
+    bfloat16_enabled = call(_computes_in(torch.bfloat16), "Whether it computes in bf16.")
+    get_global_grad_norm = call("progress.norm", "Return the last step's norm before clipping.")
+    was_step_applied = call("progress.applied", "Whether the last ``step()`` moved the weights.")
+    get_lr = call(_of_groups("lr"), "Return the learning rate of every param group.")
+    get_mom = call(_of_groups("betas", "momentum"), "Return the momentum of every param group.")
+    loss_scale = attribute("engine.loss_scale", "The fp16 loss scale, 1.0 in other precisions.")
+    global_steps = attribute("progress.global_steps", "The steps so far, skipped ones too.")
+    global_samples = attribute("progress.global_samples", "The samples so far.")
+    micro_steps = attribute("progress.micro_steps", "The calls of ``step()`` so far.")
+    skipped_steps = attribute("progress.skipped_steps", "The steps that moved nothing.")
+    global_rank = attribute("engine.rank", "This rank.")
+    dp_world_size = attribute("engine.world", "The number of ranks.")
+    device = attribute(lambda engine: next(engine.module.parameters()).device, "Where it computes.")
