@@ -55,7 +55,7 @@ _log = logging.getLogger("zeroshard")
 # threads idle
 _CHUNK = 2 << 20
 _QUEUE_DEPTH = 8
-_STAGING_BYTES = 256 << 20
+_DEFAULT_STAGING = 256 << 20
 _REMEDY = "name another disk_path if it happens again"
 
 
@@ -83,7 +83,7 @@ class DiskStore:
         self.probe = Probe()
         self.link = link_of(device) if link is None else link
         self.verify = verify
-        self.staging = Staging(staging_bytes or _STAGING_BYTES, pinned=pinned)
+        self.staging = Staging(staging_bytes or _DEFAULT_STAGING, pinned=pinned)
         self.storages: list[_DiskStorage] = []
         self.bounce_buffers = BounceBuffers(device, self.link, self.staging)
         self.files = directory
