@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.plan import CONTENDERS, OFFLOAD_CONTENDERS, OFFLOAD_PARTS, SIZES
 from zeroshard.launch.bench import BENCH
-from zeroshard.launch.declared import JSON, Command, Option, count, listed, made, one_of
+from zeroshard.launch.declared import JSON, Option, Subcommand, count, listed, made, one_of
 
 __all__ = ["add_commands"]
 
@@ -187,44 +187,44 @@ _RESULTS = (
     replace(JSON, help="print medians, intervals and verdicts as JSON instead"),
 )
 COMMANDS = (
-    Command(
+    Subcommand(
         "step", "time of a training step, memory, bytes on the wire",
         "zeroshard bench step --sizes medium --contenders zero3,torch-ddp,fsdp2",
         _STEP, _compared("step"), epilog=_known(CONTENDERS),
     ),
-    Command(
+    Subcommand(
         "overhead",
         "what the engine costs in one process: microseconds per unit and step, and the ratio",
         "zeroshard bench overhead --sizes medium", _OVERHEAD, _overhead,
     ),
-    Command(
+    Subcommand(
         "checkpoint",
         "saving and loading beside the disk itself and torch.distributed.checkpoint",
         "zeroshard bench checkpoint --gigabytes 4 --folder /mnt/nvme",
         _CHECKPOINT, _measured("checkpoint"),
     ),
-    Command(
+    Subcommand(
         "disk", "the disk tier beside the disk itself and fio",
         "zeroshard bench disk --path /mnt/nvme", _DISK_TIER, _measured("disk"),
     ),
-    Command(
+    Subcommand(
         "codec", "encoding and decoding beside a copy in memory, and the wires on which they pay",
         "zeroshard bench codec --codecs int8 --dtypes bf16", _CODEC, _measured("codec"),
     ),
-    Command(
+    Subcommand(
         "offload",
         "states on host and disk: steps, memory per tier, the host step and the disk step by"
         " themselves, the largest model",
         "zeroshard bench offload --parts steps --disk-path /mnt/nvme",
         _OFFLOAD, _compared("offload"), epilog=_known({**OFFLOAD_PARTS, **OFFLOAD_CONTENDERS}),
     ),
-    Command(
+    Subcommand(
         "inference",
         "generation with weights on disk and host, beside Accelerate and DeepSpeed",
         "zeroshard bench inference --path /mnt/nvme --layers 32 --width 2048",
         _INFERENCE, _measured("inference"),
     ),
-    Command(
+    Subcommand(
         "report", "print saved results as markdown", "zeroshard bench report results.json",
         _RESULTS, _report,
     ),

@@ -33,17 +33,14 @@ GRADIENT_HOLDERS = (
     "optim/sealed.py SealedGrad",
 )
 GATHERED_BECAUSE = (
-    "runtime/unit.py Unit.state",
-    "runtime/unit.py Unit._uses",
-    "runtime/unit.py Unit.dozing",
+    "core/residency.py Residency.state",
+    "core/residency.py Residency._counts",
+    "core/schedule/__init__.py Schedule._here",
+    "core/schedule/__init__.py Schedule._ahead",
+    "core/schedule/__init__.py Schedule._idle",
+    "core/schedule/__init__.py Schedule._until",
     "runtime/unit.py Unit.is_lent",
-    "runtime/weights.py Weights._here",
-    "runtime/weights.py Weights._idle",
     "runtime/weights.py Weights._shown",
-    "runtime/prefetch.py Prefetch._ahead",
-    "runtime/prefetch.py Prefetch._held",
-    "runtime/passes.py Passes._held",
-    "runtime/budget.py Budget._kept",
     "runtime/forwards.py Forwards.open",
     "runtime/forwards.py Forwards.to_recompute",
 )

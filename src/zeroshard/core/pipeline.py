@@ -86,7 +86,7 @@ def place(
             for action in plain
         ]
     )
-    room = _Room(stage_bytes, budget, uses)
+    room = _GatheredStages(stage_bytes, budget, uses)
     out: list[Action] = []
     following = _next_computations(plain)
     for index, action in enumerate(plain):
@@ -112,7 +112,7 @@ def num_gathers(actions: Sequence[Action]) -> dict[int, int]:
     return out
 
 
-class _Room:
+class _GatheredStages:
     """The stages that are gathered at one place of the list."""
 
     def __init__(

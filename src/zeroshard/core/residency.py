@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-__all__ = ["Residency", "Traits", "UnitState", "Use"]
+__all__ = ["Residency", "UnitState", "UnitTraits", "Use"]
 
 
 class UnitState(Enum):
@@ -37,7 +37,7 @@ class Use(IntEnum):
 
 
 @dataclass(frozen=True)
-class Traits:
+class UnitTraits:
     """What decisions about a unit depend on, which does not change."""
 
     full_bytes: int  # that gathering takes beyond what rests, and a release gives back
@@ -54,7 +54,7 @@ class Residency:
 
     __slots__ = ("_counts", "index", "state", "traits")
 
-    def __init__(self, index: int, traits: Traits) -> None:
+    def __init__(self, index: int, traits: UnitTraits) -> None:
         self.index = index
         self.traits = traits
         self.state = UnitState.RESTING if traits.is_sharded else UnitState.FULL

@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from zeroshard.launch.declared import Command, UsageError
+from zeroshard.launch.declared import Subcommand, UsageError
 
 __all__ = ["BENCH", "add_commands"]
 
@@ -18,7 +18,7 @@ MISSING = (
     "bench: the benchmarks are not part of the installed package: run it in a checkout of"
     " zeroshard's repository, where `make bench` sets up all it needs"
 )
-BENCH = Command(
+BENCH = Subcommand(
     "bench", "measure this library beside the others",
     "zeroshard bench step --sizes medium --contenders zero3,fsdp2",
 )  # fmt: skip

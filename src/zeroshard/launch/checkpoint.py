@@ -14,7 +14,7 @@ from typing import Any
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.launch.console import Table, note, print_json, progress, say, say_facts
-from zeroshard.launch.declared import JSON, Command, Option, UsageError, count, listed
+from zeroshard.launch.declared import JSON, Option, Subcommand, UsageError, count, listed
 
 __all__ = ["COMMAND"]
 
@@ -230,7 +230,7 @@ def _import(arguments: argparse.Namespace) -> int:
 _STEP = Option("--step N", "which step (default: the newest)", count(0))
 _DIR = Option("DIR", "a directory of checkpoints, or one step in it", Path, dest="source")
 
-_SHOW = Command(
+_SHOW = Subcommand(
     "show", "what is in a checkpoint", "zeroshard checkpoint show runs/gpt --step 1000",
     (_DIR, _STEP, JSON), _show,
 )  # fmt: skip
@@ -240,7 +240,7 @@ _VERIFY_OPTIONS = (
     JSON,
     Option("--all", "every step in DIR, not only the newest"),
 )  # fmt: skip
-_VERIFY = Command(
+_VERIFY = Subcommand(
     "verify", "read every byte, and list all that is damaged",
     "zeroshard checkpoint verify runs/gpt --all", _VERIFY_OPTIONS, _verify,
 )  # fmt: skip
@@ -256,7 +256,7 @@ _EXPORT_OPTIONS = (
     Option("--max-shard-size SIZE", "with hf, of each file, like 5GB or 500MiB (default: 5GB)",
            _size, 5 * 10**9),
 )  # fmt: skip
-_EXPORT = Command(
+_EXPORT = Subcommand(
     "export", "write a checkpoint as others read it",
     "zeroshard checkpoint export runs/gpt exported --to hf --dtype bf16", _EXPORT_OPTIONS, _export,
 )  # fmt: skip
@@ -274,11 +274,11 @@ _IMPORT_OPTIONS = (
            " Adam's states)"),
     JSON,
 )  # fmt: skip
-_IMPORT = Command(
+_IMPORT = Subcommand(
     "import", "make a checkpoint of ours from another library's",
     "zeroshard checkpoint import deepspeed_run runs/gpt", _IMPORT_OPTIONS, _import,
 )  # fmt: skip
-COMMAND = Command(
+COMMAND = Subcommand(
     "checkpoint", "show, verify, export and import checkpoints",
     "zeroshard checkpoint show runs/gpt", commands=(_SHOW, _VERIFY, _EXPORT, _IMPORT),
 )  # fmt: skip

@@ -15,12 +15,12 @@ from zeroshard._version import __version__
 from zeroshard.errors import ZeroshardError
 from zeroshard.launch import bench, checkpoint, config, doctor, generate, plan, report
 from zeroshard.launch.console import note
-from zeroshard.launch.declared import Command, LineParser, Option, UsageError
+from zeroshard.launch.declared import LineParser, Option, Subcommand, UsageError
 from zeroshard.launch.options import RUN, parse_run
 
 __all__ = ["build_parsers", "explain", "main"]
 
-PROGRAM = Command(
+PROGRAM = Subcommand(
     "zeroshard", "", "zeroshard run --nproc 2 examples/train_gpt.py",
     (Option("--debug", "show the traceback of an error of ours"),),
     description="ZeRO for PyTorch: plan, launch, checkpoints, measure.",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroshard.errors import ConfigError
 from zeroshard.launch.console import print_json, say
-from zeroshard.launch.declared import JSON, Command, Option
+from zeroshard.launch.declared import JSON, Option, Subcommand
 
 if TYPE_CHECKING:
     from zeroshard.config import Finding
@@ -74,17 +74,17 @@ _EXPLAIN_OPTIONS = (
     Option("FILE", "JSON, ours or DeepSpeed's", Path, dest="file"),
     JSON,
 )  # fmt: skip
-_EXPLAIN = Command(
+_EXPLAIN = Subcommand(
     "explain", "each key of a file, its value, where it comes from, and its effect",
     "zeroshard config explain ds_config.json", _EXPLAIN_OPTIONS, _explain,
     description="Exit code 3 where a key is refused.",
 )  # fmt: skip
-_SCHEMA = Command(
+_SCHEMA = Subcommand(
     "schema", "print the JSON schema of our form, for editors",
     "zeroshard config schema > zeroshard.schema.json", handler=_schema,
     description="Print the JSON schema of our form, for editors.",
 )  # fmt: skip
-COMMAND = Command(
+COMMAND = Subcommand(
     "config", "say what each key of a configuration does, ours or DeepSpeed's",
     "zeroshard config explain ds_config.json", commands=(_EXPLAIN, _SCHEMA),
     description="Say what a configuration does here, ours or DeepSpeed's.",

@@ -5,7 +5,7 @@
     Option("FILE", "a JSON file", Path, dest="file")    a value without a name
     Option("--data FILE ...", "train on these files")   one value or more; "[FILE]": one or none
 
-A :class:`Command` has options and a handler, or further commands. Standard library only, so that
+A :class:`Subcommand` has options and a handler, or further commands. Standard library only, so that
 ``--help`` and usage errors answer at once.
 """
 
@@ -20,7 +20,15 @@ from typing import Any, NoReturn, TypeVar
 from zeroshard.errors import ConfigError
 
 __all__ = [
-    "JSON", "Command", "LineParser", "Option", "UsageError", "as_usage", "count", "listed", "made",
+    "JSON",
+    "LineParser",
+    "Option",
+    "Subcommand",
+    "UsageError",
+    "as_usage",
+    "count",
+    "listed",
+    "made",
     "one_of",
 ]  # fmt: skip
 
@@ -101,7 +109,7 @@ JSON = Option("--json", "print JSON")
 
 
 @dataclass(frozen=True)
-class Command:
+class Subcommand:
     """What the help says of a command, its options, and what runs it; or further `commands`."""
 
     name: str
@@ -110,7 +118,7 @@ class Command:
     options: Sequence[Option] = ()
     handler: Callable[[argparse.Namespace], int] | None = None
     groups: Mapping[str, Iterable[Option]] = field(default_factory=dict)  # by title, more options
-    commands: Sequence[Command] = ()
+    commands: Sequence[Subcommand] = ()
     description: str | None = None
     epilog: str = ""  # before the example
     usage: str | None = None

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.launch.console import Table, note, print_json, progress, say
-from zeroshard.launch.declared import JSON, Command, Option, UsageError
+from zeroshard.launch.declared import JSON, Option, Subcommand, UsageError
 
 __all__ = ["COMMAND", "examine"]
 
@@ -206,7 +206,7 @@ _OPTIONS = (
            " afterwards)", Path),
     JSON,
 )  # fmt: skip
-COMMAND = Command(
+COMMAND = Subcommand(
     "doctor", "say what this machine has, how fast it is, and what is missing",
     "zeroshard doctor --disk /tmp", _OPTIONS, _doctor,
 )  # fmt: skip

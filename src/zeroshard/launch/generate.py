@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.launch.console import print_json, progress, say
-from zeroshard.launch.declared import JSON, Command, Option, UsageError, as_usage, count
+from zeroshard.launch.declared import JSON, Option, Subcommand, UsageError, as_usage, count
 from zeroshard.launch.model_directory import (
     ModelDirectory,
     Prompts,
@@ -323,7 +323,7 @@ _OPTIONS = (
            " largest unit)"),
     JSON,
 )  # fmt: skip
-COMMAND = Command(
+COMMAND = Subcommand(
     "generate", "generate text with weights on the host or on disk",
     "zeroshard generate MODEL_DIR --prompt 'Once upon a time' --offload disk --codec int8\n"
     "zeroshard run --nproc 2 -m zeroshard generate MODEL_DIR --prompt A --prompt B",

@@ -18,7 +18,7 @@ from functools import partial
 
 from zeroshard.core.mpi import read_task
 from zeroshard.core.slurm import read_step
-from zeroshard.launch.declared import Command, LineParser, Option, UsageError, made
+from zeroshard.launch.declared import LineParser, Option, Subcommand, UsageError, made
 
 __all__ = [
     "ELASTIC", "REFUSED", "RUN", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "HostChoice", "LineParser",
@@ -171,7 +171,7 @@ _PORT = Option("--master-port VALUE", type=partial(_whole, below=65536), must="a
 # of ours: whether each takes a value
 _TAKES_VALUE = {name: bool(option.unit) for option in (*OWN, *HOSTS) for name in option.names}
 _TAKES_VALUE |= {"--help": False, "-h": False}
-RUN = Command(
+RUN = Subcommand(
     "run", "start a script on every rank",
     "zeroshard run --nproc 2 examples/train_gpt.py --steps 100",
     OWN, usage="%(prog)s [--nproc N] [torchrun options] script.py ...", allow_abbrev=False,

@@ -23,7 +23,7 @@ from zeroshard.launch.console import (
     size_text,
     three_digits,
 )
-from zeroshard.launch.declared import JSON, Command, Option, UsageError, as_usage, made
+from zeroshard.launch.declared import JSON, Option, Subcommand, UsageError, as_usage, made
 from zeroshard.launch.plan_uneven import (
     BELOW_REST,
     elsewhere,
@@ -407,7 +407,7 @@ _OPTIONS = (
     Option("--disk-path DIR", "its directory for disk states", default="."),
     Option("--debug", argparse.SUPPRESS),
 )  # fmt: skip
-COMMAND = Command(
+COMMAND = Subcommand(
     "plan", "what fits where, what travels, how fast: before the launch",
     "zeroshard plan --params 7.5B --gpus 64 --gpu A100-80 --precision bf16\n"
     "zeroshard plan config.json --gpus 8 --checkpointing --write zero.json",

@@ -17,7 +17,7 @@ from pathlib import Path
 from zeroshard.core.timeline import Timeline
 from zeroshard.core.untrusted import read_json
 from zeroshard.launch.console import Table, note, print_json, say
-from zeroshard.launch.declared import JSON, Command, Option, UsageError
+from zeroshard.launch.declared import JSON, Option, Subcommand, UsageError
 from zeroshard.launch.timeline import TraceReport, analyse, step_spans, within
 
 __all__ = ["COMMAND"]
@@ -159,7 +159,7 @@ _OPTIONS = (
     JSON,
     Option("--predicted FILE", "a trace of a simulated step, drawn above the measured one", Path),
 )  # fmt: skip
-COMMAND = Command(
+COMMAND = Subcommand(
     "report", "read the traces of a run: what waits for what, who is late",
     "zeroshard run --nproc 2 examples/train_gpt.py --trace traces\nzeroshard report traces/ZeRO-3",
     _OPTIONS, _report,

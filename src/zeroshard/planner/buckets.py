@@ -10,11 +10,11 @@ from zeroshard.core.placement import Scope
 from zeroshard.core.schedule import Op, Schedule
 from zeroshard.planner.held import Exchange, GroupBytes, UnitBytes
 
-__all__ = ["Meter", "Reduced"]
+__all__ = ["PlannedMeter", "Reduced"]
 
 
 @dataclass
-class Meter:
+class PlannedMeter:
     """What memory.py: MemoryCounter counts."""
 
     live: int = 0
@@ -105,7 +105,7 @@ class Reduced:
         units: list[UnitBytes],
         exchange: Exchange,
         schedule: Schedule,
-        meter: Meter,
+        meter: PlannedMeter,
         pool_bytes: int,
     ) -> None:
         self._units, self._exchange, self._meter = units, exchange, meter
@@ -279,6 +279,6 @@ class Reduced:
 
     def wait(self) -> None:
         """Wait for all that are under way."""
-        for command in self._schedule.reduces.wait():
+        for command in self._schedule.reduces.finish():
             self.end((command.unit, command.segment))
         self._passing.clear()

@@ -23,7 +23,7 @@ from functools import partial
 
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
-from zeroshard.core.residency import Residency, Traits
+from zeroshard.core.residency import Residency, UnitTraits
 from zeroshard.core.schedule import (
     Commands,
     Op,
@@ -33,7 +33,7 @@ from zeroshard.core.schedule import (
     grad_pool_bytes,
     is_ordered,
 )
-from zeroshard.planner.buckets import Meter, Reduced
+from zeroshard.planner.buckets import PlannedMeter, Reduced
 from zeroshard.planner.exact import LaidOut, cells_by_unit
 from zeroshard.planner.held import CODEC_SCRATCH_BYTES, Exchange, UnitBytes, group_bytes
 from zeroshard.planner.trace import ActivationTrace, Moment
@@ -57,7 +57,7 @@ class _Gathered:
     """The bytes of units that are gathered, or kept for their backward."""
 
     def __init__(
-        self, units: list[UnitBytes], schedule: Schedule, meter: Meter, reduced: Reduced
+        self, units: list[UnitBytes], schedule: Schedule, meter: PlannedMeter, reduced: Reduced
     ) -> None:
         self._units, self._schedule, self._meter = units, schedule, meter
         self._reduced = reduced
@@ -137,7 +137,7 @@ class Playback:
         self.scratch = 0 if exchange.enqueues else CODEC_SCRATCH_BYTES * (is_coded or sends_coded)
         weight = cells.weight
         traits = {
-            key: Traits(
+            key: UnitTraits(
                 full_bytes=unit.full,
                 nominal_bytes=sum(group.whole for group in unit.groups),
                 is_sharded=weight.is_sharded,
@@ -155,7 +155,7 @@ class Playback:
             alone=exchange.alone,
         )
         pool_bytes = grad_pool_bytes(max(unit.numel for unit in model.units), round(widest))
-        self._meter = Meter()
+        self._meter = PlannedMeter()
         residencies = [Residency(number, traits[id(unit)]) for number, unit in enumerate(placed)]
         schedule = Schedule(residencies, rules, self._meter)
         self._reduced = Reduced(units, exchange, schedule, self._meter, pool_bytes)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from zeroshard.core.placement import Cell, Cells, Tier
 from zeroshard.core.policy import Policy
-from zeroshard.core.residency import Residency, Traits
+from zeroshard.core.residency import Residency, UnitTraits
 from zeroshard.core.route import Hop, Kind, Route, Routes, routes
 from zeroshard.core.schedule import (
     TILE_BUFFERS,
@@ -114,7 +114,7 @@ class Unit:
 
 
 @dataclass
-class _Meter:
+class _JobMeter:
     """Bytes of gathered weights and of buckets."""
 
     live: int = 0
@@ -145,7 +145,7 @@ class Program:
         self._gathers: dict[int, list[int]] = {}  # unit -> the last job of its gather
         self._columns: set[int] = set()  # units of which a part is kept for their backward
         self._reduces: dict[int, tuple[int, int]] = {}  # unit -> its bucket, the last job
-        self._meter = _Meter()
+        self._meter = _JobMeter()
         self.schedule = self._make_schedule(policy)
         largest = max((unit.numel for unit in laid_out.model.units), default=0)
         formats = [group.formats.reduce.plain for unit in self.units for group in unit.groups]
@@ -156,7 +156,7 @@ class Program:
         durations, cells = self._durations, policy.default
         weight, machine = cells.weight, durations.machine
         traits = [
-            Traits(
+            UnitTraits(
                 full_bytes=round(unit.gathered_bytes),
                 nominal_bytes=round(unit.whole_bytes),
                 is_sharded=weight.is_sharded,
@@ -189,7 +189,7 @@ class Program:
         for number in range(self._durations.training.micro_batches):
             self._forwards()
             self._backwards(number)
-        self._run(self.schedule.reduces.wait())
+        self._run(self.schedule.reduces.finish())
         self.build_tail()
 
     def build_tail(self) -> None:

@@ -20,7 +20,7 @@ Invariant: every event is the same call on every rank that runs the same program
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,6 @@ from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed
 from zeroshard.runtime.recovery import Recovery
-from zeroshard.runtime.repartition import StepTiles
 from zeroshard.runtime.replicas import verify_replicas
 from zeroshard.runtime.rest import Rest
 from zeroshard.runtime.trees import tensors_within
@@ -73,7 +72,7 @@ class Loop:
         segments = [segment for unit in weights.units for segment in unit.segments]
         self._watch = Watch(model, (p for segment in segments for p in segment.parameters))
         self._optimizer: ShardedOptimizer | None = None
-        self._tiles: StepTiles | None = None
+        self._after_step: Callable[[ShardedOptimizer], None] | None = None
         # a micro-batch of engine.accumulate() runs outside its sections: what it needs is held
         self.between_sections = False
         self._saved = backward.saved
@@ -91,9 +90,11 @@ class Loop:
         finally:
             self.between_sections = False
 
-    def attach(self, optimizer: ShardedOptimizer, tiles: StepTiles) -> None:
-        """Step `optimizer`, which holds this rank's `tiles`."""
-        self._optimizer, self._tiles = optimizer, tiles
+    def attach(
+        self, optimizer: ShardedOptimizer, after_step: Callable[[ShardedOptimizer], None]
+    ) -> None:
+        """Step `optimizer`; call `after_step` with it when a step is over, on every rank."""
+        self._optimizer, self._after_step = optimizer, after_step
 
     # ------------------------------------------------------------------ the model's forward
 
@@ -265,7 +266,7 @@ class Loop:
         """The user's optimizer has stepped: publish what was written; an `error` on any rank is
         raised on all.
         """
-        optimizer, tiles, faults = self._optimizer, self._tiles, self._context.faults
+        optimizer, faults = self._optimizer, self._context.faults
         if optimizer is not None and optimizer.runner.was_late:
             self.weights.invalidate()
         else:
@@ -273,8 +274,8 @@ class Loop:
         faults.agree(error, lost=True)
         self._finalizer.after_step()
         with faults.noted(lost=True):
-            if tiles is not None and tiles.balance is not None and optimizer is not None:
-                tiles.rebalance(optimizer, tiles.balance)
+            if self._after_step is not None and optimizer is not None:
+                self._after_step(optimizer)
         self._recovery.end_step()
         if (recording := self._context.streams.probe.recording) is not None:
             recording.leave()

@@ -111,7 +111,7 @@ class Reductions:
 
     def wait(self) -> None:
         """Wait for every reduce under way."""
-        for command in self._reduces.wait():
+        for command in self._reduces.finish():
             self.finish(command)
 
     def flush(self) -> None:

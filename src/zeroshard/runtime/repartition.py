@@ -64,11 +64,12 @@ class StepTiles:
         """The tiles of all segments, in unit order."""
         return [tile for tiles in self._tiles for tile in tiles]
 
-    def rebalance(self, sharded: ShardedOptimizer, balance: Balance) -> None:
-        """Move the cut between device and host to where the last steps say that both finish
-        together.
+    def after_step(self, sharded: ShardedOptimizer) -> None:
+        """Where the cut between device and host is chosen by times, move it to where the last steps
+        say that both finish together.
         """
-        if balance.settled:  # and the step may go on into what follows
+        balance = self.balance
+        if balance is None or balance.settled:  # and the step may go on into what follows
             return
         fraction = balance.after_step(*sharded.runner.seconds)
         if fraction is None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from zeroshard.core.placement import Cells
-from zeroshard.core.residency import Residency, Traits, UnitState
+from zeroshard.core.residency import Residency, UnitState, UnitTraits
 from zeroshard.errors import StateError
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
@@ -70,9 +70,9 @@ class Unit:
     def __repr__(self) -> str:
         return f"Unit({self.name}, {self.residency.state.value})"
 
-    def _traits(self, spans_one_module: bool) -> Traits:
+    def _traits(self, spans_one_module: bool) -> UnitTraits:
         weight, flats = self.cells.weight, [segment.flat for segment in self.segments]
-        return Traits(
+        return UnitTraits(
             full_bytes=self.full_bytes,
             nominal_bytes=sum(flat.layout.numel * flat.dtype.itemsize for flat in flats),
             is_sharded=weight.is_sharded,

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.core.pipeline_orders import PipelineOrder
-from zeroshard.core.residency import Residency, Traits, UnitState, Use
+from zeroshard.core.residency import Residency, UnitState, UnitTraits, Use
 from zeroshard.core.schedule import Command, Commands, Op, Phase, Rules, Schedule, Until
 from zeroshard.core.schedule.__main__ import main
 
@@ -42,7 +42,7 @@ class Executor:
     over_budget_for: int = 0  # bytes that one event needs, whatever the budget
 
     def __post_init__(self) -> None:
-        traits = [Traits(size, size, is_kept=self.kept) for size in self.sizes]
+        traits = [UnitTraits(size, size, is_kept=self.kept) for size in self.sizes]
         self.units = [Residency(index, one) for index, one in enumerate(traits)]
         self.schedule = Schedule(self.units, self.rules, self)
 
@@ -112,7 +112,7 @@ class Executor:
         self.run(self.schedule.end_backward())
 
     def step(self) -> None:
-        self.run(self.schedule.reduces.wait())
+        self.run(self.schedule.reduces.finish())
         assert not self.buckets and not self.schedule.reduces.under_way
         self.run(self.schedule.end_step())
         self.run(self.schedule.publish())
@@ -137,7 +137,7 @@ def _executor(
     sizes: Sequence[int], prefetch: int | None, *, kept: bool, ordered: bool = True
 ) -> Executor:
     rules = Rules.of(
-        [Traits(size, size) for size in sizes],
+        [UnitTraits(size, size) for size in sizes],
         ordered=ordered,
         keyed=False,
         prefetch_bytes=prefetch,

@@ -12,9 +12,9 @@ import pytest
 from zeroshard.errors import ConfigError
 from zeroshard.launch.declared import (
     JSON,
-    Command,
     LineParser,
     Option,
+    Subcommand,
     UsageError,
     as_usage,
     count,
@@ -92,8 +92,8 @@ def test_a_command_has_options_or_commands_and_shows_an_example() -> None:
     def run(arguments: argparse.Namespace) -> int:
         return len(arguments.file)
 
-    show = Command("show", "it", "x show a", (Option("FILE", dest="file"),), run)
-    top = Command("x", "", "x show a\nx show b", commands=(show,))
+    show = Subcommand("show", "it", "x show a", (Option("FILE", dest="file"),), run)
+    top = Subcommand("x", "", "x show a\nx show b", commands=(show,))
     parser = LineParser(prog="x")
     top.declare(parser)
     arguments = parser.parse_args(["show", "abc"])

@@ -40,8 +40,8 @@ from zeroshard.core.schedule.rules import (
     STAGING_BYTES,
     TILE_BUFFERS,
     TILES_AHEAD,
+    Allowance,
     Meter,
-    Room,
     Rules,
     grad_pool_bytes,
     is_ordered,
@@ -80,7 +80,7 @@ class Schedule:
     def __init__(self, units: Sequence[Residency], rules: Rules, meter: Meter) -> None:
         self.units = tuple(units)
         self.rules = rules
-        self.room = Room(rules, meter)
+        self.room = Allowance(rules, meter)
         self.reduces = Reduces(rules, self.room)
         self._sizes = {unit.index: unit.traits.full_bytes for unit in units}
         self._to = [_commands(unit.index) for unit in units]

@@ -19,14 +19,14 @@ from zeroshard.core.pipeline import RESHARD, UNSHARD, place
 from zeroshard.core.pipeline_orders import SCHEDULES, PipelineOrder
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row
-from zeroshard.core.residency import Residency, Traits
+from zeroshard.core.residency import Residency, UnitTraits
 from zeroshard.core.route import Kind, Routes
 from zeroshard.core.schedule import Commands, Op, Phase, Rules, Schedule
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.core.wire import Formats
 from zeroshard.errors import ConfigError
 
-__all__ = ["Step", "main"]
+__all__ = ["WrittenStep", "main"]
 
 _RELEASES = {
     Op.RELEASE: "RELEASE",
@@ -36,7 +36,7 @@ _RELEASES = {
 
 
 @dataclass(frozen=True)
-class Line:
+class WrittenLine:
     """One command, or (no `unit`) an event."""
 
     text: str
@@ -46,11 +46,11 @@ class Line:
     buckets: int = 0
 
 
-class Step:
+class WrittenStep:
     """Executes the commands of one step by writing them down."""
 
     def __init__(self, schedule: Schedule, routes: Routes, meter: Count) -> None:
-        self.lines: list[Line] = []
+        self.lines: list[WrittenLine] = []
         self._schedule, self._routes, self._meter = schedule, routes, meter
         self._kept: set[int] = set()  # units of which a part is kept for their backward
         self._buckets = 0
@@ -94,7 +94,7 @@ class Step:
     def optimizer_step(self) -> None:
         """Run the optimizer's step, and publish what it has written."""
         self._event("optimizer.step()")
-        self._run(self._schedule.reduces.wait())
+        self._run(self._schedule.reduces.finish())
         for unit in range(len(self._schedule.units)):
             self._line("STEP", unit)
         self._run(self._schedule.publish())
@@ -143,10 +143,10 @@ class Step:
 
     def _line(self, text: str, unit: int, route: str = "") -> None:
         gathered = self._meter.live - self._buckets
-        self.lines.append(Line(text, unit, route, gathered, self._buckets))
+        self.lines.append(WrittenLine(text, unit, route, gathered, self._buckets))
 
     def _event(self, text: str) -> None:
-        self.lines.append(Line(text))
+        self.lines.append(WrittenLine(text))
 
 
 @dataclass
@@ -190,7 +190,7 @@ def _checked(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def played(args: argparse.Namespace) -> tuple[Rules, list[Line]]:
+def played(args: argparse.Namespace) -> tuple[Rules, list[WrittenLine]]:
     """Return the rules, and the commands of the second step."""
     policy, size = row(args.row), parse_bytes(args.unit_bytes, "--unit-bytes")
     routes = policy.routes(Mesh(args.nodes, args.local), Formats.of("bf16"))
@@ -198,7 +198,7 @@ def played(args: argparse.Namespace) -> tuple[Rules, list[Line]]:
     chunks = 1 if order is None else order.chunks
     cells = policy.default
     sharded = cells.weight.is_sharded
-    traits = Traits(
+    traits = UnitTraits(
         full_bytes=size if sharded else 0,
         nominal_bytes=size,
         is_sharded=sharded,
@@ -217,7 +217,7 @@ def played(args: argparse.Namespace) -> tuple[Rules, list[Line]]:
     if budget is not None and order is None:
         rules = replace(rules, budget_bytes=budget)
     meter = Count()
-    step = Step(Schedule(units, rules, meter), routes, meter)
+    step = WrittenStep(Schedule(units, rules, meter), routes, meter)
     for _ in range(2):  # the first one shows the order
         step.lines.clear()
         if order is None:
@@ -231,7 +231,7 @@ def played(args: argparse.Namespace) -> tuple[Rules, list[Line]]:
 
 
 def _pipelined(
-    step: Step, order: PipelineOrder, args: argparse.Namespace, size: int, budget: int | None
+    step: WrittenStep, order: PipelineOrder, args: argparse.Namespace, size: int, budget: int | None
 ) -> None:
     """Run the computations of one stage's rank, in the schedule's order."""
     order.check(args.stages, args.micro_batches)
@@ -250,7 +250,7 @@ def _pipelined(
             step.backward(number, units, sync=number == args.micro_batches - 1)
 
 
-def _table(lines: Sequence[Line]) -> Iterator[str]:
+def _table(lines: Sequence[WrittenLine]) -> Iterator[str]:
     yield f"  {'command':<14} {'unit':>4}  {'gathered':>10} {'buckets':>10}  route"
     for line in lines:
         if line.unit is None:

@@ -5,7 +5,7 @@ are waited for.
 from __future__ import annotations
 
 from zeroshard.core.schedule.commands import Command, Commands, Key, Op
-from zeroshard.core.schedule.rules import MAX_FLUSHING, Room, Rules
+from zeroshard.core.schedule.rules import MAX_FLUSHING, Allowance, Rules
 
 __all__ = ["Reduces"]
 
@@ -15,7 +15,7 @@ class Reduces:
     for what is over.
     """
 
-    def __init__(self, rules: Rules, room: Room) -> None:
+    def __init__(self, rules: Rules, room: Allowance) -> None:
         self._rules, self._room = rules, room
         self._under_way: dict[Key, bool] = {}  # whether the sum rests on another tier
 
@@ -72,7 +72,7 @@ class Reduces:
             elif key in self._under_way:
                 return  # its other parts have not come, perhaps, and nobody waits for them
 
-    def wait(self) -> Commands:
+    def finish(self) -> Commands:
         """Wait for every reduce under way, in the order in which they were started: the last wait
         then covers those before it.
         """

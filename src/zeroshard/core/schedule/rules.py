@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from zeroshard.core.residency import Traits
+from zeroshard.core.residency import UnitTraits
 
 __all__ = [
     "MAX_FLUSHING",
     "STAGING_BYTES",
     "TILES_AHEAD",
     "TILE_BUFFERS",
+    "Allowance",
     "Meter",
-    "Room",
     "Rules",
     "grad_pool_bytes",
     "is_ordered",
@@ -46,7 +46,7 @@ class Rules:
     @classmethod
     def of(
         cls,
-        units: Iterable[Traits],
+        units: Iterable[UnitTraits],
         *,
         ordered: bool,
         keyed: bool,
@@ -84,7 +84,7 @@ class Rules:
         )
 
 
-class Room:
+class Allowance:
     """The bytes that gathered weights and buckets share.
 
     What a row keeps from the forward to the backward (``zero3-keep``), and what a pipeline's stages
