@@ -34,13 +34,13 @@ from torch import nn
 from benchmarks.results import machine_facts
 from benchmarks.stats import bootstrap_median, judge
 from benchmarks.tables import grid, publish
-from zeroshard.api import shard
 from zeroshard.checkpoint.load import load
 from zeroshard.checkpoint.manifest import CHUNK_BYTES
 from zeroshard.checkpoint.save import Saver, save
 from zeroshard.checkpoint.shards import as_bytes
 from zeroshard.launch.console import progress
 from zeroshard.runtime.engine import states_of
+from zeroshard.sharding.api import shard
 
 __all__ = ["Comparison", "Options", "run"]
 

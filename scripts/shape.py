@@ -32,7 +32,7 @@ FOLDERS = ("src", "benchmarks", "tests", "scripts", "examples")
 COLUMNS = 100
 # calls and classes whose parameters, fields or methods the programs of users name: no limit holds
 PUBLIC = {
-    "api.py shard",
+    "sharding/api.py shard",
     "config/native.py Config",
     "config/native.py ShardOptions",
     "integrations/deepspeed/engine.py DeepSpeedEngine",
@@ -234,7 +234,7 @@ def import_rows(parsed: dict[Path, ast.Module], lines: dict[Path, int]) -> Itera
     def size(closed: set[str]) -> tuple[int, str]:
         return sum(lines[paths[module]] for module in closed), f"{len(closed)} modules"
 
-    # the package itself names what api.py offers, and looks it up when it is used
+    # the package itself names what sharding/api.py offers, and looks it up when it is used
     loop = closure(f"{top}.runtime.loop", modules, without=top)
     graph = {name: (imports(tree) & modules.keys()) - {name} for name, tree in modules.items()}
     circles = cycles(graph)

@@ -57,9 +57,9 @@ NUMBERS_AT_REST = (
     "optim/tiles.py TileStates",
 )
 POOLS = (
-    "memory.py Pool",
-    "memory.py Pages",
-    "host_pages.py PinnedPages",
+    "memory/__init__.py Pool",
+    "memory/__init__.py Pages",
+    "memory/host_pages.py PinnedPages",
     "comm/slots.py SlotPool",
     "tier/staging.py Staging",
     "tier/transfer.py Scratch",

@@ -25,8 +25,6 @@ LAYERS = {
     "_version": 0,
     "errors": 0,
     "core": 0,
-    "heap": 0,
-    "host_pages": 0,
     "memory": 0,
     "comm": 1,
     "tier": 1,
@@ -37,18 +35,11 @@ LAYERS = {
     "checkpoint": 4,
     "planner": 4,
     "config": 4,
-    "api": 5,
-    "asked": 5,
     "batches": 5,
-    "rejoin": 5,
-    "repartition": 5,
-    "checks": 5,
-    "operation_flops": 1,
-    "activations": 5,
     "planning": 5,
-    "auto": 5,
+    "sharding": 5,
     "hetero": 5,
-    "zeroshard": 5,  # the package itself names what api.py offers
+    "zeroshard": 5,  # the package itself names what sharding/api.py offers
     "launch": 6,
     "integrations": 6,
     "__main__": 6,
@@ -171,7 +162,7 @@ def test_only_the_runtimes_hooks_file_registers_module_hooks() -> None:
         f"{name}: {hook}"
         for name, tree in TREES.items()
         # those of a trace end with it
-        if name not in ("runtime/hooks.py", "activations.py")
+        if name not in ("runtime/hooks.py", "planning/activations.py")
         for hook in _module_hooks(tree)
     ] == []
 
@@ -253,7 +244,7 @@ def test_the_rules_catch_what_they_forbid(name: str, source: str, complaint: str
     [
         ("runtime/unit.py", "from . import hooks\nfrom zeroshard.optim.sealed import SealedGrad"),
         ("integrations/lightning.py", "import zeroshard as zs\nfrom zeroshard import Engine"),
-        ("__init__.py", "from zeroshard.api import shard"),
+        ("__init__.py", "from zeroshard.sharding.api import shard"),
         ("comm/gloo.py", "import torch\nfrom ..core.layout import Range"),
     ],
 )

@@ -16,7 +16,7 @@ __all__ = ["api_page", "public_names"]
 
 SOURCE = Path(__file__).parents[2] / "src"
 SECTIONS = {  # the modules whose public names a section has; other names come under "More"
-    "Start": ("zeroshard.api",),
+    "Start": ("zeroshard.sharding.api",),
     "Configuration": ("zeroshard.config", "zeroshard.core"),
     "The engine": ("zeroshard.runtime",),
     "Checkpoints": ("zeroshard.checkpoint",),

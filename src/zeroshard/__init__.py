@@ -19,7 +19,6 @@ from zeroshard._version import __version__
 
 if TYPE_CHECKING:
     from zeroshard import nn
-    from zeroshard.api import deferred_init, init_distributed, materialize, shard
     from zeroshard.batches import UnevenBatchSampler
     from zeroshard.checkpoint.load import Restored, latest_step, load
     from zeroshard.checkpoint.pretrained import LoadReport, load_pretrained
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from zeroshard.runtime.ledger import MemoryTable, memory_table
     from zeroshard.runtime.parameter_states import ParameterStates
     from zeroshard.runtime.reports import MemoryReport, TrafficReport
+    from zeroshard.sharding.api import deferred_init, init_distributed, materialize, shard
 
 __all__ = [
     "EMA",
@@ -104,7 +104,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "zeroshard.api": ("deferred_init", "init_distributed", "materialize", "shard"),
+    "zeroshard.sharding.api": ("deferred_init", "init_distributed", "materialize", "shard"),
     "zeroshard.batches": ("UnevenBatchSampler",),
     "zeroshard.checkpoint.load": ("Restored", "latest_step", "load"),
     "zeroshard.checkpoint.save": ("Saver", "save"),

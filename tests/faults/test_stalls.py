@@ -20,9 +20,9 @@ import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import is_running, run_ranks, spawn_ranks
 from tests.support.training import Sharded, batch, make_sharded, take_steps
-from zeroshard import api
 from zeroshard.errors import PeerLostError, StallError
 from zeroshard.runtime.streams import NoStreams
+from zeroshard.sharding import api
 
 STALL_S = 1.5
 

@@ -20,7 +20,7 @@ from torch import nn
 import zeroshard as zs
 from benchmarks.fake_world import fake_world
 from tests.support import inside
-from zeroshard import api, memory
+from zeroshard import memory
 from zeroshard.comm import nccl, select
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.nccl import NcclTransport
@@ -31,6 +31,7 @@ from zeroshard.errors import ConfigError
 from zeroshard.runtime.bucket import GradBucket, PartialSum
 from zeroshard.runtime.streams import NoStreams
 from zeroshard.runtime.weights import Weights
+from zeroshard.sharding import api
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import Direct

@@ -23,7 +23,6 @@ from tests.support import inside
 from tests.support.allocated import AllocatedBytes
 from tests.support.harness import run_ranks
 from tests.support.training import Recomputed, make_model
-from zeroshard.activations import trace_activations
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import ROWS
 from zeroshard.planner import ModelShape
@@ -35,6 +34,7 @@ from zeroshard.planner.peak import peak_bytes
 from zeroshard.planner.playback import Playback
 from zeroshard.planner.whole_gradients import with_budget
 from zeroshard.planning import shape_of_module, shape_with_activations
+from zeroshard.planning.activations import trace_activations
 
 Tiers = tuple[Tier, Tier, Tier]
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

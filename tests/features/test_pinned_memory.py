@@ -22,7 +22,7 @@ import torch
 import zeroshard as zs
 from tests.support.training import batch, make_model, two_groups
 from zeroshard import memory
-from zeroshard.host_pages import PinnedPages
+from zeroshard.memory.host_pages import PinnedPages
 from zeroshard.runtime.engine import states_of
 from zeroshard.tier import host, link, staging
 

@@ -13,7 +13,7 @@ import zeroshard as zs
 from tests.support.checking_streams import CheckingStreams
 from tests.support.harness import run_ranks
 from tests.support.training import ROWS, batch, make_model, two_groups
-from zeroshard import api
+from zeroshard.sharding import api
 
 HOST = ("zero2+grad", "zero3+all")  # rows whose states rest on the host
 QUICK = {"zero1": 1, "zero3": 5}  # row -> how many waits, one of which is dropped

@@ -41,12 +41,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.pretended_device import PretendedDevice, Timeline, site_of_caller
-from zeroshard import api, memory
+from zeroshard import memory
 from zeroshard.comm import codec, nccl
 from zeroshard.nn import activation_store
 from zeroshard.optim import runner
 from zeroshard.runtime import segment
 from zeroshard.runtime.streams import Event, Lane, NoStreams
+from zeroshard.sharding import api
 from zeroshard.state import gradient, reduction
 from zeroshard.tier import host
 from zeroshard.tier.link import Enqueued

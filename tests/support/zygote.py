@@ -31,7 +31,7 @@ __all__ = ["Forked", "Zygote", "serve"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _LIBRARIES = ("torch._dynamo", "torch.distributed", "safetensors.torch", "pytest", "hypothesis")
-_OURS = ("zeroshard.api", "zeroshard.checkpoint", "tests.support.harness")
+_OURS = ("zeroshard.sharding.api", "zeroshard.checkpoint", "tests.support.harness")
 
 
 class Forked:

@@ -22,7 +22,7 @@ from zeroshard.checkpoint.shards import OpenShards
 from zeroshard.checkpoint.spans import read_span
 from zeroshard.checkpoint.steps import MANIFEST, check_files, read_manifest
 from zeroshard.core.boxes import Span
-from zeroshard.heap import Trimmer
+from zeroshard.memory.heap import Trimmer
 
 __all__ = ["StepReader"]
 

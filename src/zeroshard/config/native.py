@@ -1,8 +1,8 @@
 """The keywords of ``zeroshard.shard`` as one validated pydantic model, with JSON in and out.
 
 Invariant: ``Config.from_json(config.to_json()) == config``. Lower layers never see a config object:
-api.py lowers it to Policy, Precision and plain numbers. An unsupported field is refused, never
-dropped.
+sharding/api.py lowers it to Policy, Precision and plain numbers. An unsupported field is refused,
+never dropped.
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ def explained(source: str | Path | dict[str, Any]) -> tuple[str, list[Finding]]:
     """Return the form of a configuration and a finding for each key; DeepSpeed's form is read as
     its ``initialize()`` reads it. Raises ConfigError where there is no JSON object.
     """
-    from zeroshard.checks import check_model
     from zeroshard.config import read_deepspeed
     from zeroshard.config.explain import explain
     from zeroshard.integrations.deepspeed import verdict
+    from zeroshard.sharding.checks import check_model
 
     form, findings = explain(source)
     if form == "deepspeed":

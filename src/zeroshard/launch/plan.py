@@ -177,8 +177,8 @@ def _built(name: str, training: Training) -> ModelShape:
     module_name, _, factory_name = name.partition(":")
     if not module_name or not factory_name:
         raise UsageError(f"plan: --model {name!r} is not of the form package.module:factory")
-    from zeroshard.api import deferred_init
     from zeroshard.planning import shape_with_activations
+    from zeroshard.sharding.api import deferred_init
 
     sys.path.insert(0, "")  # modules beside which the command is run, as `python -m` finds them
     try:

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.core.storage import storage_of
-from zeroshard.heap import return_freed_memory
+from zeroshard.memory.heap import return_freed_memory
 from zeroshard.nn.hollow import (
     Record,
     fill,

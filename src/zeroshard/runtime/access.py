@@ -23,7 +23,7 @@ from zeroshard.comm.transport import Control
 from zeroshard.core.part import Part
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
-from zeroshard.heap import Trimmer
+from zeroshard.memory.heap import Trimmer
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard

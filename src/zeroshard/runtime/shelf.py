@@ -1,6 +1,7 @@
 """Where activations between units are kept from a forward to its backward: the protocol.
 
-`Here` leaves them where they are; nn/inputs.py has one for other tiers, which api.py hands down.
+`Here` leaves them where they are; nn/inputs.py has one for other tiers, which sharding/api.py hands
+down.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from zeroshard.core.precision import dtype_name
 from zeroshard.core.residency import UnitState
 from zeroshard.core.schedule import Command, Commands, Op, Phase, Schedule, Until
 from zeroshard.errors import StateError
-from zeroshard.heap import Trimmer
+from zeroshard.memory.heap import Trimmer
 from zeroshard.runtime.availability import Availability
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit

@@ -33,10 +33,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.errors import ConfigError
-from zeroshard.operation_flops import flops_of
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.trace import ActivationTrace, Event, Moment
 from zeroshard.planner.training import Training
+from zeroshard.planning.operation_flops import flops_of
 from zeroshard.runtime.build import compute_dtypes
 from zeroshard.runtime.casts import cast, casting_hooks
 from zeroshard.runtime.trees import tensors_in, tensors_within

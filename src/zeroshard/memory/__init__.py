@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import ConfigError
-from zeroshard.host_pages import HUGE_BYTES, CudaRegister, PinnedPages, map_pages
+from zeroshard.memory.host_pages import HUGE_BYTES, CudaRegister, PinnedPages, map_pages
 
 __all__ = [
     "HUGE_BYTES",

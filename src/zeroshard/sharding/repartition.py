@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.asked import Asked, asked_again
 from zeroshard.checkpoint.save import end_saves
 from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.hand_over import HandOver, HandOverError
@@ -45,12 +44,13 @@ from zeroshard.errors import (
     ZeroshardError,
 )
 from zeroshard.hetero import resolved
-from zeroshard.rejoin import carried, take_over
 from zeroshard.runtime.build import Context, PlannedUnits, build_units, plan_units
 from zeroshard.runtime.ema import averages_of
 from zeroshard.runtime.engine import Engine, parts_of, relaid, states_of
 from zeroshard.runtime.parts import Parts
 from zeroshard.runtime.relayout import Arrival, Departure, Facts, Transfer, let_go, wanted
+from zeroshard.sharding.asked import Asked, asked_again
+from zeroshard.sharding.rejoin import carried, take_over
 from zeroshard.state.local import local_of
 
 __all__ = ["Repartition"]
@@ -70,7 +70,9 @@ _CUT_OFF = (
 
 
 class MakeContext(Protocol):
-    """Make what the parts of an engine share (api.py). Collective over the seat's ranks."""
+    """Make what the parts of an engine share (sharding/api.py). Collective over the seat's
+    ranks.
+    """
 
     def __call__(
         self, asked: Asked, seat: Seat, /, *, trains: bool, told: Mapping[int, str]

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.asked import Asked, Call, compared, told_by_id, understood
 from zeroshard.comm.agree import agree, through
 from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.everyone import Everyone
@@ -42,7 +41,6 @@ from zeroshard.nn.deferred import (
     materialize,
 )
 from zeroshard.nn.inputs import shelves
-from zeroshard.repartition import Repartition
 from zeroshard.runtime.balance import first_fraction
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.context import Options
@@ -52,6 +50,8 @@ from zeroshard.runtime.stages import model_of
 from zeroshard.runtime.streams import make_streams
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.units import UnitSpec
+from zeroshard.sharding.asked import Asked, Call, compared, told_by_id, understood
+from zeroshard.sharding.repartition import Repartition
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.disk import DiskStore

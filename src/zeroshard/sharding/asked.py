@@ -13,15 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.checks import (
-    check_codecs,
-    check_model,
-    check_nodes,
-    check_own_meshes,
-    check_per_rank,
-    check_precision,
-    node_size_of,
-)
 from zeroshard.comm.agree import REMEDY, Groups, agree, differing, through
 from zeroshard.comm.device_mesh import Seat
 from zeroshard.config import AUTO, Config
@@ -39,6 +30,15 @@ from zeroshard.nn.deferred import (
 from zeroshard.nn.placed import check_dtensors
 from zeroshard.runtime.build import Dtypes, compute_dtypes, gradient_bytes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
+from zeroshard.sharding.checks import (
+    check_codecs,
+    check_model,
+    check_nodes,
+    check_own_meshes,
+    check_per_rank,
+    check_precision,
+    node_size_of,
+)
 from zeroshard.state.local import local_of, part_of, whole_shape
 
 __all__ = ["Asked", "Call", "asked_again", "compared", "told_by_id", "understood"]
@@ -143,7 +143,7 @@ def _facts(call: Call, settings: Config) -> list[dict[str, Any]]:
 
     Raises this rank's error, another's, or PlanMismatch where not all ranks ask for it.
     """
-    from zeroshard.auto import facts  # and with it the planner, for nobody else
+    from zeroshard.sharding.auto import facts  # and with it the planner, for nobody else
 
     seat = call.seat
     exchange, error, own = through(seat.group), None, {}
@@ -195,7 +195,7 @@ def _chosen(call: Call, settings: Config, everyone: list[dict[str, Any]]) -> Con
     """Return `settings` with the row that the planner takes; rank 0 logs it. Raises ConfigError
     where nothing fits.
     """
-    from zeroshard.auto import decide
+    from zeroshard.sharding.auto import decide
 
     seat = call.seat
 
