@@ -41,8 +41,8 @@ GATHERED_BECAUSE = (
     "core/schedule/__init__.py Schedule._until",
     "runtime/unit.py Unit.is_lent",
     "runtime/weights.py Weights._shown",
-    "runtime/forwards.py Forwards.open",
-    "runtime/forwards.py Forwards.to_recompute",
+    "runtime/unit.py Forwards.open",
+    "runtime/unit.py Forwards.to_recompute",
 )
 NUMBERS_AT_REST = (
     "state/state.py State",

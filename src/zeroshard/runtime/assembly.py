@@ -114,7 +114,7 @@ class Assembly:
     def _step_with(self, sharded: ShardedOptimizer, tiles: StepTiles) -> None:
         """Let `sharded` step the `tiles` of these parts."""
         self._sharded, self._tiles = sharded, tiles
-        self._loop.attach(sharded, tiles.after_step)
+        self._loop.attach(sharded, tiles.after_step if tiles.balance is not None else None)
         self._states.attach(sharded)
         self._backward.attach(sharded)
 

@@ -306,37 +306,36 @@ class FlatWeights:
     def _gather(
         self, hop: Hop | None, axes: tuple[Axis, ...], here: torch.Tensor, source: str | None
     ) -> tuple[torch.Tensor, Work]:
-        """Start an all-gather of `here`, and note it where somebody is told."""
+        """Start an all-gather of `here`, and note it where somebody is told; return what it fills,
+        and what is left to wait for.
+        """
+        streams, out, ranges = self.context.streams, self.full, self.layout.ranges
         recording = self.context.streams.probe.recording
-        if recording is None or hop is None:
-            return self._start_gather(hop, axes, here, source)
-        since = recording.now()
-        out, work = self._start_gather(hop, axes, here, source)
+        since = None if recording is None else recording.now()
+        if source is not None:
+            streams.read(source)
+        streams.write(self.key)
+        work: Work = DoneWork()
+        if self.window is not None and source == self.rest_name:
+            work = ended(self.window.gather(out), streams)
+        elif hop is None:
+            out.copy_(here)
+        else:
+            if hop.wire.codec is not None:
+                out, ranges = self._empty_encoding(self.layout.numel), self._encoded_ranges
+            key = source if source == self.column.name else f"{self.key}.weight"
+            work = ended(gather_over(self.context.transport, axes, key, here, ranges, out), streams)
+        if recording is not None and hop is not None:
+            work = recording.watch(work, self._operation(hop, axes), since)
+        return out, work
+
+    def _operation(self, hop: Hop, axes: tuple[Axis, ...]) -> Operation:
+        """Return what to say of an all-gather over `axes`."""
         portion = self.layout.portion(self.context.transport.rank)
         received = hop.link_bytes(portion)
         if len(axes) > 1:  # from this rank's column to the whole
             received += replace(hop, source=hop.target, axis=axes[1]).link_bytes(portion)
-        operation = Operation(hop.lane, hop.kind.value, self.key, received.total)
-        return out, recording.watch(work, operation, since)
-
-    def _start_gather(
-        self, hop: Hop | None, axes: tuple[Axis, ...], here: torch.Tensor, source: str | None
-    ) -> tuple[torch.Tensor, Work]:
-        """Start an all-gather of `here`; return what it fills, and what is left to wait for."""
-        streams, out, ranges = self.context.streams, self.full, self.layout.ranges
-        if source is not None:
-            streams.read(source)
-        streams.write(self.key)
-        if self.window is not None and source == self.rest_name:
-            return out, ended(self.window.gather(out), streams)
-        if hop is None:
-            out.copy_(here)
-            return out, DoneWork()
-        if hop.wire.codec is not None:
-            out, ranges = self._empty_encoding(self.layout.numel), self._encoded_ranges
-        key = source if source == self.column.name else f"{self.key}.weight"
-        work = gather_over(self.context.transport, axes, key, here, ranges, out)
-        return out, ended(work, streams)
+        return Operation(hop.lane, hop.kind.value, self.key, received.total)
 
     def _lose(self, out: torch.Tensor, error: StorageError) -> None:
         """Our slice could not be read: go on with NaN, which bytes of ones are a scale of, too."""

@@ -117,6 +117,10 @@ class GradientPath:
                     out[tier] = out.get(tier, 0) + num_bytes
         return out
 
+    def is_used(self, index: int) -> bool:
+        """Whether parameter `index` has a gradient since the last drop."""
+        return self.used[index]
+
     @property
     def in_flight(self) -> bool:
         """Whether a reduce of this segment is under way."""

@@ -91,7 +91,7 @@ class Loop:
             self.between_sections = False
 
     def attach(
-        self, optimizer: ShardedOptimizer, after_step: Callable[[ShardedOptimizer], None]
+        self, optimizer: ShardedOptimizer, after_step: Callable[[ShardedOptimizer], None] | None
     ) -> None:
         """Step `optimizer`; call `after_step` with it when a step is over, on every rank."""
         self._optimizer, self._after_step = optimizer, after_step

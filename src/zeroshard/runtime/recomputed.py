@@ -7,7 +7,7 @@ checkpoints gets several gradients in one backward, and only the last one comple
 of a module inside ``CheckpointFunction.forward`` counts one up, each forward with gradients inside
 a backward one down.
 
-The counts are in forwards.py. Cost: nothing where gradients are on. What it does not do: know the
+The counts are in unit.py. Cost: nothing where gradients are on. What it does not do: know the
 reentrant checkpoints of other libraries; a gradient that comes late for that reason is reduced
 before the step (backward.py).
 """

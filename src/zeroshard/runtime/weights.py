@@ -79,7 +79,9 @@ class Weights:
         for command in commands:
             op, unit = command.op, self.units[command.unit]
             if op is Op.START:
-                self._start(unit, fork=fork)
+                if self._ordered:
+                    self._fold_gathers(unit)
+                unit.unshard(self._streams, fork=fork, raw=bool(self._shown))
                 fork = forks
             elif op is Op.WAIT:
                 self._wait(unit)
@@ -100,15 +102,14 @@ class Weights:
             else:
                 self._wait_for_reduce(command)
 
-    def _start(self, unit: Unit, *, fork: bool) -> None:
-        """Start gathering `unit`, a collective on two-sided transports."""
-        for segment in unit.gathered_segments if self._ordered else ():
+    def _fold_gathers(self, unit: Unit) -> None:
+        """Note that a collective of every rank begins for each segment of `unit`."""
+        for segment in unit.gathered_segments:
             flat = segment.flat
             if not flat.is_local:
                 self._digest.fold(
                     "gather", unit.name, dtype_name(flat.dtype), flat.layout.numel, ordered=True
                 )
-        unit.unshard(self._streams, fork=fork, raw=self.shows_rest)
 
     def _wait(self, unit: Unit) -> None:
         if in_transform():
