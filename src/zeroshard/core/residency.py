@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
+from zeroshard.core.placement import Cells
+
 __all__ = ["Residency", "UnitState", "UnitTraits", "Use"]
 
 
@@ -47,6 +49,28 @@ class UnitTraits:
     is_published: bool = False  # its weights rest whole, its optimizer state sharded
     reads_first: bool = False  # a gather begins with a read of another tier
     spans_one_module: bool = True  # one module's forward is all that needs it
+
+    @classmethod
+    def of(
+        cls,
+        cells: Cells,
+        full_bytes: int,
+        nominal_bytes: int,
+        *,
+        reads_first: bool = False,
+        spans_one_module: bool = True,
+    ) -> UnitTraits:
+        """Return those of a unit whose states move between `cells`."""
+        is_sharded = cells.weight.is_sharded
+        return cls(
+            full_bytes,
+            nominal_bytes,
+            is_sharded=is_sharded,
+            is_kept=is_sharded and not cells.between.is_sharded,
+            is_published=cells.optim.is_sharded and not is_sharded,
+            reads_first=reads_first,
+            spans_one_module=spans_one_module,
+        )
 
 
 class Residency:

@@ -18,7 +18,9 @@ from functools import cached_property
 
 from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Cells, Scope, Tier
+from zeroshard.core.residency import UnitTraits
 from zeroshard.core.route import Axis, Hop, Kind, routes
+from zeroshard.core.schedule import Rules, is_ordered
 from zeroshard.core.wire import Formats
 from zeroshard.planner.exact import Placed
 from zeroshard.planner.machine import Machine
@@ -50,6 +52,19 @@ class Exchange:
             return cls(False, False, False, True, False, False, True)
         shared = name == "shared_memory" or (name == "auto" and machine.mesh.num_nodes == 1)
         return cls(False, shared, True, not shared, name != "gloo", True, False)
+
+    def rules(self, traits: Sequence[UnitTraits], *, leave: bool, coded: bool) -> Rules:
+        """Return the rules of a schedule of units with these `traits`: some weights `leave` the
+        device, or travel `coded`.
+        """
+        one_sided = self.alone or self.maps_peers
+        return Rules.of(
+            traits,
+            ordered=is_ordered(one_sided=one_sided, leave=leave, coded=coded),
+            keyed=self.keyed,
+            enqueues=self.enqueues,
+            alone=self.alone,
+        )
 
 
 @dataclass(frozen=True)

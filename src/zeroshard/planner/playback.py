@@ -28,10 +28,8 @@ from zeroshard.core.schedule import (
     Commands,
     Op,
     Phase,
-    Rules,
     Schedule,
     grad_pool_bytes,
-    is_ordered,
 )
 from zeroshard.planner.buckets import PlannedMeter, Reduced
 from zeroshard.planner.exact import LaidOut, cells_by_unit
@@ -135,25 +133,11 @@ class Playback:
         is_coded = any(unit.encoded for unit in units)
         sends_coded = any(group.is_encoded for unit in units for group in unit.groups)
         self.scratch = 0 if exchange.enqueues else CODEC_SCRATCH_BYTES * (is_coded or sends_coded)
-        weight = cells.weight
         traits = {
-            key: UnitTraits(
-                full_bytes=unit.full,
-                nominal_bytes=sum(group.whole for group in unit.groups),
-                is_sharded=weight.is_sharded,
-                is_kept=weight.is_sharded and not cells.between.is_sharded,
-            )
+            key: UnitTraits.of(cells, unit.full, sum(group.whole for group in unit.groups))
             for key, unit in made.items()
         }
-        rules = Rules.of(
-            traits.values(),
-            ordered=is_ordered(
-                one_sided=exchange.alone or exchange.maps_peers, leave=away, coded=is_coded
-            ),
-            keyed=exchange.keyed,
-            enqueues=exchange.enqueues,
-            alone=exchange.alone,
-        )
+        rules = exchange.rules(list(traits.values()), leave=away, coded=is_coded)
         pool_bytes = grad_pool_bytes(max(unit.numel for unit in model.units), round(widest))
         self._meter = PlannedMeter()
         residencies = [Residency(number, traits[id(unit)]) for number, unit in enumerate(placed)]

@@ -30,10 +30,8 @@ from zeroshard.core.schedule import (
     Commands,
     Op,
     Phase,
-    Rules,
     Schedule,
     grad_pool_bytes,
-    is_ordered,
 )
 from zeroshard.core.wire import Formats
 from zeroshard.planner.durations import STEP, Durations
@@ -154,27 +152,15 @@ class Program:
 
     def _make_schedule(self, policy: Policy) -> Schedule:
         durations, cells = self._durations, policy.default
-        weight, machine = cells.weight, durations.machine
         traits = [
-            UnitTraits(
-                full_bytes=round(unit.gathered_bytes),
-                nominal_bytes=round(unit.whole_bytes),
-                is_sharded=weight.is_sharded,
-                is_kept=weight.is_sharded and not cells.between.is_sharded,
-                is_published=cells.optim.is_sharded and not weight.is_sharded,
-            )
+            UnitTraits.of(cells, round(unit.gathered_bytes), round(unit.whole_bytes))
             for unit in self.units
         ]
-        exchange = Exchange.of(machine)
-        one_sided, leaves = exchange.alone or exchange.maps_peers, weight.tier is not Tier.DEVICE
         groups = [group for unit in self.units for group in unit.groups]
-        coded = any(group.formats.gather.codec is not None for group in groups)
-        rules = Rules.of(
+        rules = Exchange.of(durations.machine).rules(
             traits,
-            ordered=is_ordered(one_sided=one_sided, leave=leaves, coded=coded),
-            keyed=exchange.keyed,
-            enqueues=exchange.enqueues,
-            alone=exchange.alone,
+            leave=cells.weight.tier is not Tier.DEVICE,
+            coded=any(group.formats.gather.codec is not None for group in groups),
         )
         residencies = [Residency(number, one) for number, one in enumerate(traits)]
         schedule = Schedule(residencies, rules, self._meter)

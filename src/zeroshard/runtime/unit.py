@@ -106,13 +106,11 @@ class Unit:
         return f"Unit({self.name}, {self.residency.state.value})"
 
     def _traits(self, spans_one_module: bool) -> UnitTraits:
-        weight, flats = self.cells.weight, [segment.flat for segment in self.segments]
-        return UnitTraits(
-            full_bytes=self.full_bytes,
-            nominal_bytes=sum(flat.layout.numel * flat.dtype.itemsize for flat in flats),
-            is_sharded=weight.is_sharded,
-            is_kept=weight.is_sharded and not self.cells.between.is_sharded,
-            is_published=self.cells.optim.is_sharded and not weight.is_sharded,
+        flats = [segment.flat for segment in self.segments]
+        return UnitTraits.of(
+            self.cells,
+            self.full_bytes,
+            sum(flat.layout.numel * flat.dtype.itemsize for flat in flats),
             reads_first=any(flat.reads_first for flat in flats),
             spans_one_module=spans_one_module,
         )

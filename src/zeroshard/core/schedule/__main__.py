@@ -197,14 +197,7 @@ def played(args: argparse.Namespace) -> tuple[Rules, list[WrittenLine]]:
     order = None if args.pipeline is None else PipelineOrder.parse(args.pipeline)
     chunks = 1 if order is None else order.chunks
     cells = policy.default
-    sharded = cells.weight.is_sharded
-    traits = UnitTraits(
-        full_bytes=size if sharded else 0,
-        nominal_bytes=size,
-        is_sharded=sharded,
-        is_kept=sharded and not cells.between.is_sharded,
-        is_published=cells.optim.is_sharded and not sharded,
-    )
+    traits = UnitTraits.of(cells, size if cells.weight.is_sharded else 0, size)
     units = [Residency(index, traits) for index in range(args.units * chunks)]
     rules = Rules.of(
         [traits],
