@@ -122,6 +122,11 @@ class DeepSpeedCPUAdagrad:
 
 DeepSpeedCPULion = FusedLion = Lion
 
+# beside Adam and AdamW, by their name in a configuration
+_OTHERS: dict[str, type[torch.optim.Optimizer]] = {
+    cls.__name__.lower(): cls for cls in (torch.optim.Adagrad, Lion)
+}
+
 
 def make_optimizer(kind: str, params: dict[str, Any], parameters: Any) -> torch.optim.Optimizer:
     """Build the optimizer of a configuration's section over `parameters`. Raises ConfigError.
@@ -141,8 +146,8 @@ def make_optimizer(kind: str, params: dict[str, Any], parameters: Any) -> torch.
         make = partial(_adam, decoupled=decoupled)
         if options.pop("torch_adam", False):
             make = torch.optim.AdamW if decoupled else torch.optim.Adam
-    elif name in ("lion", "adagrad"):
-        make = Lion if name == "lion" else torch.optim.Adagrad
+    elif name in _OTHERS:
+        make = _OTHERS[name]
         options.pop("fp32_optimizer_states", None)
     else:
         make = _torch_class(kind)
@@ -159,8 +164,8 @@ def _torch_class(kind: str) -> Callable[..., torch.optim.Optimizer]:
     found = getattr(torch.optim, kind, None)
     if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
         raise zs.ConfigError(
-            f"optimizer.type={kind!r} is neither Adam, AdamW, Adagrad, Lion nor a class of"
-            " torch.optim"
+            f"optimizer.type={kind!r} is neither Adam, AdamW,"
+            f" {', '.join(other.__name__ for other in _OTHERS.values())} nor a class of torch.optim"
         )
     return found
 
