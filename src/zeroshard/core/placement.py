@@ -50,7 +50,8 @@ class Tier(Enum):
     DISK = "disk"
 
 
-TierName = Literal["device", "host", "disk"]  # the values of Tier, in its order, for type checkers
+# the values of Tier, in its order, for type checkers
+TierName = Literal["device", "host", "disk"]
 
 
 class Scope(IntEnum):
