@@ -1,5 +1,5 @@
-"""Every diff of docs/extending.md applies to a copy of the package, changes as many files as the page
-says, and does there what the page shows.
+"""Every diff of docs/extending.md applies to a copy of the package, changes as many files as the
+page says, and does there what the page shows.
 """
 
 from __future__ import annotations
