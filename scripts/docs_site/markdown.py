@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 __all__ = ["Block", "anchors", "blocks", "commands", "links", "prose", "slug"]
 
+APART = ("not run", "after the diff")  # marks of blocks that are not run as they are
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^`]*)$")
 MARK = re.compile(r"^ *<!-- (?P<mark>[^>]*?) -->$")
 HEADING = re.compile(r"^#{1,6} +(?P<text>.+?) *#*$")
@@ -34,7 +35,7 @@ class Block:
         """Whether the tests run it: Python and console blocks that no mark excepts."""
         kind, _, what = self.mark.partition(": ")
         lacks = kind == "needs" and find_spec(what) is None
-        return self.language in ("python", "console") and kind != "not run" and not lacks
+        return self.language in ("python", "console") and kind not in APART and not lacks
 
 
 def blocks(text: str) -> list[Block]:

@@ -6,6 +6,7 @@ The comment on the line before a block says what is special about it:
     <!-- needs: MODULE -->       runs where the module is installed
     <!-- continues -->           goes on from the block before
     <!-- file: train.py -->      is written to that file, which a console block of the page uses
+    <!-- after the diff -->      runs in test_extending.py, on a copy with the page's diff
 
 A Python block finds the names of a training script there: ``torch``, ``nn``, ``F``, ``dist``,
 ``zs``, a small GPT as ``model``, its ``optimizer``, a ``loader``, ``data`` (rows, the same on every
@@ -202,8 +203,12 @@ def test_every_file_of_a_page_is_used_by_a_command_of_it() -> None:
     for page in PAGES:
         found = blocks(page.read_text())
         consoles = " ".join(block.text for block in found if block.language == "console")
-        names = [b.mark.removeprefix("file: ") for b in found if b.mark.startswith("file: ")]
-        assert [name for name in names if name not in consoles] == [], page
+        files = {b.mark.removeprefix("file: "): b for b in found if b.mark.startswith("file: ")}
+        imports = " ".join(
+            re.findall(r"^from \w+", "\n".join(b.text for b in files.values()), re.M)
+        )
+        used = [n for n in files if n in consoles or f"from {Path(n).stem}" in imports]
+        assert used == list(files), page
 
 
 def test_few_blocks_are_not_run_and_each_says_why() -> None:
@@ -211,7 +216,7 @@ def test_few_blocks_are_not_run_and_each_says_why() -> None:
     kept = [mark for mark in marks if mark.startswith("not run")]
     assert all(re.fullmatch(r"not run: \w.{10,}", mark) for mark in kept), kept
     assert len(kept) <= MAX_NOT_RUN
-    known = re.compile(r"(not run: .*|continues|needs: [\w.]+|file: [\w.]+)?$")
+    known = re.compile(r"(not run: .*|after the diff|continues|needs: [\w.]+|file: [\w.]+)?$")
     unknown = [m for m in marks if not known.match(m) and "models table" not in m]
     assert unknown == []
 

@@ -59,6 +59,7 @@ class Codec(ABC):
     bits: ClassVar[int]  # per packed element
     largest: ClassVar[int]  # magnitude of the largest code: scale = amax / largest
     half_step: ClassVar[float]  # of the codes around `largest`, where it is widest
+    has_kernel: ClassVar[bool] = False  # comm/kernels.py packs and unpacks it, too
 
     def __post_init__(self) -> None:
         if self.block <= 0 or self.block % ALIGN:
@@ -129,7 +130,7 @@ class Codec(ABC):
         self._check(source, out)
         source = source.detach()
         kernels = kernels_for(source)
-        if kernels is not None:
+        if kernels is not None and self.has_kernel:
             kernels.encode(self, source, out)
             return
         scratch = _scratch(self, source)
@@ -155,7 +156,7 @@ class Codec(ABC):
             )
         out = out.detach()
         kernels = kernels_for(out)
-        if kernels is not None:
+        if kernels is not None and self.has_kernel:
             kernels.decode(self, data, out, add=add)
             return
         scratch = _scratch(self, out)
@@ -280,6 +281,7 @@ class Int8(Codec):
     bits = 8
     largest = 127
     half_step = 0.5
+    has_kernel = True
 
     def _pack(self, quotients: torch.Tensor, packed: torch.Tensor) -> None:
         packed.view(torch.int8).copy_(quotients.round_())
@@ -301,6 +303,7 @@ class Int4(Codec):
     bits = 4
     largest = 7
     half_step = 0.5
+    has_kernel = True
 
     def _pack(self, quotients: torch.Tensor, packed: torch.Tensor) -> None:
         low, high = quotients.round_().chunk(2, dim=1)
@@ -328,6 +331,7 @@ class Fp8(Codec):
     bits = 8
     largest = 448
     half_step = 16.0
+    has_kernel = True
 
     def _pack(self, quotients: torch.Tensor, packed: torch.Tensor) -> None:
         packed.view(torch.float8_e4m3fn).copy_(quotients)
@@ -345,7 +349,7 @@ CODECS: dict[str, type[Codec]] = {cls.name: cls for cls in (Int8, Int4, Fp8)}
 
 
 def codec(name: str, *, block: int = 256) -> Codec:
-    """Return the codec called `name` (int8, int4 or fp8) with blocks of `block` elements.
+    """Return the codec called `name` with blocks of `block` elements.
     ConfigError, a ValueError, if there is none.
     """
     if name not in CODECS:

@@ -29,6 +29,8 @@ from zeroshard.core.batch_shares import check_batch_shares, unequal
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
 from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
+from zeroshard.core.sizes import any_of
+from zeroshard.core.wire import CODEC_BITS
 from zeroshard.errors import ConfigError
 from zeroshard.optim.scaler import LossScaler
 
@@ -273,7 +275,7 @@ class Config(Strict):
                 )
         if comm.error_feedback and codecs.grad is None:
             raise ConfigError(
-                "comm.error_feedback has no effect without an int8, int4 or fp8 comm.grad_codec"
+                f"comm.error_feedback has no effect without an {any_of(CODEC_BITS)} comm.grad_codec"
             )
 
     def _check_accumulation(self) -> None:

@@ -9,13 +9,15 @@ from pydantic import Field, ValidationInfo, field_validator
 from zeroshard.comm.codec import Codec, codec
 from zeroshard.comm.quantized import Codecs, Feedback
 from zeroshard.config.strict import Strict
-from zeroshard.core.placement import Tier
+from zeroshard.core.placement import Tier, TierName
+from zeroshard.core.sizes import any_of
+from zeroshard.core.wire import CODEC_BITS
 from zeroshard.errors import ConfigError
 from zeroshard.optim.scaler import LossScaler
 
 __all__ = ["Comm", "ErrorFeedback", "LossScale", "Offload", "State"]
 
-TierName = Literal["device", "host", "disk"]
+_REMARKS = {Tier.HOST: " (the memory of the CPU)", Tier.DISK: " (NVMe)"}  # on a tier, in errors
 
 
 class ErrorFeedback(Strict):
@@ -79,12 +81,12 @@ class Comm(Strict):
         " one of its own (nccl); on several hosts it needs `node_size`.",
     )
     weight_codec: str | None = Field(
-        default=None, description="The code in which weights travel: int8, int4 or fp8 (qwZ)."
+        default=None, description=f"The code in which weights travel: {any_of(CODEC_BITS)} (qwZ)."
     )
     grad_codec: str | None = Field(
         default=None,
-        description="The code in which gradients travel: int8, int4, fp8 (qgZ), or bf16 for sums"
-        " over a node on their way to other nodes.",
+        description=f"The code in which gradients travel: {', '.join(CODEC_BITS)} (qgZ), or bf16"
+        " for sums over a node on their way to other nodes.",
     )
     node_size: int | None = Field(
         default=None,
@@ -174,11 +176,9 @@ class Offload(Strict):
     @classmethod
     def _known_tier(cls, tier: Any, info: ValidationInfo) -> Any:
         for one in tier if isinstance(tier, (list, tuple)) and tier else [tier]:
-            if one not in get_args(TierName):
-                raise ValueError(
-                    f"offload.{info.field_name}={one!r} is not a tier: 'device', 'host' (the memory"
-                    " of the CPU) or 'disk' (NVMe)"
-                )
+            if one not in [known.value for known in Tier]:
+                tiers = any_of(f"{known.value!r}{_REMARKS.get(known, '')}" for known in Tier)
+                raise ValueError(f"offload.{info.field_name}={one!r} is not a tier: {tiers}")
         return tier
 
     @field_validator("fraction")

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import cached_property
+from typing import Literal
 
 from zeroshard.errors import ConfigError
 
@@ -28,6 +29,7 @@ __all__ = [
     "Portion",
     "Scope",
     "Tier",
+    "TierName",
     "moves",
 ]
 
@@ -41,11 +43,15 @@ class Placement(Enum):
 
 
 class Tier(Enum):
-    """Which memory a state rests in."""
+    """Which memory a state rests in. ``tier/stores.py`` makes the store of each but DEVICE."""
 
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+
+
+# the values of Tier, in its order, for type checkers
+TierName = Literal["device", "host", "disk"]
 
 
 class Scope(IntEnum):

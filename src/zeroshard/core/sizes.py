@@ -1,5 +1,5 @@
-"""Numbers as people write them: counts of parameters with decimal suffixes ("7.5B"), bytes with
-decimal or binary ones ("3.2TB", "32GiB").
+"""Numbers and choices as people write them: counts of parameters with decimal suffixes ("7.5B"),
+bytes with decimal or binary ones ("3.2TB", "32GiB"), names to choose from ("int8, int4 or fp8").
 
 A size without a suffix is refused: nobody knows whether "32" was meant in bytes or in GiB.
 """
@@ -7,16 +7,23 @@ A size without a suffix is refused: nobody knows whether "32" was meant in bytes
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["parse_bytes", "parse_count"]
+__all__ = ["any_of", "parse_bytes", "parse_count"]
 
 _COUNTS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _BYTES = {f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)}
 _BYTES |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def any_of(names: Iterable[str]) -> str:
+    """Return `names` as choices: "int8, int4 or fp8"."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def parse_count(text: str, what: str) -> int:

@@ -29,7 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeroshard.core.placement import Tier
 from zeroshard.core.sizes import parse_bytes
+from zeroshard.core.wire import CODEC_BITS
 from zeroshard.launch.console import print_json, progress, say
 from zeroshard.launch.declared import JSON, Option, Subcommand, UsageError, as_usage, count
 from zeroshard.launch.model_directory import (
@@ -309,11 +311,11 @@ _OPTIONS = (
     Option("--sample", "draw tokens, or take the likeliest (default: what generation_config.json"
            " says, or not)", action=argparse.BooleanOptionalAction),
     Option("--offload", "where the weights rest (default: host)",
-           choices=("device", "host", "disk"), default="host"),
+           choices=[tier.value for tier in Tier], default=Tier.HOST.value),
     Option("--disk-path DIR", "the directory of what rests on disk (default: the temporary one)",
            Path),
     Option("--codec", "rest encoded: a quarter (int8, fp8) or an eighth (int4) of the bytes, and"
-           " rounded", choices=("int8", "int4", "fp8")),
+           " rounded", choices=tuple(CODEC_BITS)),
     Option("--dtype", "the dtype of the computation (default: that of config.json)",
            choices=tuple(_DTYPES)),
     Option("--batch N", "prompts that a rank takes at a time (default: all of its own)", count(1)),

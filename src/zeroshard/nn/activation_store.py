@@ -36,8 +36,8 @@ from zeroshard.core.work import Work
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.streams import Streams, make_streams
-from zeroshard.tier.host import HostStore
 from zeroshard.tier.store import Storage, Store
+from zeroshard.tier.stores import make_store
 
 __all__ = ["ActivationStore", "SavedActivation", "activation_store_for", "size_class", "using"]
 
@@ -257,19 +257,10 @@ def activation_store_for(
     with _lock:
         if key not in _stores:
             _make_room()
-            _stores[key] = ActivationStore(_make_store(tier, device, disk_path), device)
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            store = make_store(tier, device, disk_path=disk_path, rank=rank, run="activations")
+            _stores[key] = ActivationStore(store, device)
         return _stores[key]
-
-
-def _make_store(tier: Tier, device: torch.device, disk_path: str | None) -> Store:
-    if tier is Tier.HOST:
-        return HostStore(device)
-    from zeroshard.tier.disk import DiskStore  # lazily: it is rarely used
-    from zeroshard.tier.swapdir import SwapDirectory
-
-    assert tier is Tier.DISK and disk_path is not None, (tier, disk_path)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return DiskStore(SwapDirectory(disk_path, run="activations", rank=rank), device)
 
 
 def _make_room() -> None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroshard.core.placement import Tier
+from zeroshard.core.sizes import any_of
 from zeroshard.errors import ConfigError
 from zeroshard.nn.activation_store import activation_store_for
 from zeroshard.state.full import flatten, memory_stride
@@ -47,7 +48,7 @@ class Rest:
         """Check the user's arguments. Raises ConfigError."""
         tiers = {one.value: one for one in Tier}
         if tier not in tiers:
-            raise ConfigError(f"tier={tier!r} is not a tier: use 'device', 'host' or 'disk'")
+            raise ConfigError(f"tier={tier!r} is not a tier: use {any_of(map(repr, tiers))}")
         if (tiers[tier] is Tier.DISK) != (disk_path is not None):
             raise ConfigError(
                 "tier='disk' and disk_path=, a directory on a local disk, go together"

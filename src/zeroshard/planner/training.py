@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from zeroshard.core.accumulation import budget_bytes
 from zeroshard.core.layout import ALIGN
+from zeroshard.core.sizes import any_of
 from zeroshard.core.wire import CODEC_BITS, Formats
 from zeroshard.errors import ConfigError
 
@@ -83,7 +84,7 @@ class Training:
             )
         if self.error_feedback and self.grad_codec not in _CODECS:
             raise ConfigError(
-                "error_feedback has no effect without an int8, int4 or fp8 grad_codec"
+                f"error_feedback has no effect without an {any_of(_CODECS)} grad_codec"
             )
         given: object = self.fraction
         if isinstance(given, str):

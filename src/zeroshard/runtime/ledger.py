@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zeroshard.core.host_memory import numbers_of
+from zeroshard.core.placement import Tier
 from zeroshard.errors import StorageError
 from zeroshard.runtime.engine import Engine, living_engines, open_engines, states_of
 from zeroshard.runtime.reports import MemoryReport, describe_bytes
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineMemory", "MemoryTable", "ProcessMemory", "explain", "leaks", "memory_table"]
 
-_TIERS = ("device", "host", "disk")
+_TIERS = tuple(tier.value for tier in Tier)
 _WIDTH = 100
 _ROLLUP = Path("/proc/self/smaps_rollup")
 _STATUS = Path("/proc/self/status")

@@ -21,7 +21,7 @@ from zeroshard.runtime.unit import Unit
 __all__ = ["Levels"]
 
 # after the name of a state
-_PLACES = {Tier.DEVICE: "", Tier.HOST: " (host)", Tier.DISK: " (disk)"}
+_PLACES = {tier: "" if tier is Tier.DEVICE else f" ({tier.value})" for tier in Tier}
 
 
 class Levels:

@@ -24,9 +24,9 @@ from zeroshard.runtime.segment import Segment
 
 __all__ = ["cut_tiles"]
 
-_WAYS = {Tier.DISK: Taken.THROUGH_RING, Tier.HOST: Taken.ON_HOST}
-# that a tile may need beside it: on disk four sets of master, gradient and two moments
-_TENSORS = {Tier.DISK: 16, Tier.HOST: 4, Tier.DEVICE: 4}
+# the tiers whose tiles are not stepped where they rest, and the tensors that a tile may need beside
+# it: on disk four sets of master, gradient and two moments
+_WAYS, _TENSORS = {Tier.DISK: Taken.THROUGH_RING}, {Tier.DISK: 16}
 _ALIGN = 1024  # elements: a tile of fp32 begins on a page
 
 
@@ -47,14 +47,16 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
         bring_from_rest=segment.bring_from_rest,
         stepped=segment.step,
     )
-    share = max(context.tiering.staging_bytes // (_TENSORS[tier] * 4) // _ALIGN, 1) * _ALIGN
+    share = max(context.tiering.staging_bytes // (_TENSORS.get(tier, 4) * 4) // _ALIGN, 1) * _ALIGN
     cuts: list[tuple[Range, Taken]] = []
     if path.summed.tiered:
         cuts += [(span, Taken.ON_DEVICE) for span in tiles(0, split, share)]
     elif split:
         cuts.append(((0, split), Taken.BY_USER))
     if split < master.numel:
-        cuts += [(span, _WAYS[tier]) for span in tiles(split, master.numel, share)]
+        cuts += [
+            (span, _WAYS.get(tier, Taken.ON_HOST)) for span in tiles(split, master.numel, share)
+        ]
     made = [_tile(segment, stepped, span, taken) for span, taken in cuts]
     return [tile for tile in made if tile.shards]
 

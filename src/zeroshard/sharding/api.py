@@ -54,11 +54,9 @@ from zeroshard.sharding.asked import Asked, Call, compared, told_by_id, understo
 from zeroshard.sharding.repartition import Repartition
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceMemory
-from zeroshard.tier.disk import DiskStore
-from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import link_of
 from zeroshard.tier.store import Store
-from zeroshard.tier.swapdir import SwapDirectory
+from zeroshard.tier.stores import make_store
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -269,12 +267,15 @@ def _make_tiering(
     stores: dict[Tier, Store] = {}
     error: StorageError | None = None
     try:
-        if Tier.HOST in offload.away.values():
-            stores[Tier.HOST] = HostStore(device, link=link)
-        if Tier.DISK in offload.away.values():
-            assert offload.disk_path is not None
-            directory = SwapDirectory(offload.disk_path, rank=rank)
-            stores[Tier.DISK] = DiskStore(directory, device, verify=offload.verify, link=link)
+        for tier in {*offload.away.values()} - {Tier.DEVICE}:
+            stores[tier] = make_store(
+                tier,
+                device,
+                disk_path=offload.disk_path,
+                rank=rank,
+                verify=offload.verify,
+                link=link,
+            )
     except StorageError as failed:
         error = failed
     if leaving:  # on any rank

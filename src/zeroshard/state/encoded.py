@@ -1,4 +1,4 @@
-"""Weights that rest encoded: a storage whose elements are kept as blocks of int8, int4 or fp8 in a
+"""Weights that rest encoded: a storage whose elements are kept as blocks of a codec in a
 storage of bytes, on whatever tier (MixZ++, for frozen weights; ZeRO-Inference).
 
     bytes      | scale | codes | scale | codes | ...  what rests, is read, and travels in a gather

@@ -28,8 +28,9 @@ __all__ = ["HostStore"]
 class HostStore:
     """Host memory for the states of a model on `device`."""
 
+    tier = Tier.HOST
+
     def __init__(self, device: torch.device, *, link: Link | None = None) -> None:
-        self.tier = Tier.HOST
         self.account = MemoryCounter()
         self.probe = Probe()
         self.link = link_of(device) if link is None else link
@@ -39,7 +40,7 @@ class HostStore:
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> _HostStorage:
         num_bytes = numel * dtype.itemsize
         try:
-            memory = host_memory(num_bytes, pinned=self._pinned)
+            memory = self._memory(num_bytes)
         except (OSError, RuntimeError, ValueError) as error:
             raise StorageError(
                 f"{key}: no {num_bytes} bytes of host memory ({error}): put less of it on the host"
@@ -48,6 +49,9 @@ class HostStore:
         self.storages.append(storage)
         self.account.add(num_bytes)
         return storage
+
+    def _memory(self, num_bytes: int) -> memoryview:
+        return host_memory(num_bytes, pinned=self._pinned)
 
     def remove(self, storage: _HostStorage) -> None:
         """Stop counting `storage`, which was closed."""
@@ -69,7 +73,7 @@ class _HostStorage:
         self.key = key
         self.numel = numel
         self.dtype = dtype
-        self.tier = Tier.HOST
+        self.tier = store.tier
         self._store = store
         self._memory = memory
         # copies: start, stop, whether it writes here

@@ -104,11 +104,13 @@ class DeepSpeedCPUAdagrad:
 
 DeepSpeedCPULion = FusedLion = Lion
 
-
+# beside Adam and AdamW, by their name in a configuration
+_OTHERS: dict[str, type[torch.optim.Optimizer]] = {
+    cls.__name__.lower(): cls for cls in (torch.optim.Adagrad, Lion)
+}
 _MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **dict.fromkeys(("adam", "adamw"), partial(_adam, mode="adam_w_mode")),
-    "lion": Lion,
-    "adagrad": torch.optim.Adagrad,
+    **_OTHERS,
 }
 
 
@@ -140,8 +142,8 @@ def _torch_class(kind: str) -> Callable[..., torch.optim.Optimizer]:
     found = getattr(torch.optim, kind, None)
     if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
         raise zs.ConfigError(
-            f"optimizer.type={kind!r} is neither Adam, AdamW, Adagrad, Lion nor a class of"
-            " torch.optim"
+            f"optimizer.type={kind!r} is neither Adam, AdamW,"
+            f" {', '.join(other.__name__ for other in _OTHERS.values())} nor a class of torch.optim"
         )
     return found
 

@@ -1,0 +1,40 @@
+"""Which store serves which tier: the one place that makes them.
+
+A store whose host memory can be stepped in place (``borrowed`` lends the memory itself) needs
+nothing else; a store that lends copies, as the disk's does, is stepped through a ring of buffers
+(runtime/tiles.py).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zeroshard.core.placement import Tier
+from zeroshard.tier.host import HostStore
+from zeroshard.tier.link import Link
+from zeroshard.tier.store import Store
+
+__all__ = ["make_store"]
+
+
+def make_store(
+    tier: Tier,
+    device: torch.device,
+    *,
+    disk_path: str | None = None,
+    rank: int = 0,
+    run: str = "run",
+    verify: bool = False,
+    link: Link | None = None,
+) -> Store:
+    """Return a new store of `tier` for the states of a model on `device`. The disk's has a
+    directory of `run` and `rank` below `disk_path`: StorageError where none can be made.
+    """
+    if tier is Tier.HOST:
+        return HostStore(device, link=link)
+    from zeroshard.tier.disk import DiskStore  # lazily: it is rarely used
+    from zeroshard.tier.swapdir import SwapDirectory
+
+    assert tier is Tier.DISK and disk_path is not None, (tier, disk_path)
+    directory = SwapDirectory(disk_path, rank=rank, run=run)
+    return DiskStore(directory, device, verify=verify, link=link)
