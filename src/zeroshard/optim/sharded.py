@@ -380,7 +380,7 @@ class ShardedOptimizer:
                     sealed = shard.tensor.grad = SealedGrad(
                         shard.tensor, shard.name, self._hooks, shard.parameter
                     )
-                sealed.hold(held)
+                sealed.holds = held
         for empty in self._empty:
             if empty is not None and empty.grad is None:
                 empty.grad = SealedGrad(

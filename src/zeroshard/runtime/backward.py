@@ -229,8 +229,46 @@ class Backward:
             self._weights.after_backward(unit)
 
     def take(self, number: int) -> None:
-        """Autograd has finished the gradient of `leaves[number]`."""
-        leaf = self.leaves[number]
+        """Autograd has finished the gradient of `leaves[number]`.
+
+        Most gradients are plain tensors, the first ones of their parameters in this pass, and
+        their bucket is open: they are taken here, in one frame. `_take_any` takes every gradient.
+        """
+        leaf, current = self.leaves[number], self._pass
+        unit, path, index, parameter = leaf.unit, leaf.path, leaf.index, leaf.parameter
+        bucket, partial, grad = path.bucket, path.partial, parameter.grad
+        task = torch._C._current_graph_task_id()
+        if (
+            bucket.buffer is None
+            or bucket.seen[index]
+            or leaf.to_local is not None
+            or type(grad) is not torch.Tensor
+            or grad.requires_grad
+            or grad.layout is not torch.strided
+            or len(current.tasks) != 1  # none is nested in another
+            or task not in current.tasks
+            or current.units is not None
+            or current.gathers
+            or not (current.brings and (current.seen or not _multiplying))  # as the first one
+            or (partial.of_micro_batches and (not self.manner.sync or partial.is_there))
+        ):
+            del grad
+            self._take_any(leaf)
+            return
+        parameter.grad = None
+        bucket.views[index].copy_(grad)
+        del grad  # it would live until its unit's sum has been started
+        path.used[index] = bucket.seen[index] = True
+        key = id(parameter)
+        unit.pending -= key not in unit.arrived
+        unit.arrived[key] = task
+        current.outer.discard(key)
+        if unit.pending <= 0:
+            if not unit.has_frozen:
+                current.finished[unit.index] = unit
+            self.complete(unit)
+
+    def _take_any(self, leaf: Leaf) -> None:
         parameter = leaf.parameter
         grad = parameter.grad
         if isinstance(grad, SealedGrad):  # no hook came before this one

@@ -34,6 +34,7 @@ from zeroshard.core.residency import UnitState, Use
 from zeroshard.errors import StateError
 from zeroshard.runtime.casts import cast, casting_hooks, explain
 from zeroshard.runtime.guards import compiled_whole, guard, is_traced
+from zeroshard.runtime.leaves import seal
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.recomputed import is_recomputed
 from zeroshard.runtime.released import know_class, release_classes, restore_classes
@@ -360,7 +361,7 @@ class Hooks:
                 if alive is not None:
                     alive.take(number)
                     if next(reversed(parameter._post_accumulate_grad_hooks)) != own[number]:
-                        alive.leaves[number].seal(alive, None)  # for the hook after this one
+                        seal([alive.leaves[number]], alive, None)  # for the hook after this one
 
             return taken
 
