@@ -179,11 +179,13 @@ class Backward:
         forward under `epoch`.
         """
         task = torch._C._current_graph_task_id()
-        current = self._pass
+        current, weights = self._pass, self._weights
         if (
             current.at == (unit, task)
             and not current.finished
-            and self._weights.serves(unit, epoch)
+            and epoch == weights.epoch
+            and weights.availability.refusal is None
+            and weights.schedule.serves(unit.residency)
         ):
             return  # another output of a module inside it
         self.enter()
@@ -285,7 +287,7 @@ class Backward:
         if self._pass.units is not None and leaf.unit not in self._pass.units:
             return  # torch has only looked for the shapes of gradients
         self._add(leaf, grad)
-        del grad  # it would live until its unit's sum has been started
+        del grad  # as in `take`
         if leaf.unit.pending <= 0:
             self.complete(leaf.unit)
 

@@ -51,6 +51,12 @@ __all__ = ["Hooks"]
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)  # what every module has
 
 
+def _unhooked(grad: torch.Tensor) -> None: ...
+
+
+_NEVER = (-1, _unhooked)  # no epoch
+
+
 class _Tie:
     """What a parameter knows of its engine (released.py); it is an attribute of the parameter
     until it is removed.
@@ -240,18 +246,23 @@ class Hooks:
         )
         # of forwards under way, the number of the first autograd node that they can make
         begun: list[int] = []
+        residencies = [unit.residency for unit in units]
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if loop.between_sections or weights.nothing_to_do or is_dynamo_compiling():
+            if loop.between_sections or is_dynamo_compiling():
                 return  # or inside a compiled forward, around which the unit is gathered
+            if weights.shown and weights.nothing_to_do:
+                return
             if reads_parameters:
                 begun.append(torch._C._autograd._get_sequence_nr())
-            loop.begin_module(units)
+            loop.begin_module(units, residencies)
             if ends and torch.is_grad_enabled() and peek_stack() is None:
                 self._watch_inputs(ends, args, kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if loop.between_sections or weights.nothing_to_do or is_dynamo_compiling():
+            if loop.between_sections or is_dynamo_compiling():
+                return
+            if weights.shown and weights.nothing_to_do:
                 return
             first = begun.pop() if begun else 0
             if output is not None and torch.is_grad_enabled() and peek_stack() is None:
@@ -267,7 +278,7 @@ class Hooks:
                         ],
                     )
                     self.watch_outputs(units, elsewhere, since=first)
-            loop.end_module(units, output, apart=apart)
+            loop.end_module(units, residencies, output, apart=apart)
 
         self._handles.append(
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
@@ -280,10 +291,12 @@ class Hooks:
         """Have `units` gathered when a gradient arrives at a tensor of `output` that autograd
         has made `since`; leave views their memory.
         """
-        arrived = self._arrival_at(tuple(units))
-        may_be_views = [unit for unit in units if unit.full_bytes]
+        needed = tuple(units)
+        epoch, arrived = self._arrivals.get(needed, _NEVER)
+        if epoch != self.loop.weights.epoch:
+            arrived = self._arrival_at(needed)
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_within(output):
-            for unit in may_be_views:
+            for unit in units:
                 unit.leave_views(tensor)
             # held: torch 2.13 crashes in register_hook on a view whose base was written to,
             # otherwise
@@ -294,11 +307,8 @@ class Hooks:
             del node
 
     def _arrival_at(self, units: tuple[Unit, ...]) -> Callable[[torch.Tensor], None]:
-        """Return the hook of outputs of modules that need `units`, as they are in this forward."""
+        """Make the hook of outputs of modules that need `units`, as they are in this forward."""
         epoch, loop = self.loop.weights.epoch, self.loop
-        known = self._arrivals.get(units)
-        if known is not None and known[0] == epoch:
-            return known[1]
 
         def arrived(grad: torch.Tensor) -> None:
             loop.begin_backward(units, epoch)

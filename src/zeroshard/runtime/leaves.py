@@ -77,7 +77,6 @@ class Leaf:
         self.parameter.grad = None
 
 
-
 def seal(leaves: Iterable[Leaf], owner: GradientOwner, holds: object) -> None:
     """Give `leaves` their sealed gradients, which keep `holds` alive, but for assigned ones."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -197,11 +197,15 @@ class Unit:
         """Where `tensor` is a view of the gathered weights, let it keep their memory; see
         [Note: views that leave] in state/full.py.
         """
-        # those are guarded themselves
-        if self.full_bytes and not isinstance(tensor, nn.Parameter):
-            address = local_of(tensor).data_ptr()
-            for segment in self.segments:
-                segment.flat.buffer.leave(address)
+        if not self.full_bytes:
+            return
+        if type(tensor) is not torch.Tensor:
+            if isinstance(tensor, nn.Parameter):
+                return  # those are guarded themselves
+            tensor = local_of(tensor)
+        address = tensor.data_ptr()
+        for segment in self.segments:
+            segment.flat.buffer.leave(address)
 
     def parameter_at(self, address: int) -> str | None:
         """Return the name of the parameter whose gathered memory holds `address`, if any."""

@@ -18,7 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
-from zeroshard.core.residency import UnitState
+from zeroshard.core.residency import Residency, UnitState
 from zeroshard.core.schedule import Command, Commands, Op, Phase, Schedule, Until
 from zeroshard.errors import StateError
 from zeroshard.heap import Trimmer
@@ -53,21 +53,21 @@ class Weights:
         self._wait_for_reduce = wait_for_reduce
         self._trimmer = trimmer
         self._streams = streams
-        self._digest = digest
+        self.digest = digest
         self._ordered = schedule.rules.ordered
         self._phase: Phase = "forward"  # of the last need
         # whether each gathered() context, which shows what rests, holds every unit
-        self._shown: list[bool] = []
+        self.shown: list[bool] = []
 
     @property
     def nothing_to_do(self) -> bool:
         """Whether a forward needs nothing of us: every unit is held, and no backward can follow."""
-        return self._shown != [] and any(self._shown) and not torch.is_grad_enabled()
+        return any(self.shown) and not torch.is_grad_enabled()
 
     @property
     def shows_rest(self) -> bool:
         """Whether the user sees what rests: inside gathered()."""
-        return bool(self._shown)
+        return bool(self.shown)
 
     # ------------------------------------------------------------------ executing commands
 
@@ -105,7 +105,7 @@ class Weights:
         for segment in unit.gathered_segments if self._ordered else ():
             flat = segment.flat
             if not flat.is_local:
-                self._digest.fold(
+                self.digest.fold(
                     "gather", unit.name, dtype_name(flat.dtype), flat.layout.numel, ordered=True
                 )
         unit.unshard(self._streams, fork=fork, raw=self.shows_rest)
@@ -123,7 +123,7 @@ class Weights:
         # gathered ahead in one order and used in another: the ranks' next gathers will differ
         if self._ordered and unit.full_bytes:
             first = unit.segments[0].flat
-            self._digest.fold(
+            self.digest.fold(
                 self._phase, unit.name, dtype_name(first.dtype), first.layout.numel, ordered=True
             )
 
@@ -143,6 +143,10 @@ class Weights:
         if self.availability.refusal is not None:
             self.availability.check_open()
         self.schedule.enter(evaluates)
+
+    def reenter(self, units: Sequence[Residency]) -> bool:
+        """A forward begins inside another one: see Schedule.reenter."""
+        return self.availability.refusal is None and self.schedule.reenter(units)
 
     def leave(self, *, evaluates: bool | None = None) -> None:
         """A forward ends."""
@@ -177,7 +181,7 @@ class Weights:
         """`unit` is needed in a pass: raise StateError where it cannot be gathered."""
         if self.availability.refusal is not None:
             self.availability.check_open()
-        self._digest.enter(phase, unit.name)
+        self.digest.enter(phase, unit.name)
         self._phase = phase
         state = unit.residency.state
         if state is not UnitState.FULL:
@@ -228,14 +232,6 @@ class Weights:
             if not unit.residency.traits.is_sharded:
                 self.run(self.schedule.finish(unit.residency))
 
-    def serves(self, unit: Unit, epoch: int) -> bool:
-        """Whether `unit` is gathered for the backward of a forward under `epoch` already."""
-        return (
-            epoch == self.epoch
-            and self.schedule.serves(unit.residency)
-            and self.availability.refusal is None
-        )
-
     def check_epoch(self, unit: Unit, epoch: int) -> None:
         """Raise StateError when the weights have changed since the forward that ran under
         `epoch`.
@@ -255,15 +251,15 @@ class Weights:
         them.
         """
         everything = len(units) == len(self.units)
-        self._shown.append(everything)
+        self.shown.append(everything)
         for unit in units:
             if unit.is_coded and not unit.residency.in_use:
                 self.bring_to_rest(unit)
         try:
             yield
         finally:
-            if everything in self._shown:  # else an exception has ended it
-                self._shown.remove(everything)
+            if everything in self.shown:  # else an exception has ended it
+                self.shown.remove(everything)
 
     def refresh(self, units: Iterable[Unit]) -> None:
         """The user's numbers have been written into `units`: what is gathered now is gathered
@@ -311,7 +307,7 @@ class Weights:
         """After an exception: every unit back at rest, and no expectation, since the ranks may
         have come to different places.
         """
-        self._shown.clear()
+        self.shown.clear()
         rested = [unit.residency.state is UnitState.RESTING for unit in self.units]
         self.schedule.reset()
         for unit, rests in zip(self.units, rested, strict=True):
