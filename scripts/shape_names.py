@@ -39,7 +39,7 @@ GATHERED_BECAUSE = (
     "runtime/unit.py Unit.is_lent",
     "runtime/weights.py Weights._here",
     "runtime/weights.py Weights._idle",
-    "runtime/weights.py Weights._shown",
+    "runtime/weights.py Weights.shown",
     "runtime/prefetch.py Prefetch._ahead",
     "runtime/prefetch.py Prefetch._held",
     "runtime/passes.py Passes._held",

@@ -21,7 +21,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,12 +50,7 @@ __all__ = ["Hooks"]
 
 
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)  # what every module has
-
-
-def _unhooked(grad: torch.Tensor) -> None: ...
-
-
-_NEVER = (-1, _unhooked)  # no epoch
+_PLAIN = frozenset((torch.Tensor,))
 
 
 class _Tie:
@@ -291,10 +287,11 @@ class Hooks:
         """Have `units` gathered when a gradient arrives at a tensor of `output` that autograd
         has made `since`; leave views their memory.
         """
-        needed = tuple(units)
-        epoch, arrived = self._arrivals.get(needed, _NEVER)
-        if epoch != self.loop.weights.epoch:
-            arrived = self._arrival_at(needed)
+        key, now = tuple(units), self.loop.weights.epoch
+        epoch, arrived = self._arrivals.get(key, (-1, None))
+        if arrived is None or epoch != now:
+            arrived = partial(self.loop.begin_backward, key, now)
+            self._arrivals[key] = (now, arrived)
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_within(output):
             for unit in units:
                 unit.leave_views(tensor)
@@ -306,20 +303,12 @@ class Hooks:
                 tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
             del node
 
-    def _arrival_at(self, units: tuple[Unit, ...]) -> Callable[[torch.Tensor], None]:
-        """Make the hook of outputs of modules that need `units`, as they are in this forward."""
-        epoch, loop = self.loop.weights.epoch, self.loop
-
-        def arrived(grad: torch.Tensor) -> None:
-            loop.begin_backward(units, epoch)
-
-        self._arrivals[units] = (epoch, arrived)
-        return arrived
-
     def _watch_inputs(self, units: list[Unit], args: Any, kwargs: Any) -> None:
+        is_plain = _PLAIN.issuperset(map(type, args)) and not kwargs  # the usual case
+        given: Iterable[torch.Tensor] = args if is_plain else tensors_in((args, kwargs))
         inputs = [
             tensor
-            for tensor in tensors_in((args, kwargs))
+            for tensor in given
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter)
         ]
         if not inputs:

@@ -76,6 +76,11 @@ class Leaf:
         """Take its gradient off."""
         self.parameter.grad = None
 
+    def make_sealed(self, owner: GradientOwner) -> SealedGrad:
+        """Make its sealed gradient."""
+        self.sealed = SealedGrad(self.parameter, self.name, owner, self.parameter)
+        return self.sealed
+
 
 def seal(leaves: Iterable[Leaf], owner: GradientOwner, holds: object) -> None:
     """Give `leaves` their sealed gradients, which keep `holds` alive, but for assigned ones."""
@@ -86,8 +91,9 @@ def seal(leaves: Iterable[Leaf], owner: GradientOwner, holds: object) -> None:
             if grad is not None and type(grad) is not SealedGrad:
                 continue
             if sealed is None or sealed.dtype is not parameter.dtype:
-                sealed = leaf.sealed = SealedGrad(parameter, leaf.name, owner, parameter)
-            sealed.holds = holds
+                sealed = leaf.make_sealed(owner)
+            if sealed.holds is not holds:
+                sealed.hold(holds)
             parameter.grad = sealed
 
 
@@ -109,6 +115,7 @@ class Leaves(list[Leaf]):
             for index, parameter in enumerate(segment.parameters)
         )
         self._of = {id(leaf.parameter): leaf for leaf in self}
+        self.ids = self._of.keys()  # of the parameters
 
     def of(self, parameter: nn.Parameter | None) -> Leaf | None:
         """Return the leaf of `parameter`, if it is a trainable one of the engine."""

@@ -159,7 +159,8 @@ class Loop:
         phase: Phase = "backward" if in_backward else "forward"
         recording, weights = self._context.streams.probe.recording, self.weights
         counts = in_backward == torch.is_grad_enabled() and not weights.schedule.evaluates
-        if recording is None and not counts and weights.reenter(residencies):
+        plainly = recording is None and weights.availability.refusal is None and not counts
+        if plainly and weights.schedule.reenter(residencies):
             weights.digest.enter(phase, units[-1].name)
             return  # most modules run inside one that spans the same unit
         if recording is not None:
@@ -192,8 +193,8 @@ class Loop:
 
     # ------------------------------------------------------------------ its backward
 
-    def begin_backward(self, units: Sequence[Unit], epoch: int) -> None:
-        """A gradient has come to the outputs of a module that ran under `epoch`."""
+    def begin_backward(self, units: Sequence[Unit], epoch: int, grad: torch.Tensor) -> None:
+        """`grad` has come to an output of a module that ran under `epoch`; it is left as it is."""
         recording = self._context.streams.probe.recording
         if recording is not None:
             recording.turn("backward", units[0].name)

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch._C._functorch import peek_interpreter_stack as peek_stack  # is None in no transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
-from zeroshard.core.residency import Residency, UnitState
+from zeroshard.core.residency import UnitState
 from zeroshard.core.schedule import Command, Commands, Op, Phase, Schedule, Until
 from zeroshard.errors import StateError
 from zeroshard.heap import Trimmer
@@ -26,7 +28,7 @@ from zeroshard.runtime.availability import Availability
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["Weights", "in_transform"]
+__all__ = ["Weights"]
 
 
 class Weights:
@@ -108,10 +110,10 @@ class Weights:
                 self.digest.fold(
                     "gather", unit.name, dtype_name(flat.dtype), flat.layout.numel, ordered=True
                 )
-        unit.unshard(self._streams, fork=fork, raw=self.shows_rest)
+        unit.unshard(self._streams, fork=fork, raw=bool(self.shown))
 
     def _wait(self, unit: Unit) -> None:
-        if in_transform():
+        if peek_stack() is not None:
             with temporarily_clear_interpreter_stack():  # our copies are not its to follow
                 unit.wait_for_unshard()
         else:
@@ -143,10 +145,6 @@ class Weights:
         if self.availability.refusal is not None:
             self.availability.check_open()
         self.schedule.enter(evaluates)
-
-    def reenter(self, units: Sequence[Residency]) -> bool:
-        """A forward begins inside another one: see Schedule.reenter."""
-        return self.availability.refusal is None and self.schedule.reenter(units)
 
     def leave(self, *, evaluates: bool | None = None) -> None:
         """A forward ends."""
@@ -185,7 +183,8 @@ class Weights:
         self._phase = phase
         state = unit.residency.state
         if state is not UnitState.FULL:
-            _refuse_transforms(unit)
+            if peek_stack() is not None or forward_ad._current_level >= 0:
+                _refuse_transforms(unit)
             if state is UnitState.RESTING:
                 self.availability.check_gather()
 
@@ -314,20 +313,11 @@ class Weights:
             unit.abandon(rested=rests)
 
 
-def in_transform() -> bool:
-    """Whether a transform of torch.func is at work (vmap, grad, jvp, ...): gradients inside are
-    its own, and no pass of ours.
-    """
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def _refuse_transforms(unit: Unit) -> None:
-    """Raise StateError where a gather would run inside a transform of torch.func, which cannot
-    follow memory that comes and goes.
+    """Raise StateError where `unit` would be gathered inside the transform of torch.func that is
+    at work, which cannot follow memory that comes and goes.
     """
-    if unit.residency.traits.is_sharded and (
-        in_transform() or torch.autograd.forward_ad._current_level >= 0
-    ):
+    if unit.residency.traits.is_sharded:
         raise StateError(
             f"unit {unit.name!r} would be gathered inside a transform (torch.vmap, torch.func.grad,"
             " jvp, forward-mode AD), which cannot follow memory that is released: run the"

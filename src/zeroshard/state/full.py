@@ -167,10 +167,9 @@ class FullBuffer:
         """Leave the memory, at the next release, to whatever else refers to it then."""
         self._is_seen = True
 
-    def leave(self, address: int) -> None:
-        """Leave the memory, at the next release, to a tensor at `address`, if that lies in it."""
-        if 0 <= address - self.tensor.data_ptr() < self.num_bytes:
-            self._has_left = True
+    def leave(self) -> None:
+        """Leave the memory, at the next release, to a view of it that is used elsewhere."""
+        self._has_left = True
 
     def view_in(self, part: torch.Tensor, index: int) -> torch.Tensor:
         """Return parameter `index` [its shape] as a view of `part`, its own elements alone."""
