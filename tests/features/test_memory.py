@@ -244,8 +244,9 @@ def test_steps_leave_no_growth_and_deleting_the_model_frees_everything(transport
         assert all(gone), gone
 
 
-def test_no_gradient_is_left_of_autograd_when_the_sum_of_its_unit_begins() -> None:
-    model = torch.nn.Linear(37, 41, bias=False)
+@pytest.mark.parametrize("bias", [False, True])
+def test_no_gradient_is_left_of_autograd_when_the_sum_of_its_unit_begins(bias: bool) -> None:
+    model = torch.nn.Linear(37, 41, bias=bias)  # autograd ends with the weight
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     left: list[int] = []
 
@@ -254,7 +255,7 @@ def test_no_gradient_is_left_of_autograd_when_the_sum_of_its_unit_begins() -> No
             found = {at: size for at, size in _live_storages().items() if at not in before}
             left.append(list(found.values()).count(4 * 37 * 41))  # no padding
 
-    engine = zs.shard(model, optimizer, stage=1)
+    engine = zs.shard(model, optimizer, stage=1, units=[torch.nn.Linear])
     before = _live_storages()
     with inside.traced(engine, note):
         model(torch.ones(3, 37)).sum().backward()

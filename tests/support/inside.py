@@ -222,7 +222,9 @@ class Commands:
             self._note(f"let go ({self._WORDS[use]})", self._names[id(residency)])
 
     def _advance(self, original: Callable[..., Any], unit: Unit) -> None:
-        reads = unit._flight is not None and any(map(flights._is_alone, unit._flight._works))
+        reads = unit._flight is not None and any(
+            isinstance(work, flights.Run) and work.is_alone for work in unit._flight._works
+        )
         original(unit)
         if reads:  # else there is nothing to wait for
             self._note("advance", unit.name)

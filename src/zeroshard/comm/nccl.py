@@ -47,7 +47,7 @@ from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import PeerLostError, StallError
-from zeroshard.memory import Mark, Pool, mark, order_after
+from zeroshard.memory import Mark, Pool, mark
 
 __all__ = ["NcclTransport"]
 
@@ -280,7 +280,8 @@ class NcclTransport:
 
     def untrack(self, work: NativeWork) -> None:
         """Stop tracking `work`, which has ended."""
-        self._under_way = [other for other in self._under_way if other is not work]
+        if work in self._under_way:
+            self._under_way.remove(work)
 
     def begin_write(self) -> None:
         for work in [work for work in self._under_way if work.is_gather]:
@@ -345,7 +346,7 @@ class NativeWork:
         self.is_gather = is_gather
         self._transport = transport
         self._what = what
-        self._works = [work for work in works if work is not None]
+        self._works = list(filter(None, works))
         self._after = after
         self._alive = alive  # the collectives' memory, until they are waited for
         self._is_finished = False
@@ -363,7 +364,8 @@ class NativeWork:
 
     def wait(self) -> None:
         self.complete()
-        order_after(self._finished)  # the stream that finished may not be the one that waits now
+        if self._finished is not None:  # by another stream, perhaps, than the one that waits now
+            self._finished.wait()
 
     def done(self) -> bool:
         return self._is_finished or all(work.is_completed() for work in self._works)

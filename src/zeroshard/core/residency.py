@@ -76,48 +76,48 @@ class UnitTraits:
 class Residency:
     """The state of one unit's weights, and the reasons for it; the schedule moves it."""
 
-    __slots__ = ("_counts", "index", "state", "traits")
+    __slots__ = ("counts", "index", "state", "traits")
 
     def __init__(self, index: int, traits: UnitTraits) -> None:
         self.index = index
         self.traits = traits
         self.state = UnitState.RESTING if traits.is_sharded else UnitState.FULL
-        self._counts = [0] * len(Use)
+        self.counts = [0] * len(Use)  # of uses, by kind; moved by `acquire` and `release`
 
     def acquire(self, use: Use) -> None:
         """Note a use of the weights; the caller has them gathered."""
-        if use is not Use.BACKWARD or not self._counts[use]:
-            self._counts[use] += 1
+        if use is not Use.BACKWARD or not self.counts[use]:
+            self.counts[use] += 1
 
     def release(self, use: Use) -> None:
         """Note the end of a use."""
-        self._counts[use] = max(0, self._counts[use] - 1)
+        self.counts[use] = max(0, self.counts[use] - 1)
 
     def has(self, use: Use) -> bool:
         """Whether the unit is here for `use`."""
-        return self._counts[use] > 0
+        return self.counts[use] > 0
 
     @property
     def in_use(self) -> bool:
         """Whether anything uses the weights."""
-        return any(self._counts[: Use.IDLE])
+        return any(self.counts[: Use.IDLE])
 
     @property
     def is_held(self) -> bool:
         """Whether anything but a backward uses the weights."""
-        return self._counts[Use.FORWARD] > 0 or any(self._counts[Use.DIRECT : Use.IDLE])
+        return self.counts[Use.FORWARD] > 0 or any(self.counts[Use.DIRECT : Use.IDLE])
 
     @property
     def is_dozing(self) -> bool:
         """Whether its module has run: another use has to be noticed."""
-        return self._counts[Use.IDLE] > 0 or self._counts[Use.KEPT] > 0
+        return self.counts[Use.IDLE] > 0 or self.counts[Use.KEPT] > 0
 
     def rest(self) -> None:
         """The weights are released: nothing is expected any more."""
         self.state = UnitState.RESTING
-        self._counts[Use.IDLE :] = [0, 0]
+        self.counts[Use.IDLE :] = [0, 0]
 
     def reset(self) -> None:
         """Rest, in no use, after an exception."""
         self.state = UnitState.RESTING
-        self._counts = [0] * len(Use)
+        self.counts = [0] * len(Use)

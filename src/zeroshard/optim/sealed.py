@@ -129,7 +129,8 @@ class SealedGrad(torch.Tensor):
     _name: str
     _owner: weakref.ref[GradientOwner]  # a gradient must not keep the engine alive
     _parameter: weakref.ref[nn.Parameter] | None
-    _holds: object = None  # keeps the resting gradient alive
+    # kept alive as long as this is somebody's ``.grad``: the resting gradient
+    holds: object = None
     _accumulated: torch.Tensor | None = None
 
     @staticmethod
@@ -146,8 +147,8 @@ class SealedGrad(torch.Tensor):
         return sealed
 
     def hold(self, what: object) -> None:
-        """Keep `what` alive as long as this sealed gradient is somebody's ``.grad``."""
-        self._holds = what
+        """Keep `what` alive, and nothing else, as long as this is somebody's ``.grad``."""
+        self.holds = what
 
     def accumulated(self) -> torch.Tensor | None:
         """Return the gradient that autograd has just added to this one, once."""

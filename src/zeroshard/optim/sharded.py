@@ -16,6 +16,7 @@ are summed: the engine hands them over through ``StepHooks``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -314,9 +315,8 @@ class ShardedOptimizer:
         self.runner.wait()
 
     def pieces(self) -> Iterable[ParamShard]:
-        """Yield this rank's shards, by param group."""
-        for group in self._groups:
-            yield from group
+        """Return this rank's shards, by param group."""
+        return chain.from_iterable(self._groups)
 
     @property
     def rests_elsewhere(self) -> bool:
@@ -380,7 +380,8 @@ class ShardedOptimizer:
                     sealed = shard.tensor.grad = SealedGrad(
                         shard.tensor, shard.name, self._hooks, shard.parameter
                     )
-                sealed.hold(held)
+                if sealed.holds is not held:
+                    sealed.hold(held)
         for empty in self._empty:
             if empty is not None and empty.grad is None:
                 empty.grad = SealedGrad(
@@ -405,7 +406,7 @@ class ShardedOptimizer:
         for shards, originals, entries in zip(
             self._groups, self.parameters, self._entries(), strict=True
         ):
-            if all(entry.grad is None for entry in entries):
+            if not [entry for entry in entries if entry.grad is not None]:
                 out += originals
             else:
                 out += [shard.parameter for shard in shards if shard.tensor.grad is None]
@@ -456,7 +457,7 @@ class ShardedOptimizer:
             zip(self.optimizer.param_groups, self._entries(), strict=False)
         ):
             if len(group["params"]) != len(expected) or any(
-                a is not b for a, b in zip(group["params"], expected, strict=True)
+                map(operator.is_not, group["params"], expected)
             ):
                 raise StateError(
                     f"optimizer param group {index} no longer holds the pieces that shard() put"

@@ -124,7 +124,7 @@ class ParamShard:
 
     def grad(self) -> torch.Tensor | None:
         """Return its slice of the averaged gradient, or None where no rank used the parameter."""
-        if not self.is_used():
+        if not self.segment.used(self.piece.index):
             return None
         resting = self.segment.gradient()
         assert resting is not None, f"the gradient of {self.name} is used and not held"

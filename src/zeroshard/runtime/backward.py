@@ -119,7 +119,7 @@ class Backward:
         with torch._C.DisableTorchFunctionSubclass():
             for leaf in self.leaves.assigned(units):
                 self._add(leaf, leaf.take())
-                if leaf.unit.pending <= 0:
+                if leaf.unit.has_all:
                     self.complete(leaf.unit)
         self._end()
 
@@ -179,11 +179,13 @@ class Backward:
         forward under `epoch`.
         """
         task = torch._C._current_graph_task_id()
-        current = self._pass
+        current, weights = self._pass, self._weights
         if (
             current.at == (unit, task)
             and not current.finished
-            and self._weights.serves(unit, epoch)
+            and epoch == weights.epoch
+            and weights.availability.refusal is None
+            and weights.schedule.serves(unit.residency)
         ):
             return  # another output of a module inside it
         self.enter()
@@ -229,8 +231,44 @@ class Backward:
             self._weights.after_backward(unit)
 
     def take(self, number: int) -> None:
-        """Autograd has finished the gradient of `leaves[number]`."""
-        leaf = self.leaves[number]
+        """Autograd has finished the gradient of `leaves[number]`.
+
+        Most gradients are plain tensors, and their bucket is open: they are taken here, in two
+        frames. `_take_any` takes every gradient.
+        """
+        leaf, current = self.leaves[number], self._pass
+        unit, path, index, parameter = leaf.unit, leaf.path, leaf.index, leaf.parameter
+        bucket, partial, grad = path.bucket, path.partial, parameter.grad
+        task = torch._C._current_graph_task_id()
+        if (
+            bucket.buffer is None
+            or leaf.to_local is not None
+            or type(grad) is not torch.Tensor
+            or grad.requires_grad
+            or grad.layout is not torch.strided
+            or len(current.tasks) != 1  # none is nested in another
+            or task not in current.tasks
+            or current.units is not None
+            or current.gathers
+            or not (current.brings and (current.seen or not _multiplying))  # as the first one
+            or (partial.of_micro_batches and (not self.manner.sync or partial.is_there))
+        ):
+            del grad
+            self._take_any(leaf)
+            return
+        parameter.grad = None
+        bucket.add(index, grad)
+        del grad  # as in `_take_any`
+        path.used[index] = True
+        key = id(parameter)
+        unit.arrived[key] = task
+        current.outer.discard(key)
+        if len(unit.arrived) >= unit.expected:
+            if not unit.has_frozen:
+                current.finished[unit.index] = unit
+            self.complete(unit)
+
+    def _take_any(self, leaf: Leaf) -> None:
         parameter = leaf.parameter
         grad = parameter.grad
         if isinstance(grad, SealedGrad):  # no hook came before this one
@@ -248,7 +286,7 @@ class Backward:
             return  # torch has only looked for the shapes of gradients
         self._add(leaf, grad)
         del grad  # it would live until its unit's sum has been started
-        if leaf.unit.pending <= 0:
+        if leaf.unit.has_all:
             self.complete(leaf.unit)
 
     def _add(self, leaf: Leaf, grad: torch.Tensor) -> None:
@@ -343,7 +381,7 @@ class Backward:
         nested = self._pass.nested
         if nested and self._pass.in_checkpoint and unit not in self._pass.recomputed:
             return True  # read there, and none of its modules called
-        if unit.pending <= 0 and not nested:
+        if unit.has_all and not nested:
             return False
         task = torch._C._current_graph_task_id()
         return any(
@@ -431,7 +469,8 @@ class Backward:
         if not self.accumulation.has_gradient or self.running:
             return
         changed = self.accumulation.changed
-        cleared = {id(p) for p in self.optimizer.dropped()} if self.optimizer is not None else set()
+        dropped = [] if self.optimizer is None else self.optimizer.dropped()
+        cleared = set(map(id, dropped))
         everything = False not in chain.from_iterable(map(_USED, self.paths))
         gone = self.leaves.take_cleared(cleared)
         anything = True in chain.from_iterable(map(_USED, self.paths))
@@ -439,10 +478,7 @@ class Backward:
         if changed and not anything:
             anything = any(path.summed.resting() is not None for path in self.paths)
         if not anything:
-            all_cleared = len(cleared) >= len(self.leaves) and all(
-                id(leaf.parameter) in cleared for leaf in self.leaves
-            )
-            same_on_all = everything or not changed or all_cleared
+            same_on_all = everything or not changed or cleared.issuperset(self.leaves.ids)
             self.reset(0 if same_on_all else UNKNOWN)
         elif gone and not changed:
             # before a step the ranks need not have used the same parameters

@@ -110,8 +110,8 @@ class BackwardPass:
     def took(self, unit: Unit, parameter: torch.Tensor) -> None:
         """The gradient of a `parameter` of `unit` has come."""
         self.brings = True
-        unit.took(id(parameter), torch._C._current_graph_task_id())
+        unit.arrived[id(parameter)] = torch._C._current_graph_task_id()
         if len(self.tasks) == 1:
             self.outer.discard(id(parameter))
-        if unit.pending <= 0 and not unit.has_frozen:
+        if unit.has_all and not unit.has_frozen:
             self.finished[unit.index] = unit

@@ -45,21 +45,13 @@ class GradBucket:
         # with a codec the buffer is memory of ours, and encoded into one of the transport's
         self._memory = context.memory
         self._round = 0  # buffers opened so far: names them apart
+        self.name = f"{flat.key}.grad.0"  # what streams call the buffer
+        self.num_bytes = flat.layout.numel * request.dtype.itemsize  # of a buffer
 
     @property
     def is_open(self) -> bool:
         """Whether there is a buffer."""
         return self.buffer is not None
-
-    @property
-    def name(self) -> str:
-        """What streams call the buffer."""
-        return f"{self._flat.key}.grad.{self._round}"
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of a buffer."""
-        return self._flat.layout.numel * self._dtype.itemsize
 
     @property
     def rests(self) -> bool:
@@ -81,6 +73,7 @@ class GradBucket:
             self.buffer = GradBuffer(self._memory.empty(numel, self._dtype))
         self.loan = self._meter.lend(self.buffer.data, self.num_bytes)
         self._round += 1
+        self.name = f"{self._flat.key}.grad.{self._round}"
         self._streams.alloc(self.name)
         self.views = self._flat.buffer.views_of(self.buffer.data)
 

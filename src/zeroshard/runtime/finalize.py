@@ -229,7 +229,7 @@ class Finalizer:
     def _compare(self, unreduced: bool, bad: str) -> list[_Answer]:
         """Exchange answers, of whose digests and decisions none may differ."""
         used = [flag for path in self._backward.paths for flag in path.used]
-        bits = sum(1 << index for index, flag in enumerate(used) if flag)
+        bits = sum([1 << index for index, flag in enumerate(used) if flag])
         decisions, here = self._backward.decisions, self._backward.accumulation
         mine = _Answer(
             self._digest.value(),

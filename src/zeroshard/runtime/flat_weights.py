@@ -99,6 +99,7 @@ class FlatWeights:
         self.dtype = plan.dtype
         self.codec: Codec | None = plan.codec(context)  # in which weights travel
         self.scope = layout.scope(cells.weight)  # of what rests here
+        self.replicated = self.scope is Scope.FULL  # every rank keeps the whole buffer
         self.rest_span = layout.span(rank, self.scope)
         # the range of the buffer that this rank's optimizer steps, and that which is its alone
         self.stepped = layout.span(rank, layout.scope(cells.optim))
@@ -124,6 +125,9 @@ class FlatWeights:
             context.device,
             None if self.window is None else self.window.full,
         )
+        self.full_bytes = self.buffer.num_bytes  # that gathering takes beyond what rests
+        # what streams call the memory at rest: the full buffer itself where it stays here
+        self.rest_name = f"{self.key}.local" if self.buffer.is_ours else self.key
         self.routes = plan.routes(context, rest, reads=reads_first)
         # between forward and backward
         self.column = KeptColumn(
@@ -172,29 +176,14 @@ class FlatWeights:
         return self.buffer.views
 
     @property
-    def replicated(self) -> bool:
-        """Whether every rank keeps the whole buffer."""
-        return self.scope is Scope.FULL
-
-    @property
     def strides(self) -> Sequence[tuple[int, ...]]:
         """The stride of every parameter."""
         return self.buffer.strides
 
     @property
-    def full_bytes(self) -> int:
-        """Bytes that gathering takes beyond what rests."""
-        return self.buffer.num_bytes
-
-    @property
     def rest_bytes(self) -> int:
         """Bytes of this rank's weights at rest."""
         return sum(self.rest.bytes_by_tier().values())
-
-    @property
-    def rest_name(self) -> str:
-        """What streams call the memory at rest: the full buffer itself where it stays here."""
-        return f"{self.key}.local" if self.buffer.is_ours else self.key
 
     @cached_property
     def reads_first(self) -> bool:
@@ -221,7 +210,7 @@ class FlatWeights:
     def take_memory(self) -> None:
         """Take the memory of the full buffer, on compute."""
         if self.buffer.is_ours:
-            on_pages = self.rest.rests_elsewhere and not reads_wait(self.full)
+            on_pages = self.rest.rests_elsewhere and not reads_wait(self.buffer.tensor)
             self.buffer.take(self.context.memory if on_pages else None, self.rest_span[0])
             self.context.meter.add(self.full_bytes)
             self.context.streams.alloc(self.key)
@@ -370,7 +359,7 @@ class FlatWeights:
         if for_backward is False:
             self.column.release()
         elif for_backward:
-            self.column.keep(self.full)
+            self.column.keep(self.buffer.tensor)
         self.column.end_gather()
         if not self.buffer.is_ours:
             return 0

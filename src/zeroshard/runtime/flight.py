@@ -110,14 +110,16 @@ class Flight:
             streams.fork(lane)
         with streams.on(lane):
             self._works = list(works)
-            if not all(map(_is_alone, self._works)):
-                self._event = streams.mark(lane)
+            for work in self._works:
+                if not (isinstance(work, Run) and work.is_alone):
+                    self._event = streams.mark(lane)
+                    break
 
     def advance(self) -> None:
         """Start the collectives that come after a read of this rank's tier."""
         for work in self._works:
-            if _is_alone(work):
-                assert self._lane is not None and isinstance(work, Run)
+            if isinstance(work, Run) and work.is_alone:
+                assert self._lane is not None
                 with self._streams.on(self._lane):
                     work.advance()
                     self._event = self._streams.mark(self._lane)
@@ -126,7 +128,8 @@ class Flight:
         """Return when the results may be used on compute. Idempotent; a wait that raised may be
         tried again.
         """
-        self.advance()
+        if Run in map(type, self._works):
+            self.advance()
         for work in self._works:
             work.wait()
         self._works = []
@@ -146,7 +149,3 @@ class Flight:
             if isinstance(work, Run):
                 work.abandon()
         self._works = []
-
-
-def _is_alone(work: Work) -> bool:
-    return isinstance(work, Run) and work.is_alone

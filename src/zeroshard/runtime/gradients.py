@@ -117,10 +117,6 @@ class GradientPath:
                     out[tier] = out.get(tier, 0) + num_bytes
         return out
 
-    def is_used(self, index: int) -> bool:
-        """Whether parameter `index` has a gradient since the last drop."""
-        return self.used[index]
-
     @property
     def in_flight(self) -> bool:
         """Whether a reduce of this segment is under way."""
@@ -149,7 +145,7 @@ class GradientPath:
         self.bucket.add(index, grad)
 
     def _open_bucket(self, make_room: Callable[[int], None]) -> None:
-        if self.bucket.is_open:
+        if self.bucket.buffer is not None:
             return
         summed = self.summed
         if self._direct and not summed.tiered and summed.resting() is None:
@@ -160,7 +156,7 @@ class GradientPath:
     @property
     def has_local(self) -> bool:
         """Whether gradients are here that no reduce has taken yet."""
-        return self.bucket.is_open or self._whole.is_there
+        return self.bucket.buffer is not None or self._whole.is_there
 
     @property
     def has_node_sum(self) -> bool:
@@ -246,7 +242,7 @@ class GradientPath:
     def _launch(self, works: Iterator[Work], frees: list[str], *uses: object) -> None:
         """Start a reduce that `uses` memory beside the bucket."""
         flight = Flight(works, self._streams, "reduce")
-        if self.bucket.is_open:
+        if self.bucket.buffer is not None:
             frees.append(self.bucket.name)
             self.bucket.end_encoded()
         self.reduction = Reduction(flight, self.bucket.loan, frees, (self.bucket.buffer, *uses))
@@ -254,7 +250,7 @@ class GradientPath:
 
     def _outgoing(self, name: str) -> GradBuffer | None:
         """Return the buffer of a reduce that writes to what streams call `name`."""
-        if self.bucket.is_open:
+        if self.bucket.buffer is not None:
             self._streams.read(self.bucket.name)
         self._streams.write(f"{self.key}.{name}")
         return self.bucket.outgoing()
@@ -333,4 +329,4 @@ class GradientPath:
         self.summed.reset()
         self.partial.close()
         self._whole.close()
-        self.used = [False] * len(self.used)
+        self.used[:] = [False] * len(self.used)

@@ -21,7 +21,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from zeroshard.core.residency import UnitState, Use
 from zeroshard.errors import StateError
 from zeroshard.runtime.casts import cast, casting_hooks, explain
 from zeroshard.runtime.guards import compiled_whole, guard, is_traced
+from zeroshard.runtime.leaves import seal
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.recomputed import is_recomputed
 from zeroshard.runtime.released import know_class, release_classes, restore_classes
@@ -48,6 +50,7 @@ __all__ = ["Hooks"]
 
 
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)  # what every module has
+_PLAIN = frozenset((torch.Tensor,))
 
 
 class _Tie:
@@ -239,18 +242,23 @@ class Hooks:
         )
         # of forwards under way, the number of the first autograd node that they can make
         begun: list[int] = []
+        residencies = [unit.residency for unit in units]
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if loop.between_sections or weights.nothing_to_do or is_dynamo_compiling():
+            if loop.between_sections or is_dynamo_compiling():
                 return  # or inside a compiled forward, around which the unit is gathered
+            if weights.shown and weights.nothing_to_do:
+                return
             if reads_parameters:
                 begun.append(torch._C._autograd._get_sequence_nr())
-            loop.begin_module(units)
+            loop.begin_module(units, residencies)
             if ends and torch.is_grad_enabled() and peek_stack() is None:
                 self._watch_inputs(ends, args, kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if loop.between_sections or weights.nothing_to_do or is_dynamo_compiling():
+            if loop.between_sections or is_dynamo_compiling():
+                return
+            if weights.shown and weights.nothing_to_do:
                 return
             first = begun.pop() if begun else 0
             if output is not None and torch.is_grad_enabled() and peek_stack() is None:
@@ -266,7 +274,7 @@ class Hooks:
                         ],
                     )
                     self.watch_outputs(units, elsewhere, since=first)
-            loop.end_module(units, output, apart=apart)
+            loop.end_module(units, residencies, output, apart=apart)
 
         self._handles.append(
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
@@ -279,10 +287,13 @@ class Hooks:
         """Have `units` gathered when a gradient arrives at a tensor of `output` that autograd
         has made `since`; leave views their memory.
         """
-        arrived = self._arrival_at(tuple(units))
-        may_be_views = [unit for unit in units if unit.full_bytes]
+        key, now = tuple(units), self.loop.weights.epoch
+        epoch, arrived = self._arrivals.get(key, (-1, None))
+        if arrived is None or epoch != now:
+            arrived = partial(self.loop.begin_backward, key, now)
+            self._arrivals[key] = (now, arrived)
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_within(output):
-            for unit in may_be_views:
+            for unit in units:
                 unit.leave_views(tensor)
             # held: torch 2.13 crashes in register_hook on a view whose base was written to,
             # otherwise
@@ -292,23 +303,12 @@ class Hooks:
                 tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
             del node
 
-    def _arrival_at(self, units: tuple[Unit, ...]) -> Callable[[torch.Tensor], None]:
-        """Return the hook of outputs of modules that need `units`, as they are in this forward."""
-        epoch, loop = self.loop.weights.epoch, self.loop
-        known = self._arrivals.get(units)
-        if known is not None and known[0] == epoch:
-            return known[1]
-
-        def arrived(grad: torch.Tensor) -> None:
-            loop.begin_backward(units, epoch)
-
-        self._arrivals[units] = (epoch, arrived)
-        return arrived
-
     def _watch_inputs(self, units: list[Unit], args: Any, kwargs: Any) -> None:
+        is_plain = _PLAIN.issuperset(map(type, args)) and not kwargs  # the usual case
+        given: Iterable[torch.Tensor] = args if is_plain else tensors_in((args, kwargs))
         inputs = [
             tensor
-            for tensor in tensors_in((args, kwargs))
+            for tensor in given
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter)
         ]
         if not inputs:
@@ -360,7 +360,7 @@ class Hooks:
                 if alive is not None:
                     alive.take(number)
                     if next(reversed(parameter._post_accumulate_grad_hooks)) != own[number]:
-                        alive.leaves[number].seal(alive, None)  # for the hook after this one
+                        seal([alive.leaves[number]], alive, None)  # for the hook after this one
 
             return taken
 

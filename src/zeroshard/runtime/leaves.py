@@ -21,7 +21,7 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.state.local import gradient_taker
 
-__all__ = ["Leaf", "Leaves"]
+__all__ = ["Leaf", "Leaves", "seal"]
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +34,7 @@ class Leaf:
     index: int  # in the segment
     parameter: nn.Parameter
     to_local: Callable[[torch.Tensor], torch.Tensor] | None  # of a DTensor's gradients
-    _sealed: SealedGrad | None = None
+    sealed: SealedGrad | None = None  # made once, and put on after every backward
 
     @property
     def name(self) -> str:
@@ -76,16 +76,25 @@ class Leaf:
         """Take its gradient off."""
         self.parameter.grad = None
 
-    def seal(self, owner: GradientOwner, holds: object) -> None:
-        """Give it its sealed gradient, which keeps `holds` alive, unless one is assigned."""
-        grad = self.parameter.grad
-        if grad is not None and type(grad) is not SealedGrad:
-            return
-        sealed = self._sealed
-        if sealed is None or sealed.dtype is not self.parameter.dtype:
-            sealed = self._sealed = SealedGrad(self.parameter, self.name, owner, self.parameter)
-        sealed.hold(holds)
-        self.parameter.grad = sealed
+    def make_sealed(self, owner: GradientOwner) -> SealedGrad:
+        """Make its sealed gradient."""
+        self.sealed = SealedGrad(self.parameter, self.name, owner, self.parameter)
+        return self.sealed
+
+
+def seal(leaves: Iterable[Leaf], owner: GradientOwner, holds: object) -> None:
+    """Give `leaves` their sealed gradients, which keep `holds` alive, but for assigned ones."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for leaf in leaves:
+            parameter, sealed = leaf.parameter, leaf.sealed
+            grad = parameter.grad
+            if grad is not None and type(grad) is not SealedGrad:
+                continue
+            if sealed is None or sealed.dtype is not parameter.dtype:
+                sealed = leaf.make_sealed(owner)
+            if sealed.holds is not holds:
+                sealed.hold(holds)
+            parameter.grad = sealed
 
 
 class Leaves(list[Leaf]):
@@ -106,6 +115,7 @@ class Leaves(list[Leaf]):
             for index, parameter in enumerate(segment.parameters)
         )
         self._of = {id(leaf.parameter): leaf for leaf in self}
+        self.ids = self._of.keys()  # of the parameters
 
     def of(self, parameter: nn.Parameter | None) -> Leaf | None:
         """Return the leaf of `parameter`, if it is a trainable one of the engine."""
@@ -133,9 +143,8 @@ class Leaves(list[Leaf]):
 
     def seal(self, owner: GradientOwner, *, holds: bool) -> None:
         """Put sealed gradients on those that have one. `holds`: it lives as long as they do."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for leaf in self._used():
-                leaf.seal(owner, leaf.path.summed.resting() if holds else None)
+        for path, leaves in groupby(self._used(), key=attrgetter("path")):
+            seal(leaves, owner, path.summed.resting() if holds else None)
 
     def assigned(self, units: Collection[Unit] | None = None) -> list[Leaf]:
         """Return those in `units` (default: all) that have a gradient which no hook has taken."""

@@ -29,7 +29,7 @@ from torch import nn
 
 from zeroshard.comm.agree import agree
 from zeroshard.core.launched import heartbeat
-from zeroshard.core.residency import Use
+from zeroshard.core.residency import Residency, Use
 from zeroshard.core.schedule import Phase, Until
 from zeroshard.errors import StateError, StorageError
 from zeroshard.optim.sharded import INTERRUPTED, ShardedOptimizer
@@ -154,20 +154,32 @@ class Loop:
 
     # ------------------------------------------------------------------ one module's forward
 
-    def begin_module(self, units: Sequence[Unit]) -> None:
+    def begin_module(self, units: Sequence[Unit], residencies: Sequence[Residency]) -> None:
         """A module's forward begins, which needs `units`; in a backward it is a recomputation."""
         in_backward = torch._C._current_graph_task_id() >= 0
-        if (recording := self._context.streams.probe.recording) is not None:
+        phase: Phase = "backward" if in_backward else "forward"
+        recording, weights = self._context.streams.probe.recording, self.weights
+        counts = in_backward == torch.is_grad_enabled() and not weights.schedule.evaluates
+        plainly = recording is None and weights.availability.refusal is None and not counts
+        if plainly and weights.schedule.reenter(residencies):
+            weights.digest.enter(phase, units[-1].name)
+            return  # most modules run inside one that spans the same unit
+        if recording is not None:
             recording.enter("forward", units[0].name)
-        self.weights.enter()
+        weights.enter()
         for unit in units:
             unit.residency.acquire(Use.FORWARD)
-            self.weights.unshard(unit, "backward" if in_backward else "forward")
-        if in_backward == torch.is_grad_enabled() and not self.weights.schedule.evaluates:
+            weights.unshard(unit, phase)
+        if counts:
             count_recomputations(units, ends_one=in_backward, enter=self.backward.enter)
 
-    def end_module(self, units: Sequence[Unit], output: Any, *, apart: bool) -> None:
+    def end_module(
+        self, units: Sequence[Unit], residencies: Sequence[Residency], output: Any, *, apart: bool
+    ) -> None:
         """It has ended; `apart`: the module is a tile, which is recomputed one at a time."""
+        recording = self._context.streams.probe.recording
+        if recording is None and self.weights.schedule.leave_inner(residencies):
+            return
         in_backward = torch._C._current_graph_task_id() >= 0
         for unit in units:
             unit.residency.release(Use.FORWARD)
@@ -177,13 +189,13 @@ class Loop:
         if self.weights.schedule.running == 1 and not in_backward:
             self.hold_parameters(output)
         self.weights.leave()
-        if (recording := self._context.streams.probe.recording) is not None:
+        if recording is not None:
             recording.leave()
 
     # ------------------------------------------------------------------ its backward
 
-    def begin_backward(self, units: Sequence[Unit], epoch: int) -> None:
-        """A gradient has come to the outputs of a module that ran under `epoch`."""
+    def begin_backward(self, units: Sequence[Unit], epoch: int, grad: torch.Tensor) -> None:
+        """`grad` has come to an output of a module that ran under `epoch`; it is left as it is."""
         recording = self._context.streams.probe.recording
         if recording is not None:
             recording.turn("backward", units[0].name)

@@ -61,8 +61,12 @@ class Parameters:
         self._versions: list[int] = [p._version for p in parameters]
 
     def attach(self, views: Sequence[torch.Tensor]) -> None:
-        """Point the parameters at `views` of the gathered buffer."""
-        self._point_at(views)
+        """Point the parameters at `views`, of the gathered buffer."""
+        restore_classes(self.parameters)
+        for local, view in zip(self._locals, views, strict=True):
+            local.data = view
+        self._there = views
+        self._versions = list(map(_VERSION, self.parameters))
 
     def lend(self, views: Sequence[torch.Tensor]) -> None:
         """Point attached parameters at `views` until they are attached again."""
@@ -82,15 +86,8 @@ class Parameters:
 
     def detach(self) -> None:
         """Point the parameters at their NaN."""
-        self._point_at(self._released)
+        self.attach(self._released)
         release_classes(self.parameters)
-
-    def _point_at(self, tensors: Sequence[torch.Tensor]) -> None:
-        restore_classes(self.parameters)
-        for local, tensor in zip(self._locals, tensors, strict=True):
-            local.data = tensor
-        self._there = tensors
-        self._versions = list(map(_VERSION, self.parameters))
 
     def heal(self) -> None:
         """Make released parameters read as NaN again, whatever was written there."""

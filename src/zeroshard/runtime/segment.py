@@ -50,6 +50,7 @@ class Segment:
         self.parts = plan.parts  # of the parameters, that are here
         self.given = tuple(parameter.dtype for parameter in self.parameters)  # before shard()
         self.flat = flat
+        self.key = flat.key  # what it is called in collectives
         self.grad = grad
         self.master: State | None = None  # what the optimizer steps
         self.weight = flat.weight  # the weights that follow from it
@@ -64,11 +65,6 @@ class Segment:
         # what the user sees
         self.seen = Parameters(self.names, self.parameters, flat.dtype)
         self.rewritten = True  # frozen weights: since they were gathered last
-
-    @property
-    def key(self) -> str:
-        """What it is called in collectives."""
-        return self.flat.key
 
     @property
     def has_news(self) -> bool:
@@ -241,7 +237,7 @@ class Segment:
 
     def wait_uploads(self) -> None:
         """Return when the weights that a step has sent here are here."""
-        if not self.is_coming:
+        if not self.uploads and self.step.is_set():  # `is_coming`, asked at every gather
             return
         recording = self.flat.recording
         since = None if recording is None else recording.now()
@@ -298,7 +294,7 @@ class Segment:
 
     def attach(self) -> None:
         """Point the parameters at the gathered buffer."""
-        self.seen.attach(self.flat.views)
+        self.seen.attach(self.flat.buffer.views)
 
     def heal(self) -> None:
         """Make released parameters read as NaN again; what was on its way is lost."""

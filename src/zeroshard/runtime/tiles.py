@@ -41,7 +41,7 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
         master,
         context.tiering.store(tier),
         gradient=path.summed.resting,
-        used=path.is_used,
+        used=path.used.__getitem__,
         bring=segment.bring,
         can_bring_from_rest=segment.can_bring_from_rest,
         bring_from_rest=segment.bring_from_rest,

@@ -97,7 +97,7 @@ class Unit:
         # parameters whose gradient has come in this backward, by id, and the last graph task that
         # brought it
         self.arrived: dict[int, int] = {}
-        self.pending = 0  # trainable parameters whose gradient has not come in this backward
+        self.expected = 0  # how many parameters get a gradient in this backward
         self.forwards = Forwards()
         self._flight: Flight | None = None
         self._strict = strict
@@ -142,18 +142,18 @@ class Unit:
     def expect_gradients(self) -> None:
         """A backward begins: no gradient has come."""
         self.arrived.clear()
-        self.pending = 0
+        self.expected = 0
         for segment in self.trainable:
-            self.pending += sum(map(_REQUIRES_GRAD, segment.parameters))
+            self.expected += sum(map(_REQUIRES_GRAD, segment.parameters))
 
-    def took(self, parameter: int, task: int) -> None:
-        """The gradient of a parameter, by id, has come in graph task `task`."""
-        self.pending -= parameter not in self.arrived
-        self.arrived[parameter] = task
+    @property
+    def has_all(self) -> bool:
+        """Whether every gradient that is expected has come."""
+        return len(self.arrived) >= self.expected
 
     def expect_no_more(self) -> None:
         """What has come is handed over."""
-        self.pending = 0
+        self.expected = 0
 
     # ------------------------------------------------------------------ where its weights are
 
@@ -171,9 +171,15 @@ class Unit:
         return any(segment.flat.codec is not None for segment in self.segments)
 
     @property
-    def gathered_segments(self) -> list[Segment]:
+    def gathered_segments(self) -> Sequence[Segment]:
         """The segments whose weights a gather moves."""
+        if not self._may_have_no_news:
+            return self.segments
         return [segment for segment in self.segments if segment.has_news]
+
+    @cached_property
+    def _may_have_no_news(self) -> bool:
+        return any(segment.grad is None and segment.flat.replicated for segment in self.segments)
 
     def unshard(self, streams: Streams, *, fork: bool = True, raw: bool = False) -> None:
         """Start bringing the weights together, after what compute was given if `fork`; `raw`: as
@@ -185,11 +191,14 @@ class Unit:
             name = segment.seen.lost_at_rest(strict=self._strict)
             if name is not None:
                 raise _lost(name, "while it was released")
-        self._expect(UnitState.RESTING, "start a gather")
+        if self.residency.state is not UnitState.RESTING:
+            self._expect(UnitState.RESTING, "start a gather")
         flats = [segment.outgoing() for segment in self.gathered_segments]
+        moves = False
         for flat in flats:
             flat.take_memory()
-        lane: Lane | None = None if all(flat.is_local for flat in flats) else "gather"
+            moves = moves or not flat.is_local
+        lane: Lane | None = "gather" if moves else None
         works = map(FlatWeights.unshard, flats, repeat(raw))
         self._flight = Flight(works, streams, lane, fork=fork)
 
@@ -230,11 +239,17 @@ class Unit:
         """Where `tensor` is a view of the gathered weights, let it keep their memory; see
         [Note: views that leave] in state/full.py.
         """
-        # those are guarded themselves
-        if self.full_bytes and not isinstance(tensor, nn.Parameter):
-            address = local_of(tensor).data_ptr()
-            for segment in self.segments:
-                segment.flat.buffer.leave(address)
+        if not self.full_bytes:
+            return
+        if type(tensor) is not torch.Tensor:
+            if isinstance(tensor, nn.Parameter):
+                return  # those are guarded themselves
+            tensor = local_of(tensor)
+        address = tensor.data_ptr()
+        for segment in self.segments:
+            buffer = segment.flat.buffer
+            if 0 <= address - buffer.tensor.data_ptr() < buffer.num_bytes:
+                buffer.leave()
 
     def parameter_at(self, address: int) -> str | None:
         """Return the name of the parameter whose gathered memory holds `address`, if any."""
@@ -283,7 +298,7 @@ class Unit:
             segment.flat.column.release()
             if not rested:
                 segment.flat.release()
-        self.pending = 0
+        self.expected = 0
         self.arrived = {}
         self.forwards.reset()
 

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch._C._functorch import peek_interpreter_stack as peek_stack  # is None in no transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
@@ -26,7 +28,7 @@ from zeroshard.runtime.availability import Availability
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["Weights", "in_transform"]
+__all__ = ["Weights"]
 
 
 class Weights:
@@ -53,21 +55,21 @@ class Weights:
         self._wait_for_reduce = wait_for_reduce
         self._trimmer = trimmer
         self._streams = streams
-        self._digest = digest
+        self.digest = digest
         self._ordered = schedule.rules.ordered
         self._phase: Phase = "forward"  # of the last need
         # whether each gathered() context, which shows what rests, holds every unit
-        self._shown: list[bool] = []
+        self.shown: list[bool] = []
 
     @property
     def nothing_to_do(self) -> bool:
         """Whether a forward needs nothing of us: every unit is held, and no backward can follow."""
-        return self._shown != [] and any(self._shown) and not torch.is_grad_enabled()
+        return any(self.shown) and not torch.is_grad_enabled()
 
     @property
     def shows_rest(self) -> bool:
         """Whether the user sees what rests: inside gathered()."""
-        return bool(self._shown)
+        return bool(self.shown)
 
     # ------------------------------------------------------------------ executing commands
 
@@ -81,7 +83,7 @@ class Weights:
             if op is Op.START:
                 if self._ordered:
                     self._fold_gathers(unit)
-                unit.unshard(self._streams, fork=fork, raw=bool(self._shown))
+                unit.unshard(self._streams, fork=fork, raw=bool(self.shown))
                 fork = forks
             elif op is Op.WAIT:
                 self._wait(unit)
@@ -107,12 +109,12 @@ class Weights:
         for segment in unit.gathered_segments:
             flat = segment.flat
             if not flat.is_local:
-                self._digest.fold(
+                self.digest.fold(
                     "gather", unit.name, dtype_name(flat.dtype), flat.layout.numel, ordered=True
                 )
 
     def _wait(self, unit: Unit) -> None:
-        if in_transform():
+        if peek_stack() is not None:
             with temporarily_clear_interpreter_stack():  # our copies are not its to follow
                 unit.wait_for_unshard()
         else:
@@ -124,7 +126,7 @@ class Weights:
         # gathered ahead in one order and used in another: the ranks' next gathers will differ
         if self._ordered and unit.full_bytes:
             first = unit.segments[0].flat
-            self._digest.fold(
+            self.digest.fold(
                 self._phase, unit.name, dtype_name(first.dtype), first.layout.numel, ordered=True
             )
 
@@ -178,11 +180,12 @@ class Weights:
         """`unit` is needed in a pass: raise StateError where it cannot be gathered."""
         if self.availability.refusal is not None:
             self.availability.check_open()
-        self._digest.enter(phase, unit.name)
+        self.digest.enter(phase, unit.name)
         self._phase = phase
         state = unit.residency.state
         if state is not UnitState.FULL:
-            _refuse_transforms(unit)
+            if peek_stack() is not None or forward_ad._current_level >= 0:
+                _refuse_transforms(unit)
             if state is UnitState.RESTING:
                 self.availability.check_gather()
 
@@ -229,14 +232,6 @@ class Weights:
             if not unit.residency.traits.is_sharded:
                 self.run(self.schedule.finish(unit.residency))
 
-    def serves(self, unit: Unit, epoch: int) -> bool:
-        """Whether `unit` is gathered for the backward of a forward under `epoch` already."""
-        return (
-            epoch == self.epoch
-            and self.schedule.serves(unit.residency)
-            and self.availability.refusal is None
-        )
-
     def check_epoch(self, unit: Unit, epoch: int) -> None:
         """Raise StateError when the weights have changed since the forward that ran under
         `epoch`.
@@ -256,15 +251,15 @@ class Weights:
         them.
         """
         everything = len(units) == len(self.units)
-        self._shown.append(everything)
+        self.shown.append(everything)
         for unit in units:
             if unit.is_coded and not unit.residency.in_use:
                 self.bring_to_rest(unit)
         try:
             yield
         finally:
-            if everything in self._shown:  # else an exception has ended it
-                self._shown.remove(everything)
+            if everything in self.shown:  # else an exception has ended it
+                self.shown.remove(everything)
 
     def refresh(self, units: Iterable[Unit]) -> None:
         """The user's numbers have been written into `units`: what is gathered now is gathered
@@ -312,27 +307,18 @@ class Weights:
         """After an exception: every unit back at rest, and no expectation, since the ranks may
         have come to different places.
         """
-        self._shown.clear()
+        self.shown.clear()
         rested = [unit.residency.state is UnitState.RESTING for unit in self.units]
         self.schedule.reset()
         for unit, rests in zip(self.units, rested, strict=True):
             unit.abandon(rested=rests)
 
 
-def in_transform() -> bool:
-    """Whether a transform of torch.func is at work (vmap, grad, jvp, ...): gradients inside are
-    its own, and no pass of ours.
-    """
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def _refuse_transforms(unit: Unit) -> None:
-    """Raise StateError where a gather would run inside a transform of torch.func, which cannot
-    follow memory that comes and goes.
+    """Raise StateError where `unit` would be gathered inside the transform of torch.func that is
+    at work, which cannot follow memory that comes and goes.
     """
-    if unit.residency.traits.is_sharded and (
-        in_transform() or torch.autograd.forward_ad._current_level >= 0
-    ):
+    if unit.residency.traits.is_sharded:
         raise StateError(
             f"unit {unit.name!r} would be gathered inside a transform (torch.vmap, torch.func.grad,"
             " jvp, forward-mode AD), which cannot follow memory that is released: run the"

@@ -291,7 +291,7 @@ class Whole:
         ]
         for parameter, value, dtype in zip(segment.parameters, values, segment.given, strict=True):
             point_at(parameter, torch.empty_like(value, dtype=dtype).copy_(value))
-            parameter.grad = None
+            del parameter.grad
 
     def _whole_masters(self, segment: Segment) -> list[torch.Tensor]:
         """Return the masters of a segment [each parameter's shape], or nothing where its weights

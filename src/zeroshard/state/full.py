@@ -93,6 +93,7 @@ class FullBuffer:
         self.dtype = dtype
         self.device = device
         self.is_ours = tensor is None  # not memory at rest
+        self.num_bytes = layout.numel * dtype.itemsize if tensor is None else 0  # that `take` takes
         self._places = [
             (slot.shape, stride, slot.offset)
             for slot, stride in zip(layout.slots, self.strides, strict=True)
@@ -117,11 +118,6 @@ class FullBuffer:
     def _references(self) -> int:
         """Return how many tensors and storage objects refer to the memory."""
         return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that `take` takes."""
-        return self.layout.numel * self.dtype.itemsize if self.is_ours else 0
 
     def take(self, memory: DeviceMemory | None = None, start: int = 0) -> None:
         """Take the memory, its contents undefined; where autograd cannot miss it, pages of
@@ -171,10 +167,9 @@ class FullBuffer:
         """Leave the memory, at the next release, to whatever else refers to it then."""
         self._is_seen = True
 
-    def leave(self, address: int) -> None:
-        """Leave the memory, at the next release, to a tensor at `address`, if that lies in it."""
-        if 0 <= address - self.tensor.data_ptr() < self.num_bytes:
-            self._has_left = True
+    def leave(self) -> None:
+        """Leave the memory, at the next release, to a view of it that is used elsewhere."""
+        self._has_left = True
 
     def view_in(self, part: torch.Tensor, index: int) -> torch.Tensor:
         """Return parameter `index` [its shape] as a view of `part`, its own elements alone."""

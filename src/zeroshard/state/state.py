@@ -95,7 +95,7 @@ class State:
         assert len({part.dtype for part in parts}) == 1, parts
         self.parts = parts
         self.dtype = parts[0].dtype
-        self.numel = sum(part.numel for part in parts)
+        self.numel = sum([part.numel for part in parts])
 
     @classmethod
     def of(
@@ -124,7 +124,7 @@ class State:
     @property
     def rests_elsewhere(self) -> bool:
         """Whether any of it rests on another tier than the device."""
-        return any(part.tier is not Tier.DEVICE for part in self.parts)
+        return [part for part in self.parts if part.tier is not Tier.DEVICE] != []
 
     @property
     def is_encoded(self) -> bool:

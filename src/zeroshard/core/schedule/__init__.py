@@ -110,11 +110,12 @@ class Schedule:
 
     def serves(self, unit: Residency) -> bool:
         """Whether `unit` is gathered for a backward, so that a further need brings no command."""
+        counts = unit.counts  # asked at every output: no call for each use
         return (
             unit.state is FULL
-            and not unit.is_dozing
+            and counts[Use.BACKWARD] > 0
+            and not (counts[Use.IDLE] or counts[Use.KEPT])
             and self._idle is None
-            and unit.has(Use.BACKWARD)
         )
 
     def last_pass(self, phase: Phase) -> list[int]:
@@ -150,6 +151,35 @@ class Schedule:
         """
         self.running += 1
         self.evaluates = self.evaluates if evaluates is None else evaluates
+
+    def reenter(self, units: Sequence[Residency]) -> bool:
+        """A forward begins inside another one; return False, and change nothing, unless it finds
+        all of `units` as `need` leaves them.
+        """
+        if self._idle is not None or not self.running:
+            return False
+        for unit in units:
+            counts = unit.counts
+            if unit.state is not FULL or counts[Use.IDLE] or counts[Use.KEPT]:
+                return False
+        for unit in units:
+            unit.counts[Use.FORWARD] += 1
+        self.running += 1
+        return True
+
+    def leave_inner(self, units: Sequence[Residency]) -> bool:
+        """A forward inside another one ends; return False, and change nothing, unless forwards
+        around it need all of `units`, so that nothing follows.
+        """
+        if self.running < 2:
+            return False
+        for unit in units:
+            if unit.counts[Use.FORWARD] < 2:
+                return False
+        for unit in units:
+            unit.counts[Use.FORWARD] -= 1
+        self.running -= 1
+        return True
 
     def leave(self, evaluates: bool | None = None, *, graph: bool) -> Commands:
         """A forward ends, and leaves a `graph` for a backward."""
