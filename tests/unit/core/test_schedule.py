@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.core.residency import Residency, UnitState, UnitTraits, Use
-from zeroshard.core.schedule import Command, Commands, Op, Phase, Rules, Schedule, Until
+from zeroshard.core.schedule import Command, Commands, Op, Phase, Rules, Schedule, Until, is_ordered
 from zeroshard.core.schedule.__main__ import main
 
 SOURCE = Path(__file__).parents[3] / "src" / "zeroshard"
@@ -213,6 +213,41 @@ def test_a_unit_gathered_for_another_order_gives_way() -> None:
     executor.backward([0, 2, 1])
     executor.step()
     executor.check_rests()
+
+
+def test_a_unit_of_several_modules_stays_until_another_one_is_needed() -> None:
+    traits = UnitTraits(4, 4, spans_one_module=False)
+    executor = _executor([4, 4], 0, kept=False)
+    executor.units = [Residency(index, traits) for index in range(2)]
+    executor.schedule = Schedule(executor.units, executor.rules, executor)
+    first, second = executor.units
+    executor.need(0, "forward")
+    for _ in range(2):  # two of its modules run: one gather
+        executor.need(0, "forward")
+        executor.run(executor.schedule.after_forward(first, keeps=True))
+        assert first.is_dozing and 0 in executor.gathered
+    executor.need(1, "forward")
+    assert 0 not in executor.gathered
+    executor.run(executor.schedule.after_forward(second, keeps=True))
+    executor.run(executor.schedule.end_pass(keeps=True))
+    executor.check_rests()
+
+
+@pytest.mark.parametrize(
+    ("how", "ordered"),
+    [
+        ({"one_sided": True, "leave": False, "coded": False}, False),
+        ({"one_sided": False, "leave": False, "coded": False}, True),
+        ({"one_sided": True, "leave": True, "coded": False}, True),
+        ({"one_sided": True, "leave": False, "coded": True}, True),
+    ],
+)
+def test_gathers_need_every_rank_unless_peers_map_the_weights(
+    how: dict[str, bool], ordered: bool
+) -> None:
+    assert is_ordered(**how) == ordered
+    rules = Rules.of([UnitTraits(4, 4)], ordered=ordered, keyed=True)
+    assert rules.waits_for_room == ordered
 
 
 @pytest.mark.parametrize("until", list(Until))
