@@ -22,7 +22,7 @@ from tests.support.lane_clocks import Clock, LaneClocks
 __all__ = ["PretendedDevice", "Timeline", "site_of_caller"]
 
 # whose frames do not say who waits
-_BETWEEN = ("tests/support/", "zeroshard/memory.py", "core/work.py", "contextlib.py", "torch/")
+_BETWEEN = ("tests/support/", "zeroshard/memory/", "core/work.py", "contextlib.py", "torch/")
 
 
 def site_of_caller() -> str:
