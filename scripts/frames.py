@@ -47,9 +47,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "two levels": (4, {"transport": "gloo", "node_size": 2, "hierarchical": True}),
 }
 LIMITS = {
-    "nccl": {"gather": 11, "reduce": 11, "files": 51},
-    "shared memory": {"gather": 11, "reduce": 12, "files": 51},
-    "two levels": {"gather": 20, "reduce": 17, "files": 57},
+    "nccl": {"gather": 10, "reduce": 11, "files": 50},
+    "shared memory": {"gather": 10, "reduce": 12, "files": 50},
+    "two levels": {"gather": 19, "reduce": 17, "files": 56},
 }
 AIMS = {
     "nccl": {"gather": 5, "reduce": 5, "files": 20},
