@@ -114,6 +114,10 @@ class PretendedDevice:
 
     def empty_cache(self) -> None: ...
 
+    def is_available(self) -> bool:
+        """No: torch.accelerator asks for the machine's own, and captures no graph here."""
+        return False
+
     # ------------------------------------------------------------------ threads of the host
 
     def pool(self, workers: int, *, thread_name_prefix: str) -> _Pool:
