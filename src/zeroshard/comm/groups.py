@@ -42,7 +42,8 @@ def make_group(
             f" different numbers of groups before ({counts}), by which torch names it: make the"
             " same number on each, or call shard() before the others are made"
         )
-    with _unbound(), _stored_under(min(prefix for _, prefix in answers)):
+    prefix = min(prefix for _, prefix in answers)
+    with _unbound(), _stored_under(prefix), _counted_apart(int(prefix, 16)):
         made: dist.ProcessGroup = dist.new_group(
             list(ranks), backend=backend, use_local_synchronization=True
         )
@@ -74,6 +75,20 @@ def _stored_under(prefix: str) -> Iterator[None]:
         yield
     finally:
         groups[job] = (backend, store)
+
+
+@contextmanager
+def _counted_apart(salt: int) -> Iterator[None]:
+    """Let torch count the groups that are made while the body runs from `salt` on, and the job's go
+    on as before: torch 2.14 names groups of the whole job by how many a rank has made, and ranks
+    that are not in ours would name the next one otherwise, and wait for ever.
+    """
+    world = dist.distributed_c10d._world
+    before, world.group_count = world.group_count, salt
+    try:
+        yield
+    finally:
+        world.group_count = before
 
 
 def _num_made() -> int:

@@ -44,7 +44,7 @@ TORCHRUN_VALUES = {
         "--local-addr", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf",
         "--monitor-interval", "--event-log-handler", "--role", "--redirects",
         "--local-ranks-filter", "--duplicate-stdout-filters", "--duplicate-stderr-filters",
-        "--logs-specs", "--numa-binding", "--signals-to-handle",
+        "--logs-specs", "--numa-binding", "--signals-to-handle", "--log-line-prefix-template",
     )),
 }  # fmt: skip
 TORCHRUN_FLAGS = {
@@ -56,6 +56,7 @@ TORCHRUN_FLAGS = {
 SHORT = {"--module": ", -m", "--tee": ", -t", "--redirects": ", -r"}
 REFUSED = {
     "--run-path": "each rank always gets an interpreter of its own, in which the script runs",
+    "--print-completion": "it is torchrun's own: run torchrun --print-completion",
     "--start-method": (
         "it only matters for functions, and scripts are always started as fresh processes"
     ),

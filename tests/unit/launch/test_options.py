@@ -41,7 +41,8 @@ def test_the_table_of_torchruns_options_is_that_of_the_installed_torch() -> None
             name for name in action.option_strings if name.startswith("--") and "_" not in name
         }
         (flags if action.nargs == 0 else values).update(names)
-    newer = {"--shutdown-timeout"} - values  # not in torch 2.11
+    # not in torch 2.11, and not before 2.14
+    newer = {"--shutdown-timeout", "--log-line-prefix-template"} - values
     assert set(TORCHRUN_FLAGS) == flags - {"--help", *REFUSED}
     assert set(TORCHRUN_VALUES) - newer == values - {"--nproc-per-node", *REFUSED}
 
