@@ -157,11 +157,8 @@ class Unit:
 
     # ------------------------------------------------------------------ where its weights are
 
-    def _expect(self, state: UnitState, what: str) -> None:
-        if self.residency.state is not state:
-            raise StateError(
-                f"unit {self.name!r} cannot {what}: it is {self.residency.state.value}"
-            )
+    def _cannot(self, what: str) -> StateError:
+        return StateError(f"unit {self.name!r} cannot {what}: it is {self.residency.state.value}")
 
     @property
     def is_coded(self) -> bool:
@@ -192,7 +189,7 @@ class Unit:
             if name is not None:
                 raise _lost(name, "while it was released")
         if self.residency.state is not UnitState.RESTING:
-            self._expect(UnitState.RESTING, "start a gather")
+            raise self._cannot("start a gather")
         flats = [segment.outgoing() for segment in self.gathered_segments]
         moves = False
         for flat in flats:
@@ -307,7 +304,8 @@ class Unit:
         """Point the parameters of a FULL unit at private copies that may be edited; yields the
         copies, one flat tensor per segment.
         """
-        self._expect(UnitState.FULL, "be edited")
+        if self.residency.state is not UnitState.FULL:
+            raise self._cannot("be edited")
         copies = [segment.flat.full.clone() for segment in self.segments]
         for segment, copy in zip(self.segments, copies, strict=True):
             segment.seen.lend(segment.flat.buffer.views_of(copy))

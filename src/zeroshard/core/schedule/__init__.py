@@ -331,13 +331,13 @@ class Schedule:
         unit.release(Use.IDLE)
         return (self._to[unit.index][Op.WAKE],)
 
-    def release_unused(self, unit: Residency) -> Commands:
+    def release_unused(self, unit: Residency, op: Op = Op.RELEASE) -> Commands:
         """Release a unit that rests sharded, where neither a forward, a backward nor the user
         has it in use.
         """
         if unit.state is not FULL or not unit.traits.is_sharded or unit.in_use:
             return ()
-        return self._release(unit)
+        return self._release(unit, op)
 
     def bring_to_rest(self, unit: Residency) -> Commands:
         """Release a unit, whatever it is here for."""
@@ -419,8 +419,7 @@ class Schedule:
                 self.room.set_beside(unit.index, 0)
             unit.release(Use.STAGE)
             yield from self.finish(unit)
-            if unit.state is FULL and unit.traits.is_sharded and not unit.in_use:
-                yield from self._release(unit, Op.SHRINK)
+            yield from self.release_unused(unit, Op.SHRINK)
 
     # ------------------------------------------------------------------ between steps
 
