@@ -374,7 +374,7 @@ def gradient_buffer_bytes(engine: zs.Engine) -> int:
     paths = [segment.grad for segment in segments(engine) if segment.grad is not None]
     reductions = [path.reduction for path in paths if path.reduction is not None]
     loans = [reduction.loan for reduction in reductions if reduction.loan is not None]
-    return sum(path.bucket.num_bytes for path in paths if path.bucket.is_open) + sum(
+    return sum(path.bucket.num_bytes for path in paths if path.bucket.buffer is not None) + sum(
         loan.num_bytes for loan in loans if not loan.lent_again
     )
 

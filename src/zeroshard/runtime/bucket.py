@@ -49,11 +49,6 @@ class GradBucket:
         self.num_bytes = flat.layout.numel * request.dtype.itemsize  # of a buffer
 
     @property
-    def is_open(self) -> bool:
-        """Whether there is a buffer."""
-        return self.buffer is not None
-
-    @property
     def rests(self) -> bool:
         """Whether the buffer is the resting gradient itself, so that there is nothing to sum."""
         return self.buffer is not None and self.loan is None
