@@ -23,7 +23,6 @@ from zeroshard.core.residency import Residency, UnitState, Use
 from zeroshard.memory import MemoryCounter
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.shards import ParamShard
-from zeroshard.runtime import flight as flights
 from zeroshard.runtime.bucket import GradBucket, PartialSum
 from zeroshard.runtime.engine import states_of
 from zeroshard.runtime.flight import Flight
@@ -222,9 +221,7 @@ class Commands:
             self._note(f"let go ({self._WORDS[use]})", self._names[id(residency)])
 
     def _advance(self, original: Callable[..., Any], unit: Unit) -> None:
-        reads = unit._flight is not None and any(
-            isinstance(work, flights.Run) and work.is_alone for work in unit._flight._works
-        )
+        reads = unit._flight is not None and unit._flight._reads_first
         original(unit)
         if reads:  # else there is nothing to wait for
             self._note("advance", unit.name)
@@ -454,7 +451,12 @@ def transport(engine: zs.Engine) -> Transport:
 
 def wait_published(engine: zs.Engine) -> None:
     """Return when the weights that the last step published have arrived on this rank."""
-    transport(engine).begin_write()
+    for one in units(engine):
+        if one._flight is not None and not one._flight._reads_first:
+            one._flight.wait()
+        for segment in one.segments:
+            segment.flat.wait_published()
+    engine._context.transports.begin_write()
 
 
 def lose_notices(engine: zs.Engine) -> None:

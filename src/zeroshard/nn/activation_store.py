@@ -23,7 +23,7 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -31,6 +31,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from zeroshard.comm.levels import Step
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
 from zeroshard.errors import ConfigError, StateError, StorageError
@@ -182,18 +183,14 @@ class ActivationStore:
         lane: Literal["gather", "reduce"],
         copy: Callable[[], Work],
         *,
-        reads: object,
-        writes: object,
+        reads: Hashable,
+        writes: Hashable,
     ) -> Flight:
         """Start `copy` on `lane`, after everything that compute has been given."""
-
-        def works() -> Iterator[Work]:
-            self.streams.read(reads)
-            self.streams.write(writes)
-            yield copy()
-
         with self._lock:
-            return Flight(works(), self.streams, lane)
+            flight = Flight([[Step(copy, "copy", reads, writes)]], self.streams, lane)
+            flight.go(fork=True)
+            return flight
 
     def take(self, num_bytes: int) -> Storage:
         """Return a storage of at least `num_bytes`. Raises StorageError when the tier is full."""

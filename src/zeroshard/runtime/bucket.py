@@ -39,7 +39,7 @@ class GradBucket:
         self._dtype = request.dtype
         self._codec = request.codec
         self._residual = context.options.codecs.residual(request.codec)
-        self._transport = context.transport
+        self._lender = flat.lender
         self._streams = context.streams
         self._meter = context.meter
         # with a codec the buffer is memory of ours, and encoded into one of the transport's
@@ -63,7 +63,7 @@ class GradBucket:
         make_room(self.num_bytes)
         numel, device = self._flat.layout.numel, self._flat.full.device
         if self._codec is None:
-            self.buffer = self._transport.grad_buffer(self._flat.key, numel, self._dtype, device)
+            self.buffer = self._lender.grad_buffer(self._flat.key, numel, self._dtype, device)
         else:
             self.buffer = GradBuffer(self._memory.empty(numel, self._dtype))
         self.loan = self._meter.lend(self.buffer.data, self.num_bytes)
@@ -102,7 +102,7 @@ class GradBucket:
         if codec is None or buffer is None:
             return buffer
         numel = codec.encoded_bytes(buffer.data.numel())
-        coded = self._transport.grad_buffer(self._flat.key, numel, torch.uint8, buffer.data.device)
+        coded = self._lender.grad_buffer(self._flat.key, numel, torch.uint8, buffer.data.device)
         if self._residual is None:
             codec.encode(buffer.data, coded.data)
         else:
@@ -136,7 +136,7 @@ class GradBucket:
         """After an exception: give back what was borrowed, and forget the residual."""
         self.reset_residual()
         if self.buffer is not None and self.loan is not None and self._codec is None:
-            self._transport.return_buffer(self.buffer)
+            self._lender.return_buffer(self.buffer)
         self._meter.end_loan(self.loan)
         self.close()
 

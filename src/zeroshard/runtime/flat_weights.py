@@ -16,34 +16,30 @@ does not know modules, parameters or autograd; those are runtime/unit.py's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 
 from zeroshard.comm.codec import Codec
-from zeroshard.comm.transport import DoneWork, Window, Work
-from zeroshard.comm.two_level import ColumnWindow, gather_over, mesh_of
+from zeroshard.comm.levels import ColumnWindow, Start, Step
+from zeroshard.comm.private_window import PrivateWindow
+from zeroshard.comm.transport import Transport, Window, Work
 from zeroshard.core.layout import Range
-from zeroshard.core.placement import Scope
+from zeroshard.core.placement import Portion, Scope
 from zeroshard.core.recording import Operation, Recording
 from zeroshard.core.route import Axis, Hop, Kind, Route
 from zeroshard.errors import StorageError
 from zeroshard.memory import placeholder_value, reads_wait
 from zeroshard.runtime.column import KeptColumn
 from zeroshard.runtime.context import Context, SegmentPlan
-from zeroshard.runtime.flight import Hops, Run, ended
 from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.full import FullBuffer
 from zeroshard.state.state import State
 
 __all__ = ["FlatWeights"]
-
-_Levels = Sequence[tuple[Hop | None, tuple[Axis, ...]]]
-
-# a route without hops: between two buffers of one memory, on a single rank
-_COPY: _Levels = ((None, ()),)
 
 
 class _Reads:
@@ -138,18 +134,16 @@ class FlatWeights:
             is_wanted=any(hop.kind is Kind.KEEP for hop in self.routes.unshard_forward),
         )
         self.context = context  # of the ranks that have these parameters
+        # the gather that was built last: its route, the buffers that it fills and sends, its steps
+        self._built: tuple[Route, torch.Tensor, torch.Tensor, Sequence[Step]] | None = None
 
     def _make_window(self, context: Context, written: Scope) -> tuple[Window, torch.Tensor]:
         """Make the window; return it and what of it rests here."""
-        key, ranges, transport = self.key, self.layout.ranges, context.transport
+        key, ranges, levels = self.key, self.layout.ranges, context.levels
         if self.scope is Scope.NODE_SHARD:
-            columns = mesh_of(transport).column_window(
-                key, ranges, self.dtype, context.device, written=written
-            )
+            columns = levels.column_window(key, ranges, self.dtype, context.device, written=written)
             return columns, columns.rest
-        window = transport.window(
-            key, ranges, self.dtype, context.device, replicated=self.replicated
-        )
+        window = levels.window(key, ranges, self.dtype, context.device, replicated=self.replicated)
         if not self.replicated:
             return window, window.local
         assert window.full is not None, key
@@ -215,42 +209,29 @@ class FlatWeights:
             self.context.meter.add(self.full_bytes)
             self.context.streams.alloc(self.key)
 
-    def unshard(self, raw: bool) -> Work:
-        """Start bringing the weights together, in memory that has been taken; `raw`: as they rest,
-        without a codec. A single gather is returned as it is, several hops as a Run.
+    def hops(self, raw: bool) -> Sequence[Step]:
+        """Return a gather into memory that has been taken, step by step; `raw`: of the weights as
+        they rest, without a codec.
         """
         if self.is_local:
-            return self._map()
+            return self._mapped
         route, here, source = self._start(raw)
-        levels = route.levels or _COPY
-        hop, axes = levels[0]
-        if len(levels) == 1 and (hop is None or hop.kind is Kind.ALL_GATHER):
-            return self._gather(hop, axes, here, source)[1]
-        return Run(self._hops(levels, here, source))
+        if self.codec is not None or self.reads_first:  # buffers between hops
+            return tuple(_Gather(self, route, here, source).steps())
+        built = self._built
+        if built is None or not (built[0] is route and built[1] is self.full and built[2] is here):
+            steps = tuple(_Gather(self, route, here, source).steps())
+            self._built = built = (route, self.full, here, steps)
+        return built[3]
 
-    def _hops(self, levels: _Levels, here: torch.Tensor, source: str | None) -> Hops:
-        streams, whole = self.context.streams, here
-        for hop, axes in levels:
-            if hop is None or hop.kind is Kind.ALL_GATHER:
-                whole, work = self._gather(hop, axes, here, source)
-                yield hop, work
-            elif hop.kind is Kind.READ:
-                here, source = self.full[slice(*self.rest_span)], None
-                if self.rest.is_encoded:
-                    num_bytes = sum(part.num_bytes for part in self.rest.parts)
-                    here = whole = self.context.memory.empty_for_disk(num_bytes, torch.uint8)
-                streams.write(self.key)
-                yield hop, self._read(here)
-            elif hop.kind is Kind.ENCODE:
-                here = whole = self._encode(here)
-            elif hop.kind is Kind.KEEP:
-                self.column.arrive(whole)
-            elif hop.kind is Kind.DECODE:
-                assert self.codec is not None
-                if whole is here and source is not None:  # nothing came from other ranks
-                    streams.read(source)
-                    streams.write(self.key)
-                self.codec.decode(whole, self.full)
+    @cached_property
+    def _mapped(self) -> Sequence[Step]:
+        """A gather that moves nothing; its bytes are those that it makes readable."""
+        assert self.window is not None
+        received = self._start(raw=False)[0].bytes(self.portion).total
+        operation = Operation("gather", Kind.ALL_GATHER.value, self.key, received)
+        told = partial(_itself, operation) if received else None  # else there is a single rank
+        return (Step(self.window.gather, told=told),)
 
     def _start(self, raw: bool) -> tuple[Route, torch.Tensor, str | None]:
         """Return the route to take, what it starts with, and what streams call that."""
@@ -270,80 +251,26 @@ class FlatWeights:
         """Who is told of the segment's operations, if anybody is."""
         return self.context.streams.probe.recording
 
-    def _map(self) -> Work:
-        """Start a gather that moves nothing; its bytes are those that it makes readable."""
-        assert self.window is not None
-        recording = self.context.streams.probe.recording
-        if recording is None:
-            return self.window.gather()
-        portion = self.layout.portion(self.context.transport.rank)
-        num_bytes = self._start(raw=False)[0].bytes(portion).total
-        if not num_bytes:
-            return self.window.gather()  # a single rank
-        operation = Operation("gather", Kind.ALL_GATHER.value, self.key, num_bytes)
-        since = recording.now()
-        return recording.watch(self.window.gather(), operation, since)
-
-    def _read(self, out: torch.Tensor) -> Work:
-        """Start reading our slice from another tier, which notes the read itself."""
-        work = _Reads(self.rest, out, partial(self._lose, out))
-        recording = self.context.streams.probe.recording
-        if recording is None:
-            return work
-        return recording.watch(work, Operation("tier read", "", self.key), recording.now())
-
-    def _gather(
-        self, hop: Hop | None, axes: tuple[Axis, ...], here: torch.Tensor, source: str | None
-    ) -> tuple[torch.Tensor, Work]:
-        """Start an all-gather of `here`, and note it where somebody is told; return what it fills,
-        and what is left to wait for.
-        """
-        streams, out, ranges = self.context.streams, self.full, self.layout.ranges
-        recording = self.context.streams.probe.recording
-        since = None if recording is None else recording.now()
-        if source is not None:
-            streams.read(source)
-        streams.write(self.key)
-        work: Work = DoneWork()
-        if self.window is not None and source == self.rest_name:
-            work = ended(self.window.gather(out), streams)
-        elif hop is None:
-            out.copy_(here)
-        else:
-            if hop.wire.codec is not None:
-                out, ranges = self._empty_encoding(self.layout.numel), self._encoded_ranges
-            key = source if source == self.column.name else f"{self.key}.weight"
-            work = ended(gather_over(self.context.transport, axes, key, here, ranges, out), streams)
-        if recording is not None and hop is not None:
-            work = recording.watch(work, self._operation(hop, axes), since)
-        return out, work
-
-    def _operation(self, hop: Hop, axes: tuple[Axis, ...]) -> Operation:
-        """Return what to say of an all-gather over `axes`."""
-        portion = self.layout.portion(self.context.transport.rank)
-        received = hop.link_bytes(portion)
-        if len(axes) > 1:  # from this rank's column to the whole
-            received += replace(hop, source=hop.target, axis=axes[1]).link_bytes(portion)
-        return Operation(hop.lane, hop.kind.value, self.key, received.total)
-
-    def _lose(self, out: torch.Tensor, error: StorageError) -> None:
-        """Our slice could not be read: go on with NaN, which bytes of ones are a scale of, too."""
-        self.note(error)
-        out.fill_(255 if out.dtype is torch.uint8 else placeholder_value(self.dtype))
-
-    def _encode(self, here: torch.Tensor) -> torch.Tensor:
-        assert self.codec is not None
-        out = self._empty_encoding(here.numel())
-        self.codec.encode(here, out)
-        return out
-
-    def _empty_encoding(self, numel: int) -> torch.Tensor:
-        assert self.codec is not None
-        num_bytes = self.codec.encoded_bytes(numel)
-        return self.context.memory.empty(num_bytes, torch.uint8)
+    @cached_property
+    def sums_nodes_first(self) -> bool:
+        """Whether a reduce goes in two levels."""
+        axes = [hop.axis for hop in self.routes.reduce if hop.kind is Kind.REDUCE_SCATTER]
+        return not {Axis.LOCAL, Axis.NODE}.isdisjoint(axes) and self.context.levels.is_deep
 
     @cached_property
-    def _encoded_ranges(self) -> tuple[Range, ...]:
+    def lender(self) -> Transport:
+        """The transport that lends, and takes, the buffers of a reduce."""
+        levels = self.context.levels
+        return levels.inside if self.sums_nodes_first else levels.flat
+
+    @cached_property
+    def portion(self) -> Portion:
+        """This rank's part of the buffer."""
+        return self.layout.portion(self.context.transport.rank)
+
+    @cached_property
+    def encoded_ranges(self) -> tuple[Range, ...]:
+        """The ranges of the ranks, in bytes of the encoded buffer."""
         assert self.codec is not None
         return tuple(self.codec.bytes_of(span) for span in self.layout.ranges)
 
@@ -376,3 +303,117 @@ class FlatWeights:
         """Say that our slice is written and may be read."""
         if self.window is not None:
             self.window.publish()
+
+
+def _itself(operation: Operation) -> Operation:
+    return operation
+
+
+class _Gather:
+    """One gather of a segment's weights that moves something, and the buffers between its hops."""
+
+    def __init__(
+        self, flat: FlatWeights, route: Route, here: torch.Tensor, source: str | None
+    ) -> None:
+        """`here` is what it starts with, which streams call `source`; None: it is read first."""
+        self._flat = flat
+        self._memory = flat.context.memory
+        self._route = route
+        self._here = self._whole = here  # what a hop sends, and what the last one has filled
+        self._source = source
+        self._starts: Sequence[Start] = ()
+
+    def steps(self) -> Iterator[Step]:
+        """Yield a step for each hop that does something here."""
+        flat, source = self._flat, self._source
+        if not self._route.hops:  # what rests here is whole
+            if flat.window is not None and source == flat.rest_name:
+                yield Step(partial(flat.window.gather, flat.full), "wire", source, flat.key)
+            else:
+                yield Step(self._copy, "here", source, flat.key)
+        for kind, group in groupby(self._route, attrgetter("kind")):
+            if kind is Kind.READ:
+                yield Step(self._read, "read", None, flat.key, self._reading)
+            elif kind is Kind.ALL_GATHER:
+                hops = tuple(group)
+                for hop, start in zip(hops, self._gathers(hops), strict=True):
+                    yield Step(start, "wire", source, flat.key, partial(self._gathering, hop))
+                    source = None
+            elif kind is Kind.ENCODE:
+                yield Step(self._encode, "here")
+            elif kind is Kind.KEEP and flat.codec is not None:
+                yield Step(self._keep, "here")
+            elif kind is Kind.DECODE:  # with a `source`: nothing came from other ranks
+                yield Step(self._decode, "here", source, None if source is None else flat.key)
+
+    def _gathers(self, hops: Sequence[Hop]) -> Sequence[Start]:
+        """Return the starts of the levels of one all-gather."""
+        flat, window = self._flat, self._flat.window
+        axes = tuple(hop.axis for hop in hops if hop.axis is not None)
+        if hops[0].wire.codec is not None:
+            return [partial(self._gather_encoded, axes, level) for level in range(len(axes))]
+        local, key = self._here, f"{flat.key}.weight"
+        if self._source == flat.column.name:
+            key = flat.column.name
+        elif window is not None and not isinstance(window, PrivateWindow):
+            return [partial(window.gather, flat.full)]
+        elif window is not None:
+            local, key = window.local, flat.key
+        elif self._source is None:
+            local = flat.full[slice(*flat.rest_span)]  # which has been read
+        return flat.context.levels.gathers(axes, key, local, flat.layout.ranges, flat.full)
+
+    def _gathering(self, hop: Hop) -> Operation:
+        received = hop.link_bytes(self._flat.portion).total
+        return Operation(hop.lane, hop.kind.value, self._flat.key, received)
+
+    def _copy(self) -> None:
+        self._flat.full.copy_(self._here)
+
+    def _reading(self) -> Operation:
+        return Operation("tier read", "", self._flat.key)  # the tier notes the read itself
+
+    def _read(self) -> Work:
+        """Start reading our slice from another tier."""
+        flat = self._flat
+        self._here = flat.full[slice(*flat.rest_span)]
+        if flat.rest.is_encoded:
+            num_bytes = sum(part.num_bytes for part in flat.rest.parts)
+            self._here = self._whole = self._memory.empty_for_disk(num_bytes, torch.uint8)
+        return _Reads(flat.rest, self._here, partial(self._lose, self._here))
+
+    def _lose(self, out: torch.Tensor, error: StorageError) -> None:
+        """Our slice could not be read: go on with NaN, which bytes of ones are a scale of, too."""
+        self._flat.note(error)
+        out.fill_(255 if out.dtype is torch.uint8 else placeholder_value(self._flat.dtype))
+
+    @property
+    def _codec(self) -> Codec:
+        assert self._flat.codec is not None, self._flat.key
+        return self._flat.codec
+
+    def _encode(self) -> None:
+        out = self._empty(self._here.numel())
+        self._codec.encode(self._here, out)
+        self._here = self._whole = out
+
+    def _empty(self, numel: int) -> torch.Tensor:
+        return self._memory.empty(self._codec.encoded_bytes(numel), torch.uint8)
+
+    def _gather_encoded(self, axes: tuple[Axis, ...], level: int) -> Work | None:
+        if level == 0:
+            self._whole, flat = self._empty(self._flat.layout.numel), self._flat
+            ranges, key = flat.encoded_ranges, f"{flat.key}.weight"
+            if self._source == flat.column.name:
+                key = flat.column.name
+            levels = flat.context.levels
+            self._starts = levels.gathers(axes, key, self._here, ranges, self._whole)
+        return self._starts[level]()
+
+    def _keep(self) -> None:
+        self._flat.column.arrive(self._whole)
+
+    def _decode(self) -> None:
+        self._codec.decode(self._whole, self._flat.full)
+        self._whole = self._here = self._flat.full  # nothing else holds the encoding
+        self._starts = ()

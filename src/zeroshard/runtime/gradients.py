@@ -16,22 +16,23 @@ the sum (runtime/summed.py), nor what a module is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
 
-from zeroshard.comm.transport import GradBuffer, ReduceRequest, Work
-from zeroshard.comm.two_level import mesh_of
+from zeroshard.comm.levels import Step
+from zeroshard.comm.transport import ReduceRequest, Work
 from zeroshard.core.placement import Tier
-from zeroshard.core.recording import Operation, Stamp
-from zeroshard.core.route import Kind, Route
+from zeroshard.core.recording import Operation
+from zeroshard.core.route import Axis, Kind
 from zeroshard.memory import Loan
 from zeroshard.runtime.bucket import GradBucket, PartialSum
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
-from zeroshard.runtime.flight import Flight, Hops, Run, ended
+from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.summed import SummedGradient
 
 __all__ = ["GradientPath"]
@@ -75,7 +76,7 @@ class GradientPath:
         # of which the elements count in a norm, where not all do (docs/design/mesh.md)
         self.counted = plan.counted(context)
         self.used = [False] * len(flat.layout.slots)  # has a gradient since the last drop
-        self._transport = transport
+        self._context = context
         self._streams = context.streams
         self._meter = context.meter
         codec = plan.grad_codec(context)
@@ -182,16 +183,16 @@ class GradientPath:
         held = None
         if with_earlier and self.partial.of_nodes and self.partial.state is not None:
             held = self.partial.take()
-        frees = [] if held is None else [f"{self.key}.partial"]
+        frees = [] if held is None else [self._partial_name]
         if resting.on_device:
-            out = resting.fetch(*summed.own)
-            works = self._summing(out, "resting", held, accumulate=not fresh)
+            out, name = resting.fetch(*summed.own), "resting"
         else:
-            out = summed.room()
+            out, name = summed.room(), "sum"
             frees.append(f"{self.key}.sum")
-            works = self._summing(out, "sum", held, accumulate=False)
-            works = map(Run, [self._to_rest(works, out, fresh)])
-        self._launch(works, frees, held, out)
+        steps = self._sum(out, name, held, accumulate=resting.on_device and not fresh)
+        if not resting.on_device:
+            steps.append(Step(partial(summed.take, out, fresh), "here"))
+        self._launch(steps, frees, held, out)
 
     def _close_whole(self, make_room: Callable[[int], None]) -> None:
         """Hand the sum of micro-batches over to the bucket, if there is one."""
@@ -199,61 +200,62 @@ class GradientPath:
             self._open_bucket(make_room)
             self._whole.move_to(self.bucket)
 
-    def _summing(
+    def _sum(
         self, out: torch.Tensor, name: str, held: torch.Tensor | None, *, accumulate: bool
-    ) -> Iterator[Work]:
-        """Start the reduce to `out`, which streams call `name`; `held`: earlier sums of this
-        node's ranks.
+    ) -> list[Step]:
+        """Return the sum over all ranks, step by step, to `out`, which streams call `name`;
+        `held`: earlier sums of this node's ranks.
         """
-        buffer, begun = self._outgoing(name), self._begin()
-        if not self.partial.of_nodes:
-            work = self._transport.reduce(self._request, buffer, out, accumulate=accumulate)
-        else:
-            if held is not None:
-                self._streams.read(f"{self.key}.partial")
-            work = mesh_of(self._transport).reduce(
-                self._request, buffer, out, accumulate=accumulate, partial=held
-            )
-        yield ended(self._watched(work, self.flat.routes.reduce, begun), self._streams)
+        levels = self._context.levels
+        if not self.flat.sums_nodes_first:
+            reduce = partial(levels.flat.reduce, self._request, out=out, accumulate=accumulate)
+            return [self._handing_over(reduce, name, Axis.FLAT)]
+        both = levels.node_sum(self._request, out, accumulate=accumulate, held=held)
+        reads, told = self._partial_name if held is not None else None, self._told(Axis.NODE)
+        return [
+            self._handing_over(both.inside, name, Axis.LOCAL),
+            Step(both.between, reads=reads, told=told, unused=both.unused),
+        ]
 
-    def _begin(self) -> Stamp:
-        """Return when an operation begins, None where nobody is told."""
+    def _handing_over(self, reduce: Callable[..., Work], name: str, axis: Axis) -> Step:
+        """Return the step in which `reduce` takes what is in the bucket and writes to what streams
+        call `name`.
+        """
+        start = partial(reduce, buffer=self.bucket.buffer)
+        if self._request.codec is not None:
+            start = partial(self._encoding, reduce)
+        reads = None if self.bucket.buffer is None else self.bucket.name
+        return Step(start, "wire", reads, f"{self.key}.{name}", self._told(axis, is_first=True))
+
+    def _encoding(self, reduce: Callable[..., Work]) -> Work:
+        return reduce(buffer=self.bucket.outgoing())
+
+    def _told(self, axis: Axis, *, is_first: bool = False) -> Callable[[], Operation]:
+        """Return what says to a trace what a level of a reduce is."""
+        return partial(self._operation, axis, is_first)
+
+    def _operation(self, axis: Axis, is_first: bool) -> Operation:
         recording = self.flat.recording
-        return None if recording is None else recording.now()
+        if is_first and recording is not None:
+            recording.rests(self.key, self.bytes_by_tier())
+        hops = [hop for hop in self.flat.routes.reduce if hop.axis is axis]
+        received = sum(hop.link_bytes(self.flat.portion).total for hop in hops)
+        return Operation("reduce", Kind.REDUCE_SCATTER.value, self.key, received)
 
-    def _watched(self, work: Work, route: Route, since: Stamp) -> Work:
-        """Note a reduce over `route` that began at `since`, where somebody is told."""
-        recording = self.flat.recording
-        if recording is None or since is None:
-            return work
-        hops = [hop for hop in route if hop.kind is Kind.REDUCE_SCATTER]
-        portion = self.flat.layout.portion(self._transport.rank)
-        received = sum(hop.link_bytes(portion).total for hop in hops)
-        operation = Operation("reduce", Kind.REDUCE_SCATTER.value, self.key, received)
-        recording.rests(self.key, self.bytes_by_tier())
-        return recording.watch(work, operation, since)
+    @property
+    def _partial_name(self) -> str:
+        """What streams call the sum of this node's ranks."""
+        return f"{self.key}.partial"
 
-    def _to_rest(self, works: Iterator[Work], total: torch.Tensor, fresh: bool) -> Hops:
-        """Run a reduce whose sum goes on from `total` to another tier."""
-        for work in works:
-            yield None, work
-        self.summed.take(total, fresh)
-
-    def _launch(self, works: Iterator[Work], frees: list[str], *uses: object) -> None:
+    def _launch(self, steps: Sequence[Step], frees: list[str], *uses: object) -> None:
         """Start a reduce that `uses` memory beside the bucket."""
-        flight = Flight(works, self._streams, "reduce")
+        flight = Flight([steps], self._streams, "reduce", self._context.levels)
+        flight.go(fork=True)
         if self.bucket.buffer is not None:
             frees.append(self.bucket.name)
             self.bucket.end_encoded()
         self.reduction = Reduction(flight, self.bucket.loan, frees, (self.bucket.buffer, *uses))
         self.bucket.close()
-
-    def _outgoing(self, name: str) -> GradBuffer | None:
-        """Return the buffer of a reduce that writes to what streams call `name`."""
-        if self.bucket.buffer is not None:
-            self._streams.read(self.bucket.name)
-        self._streams.write(f"{self.key}.{name}")
-        return self.bucket.outgoing()
 
     def reduce_inside(self, *, make_room: Callable[[int], None]) -> None:
         """Hand what is here to the other ranks of this node; their sum waits here for the reduce
@@ -265,18 +267,11 @@ class GradientPath:
         state, accumulate = self.partial.state, self.partial.state is not None
         if state is None:
             state = self.partial.open()
-            self._streams.alloc(f"{self.key}.partial")
-        whole = state.whole
-
-        def works() -> Iterator[Work]:
-            buffer, begun = self._outgoing("partial"), self._begin()
-            work = mesh_of(self._transport).reduce_inside(
-                self._request, buffer, whole, accumulate=accumulate
-            )
-            route = self.flat.routes.reduce_partial
-            yield ended(self._watched(work, route, begun), self._streams)
-
-        self._launch(works(), [])
+            self._streams.alloc(self._partial_name)
+        levels = self._context.levels
+        of_columns = levels.reduce_inside(self._request)
+        reduce = partial(levels.inside.reduce, of_columns, out=state.whole, accumulate=accumulate)
+        self._launch([self._handing_over(reduce, "partial", Axis.LOCAL)], [])
 
     def wait(self, *, block: bool = True) -> None:
         """Wait for the reduce under way (or only take note that it is over); its buffer is free
@@ -324,6 +319,7 @@ class GradientPath:
         """
         self.bucket.abandon()
         if self.reduction is not None:
+            self.reduction.flight.abandon()
             self._meter.end_loan(self.reduction.loan)
         self.reduction = None
         self.summed.reset()

@@ -124,8 +124,10 @@ class Reductions:
         and one wait for all.
         """
         if sums:
-            works = (summed.gather_averages() for summed in sums)
-            Flight(works, self._streams, "reduce").wait()
+            routes = [summed.gather_averages() for summed in sums]
+            flight = Flight(routes, self._streams, "reduce", self._transports.main)
+            flight.go(fork=True)
+            flight.wait()
 
     def abandon(self) -> None:
         """After an exception: nothing is under way."""

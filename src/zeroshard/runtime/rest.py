@@ -85,6 +85,8 @@ class Rest:
         for unit in self._weights.units:
             if unit.residency.state is UnitState.FULL:
                 unit.check_memory()
+            for segment in unit.segments:
+                segment.flat.wait_published()
         self._transports.begin_write()
 
     def publish(self, *, frozen: bool = False, everything: bool = True) -> None:
@@ -98,7 +100,7 @@ class Rest:
                 for segment in unit.segments if frozen else unit.trainable:
                     self._streams.write(segment.flat.rest_name)
                     segment.publish(everything=everything)
-                    if self._transports.main.size > 1 or not unit.cells.optim.is_sharded:
+                    if self._transports.main.flat.size > 1 or not unit.cells.optim.is_sharded:
                         # a peer may wait for it before this rank comes to this unit; or the weights
                         # are in use as they are
                         segment.wait_uploads()

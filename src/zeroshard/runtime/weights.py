@@ -83,7 +83,7 @@ class Weights:
             if op is Op.START:
                 if self._ordered:
                     self._fold_gathers(unit)
-                unit.unshard(self._streams, fork=fork, raw=bool(self.shown))
+                unit.unshard(self._streams, raw=bool(self.shown)).go(fork=fork)
                 fork = forks
             elif op is Op.WAIT:
                 self._wait(unit)
