@@ -213,10 +213,19 @@ def test_each_wait_that_is_left_out_is_found(case: str) -> None:
 def test_memory_that_a_reduce_does_not_hold_is_found(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgetful(flight: Any, loan: Any, frees: Any, uses: Any) -> Reduction:
-        return Reduction(flight, loan, frees, ())
+    class Forgetful(Reduction):
+        """Holds the bucket until it is asked for, and nothing else."""
 
-    monkeypatch.setattr(gradients, "Reduction", forgetful)
+        def __init__(self, flight: Any, buffer: Any, loan: Any, uses: Any) -> None:
+            super().__init__(flight, buffer, loan, ())
+
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name == "buffer":
+                self.buffer = None
+            return value
+
+    monkeypatch.setattr(gradients, "Reduction", Forgetful)
     findings = _watch(case, program=_steps).findings
     assert {finding.kind for finding in findings} == {"drop"}
     assert {finding.other_lane for finding in findings} == {"reduce"}

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Protocol
@@ -55,8 +55,6 @@ class Step:
     # "wire": a collective; "read": of this rank's own tier, whose end differs between ranks;
     # "copy": another copy between tiers; "here": done once started, with what has been brought
     kind: str = "wire"
-    reads: Hashable = None  # what streams call the memory that it reads, and writes
-    writes: Hashable = None
     told: Callable[[], Operation] | None = None  # what a trace is told
     unused: Callable[[], None] | None = None  # gives back what it was to use, if it never starts
 

@@ -23,7 +23,7 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -70,10 +70,9 @@ class SavedActivation:
         self._arrival: torch.Tensor | None = None
         self._arriving: Flight | None = None
         self._storage = storage = store.take(self._num_bytes)
-        store.streams.alloc(id(self))
         write = partial(storage.write, 0, data.numel(), data)
         try:
-            self._leaving = store.start("reduce", write, reads=id(self), writes=storage.key)
+            self._leaving = store.start("reduce", write)
         except BaseException:
             store.close_storage(storage)
             raise
@@ -90,7 +89,6 @@ class SavedActivation:
             return
         self._leaving.wait()
         self._spoiled = self._source._version != self._version
-        self._store.streams.free(id(self))
         self._source = None
 
     def ahead(self) -> None:
@@ -98,11 +96,9 @@ class SavedActivation:
         if not self.try_release() or self._arriving is not None or self._store.is_closed:
             return
         out = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._store.device)
-        streams, storage = self._store.streams, self._storage
-        streams.alloc(id(out))
         self._arrival = out
-        read = partial(storage.read, 0, out.numel(), out)
-        self._arriving = self._store.start("gather", read, reads=storage.key, writes=id(out))
+        read = partial(self._storage.read, 0, out.numel(), out)
+        self._arriving = self._store.start("gather", read)
 
     def fetch(self) -> torch.Tensor:
         """Return the bytes [num_bytes] on the device, valid on compute; each call reads again."""
@@ -120,7 +116,6 @@ class SavedActivation:
         assert out is not None and flight is not None, "the activation store was closed"
         self._arrival = self._arriving = None
         flight.wait()
-        self._store.streams.read(id(out))
         return out
 
     def __del__(self) -> None:
@@ -182,13 +177,10 @@ class ActivationStore:
         self,
         lane: Literal["gather", "reduce"],
         copy: Callable[[], Work],
-        *,
-        reads: Hashable,
-        writes: Hashable,
     ) -> Flight:
         """Start `copy` on `lane`, after everything that compute has been given."""
         with self._lock:
-            flight = Flight([[Step(copy, "copy", reads, writes)]], self.streams, lane)
+            flight = Flight([[Step(copy, "copy")]], self.streams, lane)
             flight.go(fork=True)
             return flight
 

@@ -33,7 +33,6 @@ from zeroshard.core.recording import Operation, Recording
 from zeroshard.core.route import Axis, Hop, Kind, Route
 from zeroshard.errors import StorageError
 from zeroshard.memory import placeholder_value, reads_wait
-from zeroshard.runtime.column import KeptColumn
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.full import FullBuffer
@@ -73,6 +72,53 @@ class _Reads:
 
     def done(self) -> bool:
         return all(work.done() for work in self._works)
+
+
+class KeptColumn:
+    """The column of one segment that stays on the device between a forward and its backward, where
+    the routes keep one: ZeRO++'s secondary shard (arXiv 2306.10209, section 3.2).
+
+    With it the backward gathers inside the node alone. Where weights travel encoded, the encoded
+    column of the forward's gather is kept, so that both passes compute with the same numbers. Cost:
+    ``numel / node_size`` elements from a forward to its backward.
+    """
+
+    def __init__(self, key: str, span: Range, codec: Codec | None, *, is_wanted: bool) -> None:
+        self.tensor: torch.Tensor | None = None
+        self.key = f"{key}.column"  # of its gather
+        self._span = span
+        self._codec = codec
+        self._is_wanted = is_wanted
+        # the encoded column of what is gathered now
+        self._arrived: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are kept now."""
+        return 0 if self.tensor is None else self.tensor.nbytes
+
+    def arrive(self, encoded: torch.Tensor) -> None:
+        """Note a copy of the column in the `encoded` buffer that a gather has filled."""
+        if self._codec is not None:
+            self._arrived = encoded[slice(*self._codec.bytes_of(self._span))].clone()
+
+    def keep(self, full: torch.Tensor) -> None:
+        """Keep the column of the gathered weights `full`: as it has arrived, where they travel
+        encoded.
+        """
+        if not self._is_wanted or self.tensor is not None:
+            return
+        if self._codec is not None and self._arrived is None:
+            return
+        self.tensor = full[slice(*self._span)].clone() if self._arrived is None else self._arrived
+
+    def end_gather(self) -> None:
+        """The gathered weights are released: what has arrived and is not kept goes."""
+        self._arrived = None
+
+    def release(self) -> None:
+        """Release the memory."""
+        self.tensor = None
 
 
 class FlatWeights:
@@ -122,15 +168,12 @@ class FlatWeights:
             None if self.window is None else self.window.full,
         )
         self.full_bytes = self.buffer.num_bytes  # that gathering takes beyond what rests
-        # what streams call the memory at rest: the full buffer itself where it stays here
-        self.rest_name = f"{self.key}.local" if self.buffer.is_ours else self.key
         self.routes = plan.routes(context, rest, reads=reads_first)
         # between forward and backward
         self.column = KeptColumn(
             plan.key,
             layout.span(rank, Scope.NODE_SHARD),
             self.codec,
-            context.streams,
             is_wanted=any(hop.kind is Kind.KEEP for hop in self.routes.unshard_forward),
         )
         self.context = context  # of the ranks that have these parameters
@@ -207,7 +250,6 @@ class FlatWeights:
             on_pages = self.rest.rests_elsewhere and not reads_wait(self.buffer.tensor)
             self.buffer.take(self.context.memory if on_pages else None, self.rest_span[0])
             self.context.meter.add(self.full_bytes)
-            self.context.streams.alloc(self.key)
 
     def hops(self, raw: bool) -> Sequence[Step]:
         """Return a gather into memory that has been taken, step by step; `raw`: of the weights as
@@ -215,12 +257,12 @@ class FlatWeights:
         """
         if self.is_local:
             return self._mapped
-        route, here, source = self._start(raw)
+        route, here = self._start(raw)
         if self.codec is not None or self.reads_first:  # buffers between hops
-            return tuple(_Gather(self, route, here, source).steps())
+            return tuple(_Gather(self, route, here).steps())
         built = self._built
         if built is None or not (built[0] is route and built[1] is self.full and built[2] is here):
-            steps = tuple(_Gather(self, route, here, source).steps())
+            steps = tuple(_Gather(self, route, here).steps())
             self._built = built = (route, self.full, here, steps)
         return built[3]
 
@@ -233,18 +275,17 @@ class FlatWeights:
         told = partial(_itself, operation) if received else None  # else there is a single rank
         return (Step(self.window.gather, told=told),)
 
-    def _start(self, raw: bool) -> tuple[Route, torch.Tensor, str | None]:
-        """Return the route to take, what it starts with, and what streams call that."""
+    def _start(self, raw: bool) -> tuple[Route, torch.Tensor]:
+        """Return the route to take, and what it starts with; where that is read first: where to."""
         if self.column.tensor is not None and not raw:
-            return self.routes.unshard_backward, self.column.tensor, self.column.name
+            return self.routes.unshard_backward, self.column.tensor
         route = self.routes.raw if raw else self.routes.unshard_forward
         if self.replicated:
             route = self.routes.regather
-        if self.coded_rest is not None:
-            return route, self.coded_rest.encoded, self.rest_name
         if self.reads_first:
-            return route, self.full, None  # it is read first
-        return route, self.rest.whole, self.rest_name
+            return route, self.full
+        coded = self.coded_rest
+        return route, self.rest.whole if coded is None else coded.encoded
 
     @property
     def recording(self) -> Recording | None:
@@ -290,7 +331,6 @@ class FlatWeights:
         self.column.end_gather()
         if not self.buffer.is_ours:
             return 0
-        self.context.streams.free(self.key)
         self.context.meter.remove(self.full_bytes)
         return self.buffer.release()
 
@@ -312,54 +352,49 @@ def _itself(operation: Operation) -> Operation:
 class _Gather:
     """One gather of a segment's weights that moves something, and the buffers between its hops."""
 
-    def __init__(
-        self, flat: FlatWeights, route: Route, here: torch.Tensor, source: str | None
-    ) -> None:
-        """`here` is what it starts with, which streams call `source`; None: it is read first."""
+    def __init__(self, flat: FlatWeights, route: Route, here: torch.Tensor) -> None:
+        """`here` is what it starts with, or where that is read to."""
         self._flat = flat
         self._memory = flat.context.memory
         self._route = route
         self._here = self._whole = here  # what a hop sends, and what the last one has filled
-        self._source = source
         self._starts: Sequence[Start] = ()
+        self._key = f"{flat.key}.weight"
+        self._window = flat.window
+        if here is flat.column.tensor:
+            self._key, self._window = flat.column.key, None
 
     def steps(self) -> Iterator[Step]:
         """Yield a step for each hop that does something here."""
-        flat, source = self._flat, self._source
+        flat = self._flat
         if not self._route.hops:  # what rests here is whole
-            if flat.window is not None and source == flat.rest_name:
-                yield Step(partial(flat.window.gather, flat.full), "wire", source, flat.key)
-            else:
-                yield Step(self._copy, "here", source, flat.key)
+            copies = self._window is None
+            yield Step(self._copy, "here") if copies else Step(self._gathers(())[0])
         for kind, group in groupby(self._route, attrgetter("kind")):
             if kind is Kind.READ:
-                yield Step(self._read, "read", None, flat.key, self._reading)
+                yield Step(self._read, "read", self._reading)
             elif kind is Kind.ALL_GATHER:
                 hops = tuple(group)
                 for hop, start in zip(hops, self._gathers(hops), strict=True):
-                    yield Step(start, "wire", source, flat.key, partial(self._gathering, hop))
-                    source = None
+                    yield Step(start, told=partial(self._gathering, hop))
             elif kind is Kind.ENCODE:
                 yield Step(self._encode, "here")
             elif kind is Kind.KEEP and flat.codec is not None:
                 yield Step(self._keep, "here")
-            elif kind is Kind.DECODE:  # with a `source`: nothing came from other ranks
-                yield Step(self._decode, "here", source, None if source is None else flat.key)
+            elif kind is Kind.DECODE:
+                yield Step(self._decode, "here")
 
     def _gathers(self, hops: Sequence[Hop]) -> Sequence[Start]:
         """Return the starts of the levels of one all-gather."""
-        flat, window = self._flat, self._flat.window
+        flat, window, local, key = self._flat, self._window, self._here, self._key
         axes = tuple(hop.axis for hop in hops if hop.axis is not None)
-        if hops[0].wire.codec is not None:
+        if hops and hops[0].wire.codec is not None:
             return [partial(self._gather_encoded, axes, level) for level in range(len(axes))]
-        local, key = self._here, f"{flat.key}.weight"
-        if self._source == flat.column.name:
-            key = flat.column.name
-        elif window is not None and not isinstance(window, PrivateWindow):
-            return [partial(window.gather, flat.full)]
-        elif window is not None:
+        if isinstance(window, PrivateWindow) and hops:
             local, key = window.local, flat.key
-        elif self._source is None:
+        elif window is not None:
+            return [partial(window.gather, flat.full)]
+        elif self._route.hops[0].kind is Kind.READ:
             local = flat.full[slice(*flat.rest_span)]  # which has been read
         return flat.context.levels.gathers(axes, key, local, flat.layout.ranges, flat.full)
 
@@ -403,11 +438,8 @@ class _Gather:
     def _gather_encoded(self, axes: tuple[Axis, ...], level: int) -> Work | None:
         if level == 0:
             self._whole, flat = self._empty(self._flat.layout.numel), self._flat
-            ranges, key = flat.encoded_ranges, f"{flat.key}.weight"
-            if self._source == flat.column.name:
-                key = flat.column.name
-            levels = flat.context.levels
-            self._starts = levels.gathers(axes, key, self._here, ranges, self._whole)
+            levels, ranges = flat.context.levels, flat.encoded_ranges
+            self._starts = levels.gathers(axes, self._key, self._here, ranges, self._whole)
         return self._starts[level]()
 
     def _keep(self) -> None:

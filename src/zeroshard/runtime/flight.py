@@ -18,8 +18,9 @@ is enqueued: the lane orders it with the hops after it, and the host waits for n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from enum import Enum
 
 from zeroshard.comm.levels import Levels, Step
@@ -70,38 +71,42 @@ class Flight:
         if self._is_going:
             return  # a step that is being started waits, and serves us meanwhile
         self._is_going = True
-        streams, lane, has_started = self._streams, self._lane, False
+        streams, lane, has_started, has_levels = self._streams, self._lane, False, False
         recording = streams.probe.recording
         if fork and lane is not None:
             streams.fork(lane)
+        there = None if lane is None else streams.on(lane)
+        if there is not None:
+            there.__enter__()
         try:
-            with nullcontext() if lane is None else streams.on(lane):
-                for number, steps in enumerate(self._routes):
-                    at, work = self._at[number], self._works[number]
-                    while work is None or self._is_over(work, steps, at, how):
-                        if at == len(steps):
-                            break
-                        step = steps[at]
-                        since = None if recording is None else recording.now()
-                        if step.reads is not None:
-                            streams.read(step.reads)
-                        if step.writes is not None:
-                            streams.write(step.writes)
-                        work = step.start()
-                        has_started = has_started or step.kind != "read"
-                        if step.kind == "wire" and streams.enqueues and work is not None:
-                            work.wait()
-                            work = _OVER
-                        if recording is not None and step.told is not None and work is not None:
-                            work = recording.watch(work, step.told(), since)
-                        at += 1
-                        self._at[number] = at
-                        self._works[number] = work = None if type(work) is DoneWork else work
-                if has_started and lane is not None:
-                    self._event = streams.mark(lane)
+            for number, steps in enumerate(self._routes):
+                at, work = self._at[number], self._works[number]
+                while at < len(steps) or work is not None:
+                    if work is not None and not self._is_over(work, steps, at, how):
+                        has_levels = has_levels or at < len(steps)
+                        break
+                    if at == len(steps):
+                        self._works[number] = work = None
+                        break
+                    step = steps[at]
+                    since = None if recording is None else recording.now()
+                    work = step.start()
+                    has_started = has_started or step.kind != "read"
+                    if step.kind == "wire" and streams.enqueues and work is not None:
+                        work.wait()
+                        work = _OVER
+                    if recording is not None and step.told is not None and work is not None:
+                        work = recording.watch(work, step.told(), since)
+                    at += 1
+                    self._at[number] = at
+                    self._works[number] = work = None if type(work) is DoneWork else work
+            if has_started and lane is not None:
+                self._event = streams.mark(lane)
         finally:
             self._is_going = False
-        if how in (Go.START, Go.ADVANCE) and self._has_levels:
+            if there is not None:
+                there.__exit__(*sys.exc_info())
+        if has_levels and how in (Go.START, Go.ADVANCE) and self._has_levels:
             assert self._levels is not None
             self._levels.follow(self)
 
@@ -153,9 +158,16 @@ class Flight:
         """Return when the results may be used on compute. Idempotent; a wait that raised may be
         tried again.
         """
-        if self._routes:
-            self.advance()
-            self.go(Go.WAIT)
+        for number, work in enumerate(self._works):
+            if work is None:
+                continue
+            steps = self._routes[number]
+            if self._at[number] == len(steps) and steps[-1].kind != "read":
+                work.wait()  # the usual case: of one collective
+                self._works[number] = None
+            else:
+                self.advance()
+                self.go(Go.WAIT)
         self._routes, self._at, self._works = (), [], []
         if self._event is not None:
             self._streams.join(self._event)

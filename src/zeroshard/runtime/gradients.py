@@ -24,7 +24,7 @@ from math import prod
 import torch
 
 from zeroshard.comm.levels import Step
-from zeroshard.comm.transport import ReduceRequest, Work
+from zeroshard.comm.transport import GradBuffer, ReduceRequest, Work
 from zeroshard.core.placement import Tier
 from zeroshard.core.recording import Operation
 from zeroshard.core.route import Axis, Kind
@@ -38,14 +38,14 @@ from zeroshard.runtime.summed import SummedGradient
 __all__ = ["GradientPath"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reduction:
     """One reduce under way."""
 
     flight: Flight
-    loan: Loan | None  # of the bucket
-    frees: Sequence[str]  # what streams call the memory that ends with it
-    # its memory: an accelerator's allocator would give it away while the lane still uses it
+    buffer: GradBuffer | None  # the bucket's
+    loan: Loan | None
+    # other memory of it: an accelerator's allocator would give it away while the lane still uses it
     uses: Sequence[object]
 
 
@@ -166,9 +166,11 @@ class GradientPath:
         """
         return self.partial.of_nodes and self.partial.is_there
 
-    def reduce(self, *, make_room: Callable[[int], None], with_earlier: bool = True) -> None:
-        """Hand what is here to the transport (nothing here: contribute zeros); the sum is added
-        to the resting gradient.
+    def reduce(
+        self, *, make_room: Callable[[int], None], with_earlier: bool = True
+    ) -> Flight | None:
+        """Return a flight, to be started, that sums what is here over all ranks (nothing here:
+        zeros) and adds it to the resting gradient; None where it is that already.
 
         Without `with_earlier`, sums of earlier micro-batches stay here for the next reduce.
         """
@@ -179,20 +181,31 @@ class GradientPath:
         summed, (resting, fresh) = self.summed, self.summed.open()
         if self.bucket.rests:
             self.bucket.close()
-            return
+            return None
         held = None
         if with_earlier and self.partial.of_nodes and self.partial.state is not None:
             held = self.partial.take()
-        frees = [] if held is None else [self._partial_name]
         if resting.on_device:
-            out, name = resting.fetch(*summed.own), "resting"
-        else:
-            out, name = summed.room(), "sum"
-            frees.append(f"{self.key}.sum")
-        steps = self._sum(out, name, held, accumulate=resting.on_device and not fresh)
-        if not resting.on_device:
-            steps.append(Step(partial(summed.take, out, fresh), "here"))
-        self._launch(steps, frees, held, out)
+            out = resting.fetch(*summed.own)
+            return self._hand_over(self._sum(out, held, accumulate=not fresh), held, out)
+        out = summed.room()
+        to_rest = Step(partial(summed.take, out, fresh), "here")
+        return self._hand_over([*self._sum(out, held, accumulate=False), to_rest], held, out)
+
+    def reduce_inside(self, *, make_room: Callable[[int], None]) -> Flight:
+        """Return a flight, to be started, that sums what is here over the ranks of this node; the
+        sum waits here for the reduce that goes on between nodes.
+        """
+        self.wait()
+        self._close_whole(make_room)
+        self.bucket.zero_unseen()
+        is_there = self.partial.state is not None
+        state = self.partial.state if is_there else self.partial.open()
+        levels = self._context.levels
+        reduce = partial(levels.inside.reduce, levels.reduce_inside(self._request))
+        assert state is not None
+        started = partial(reduce, out=state.whole, accumulate=is_there)
+        return self._hand_over([self._first(started, Axis.LOCAL)])
 
     def _close_whole(self, make_room: Callable[[int], None]) -> None:
         """Hand the sum of micro-batches over to the bucket, if there is one."""
@@ -201,77 +214,57 @@ class GradientPath:
             self._whole.move_to(self.bucket)
 
     def _sum(
-        self, out: torch.Tensor, name: str, held: torch.Tensor | None, *, accumulate: bool
-    ) -> list[Step]:
-        """Return the sum over all ranks, step by step, to `out`, which streams call `name`;
-        `held`: earlier sums of this node's ranks.
+        self, out: torch.Tensor, held: torch.Tensor | None, *, accumulate: bool
+    ) -> Sequence[Step]:
+        """Return the sum over all ranks to `out`, step by step; `held`: earlier sums of this
+        node's ranks.
         """
         levels = self._context.levels
         if not self.flat.sums_nodes_first:
             reduce = partial(levels.flat.reduce, self._request, out=out, accumulate=accumulate)
-            return [self._handing_over(reduce, name, Axis.FLAT)]
+            return [self._first(reduce, Axis.FLAT)]
         both = levels.node_sum(self._request, out, accumulate=accumulate, held=held)
-        reads, told = self._partial_name if held is not None else None, self._told(Axis.NODE)
-        return [
-            self._handing_over(both.inside, name, Axis.LOCAL),
-            Step(both.between, reads=reads, told=told, unused=both.unused),
-        ]
+        told = partial(self._operation, Axis.NODE)
+        second = Step(both.between, told=told, unused=both.unused)
+        return [self._first(both.inside, Axis.LOCAL), second]
 
-    def _handing_over(self, reduce: Callable[..., Work], name: str, axis: Axis) -> Step:
-        """Return the step in which `reduce` takes what is in the bucket and writes to what streams
-        call `name`.
-        """
+    def _first(self, reduce: Callable[..., Work], axis: Axis) -> Step:
+        """Return the step in which `reduce` takes what is in the bucket."""
         start = partial(reduce, buffer=self.bucket.buffer)
         if self._request.codec is not None:
-            start = partial(self._encoding, reduce)
-        reads = None if self.bucket.buffer is None else self.bucket.name
-        return Step(start, "wire", reads, f"{self.key}.{name}", self._told(axis, is_first=True))
+            start = partial(self._encode, reduce)
+        return Step(start, told=partial(self._operation, axis))
 
-    def _encoding(self, reduce: Callable[..., Work]) -> Work:
-        return reduce(buffer=self.bucket.outgoing())
+    def _encode(self, reduce: Callable[..., Work]) -> Work:
+        """Start `reduce` of what has been handed over, encoded. Our memory of it goes at once where
+        nothing that was enqueued still reads it: whoever is slow to wait for sums would hold a
+        second gradient of the whole model.
+        """
+        going = self.reduction
+        assert going is not None, self.key
+        coded = self.bucket.encode(going.buffer)
+        if not self._streams.enqueues:
+            self._meter.end_loan(going.loan)
+            going.buffer = going.loan = None
+        return reduce(buffer=coded)
 
-    def _told(self, axis: Axis, *, is_first: bool = False) -> Callable[[], Operation]:
-        """Return what says to a trace what a level of a reduce is."""
-        return partial(self._operation, axis, is_first)
-
-    def _operation(self, axis: Axis, is_first: bool) -> Operation:
+    def _operation(self, axis: Axis) -> Operation:
+        """Return what to say of one level of a reduce."""
         recording = self.flat.recording
-        if is_first and recording is not None:
+        if recording is not None and axis is not Axis.NODE:
             recording.rests(self.key, self.bytes_by_tier())
         hops = [hop for hop in self.flat.routes.reduce if hop.axis is axis]
         received = sum(hop.link_bytes(self.flat.portion).total for hop in hops)
         return Operation("reduce", Kind.REDUCE_SCATTER.value, self.key, received)
 
-    @property
-    def _partial_name(self) -> str:
-        """What streams call the sum of this node's ranks."""
-        return f"{self.key}.partial"
-
-    def _launch(self, steps: Sequence[Step], frees: list[str], *uses: object) -> None:
-        """Start a reduce that `uses` memory beside the bucket."""
-        flight = Flight([steps], self._streams, "reduce", self._context.levels)
-        flight.go(fork=True)
-        if self.bucket.buffer is not None:
-            frees.append(self.bucket.name)
-            self.bucket.end_encoded()
-        self.reduction = Reduction(flight, self.bucket.loan, frees, (self.bucket.buffer, *uses))
-        self.bucket.close()
-
-    def reduce_inside(self, *, make_room: Callable[[int], None]) -> None:
-        """Hand what is here to the other ranks of this node; their sum waits here for the reduce
-        that goes on between nodes.
+    def _hand_over(self, steps: Sequence[Step], *uses: object) -> Flight:
+        """Return a flight of `steps`, which use memory beside the bucket; the next gradient opens
+        another one.
         """
-        self.wait()
-        self._close_whole(make_room)
-        self.bucket.zero_unseen()
-        state, accumulate = self.partial.state, self.partial.state is not None
-        if state is None:
-            state = self.partial.open()
-            self._streams.alloc(self._partial_name)
-        levels = self._context.levels
-        of_columns = levels.reduce_inside(self._request)
-        reduce = partial(levels.inside.reduce, of_columns, out=state.whole, accumulate=accumulate)
-        self._launch([self._handing_over(reduce, "partial", Axis.LOCAL)], [])
+        flight = Flight([steps], self._streams, "reduce", self._context.levels)
+        self.reduction = Reduction(flight, self.bucket.buffer, self.bucket.loan, uses)
+        self.bucket.close()
+        return flight
 
     def wait(self, *, block: bool = True) -> None:
         """Wait for the reduce under way (or only take note that it is over); its buffer is free
@@ -282,8 +275,6 @@ class GradientPath:
             return
         coming.flight.wait()
         self.reduction = None
-        for name in coming.frees:
-            self._streams.free(name)
         self._meter.end_loan(coming.loan)
 
     def clear(self, indices: Sequence[int]) -> None:

@@ -98,7 +98,6 @@ class Rest:
         with torch.no_grad():
             for unit in self._weights.units:
                 for segment in unit.segments if frozen else unit.trainable:
-                    self._streams.write(segment.flat.rest_name)
                     segment.publish(everything=everything)
                     if self._transports.main.flat.size > 1 or not unit.cells.optim.is_sharded:
                         # a peer may wait for it before this rank comes to this unit; or the weights

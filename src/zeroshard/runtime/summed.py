@@ -80,11 +80,9 @@ class SummedGradient:
         resting = self.resting()
         fresh = resting is None
         if resting is None:
-            self._streams.alloc(f"{self.key}.resting")
             resting = self._place.open()
             self._alive = weakref.ref(resting)
         elif resting.is_average:  # no zero_grad() since the last step
-            self._streams.write(f"{self.key}.resting")
             resting.reopen(self.own)
         self._held = resting
         return resting, fresh
@@ -122,7 +120,6 @@ class SummedGradient:
 
     def room(self) -> torch.Tensor:
         """Return memory on the device for our slice of a sum, which `take` takes over."""
-        self._streams.alloc(f"{self.key}.sum")
         return self._memory.empty(self.own[1] - self.own[0])
 
     def take(self, total: torch.Tensor, fresh: bool) -> None:
@@ -156,14 +153,12 @@ class SummedGradient:
         resting = self.resting()
         if resting is None:
             return True
-        self._streams.write(f"{self.key}.resting")
         return resting.average(self.own, divisor)
 
     def divide(self, weight: float) -> None:
         """Divide all that rests here by the sum of weights, after `gather_averages`."""
         resting = self.resting()
         if resting is not None:
-            self._streams.write(f"{self.key}.resting")
             resting.divide(weight)
 
     @property
@@ -203,7 +198,7 @@ class SummedGradient:
         axes = [hop.axis for hop in hops if hop.axis is not None]
         starts = flat.context.levels.gathers(axes, self.key, mine, flat.layout.ranges, whole)
         return [
-            Step(start, "wire", None, f"{self.key}.resting", partial(self._gathering, hop))
+            Step(start, told=partial(self._gathering, hop))
             for hop, start in zip(hops, starts, strict=True)
         ]
 
@@ -255,14 +250,12 @@ class SummedGradient:
         """Multiply the averaged gradient by `factor`."""
         resting = self.resting()
         if resting is not None:
-            self._streams.write(f"{self.key}.resting")
             resting.scale(factor)
 
     def store(self, index: int, average: torch.Tensor) -> None:
         """Let `average` [numel, as the buffer holds it] be that of parameter `index`."""
         resting = self.resting()
         assert resting is not None, self.key
-        self._streams.write(f"{self.key}.resting")
         for piece in self._flat.layout.pieces_in(self._flat.stepped):
             if piece.index == index:
                 numbers = average[piece.start : piece.stop]

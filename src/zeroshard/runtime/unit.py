@@ -3,7 +3,7 @@
 Its parameters lie in one flat segment per (dtype, trainable); what they are while the unit rests is
 runtime/parameters.py's.
 
-    RESTING --unshard--> GATHERING --wait_for_unshard--> FULL --reshard--> RESTING
+    RESTING --unshard--> GATHERING --wait--> FULL --reshard--> RESTING
 
 Invariant: any other transition raises StateError naming the unit. Cost: a gather moves the weights
 once; pointing the parameters at their views costs no copy.
@@ -203,12 +203,17 @@ class Unit:
         if self._flight is not None:
             self._flight.advance()
 
-    def wait_for_unshard(self) -> None:
-        """Wait for the weights and point the parameters at them."""
+    def landing(self) -> Flight:
+        """Return the flight under way, which is about to be waited for: this rank's own part of
+        the weights is where peers wait for it.
+        """
         assert self._flight is not None, self
         for segment in self.segments:
             segment.wait_uploads()
-        self._flight.wait()
+        return self._flight
+
+    def attach(self) -> None:
+        """The weights are here: point the parameters at them."""
         self._flight = None
         for segment in self.segments:
             segment.attach()
