@@ -268,6 +268,26 @@ def test_nor_with_the_inputs_of_checkpoints_on_the_host(tier: str) -> None:
     assert sanitizer.clocks["activation gather"] and sanitizer.clocks["activation reduce"]
 
 
+def _put_away(drop: int | None = None) -> LaneSanitizer:
+    """Return what a chain of checkpoints did whose inputs rest on the host."""
+    sanitizer = LaneSanitizer(drop=drop)
+    with sanitizer.watching(), using(ActivationStore(HostStore(DEVICE), DEVICE)):
+        x = _batch().requires_grad_() * 1
+        for _ in range(6):
+            x = zs.nn.checkpoint(torch.tanh, x, tier="host")
+        x.sum().backward()
+    return sanitizer
+
+
+def test_each_fork_before_a_copy_of_checkpointed_inputs_is_needed() -> None:
+    """Its join is covered: whoever waits for a copy is ordered after it by the copy itself."""
+    whole = _put_away()
+    forks = [number for number, sync in enumerate(whole.syncs) if sync.startswith("fork")]
+    assert not whole.findings and len(forks) == 9
+    for number in forks:
+        assert _put_away(drop=number).findings, (number, whole.syncs[number])
+
+
 @pytest.mark.parametrize(
     "without, case, tier, precision",
     [

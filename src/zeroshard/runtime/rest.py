@@ -24,7 +24,6 @@ from zeroshard.core.residency import UnitState
 from zeroshard.core.work import wait_on_host
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.faults import Faults
-from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.state import State
 
@@ -72,12 +71,11 @@ class Rest:
     """The masters and weights at rest of one engine."""
 
     def __init__(
-        self, weights: Weights, *, transports: Transports, streams: Streams, faults: Faults
+        self, weights: Weights, *, transports: Transports, faults: Faults
     ) -> None:
         self._weights = weights
         self._faults = faults
         self._transports = transports
-        self._streams = streams
 
     def before_writing(self) -> None:
         """Finish the gathers under way and wait until every rank is done reading the weights."""
