@@ -10,13 +10,12 @@ step that is kept in memory (``keeping.py``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from zeroshard._version import __version__
-from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, TensorEntry
+from zeroshard.checkpoint.manifest import Manifest, ShardEntry, TensorEntry
 from zeroshard.checkpoint.pieces import RankPart
 from zeroshard.runtime.engine import Engine, states_of
 
@@ -27,9 +26,7 @@ def index_of(part: RankPart, file: ShardEntry, tensors: Sequence[TensorEntry]) -
     """Return what this rank says of its file."""
     return {
         "file": vars(file),
-        "tensors": [
-            {name: getattr(entry, name) for name in TensorEntry.__slots__} for entry in tensors
-        ],
+        "tensors": [entry.to_json() for entry in tensors],
         "states": part.states,
         "scalars": part.scalars,
     }
@@ -47,7 +44,7 @@ def heading_of(engine: Engine, part: RankPart, step: int) -> dict[str, Any]:
         "written_by": f"zeroshard {__version__}, torch {torch.__version__}",
         "policy": engine.policy.name,
         "precision": engine.precision.describe(),
-        "parameters": {name: asdict(entry) for name, entry in part.parameters.items()},
+        "parameters": {name: vars(entry) for name, entry in part.parameters.items()},
         "optimizer": optimizer,
         "places": everyone.places,
     }
@@ -65,20 +62,12 @@ def manifest_of(heading: dict[str, Any], indices: Sequence[dict[str, Any]]) -> M
         for index in reversed(indices):
             scalars |= index["scalars"]
         optimizer = {**optimizer, "scalars": scalars}
-    parameters = {name: _parameter(raw) for name, raw in heading["parameters"].items()}
-    return Manifest(
-        **{**heading, "optimizer": optimizer, "parameters": parameters},
-        files=tuple(ShardEntry(**index["file"]) for index in indices),
-        tensors=tuple(_tensor(raw) for index in indices for raw in index["tensors"]),
-        states=states,
+    return Manifest.build(
+        {
+            **heading,
+            "optimizer": optimizer,
+            "files": [index["file"] for index in indices],
+            "tensors": [entry for index in indices for entry in index["tensors"]],
+            "states": states,
+        }
     )
-
-
-def _parameter(raw: dict[str, Any]) -> ParameterEntry:
-    lists = {key: tuple(raw[key]) for key in ("shape", "stride", "aliases")}
-    return ParameterEntry(**{**raw, **lists})
-
-
-def _tensor(raw: dict[str, Any]) -> TensorEntry:
-    lists = {key: tuple(raw[key]) for key in ("shape", "hashes")}
-    return TensorEntry(**{**raw, **lists, "box": tuple(map(tuple, raw["box"]))})
