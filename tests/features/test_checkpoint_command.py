@@ -21,7 +21,7 @@ from tests.support.training import batch, make_model, two_groups
 from zeroshard.checkpoint.export import FORMATS
 from zeroshard.checkpoint.foreign import READERS
 from zeroshard.checkpoint.manifest import TensorEntry
-from zeroshard.checkpoint.shards import ShardReader
+from zeroshard.checkpoint.shard_files import ShardReader
 from zeroshard.checkpoint.steps import list_steps, read_manifest
 from zeroshard.errors import CheckpointError
 from zeroshard.launch import checkpoint, cli

@@ -16,7 +16,7 @@ import gc
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -38,12 +38,13 @@ from pydantic import (
 )
 
 from zeroshard.core.boxes import Box, check_boxes
+from zeroshard.core.untrusted import is_deeper
 from zeroshard.errors import CheckpointError
 
 __all__ = [
     "BUFFER", "CHUNK_BYTES", "FORMAT", "ITEMSIZE", "SHARD_NAME", "STATE", "VALUE", "VERSION",
     "Entries", "Manifest", "ParameterEntry", "ShardEntry", "TensorEntry", "digest", "num_chunks",
-    "row_stride",
+    "row_stride", "shard_name",
 ]  # fmt: skip
 
 FORMAT = "zeroshard checkpoint"
@@ -75,6 +76,11 @@ def digest(data: Any) -> str:
 def num_chunks(num_bytes: int, chunk_bytes: int) -> int:
     """Return in how many chunks a tensor of `num_bytes` is hashed; an empty one in none."""
     return -(-num_bytes // chunk_bytes)
+
+
+def shard_name(rank: int, world: int) -> str:
+    """Return the name of the file of one of `world` ranks."""
+    return f"rank-{rank:05d}-of-{world:05d}.safetensors"
 
 
 def row_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -285,6 +291,26 @@ class Manifest:
             )
         with _no_collection():
             return _parse(data, where)
+
+    @classmethod
+    def of_ranks(cls, heading: dict[str, Any], indices: Sequence[dict[str, Any]]) -> Manifest:
+        """Return the manifest of a step: the `heading` of a rank, the `indices` of all in order
+        (`RankPart`).
+        """
+        states: dict[str, Any] = dict(indices[0]["states"])
+        for name, value in states.items():
+            if "same" not in value:
+                states[name] = {"ranks": [index["states"][name]["own"] for index in indices]}
+        optimizer = heading["optimizer"]
+        if optimizer is not None:
+            scalars = dict[str, Any]()
+            for index in reversed(indices):
+                scalars |= index["scalars"]
+            optimizer = {**optimizer, "scalars": scalars}
+        files = [index["file"] for index in indices]
+        tensors = [entry for index in indices for entry in index["tensors"]]
+        tables = {"optimizer": optimizer, "files": files, "tensors": tensors, "states": states}
+        return cls.build({**heading, **tables})
 
     @classmethod
     def build(cls, raw: Any) -> Manifest:
@@ -541,14 +567,8 @@ def _parameter(manifest: Manifest, name: Any) -> ParameterEntry:
 
 def _check_depth(value: Any) -> None:
     """Raise ValueError for values nested too deep for recursive functions."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        nested = [item for item in level if isinstance(item, list | dict)]
-        lists = [item if isinstance(item, list) else item.values() for item in nested]
-        level = [item for items in lists for item in items]
-        if not level:
-            return
-    raise ValueError(f"values are nested more than {MAX_DEPTH} deep")
+    if is_deeper(value, MAX_DEPTH):
+        raise ValueError(f"values are nested more than {MAX_DEPTH} deep")
 
 
 _KINDS: dict[type, str] = {dict: "object", list: "list", str: "text"}

@@ -1,4 +1,4 @@
-"""What the ranks of a mesh hold together: parameters and param groups of all pipeline stages.
+"""Unite the parameters and param groups of all pipeline stages of a mesh.
 
     stage pp=0    embed.weight, layers.0.weight     groups: decay [...], no decay [...]
     stage pp=1    layers.1.weight, head.weight      groups: decay [...], no decay [...]
@@ -23,8 +23,8 @@ from pydantic import TypeAdapter
 
 from zeroshard.checkpoint.experts import Experts
 from zeroshard.checkpoint.manifest import Entries, ParameterEntry, TensorEntry, digest
-from zeroshard.checkpoint.pieces import RankPart, names_of, persistent_buffers
-from zeroshard.checkpoint.shards import Lent, opened
+from zeroshard.checkpoint.rank_part import RankPart, names_of, persistent_buffers
+from zeroshard.checkpoint.shard_files import Lent, opened
 from zeroshard.core.tensor_digest import placed_sum
 from zeroshard.errors import CheckpointError
 from zeroshard.runtime.engine import Engine, states_of
@@ -46,8 +46,8 @@ _STAGE = TypeAdapter(_PipelineStage)
 
 
 def unite(engine: Engine, part: RankPart) -> None:
-    """Let `part` name the parameters and param groups of all stages, and hold nothing that an
-    earlier stage holds. Collective.
+    """Give `part` the names of the parameters and param groups of all stages, and take out the
+    tensors that an earlier stage holds. Collective.
 
     Raises CheckpointError, on every rank, for a name that stages have with other contents.
     """
