@@ -70,9 +70,7 @@ class RestingPiece:
 class Rest:
     """The masters and weights at rest of one engine."""
 
-    def __init__(
-        self, weights: Weights, *, transports: Transports, faults: Faults
-    ) -> None:
+    def __init__(self, weights: Weights, *, transports: Transports, faults: Faults) -> None:
         self._weights = weights
         self._faults = faults
         self._transports = transports
