@@ -244,9 +244,12 @@ class Gradient:
             self._divided_by = divisor
             if divisor != 1.0:
                 resting.pending.append(("div", divisor))
+        known = all(map(math.isfinite, self._squares.values()))
+        if resting.on_device:
+            return resting.settle() and known
         finite = False
         with self._losing(resting):
-            finite = resting.settle() and all(map(math.isfinite, self._squares.values()))
+            finite = resting.settle() and known
         return finite
 
     def divide(self, weight: float) -> None:
