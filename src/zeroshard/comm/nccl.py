@@ -112,7 +112,7 @@ class NcclTransport:
         self._group = group
         self._device = device
         # whether the host waits for collectives; else the current stream orders them
-        self._async_op = device.type == "cpu"
+        self._async_op = host_waits(device)
         self._mesh = spec.mesh
         self._pool = Pool(spec.pool_bytes)
         self._temporaries = Pool(spec.pool_bytes)
@@ -360,6 +360,11 @@ class NativeWork:
         self._works, self._alive, self._after = [], [], None
         if self in self._under_way:
             self._under_way.remove(self)
+
+
+def host_waits(device: torch.device) -> bool:
+    """Whether the host waits for collectives of tensors on `device`; else its streams order them."""
+    return device.type == "cpu"
 
 
 def await_native(work: Any, what: str, control: PeerControl) -> None:
