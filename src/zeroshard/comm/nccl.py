@@ -363,7 +363,7 @@ class NativeWork:
 
 
 def host_waits(device: torch.device) -> bool:
-    """Whether the host waits for collectives of tensors on `device`; else its streams order them."""
+    """Whether the host waits for collectives on `device`; else its streams order them."""
     return device.type == "cpu"
 
 
