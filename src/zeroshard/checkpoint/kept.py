@@ -27,7 +27,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -212,7 +212,6 @@ class Keeping:
         divide(self._engine, part)
         nonce = self._ranks.exchange(secrets.token_hex(8).encode(), _CALL)[0].decode()
         rank, world = self._ranks.rank, self._ranks.size
-        kept = KeptPart(memory.directory, memory.writer, nonce, step, world, rank, 0)
         note = b""
         with on_all_ranks(self._engine, _CALL, f"step {step} cannot be kept"):
             slot = memory.slot(rank)
@@ -222,7 +221,8 @@ class Keeping:
             index = part.index(file, tensors)
             if rank == 0:
                 index["heading"] = part.heading(self._engine, step)
-            note = note_of(replace(kept, file_bytes=file.bytes), json.dumps(index).encode())
+            place = (memory.directory, memory.writer, nonce, step, world, rank, file.bytes)
+            note = note_of(KeptPart(*place), json.dumps(index).encode())
             if memory.copies is None:
                 slot.seal(note)
         if memory.copies is not None:

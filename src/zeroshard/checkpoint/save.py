@@ -306,8 +306,10 @@ class Saver:
         num_bytes, nonce = sum(map(int, self._ranks.exchange(size, "zs.save()"))), ""
         with ExitStack() as stack:
             with on_all_ranks(engine, "zs.save()", f"step {step} cannot be begun"):
-                if self._ranks.rank == 0:
-                    nonce = self._open(step, num_bytes, stack)
+                if rank == 0:
+                    nonce = secrets.token_hex(4)
+                    with os_errors(f"{self.directory} cannot be written"):
+                        stack.enter_context(begin_step(self.directory, step, nonce, num_bytes))
             nonce = self._ranks.exchange(nonce.encode(), "zs.save()")[0].decode()
             path = working_path(self.directory, step, nonce)
             background = self._background and not self._rests_on_disk()
@@ -339,13 +341,6 @@ class Saver:
         except ZeroshardError as refused:
             error = refused
         raise_on_all(self._engine, error, call)
-
-    def _open(self, step: int, num_bytes: int, stack: ExitStack) -> str:
-        """On rank 0: lock, clean up, check space, make the hidden directory; return its nonce."""
-        nonce = secrets.token_hex(4)
-        with os_errors(f"{self.directory} cannot be written"):
-            stack.enter_context(begin_step(self.directory, step, nonce, num_bytes))
-        return nonce
 
     def _copied(self, stored: list[Stored]) -> list[Stored]:
         """Copy tensors into the staging memory of this saver."""
