@@ -14,7 +14,6 @@ import torch
 
 from tests.support.transports import CPU, Spec, length, made, opened, values
 from tests.unit.comm.test_ordered import bits, naive_sum
-from zeroshard.comm.agree import agree
 from zeroshard.comm.transport import GradBuffer, ReduceRequest, Transport
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh
@@ -428,14 +427,13 @@ def abandon_forgets_what_was_under_way(rank: int, world_size: int, spec: Spec) -
 
 def comparison_names_the_first_difference(rank: int, world_size: int, spec: Spec) -> None:
     with opened(spec, rank) as transport:
-        agree(transport.control.exchange, {"units": "ab12", "policy": "cd34"}, call="agree()")
+        transport.control.agree({"units": "ab12", "policy": "cd34"}, "agree()")
         if world_size == 1:
             return
         try:
-            agree(
-                transport.control.exchange,
+            transport.control.agree(
                 {"units": "ab12", "policy": "cd34" if rank else "ffff", "last": str(rank)},
-                call="agree()",
+                "agree()",
             )
         except PlanMismatch as error:
             assert (

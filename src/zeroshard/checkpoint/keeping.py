@@ -34,10 +34,10 @@ from zeroshard.checkpoint.stages import unite
 from zeroshard.checkpoint.together import on_all_ranks, raise_on_all
 from zeroshard.comm import memfd
 from zeroshard.comm.copies import Copies
+from zeroshard.comm.mesh_ranks import MeshRanks
 from zeroshard.core.keeper import Keeper
 from zeroshard.core.kept import Part, note_of, partners
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.runtime.access import Ranks
 from zeroshard.runtime.engine import Engine, states_of
 
 __all__ = ["Keeping", "copies_of"]
@@ -125,10 +125,10 @@ class Keeping:
         self._engine = engine
         self._redundancy = redundancy
         self._place: _Place | None = None
-        self._found_by: Ranks | None = None  # the ranks that have looked for it
+        self._found_by: MeshRanks | None = None  # the ranks that have looked for it
 
     @property
-    def _ranks(self) -> Ranks:
+    def _ranks(self) -> MeshRanks:
         """All ranks of the mesh, as the engine lies now."""
         return states_of(self._engine).everyone
 

@@ -102,8 +102,8 @@ def load_pretrained(
             states_of(target).peers.agree(
                 {what: ", ".join(n for n in names if n not in own) for what, names in both.items()}
                 | {"names of the tensors, digest": renamed},
-                error,
                 "zs.load_pretrained()",
+                error=error,
             )
         elif error is not None:
             raise error

@@ -50,6 +50,7 @@ from zeroshard.checkpoint.steps import (
     working_path,
 )
 from zeroshard.checkpoint.together import first_failure, on_all_ranks, raise_on_all
+from zeroshard.comm.mesh_ranks import MeshRanks
 from zeroshard.errors import (
     CheckpointError,
     ConfigError,
@@ -61,7 +62,6 @@ from zeroshard.errors import (
     ZeroshardError,
 )
 from zeroshard.memory import Pages
-from zeroshard.runtime.access import Ranks
 from zeroshard.runtime.engine import Engine, states_of
 
 __all__ = ["Saver", "end_saves", "save"]
@@ -168,7 +168,7 @@ class Saver:
         _savers.setdefault(engine, weakref.WeakSet()).add(self)
 
     @property
-    def _ranks(self) -> Ranks:
+    def _ranks(self) -> MeshRanks:
         """All ranks of the mesh, as the engine lies now: a repartition may have changed them."""
         return states_of(self._engine).everyone
 
@@ -236,12 +236,12 @@ class Saver:
         try:
             states_of(self._engine).check_open()  # else this rank has left in a repartition
             while not job.tried.wait(_LOOK_S):
-                self._ranks.check("a save in the background")
+                self._ranks.check_peers("a save in the background")
             if together:
                 job.failure_elsewhere = first_failure(self._engine, job.failure, "zs.save()")
             while self._writer is not None and self._writer.is_alive():
                 self._writer.join(_LOOK_S)
-                self._ranks.check("a save in the background")
+                self._ranks.check_peers("a save in the background")
         except (PeerLostError, StateError) as error:
             if isinstance(error, PeerLostError):
                 self._hurry.set()

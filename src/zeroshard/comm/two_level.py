@@ -29,7 +29,6 @@ from functools import cached_property
 import torch
 
 from zeroshard.comm import serving
-from zeroshard.comm.agree import agree
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import GradBuffer, ReduceRequest, Traffic, Transport, Window, Work
 from zeroshard.core.cost import all_gather, cheapest, reduce_scatter
@@ -175,11 +174,8 @@ class TwoLevelTransport:
         or placement.
         """
         assert len(ranges) == self.size, (key, ranges, self.size)
-        agree(
-            self.control.exchange,
-            {f"window {key}": f"{list(ranges)} {dtype} {kind}"},
-            call=f"the making of window {key}",
-        )
+        told = {f"window {key}": f"{list(ranges)} {dtype} {kind}"}
+        self.control.agree(told, f"the making of window {key}")
         self.register(key)
 
     def register(self, key: str) -> None:
