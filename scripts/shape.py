@@ -258,7 +258,7 @@ def name_rows(trees: shape_names.Trees) -> Iterator[Row]:
         "fields that say why a weight is gathered": (shape_names.GATHERED_BECAUSE, 10, 1),
         "nouns for numbers at rest": (shape_names.NUMBERS_AT_REST, 10, 1),
         "pools": (shape_names.POOLS, 9, 1),
-        'ways to say "what fails on one rank fails on all"': (shape_names.FAILS_ON_ALL, 9, 1),
+        'ways to say "what fails on one rank fails on all"': (shape_names.FAILS_ON_ALL, 6, 1),
     }
     for name, (nouns, limit, aim) in listed.items():
         yield Row(name, len(nouns), shape_names.spread(nouns), limit=limit, aim=aim)

@@ -75,9 +75,6 @@ FAILS_ON_ALL = (
     "runtime/faults.py Faults.agree",
     "runtime/faults.py Faults.noted",
     "runtime/faults.py Faults.together",
-    "checkpoint/together.py on_all_ranks",
-    "checkpoint/together.py raise_on_all",
-    "checkpoint/together.py first_failure",
 )
 NO_RANKS = ("launch/", "planner/")  # where the same names mean other things
 LET_GO = (  # verbs, as functions and methods begin with them

@@ -19,6 +19,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,10 @@ from zeroshard.checkpoint.kept import local_keeper, telling_keeper
 from zeroshard.checkpoint.pieces import Stateful, collect, divide
 from zeroshard.checkpoint.shards import write_shard
 from zeroshard.checkpoint.stages import unite
-from zeroshard.checkpoint.together import on_all_ranks, raise_on_all
 from zeroshard.comm import memfd
 from zeroshard.comm.copies import Copies
 from zeroshard.comm.mesh_ranks import MeshRanks
+from zeroshard.comm.ranks import Meeting
 from zeroshard.core.keeper import Keeper
 from zeroshard.core.kept import Part, note_of, partners
 from zeroshard.errors import CheckpointError, ConfigError
@@ -51,7 +52,7 @@ _kept: WeakValueDictionary[str, Engine] = WeakValueDictionary()
 def copies_of(engine: Engine) -> Copies:
     """Return the way of files between the ranks of `engine`. Collective."""
     everyone = states_of(engine).everyone
-    ranks = [int(answer) for answer in everyone.exchange(str(dist.get_rank()).encode(), _CALL)]
+    ranks = everyone.share(dist.get_rank(), _CALL)
     return Copies(ranks, lambda payload: everyone.exchange(payload, _CALL))
 
 
@@ -132,6 +133,9 @@ class Keeping:
         """All ranks of the mesh, as the engine lies now."""
         return states_of(self._engine).everyone
 
+    def _together(self, what: str) -> AbstractContextManager[Meeting]:
+        return self._ranks.together(_CALL, what, refusal=CheckpointError)
+
     def saved(self, step: int) -> None:
         """Tell the launcher that `step` is complete on disk, or was when we began."""
         keeper = local_keeper()
@@ -151,16 +155,16 @@ class Keeping:
         before is unchanged then.
         """
         assert self._place is not None
-        with on_all_ranks(self._engine, _CALL, f"step {step} cannot be collected"):
+        with self._together(f"step {step} cannot be collected"):
             self._refuse_other_engine(self._place.directory)
             part = collect(self._engine, states, extra, frozen=frozen)
         unite(self._engine, part)
         divide(self._engine, part)
-        nonce = self._ranks.exchange(secrets.token_hex(8).encode(), _CALL)[0].decode()
+        nonce = self._ranks.share(secrets.token_hex(8), _CALL)[0]
         place, rank = self._place, self._ranks.rank
         kept = Part(place.directory, place.writer, nonce, step, self._ranks.size, rank, 0)
         note = b""
-        with on_all_ranks(self._engine, _CALL, f"step {step} cannot be kept"):
+        with self._together(f"step {step} cannot be kept"):
             slot = self._slot(rank)
             name = Path(f"rank-{rank:05d}-of-{self._ranks.size:05d}.safetensors")
             metadata = {"format": "zeroshard", "rank": str(rank), "step": str(step)}
@@ -220,8 +224,8 @@ class Keeping:
 
     def _find_place(self) -> _Place | None:
         keeper = local_keeper()
-        mine = json.dumps(["" if keeper is None else keeper.address, secrets.token_hex(8)])
-        answers = [json.loads(one) for one in self._ranks.exchange(mine.encode(), _CALL)]
+        mine = ["" if keeper is None else keeper.address, secrets.token_hex(8)]
+        answers = self._ranks.share(mine, _CALL)
         homes = [home for home, _ in answers]
         if keeper is None or not all(homes):
             if self._ranks.rank == 0:
@@ -248,9 +252,8 @@ class Keeping:
         """Send our part to the partner, take those of the wards, then seal all of them."""
         place = self._place
         assert place is not None and place.partner is not None
-        sizes = json.dumps([os.fstat(slot.file).st_size, len(note)]).encode()
-        everyone = [json.loads(one) for one in self._ranks.exchange(sizes, _CALL)]
-        with on_all_ranks(self._engine, _CALL, "no memory for copies of other hosts"):
+        everyone = self._ranks.share([os.fstat(slot.file).st_size, len(note)], _CALL)
+        with self._together("no memory for copies of other hosts"):
             theirs = {rank: self._slot(rank) for rank in place.wards}
             notes = {rank: memfd.create(everyone[rank][1]) for rank in place.wards}
             for rank, copy in theirs.items():
@@ -267,4 +270,4 @@ class Keeping:
             copy.seal(os.pread(notes[rank], everyone[rank][1], 0))
             os.close(notes[rank])
         os.close(own)
-        raise_on_all(self._engine, None, _CALL)  # nobody begins the next before all have sealed
+        self._ranks.exchange(b"", _CALL)  # nobody begins the next before all have sealed

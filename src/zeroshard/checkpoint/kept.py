@@ -109,7 +109,7 @@ class KeptStep:
         everyone: Sequence[Holdings],
         rank: int,
         make_copies: Callable[[], AbstractContextManager[Copies]],
-        together: Callable[[], AbstractContextManager[None]],
+        together: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """Have every part on this host. Collective, as are `make_copies`, and the end of
         `together`, which raises on every rank what fails on one.

@@ -10,7 +10,6 @@ time, first to be verified.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -35,7 +34,6 @@ from zeroshard.checkpoint.reading import Reading
 from zeroshard.checkpoint.stages import names_elsewhere
 from zeroshard.checkpoint.step_reader import StepReader
 from zeroshard.checkpoint.steps import list_steps, remember_steps
-from zeroshard.checkpoint.together import first_failure, on_all_ranks
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
 from zeroshard.runtime.engine import Engine, states_of
 
@@ -148,24 +146,21 @@ class _Candidate:
     def fetch(self, engine: Engine) -> None:
         """Have all of it where this rank can read it. Collective."""
         if self.kept is not None:
-            rank, what = states_of(engine).everyone.rank, f"step {self.step} cannot be fetched"
-            together = partial(on_all_ranks, engine, "zs.load()", f"{what} from memory")
-            self.kept.fetch(self.held, rank, partial(copies_of, engine), together)
+            ranks = states_of(engine).everyone
+            what = f"step {self.step} cannot be fetched from memory"
+            together = partial(ranks.together, "zs.load()", what, refusal=CheckpointError)
+            self.kept.fetch(self.held, ranks.rank, partial(copies_of, engine), together)
 
 
 def _candidates(directory: Path, engine: Engine, step: int | None) -> list[_Candidate]:
     """Return the steps to try, first choice last. Of those on disk rank 0 decides: others may see
     a prune.
     """
-    steps, held = list[int](), Holdings("", [])
-    everyone = states_of(engine).everyone
-    with on_all_ranks(engine, "zs.load()", f"{directory} cannot be listed"):
-        held = own_holdings(directory)
-        if everyone.rank == 0:
-            steps = list(list_steps(directory))
-    mine = json.dumps({"steps": steps, "held": held.to_json()}).encode()
-    answers = [json.loads(one) for one in everyone.exchange(mine, "zs.load()")]
-    steps, all_held = answers[0]["steps"], [Holdings.from_json(one["held"]) for one in answers]
+    ranks, what = states_of(engine).everyone, f"{directory} cannot be listed"
+    with ranks.together("zs.load()", what, refusal=CheckpointError) as meeting:
+        held = own_holdings(directory).to_json()
+        meeting.give([list(list_steps(directory)) if ranks.rank == 0 else [], held])
+    steps, all_held = meeting.answers[0][0], [Holdings.from_json(one) for _, one in meeting.answers]
     found = [_Candidate(directory, number) for number in steps]
     kept = KeptStep.find(directory, all_held)
     if kept is not None:
@@ -183,9 +178,10 @@ def _load_step(
 ) -> Restored:
     directory, step = candidate.directory, candidate.step
     candidate.fetch(engine)
+    ranks, what = states_of(engine).everyone, f"step {step} in {directory} cannot be read"
     with ExitStack() as stack:
         # also for invalid values, a disk that fails, no memory
-        with on_all_ranks(engine, "zs.load()", f"step {step} in {directory} cannot be read"):
+        with ranks.together("zs.load()", what, refusal=CheckpointError) as meeting:
             trimmer = states_of(engine).trimmer
             saved = StepReader(candidate.found(), stack, trimmer, verify=verify)
             reading = Reading(saved, engine, wanted)
@@ -200,14 +196,15 @@ def _load_step(
                     " is lost since a tier failed: load all of it"
                 )
             reading.read()
-        mine = saved.text_hash.encode()
-        if len(set(states_of(engine).everyone.exchange(mine, "zs.load()"))) > 1:
+            meeting.give(saved.text_hash)
+        if len(set(meeting.answers)) > 1:
             raise CheckpointError(
                 f"the ranks see different checkpoints under {directory}: is it on storage that all"
                 " ranks share?"
             )
-        _apply(reading, engine)
-        if states_of(engine).everyone.rank == 0:
+        with ranks.together("zs.load()", refusal=StorageError):  # where a tier fails on any
+            reading.apply()
+        if ranks.rank == 0:
             _note(candidate)
             _tell_differing(candidate, reading.differed, saved.manifest.world)
         skipped = reading.misfits + reading.skipped
@@ -251,20 +248,6 @@ def _tell_differing(candidate: _Candidate, differed: list[str], world: int) -> N
         ", ".join(told),
         seeded,
     )
-
-
-def _apply(reading: Reading, engine: Engine) -> None:
-    """Load what was read. Raises on every rank of the mesh where a tier fails on any."""
-    error: StorageError | None = None
-    try:
-        reading.apply()
-    except StorageError as failed:  # on every rank of its data parallel group
-        error = failed
-    told = first_failure(engine, error, "zs.load()")
-    if error is not None:
-        raise error
-    if told is not None:
-        raise StorageError(told)
 
 
 class _NoSuchStep(CheckpointError):

@@ -35,6 +35,7 @@ from zeroshard.checkpoint.pieces import (
     persistent_buffers,
     whole_parts,
 )
+from zeroshard.comm.ranks import Ranks
 from zeroshard.core.part import Part
 from zeroshard.core.untrusted import NotReadable, open_file, read_json
 from zeroshard.errors import CheckpointError
@@ -81,32 +82,22 @@ def load_pretrained(
     model = target.module if isinstance(target, Engine) else target
     experts = Experts.of(target) if isinstance(target, Engine) else Experts(model, {})
     with ExitStack() as stack:
-        error: CheckpointError | None = None
-        renamed = ""
-        try:
+        ranks = states_of(target).peers if isinstance(target, Engine) else Ranks()
+        with ranks.together("zs.load_pretrained()") as meeting:
             files = _Files(Path(directory), rename or (lambda name: name), stack)
-            renamed = files.digest()
             found = _match(model, files, report, experts)
+            both = {"missing": report.missing, "unexpected": report.unexpected}
             if strict and (report.missing or report.unexpected):
-                found_wrong = {"missing": report.missing, "unexpected": report.unexpected}
-                parts = [f"{what} {_some(names)}" for what, names in found_wrong.items() if names]
+                parts = [f"{what} {_some(names)}" for what, names in both.items() if names]
                 raise CheckpointError(
                     f"{directory} does not fit {type(model).__name__}: {'; '.join(parts)};"
                     " strict=False loads what fits"
                 )
-        except CheckpointError as refused:
-            error = refused
-        if isinstance(target, Engine):
-            both = {"missing": report.missing, "unexpected": report.unexpected}
             own = experts.divided()  # of these each rank misses others
-            states_of(target).peers.agree(
+            meeting.compare(
                 {what: ", ".join(n for n in names if n not in own) for what, names in both.items()}
-                | {"names of the tensors, digest": renamed},
-                "zs.load_pretrained()",
-                error=error,
+                | {"names of the tensors, digest": files.digest()}
             )
-        elif error is not None:
-            raise error
         with torch.no_grad():
             for buffer, name in found.buffers:
                 files.fill(name, buffer)

@@ -75,12 +75,13 @@ class Ranks:
             rank = rank * group.size() + group.rank()
 
         def exchange(payload: bytes, call: str) -> list[bytes]:
-            parts = [payload]
-            for group in reversed(known):
+            parts = gather_bytes(known[-1], payload)
+            for group in reversed(known[:-1]):
                 parts = [part for row in gather_bytes(group, _joined(parts)) for part in _cut(row)]
             return parts
 
-        return cls(rank, prod(group.size() for group in known), exchange)
+        size = prod(group.size() for group in known)
+        return cls(rank, size, exchange if known else None)
 
     def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
         """Give every rank's `payload` (any sizes, small) to every rank, in rank order. Blocking;
