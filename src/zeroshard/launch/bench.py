@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from zeroshard.launch.declared import Subcommand, UsageError
+from zeroshard.terminal.declared import Subcommand, UsageError
 
 __all__ = ["BENCH", "add_commands"]
 

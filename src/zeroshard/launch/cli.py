@@ -13,10 +13,11 @@ import traceback
 
 from zeroshard._version import __version__
 from zeroshard.errors import ZeroshardError
-from zeroshard.launch import bench, checkpoint, config, doctor, generate, plan, report
-from zeroshard.launch.console import note
-from zeroshard.launch.declared import LineParser, Option, Subcommand, UsageError
+from zeroshard.launch import bench, checkpoint, config, doctor, generate, report
 from zeroshard.launch.options import RUN, parse_run
+from zeroshard.planner.printing import plan_command
+from zeroshard.terminal.console import note
+from zeroshard.terminal.declared import LineParser, Option, Subcommand, UsageError
 
 __all__ = ["build_parsers", "explain", "main"]
 
@@ -25,8 +26,10 @@ PROGRAM = Subcommand(
     (Option("--debug", "show the traceback of an error of ours"),),
     description="ZeRO for PyTorch: plan, launch, checkpoints, measure.",
 )  # fmt: skip
-COMMANDS = (RUN, plan.COMMAND, checkpoint.COMMAND, config.COMMAND, doctor.COMMAND, report.COMMAND,
-            generate.COMMAND, bench.BENCH)  # fmt: skip
+COMMANDS = (
+    RUN, plan_command.command(doctor.this_machine), checkpoint.COMMAND, config.COMMAND,
+    doctor.COMMAND, report.COMMAND, generate.COMMAND, bench.BENCH,
+)  # fmt: skip
 EXIT_USAGE, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
 
 

@@ -23,12 +23,15 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from zeroshard.launch.console import Table, note, print_json, progress, say
-from zeroshard.launch.declared import JSON, Option, Subcommand, UsageError
+from zeroshard.terminal.console import Table, note, print_json, progress, say
+from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError
 
-__all__ = ["COMMAND", "examine"]
+if TYPE_CHECKING:
+    from zeroshard.planner.machine import Machine
+
+__all__ = ["COMMAND", "examine", "this_machine"]
 
 EXIT_UNABLE = 1
 BUDGET_S = 15.0  # after which nothing more is begun
@@ -75,6 +78,26 @@ def examine(disk: Path | None = None, *, quick: bool = False) -> dict[str, Any]:
         "missing": find_missing(found),
         "problems": problems,
     }
+
+
+def this_machine(ranks: int | None) -> Machine:
+    """Return this machine as the last ``zeroshard doctor`` has measured it, or measure it now."""
+    from zeroshard.launch import machine
+    from zeroshard.planner import measured
+
+    found = machine.facts()
+    report = measured.read([one["name"] for one in found["devices"]], found["versions"])
+    if report is None:
+        note("measuring this machine, about 20 s")
+        report = examine()
+        if report["problems"]:
+            raise UsageError(f"plan: --this-machine: {report['problems'][0]}")
+        if (warning := measured.busy(report)) is not None:
+            note(warning)
+        measured.write(report)
+    else:
+        note(f"as measured {report['date']}; zeroshard doctor renews it")
+    return measured.machine_of(report, ranks=ranks)
 
 
 # ---------------------------------------------------------------------------------------- measuring

@@ -16,7 +16,7 @@ from typing import Any
 
 from zeroshard.core.untrusted import NotReadable, read_json
 from zeroshard.errors import ZeroshardError
-from zeroshard.launch.declared import UsageError
+from zeroshard.terminal.declared import UsageError
 
 __all__ = ["ModelDirectory", "Prompts", "end_tokens", "looks_at_lengths", "refusals"]
 

@@ -18,7 +18,7 @@ from functools import partial
 
 from zeroshard.core.mpi import read_task
 from zeroshard.core.slurm import read_step
-from zeroshard.launch.declared import LineParser, Option, Subcommand, UsageError, made
+from zeroshard.terminal.declared import LineParser, Option, Subcommand, UsageError, made
 
 __all__ = [
     "ELASTIC", "REFUSED", "RUN", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "HostChoice", "LineParser",

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from zeroshard.core.timeline import Timeline
 from zeroshard.core.untrusted import read_json
-from zeroshard.launch.console import Table, note, print_json, say
-from zeroshard.launch.declared import JSON, Option, Subcommand, UsageError
 from zeroshard.launch.timeline import TraceReport, analyse, step_spans, within
+from zeroshard.terminal.console import Table, note, print_json, say
+from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError
 
 __all__ = ["COMMAND"]
 

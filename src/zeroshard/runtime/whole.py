@@ -115,7 +115,7 @@ class Whole:
         and return by name whether only some of several made them; raise when another rank made
         edits of its own.
         """
-        control = self._transports.main.control
+        control = self._transports.main.flat.control
         segments = [segment for unit in units for segment in unit.segments]
         contexts = {name: one.flat.context for one in segments for name in one.names}
         after = [digest_of(value) for value in values.values()]
@@ -183,7 +183,7 @@ class Whole:
             if segment.flat.context.holders.differ
         }
         axes = self._axes if self._has_replicas else AlongAxes()
-        control = self._transports.main.control
+        control = self._transports.main.flat.control
         with axes.together(_LOAD) as meeting:
             control.agree(loaded, _LOAD, remedy=_SAME, within=within)
             parts = zip(loaded, _parts_of([unit]).values(), strict=True)
@@ -222,7 +222,7 @@ class Whole:
         Parameters with a mesh of their own are those of this rank; the first of each group of
         ranks that hold the same has them.
         """
-        is_first = any(transport.rank == 0 for transport in self._transports)
+        is_first = any(levels.flat.rank == 0 for levels in self._transports)
         keep = not rank0_only or (is_first and self._axes.place.is_first)
         values: dict[int, torch.Tensor] = {}
         for unit in self._weights.units:
@@ -319,7 +319,10 @@ class Whole:
         low, high = segment.flat.own_span
         local = local[low - start : high - start]
         out = torch.empty(layout.numel, dtype=local.dtype, device=local.device)
-        segment.flat.context.transport.all_gather(key, local, layout.ranges, out).wait()
+        levels = segment.flat.context.levels
+        for begin in levels.gathers(levels.axes, key, local, layout.ranges, out):
+            if (work := begin()) is not None:
+                work.wait()
         return out
 
     def find(self, parameter: nn.Parameter) -> tuple[Segment, int]:

@@ -24,7 +24,7 @@ from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.mesh_ranks import MeshRanks
 from zeroshard.comm.own_mesh import OwnMesh
 from zeroshard.comm.ranks import Ranks
-from zeroshard.comm.select import make_transport
+from zeroshard.comm.select import make_levels
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Transport
 from zeroshard.config import Config, ShardOptions, build_config
@@ -204,13 +204,14 @@ def _make_context(
     )
     with seat.axes.together("shard()"):
         tiering = _make_tiering(asked, model, seat.group, device)
-        transport = make_transport(seat.group, device, spec)
+        levels = make_levels(seat.group, device, spec)
+    transport = levels.flat
     axes = seat.axes.connected(spec, transport.traffic)
     context = Context(
         policy=policy,
         precision=precision,
         dtypes=asked.dtypes,
-        transport=transport,
+        levels=levels,
         mesh=asked.mesh,
         everyone=MeshRanks(transport.control, axes),
         holders=Holders.everyone(transport.size, transport.rank),
@@ -245,11 +246,11 @@ def _own_context(own: OwnMesh, whole: Context, asked: Asked, spec: CommSpec) -> 
         name="auto" if len(members) == 1 else spec.name,
         pool_bytes=_pool_bytes(asked, own.pattern),
         # where hosts are several, groups inside one would gather without the memory of the others
-        alias=whole.transport.one_sided,
+        alias=whole.levels.one_sided,
         members=members,
     )
-    transport = make_transport(own.group, whole.device, spec, whole.transport.traffic)
-    return replace(whole, transport=transport, mesh=mesh, holders=own.holders)
+    levels = make_levels(own.group, whole.device, spec, whole.transport.traffic)
+    return replace(whole, levels=levels, mesh=mesh, holders=own.holders)
 
 
 def _pool_bytes(asked: Asked, pattern: str) -> int:
