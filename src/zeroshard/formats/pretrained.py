@@ -15,7 +15,7 @@ compared, where the files hold several.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha256
 from math import prod
@@ -34,7 +34,6 @@ from zeroshard.checkpoint.rank_part import (
     whole_parts,
 )
 from zeroshard.checkpoint.spans import copy_common
-from zeroshard.comm.ranks import Ranks
 from zeroshard.core.boxes import Span
 from zeroshard.core.part import Part
 from zeroshard.core.untrusted import NotReadable, open_file, read_json
@@ -82,8 +81,10 @@ def load_pretrained(
     model = target.module if isinstance(target, Engine) else target
     experts = Experts.of(target) if isinstance(target, Engine) else Experts(model, {})
     with ExitStack() as stack:
-        ranks = states_of(target).peers if isinstance(target, Engine) else Ranks()
-        with ranks.together("zs.load_pretrained()") as meeting:
+        together: AbstractContextManager[Any] = nullcontext()
+        if isinstance(target, Engine):
+            together = states_of(target).peers.together("zs.load_pretrained()")
+        with together as meeting:
             files = _TensorFiles(Path(directory), rename or (lambda name: name), stack)
             found = _match(model, files, report, experts)
             both = {"missing": report.missing, "unexpected": report.unexpected}
@@ -94,10 +95,9 @@ def load_pretrained(
                     " strict=False loads what fits"
                 )
             own = experts.divided()  # of these each rank misses others
-            meeting.compare(
-                {what: ", ".join(n for n in names if n not in own) for what, names in both.items()}
-                | {"names of the tensors, digest": files.digest()}
-            )
+            said = {what: ", ".join(n for n in both[what] if n not in own) for what in both}
+            if meeting is not None:
+                meeting.compare(said | {"names of the tensors, digest": files.digest()})
         with torch.no_grad():
             for buffer, name in found.buffers:
                 files.fill(name, buffer)
