@@ -17,7 +17,7 @@ from tests.unit.comm.test_ordered import bits, naive_sum
 from zeroshard.comm.transport import GradBuffer, ReduceRequest, Transport
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh
-from zeroshard.errors import PlanMismatch, StateError
+from zeroshard.errors import PlanMismatch, StateError, StorageError
 
 LINKS = ("shared_memory", "gloo", "nccl", "local")
 
@@ -446,6 +446,20 @@ def comparison_names_the_first_difference(rank: int, world_size: int, spec: Spec
         transport.control.exchange(b"")
 
 
+def what_fails_on_one_rank_fails_on_all(rank: int, world_size: int, spec: Spec) -> None:
+    with opened(spec, rank) as transport:
+        try:
+            with transport.control.together("together()", "writing", refusal=StorageError):
+                if rank == world_size - 1:
+                    raise OSError("disk on fire")
+        except StorageError as error:
+            at = "" if rank == world_size - 1 else f"rank {world_size - 1}: "
+            assert str(error) == f"{at}writing: OSError: disk on fire"
+        else:
+            raise AssertionError("no StorageError")
+        transport.control.exchange(b"")
+
+
 def closing_twice_is_closing_once(rank: int, world_size: int, spec: Spec) -> None:
     with opened(spec, rank) as transport:
         transport.control.exchange(b"")
@@ -489,6 +503,7 @@ CASES = [
     buffers_return_to_the_pool,
     abandon_forgets_what_was_under_way,
     comparison_names_the_first_difference,
+    what_fails_on_one_rank_fails_on_all,
     closing_twice_is_closing_once,
     dropping_it_leaves_no_thread,
 ]
