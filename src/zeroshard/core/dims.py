@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from zeroshard.core.placement import OtherAxis
@@ -107,9 +108,10 @@ class Dims:
         )
 
     @property
-    def num_groups(self) -> int:
-        """The number of data parallel groups."""
-        return prod(self.sizes[index] for index in self.beside)
+    def places(self) -> tuple[Place, ...]:
+        """The places of all data parallel groups, in mesh order."""
+        along = [size if i in self.beside else 1 for i, size in enumerate(self.sizes)]
+        return tuple(self.place(coordinate) for coordinate in product(*map(range, along)))
 
     @property
     def node_size(self) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -19,10 +20,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.agree import agree, through
 from zeroshard.comm.device_mesh import Seat, seat_of
-from zeroshard.comm.everyone import Everyone
+from zeroshard.comm.mesh_ranks import MeshRanks
 from zeroshard.comm.own_mesh import OwnMesh
+from zeroshard.comm.ranks import Ranks
 from zeroshard.comm.select import make_levels
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Transport
@@ -201,7 +202,7 @@ def _make_context(
         stall_timeout_s=settings.stall_timeout_s,
         pool_bytes=_pool_bytes(asked, ""),
     )
-    with seat.axes.telling("shard()"):
+    with seat.axes.together("shard()"):
         tiering = _make_tiering(asked, model, seat.group, device)
         levels = make_levels(seat.group, device, spec)
     transport = levels.flat
@@ -212,7 +213,7 @@ def _make_context(
         dtypes=asked.dtypes,
         levels=levels,
         mesh=asked.mesh,
-        everyone=Everyone(transport.control, axes),
+        everyone=MeshRanks(transport.control, axes),
         holders=Holders.everyone(transport.size, transport.rank),
         streams=make_streams(device),
         meter=MemoryCounter(),
@@ -266,26 +267,20 @@ def _make_tiering(
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     link = link_of(device) if offload.link is None else offload.link
     stores: dict[Tier, Store] = {}
-    error: StorageError | None = None
-    try:
-        for tier in {*offload.away.values()} - {Tier.DEVICE}:
-            stores[tier] = make_store(
-                tier,
-                device,
-                disk_path=offload.disk_path,
-                rank=rank,
-                verify=offload.verify,
-                link=link,
-            )
-    except StorageError as failed:
-        error = failed
-    if leaving:  # on any rank
-        try:
-            agree(through(group), {}, call="shard()", error=error, refusal=StorageError)
-        except StorageError:
-            for store in stores.values():
-                store.close()
-            raise
+    ranks = Ranks.through(group) if leaving else Ranks()  # leaving on any rank
+    with ExitStack() as stack:
+        with ranks.together("shard()", refusal=StorageError):
+            for tier in {*offload.away.values()} - {Tier.DEVICE}:
+                stores[tier] = make_store(
+                    tier,
+                    device,
+                    disk_path=offload.disk_path,
+                    rank=rank,
+                    verify=offload.verify,
+                    link=link,
+                )
+                stack.callback(stores[tier].close)
+        stack.pop_all()
     fractions, automatic, least = offload.fractions(), offload.fraction == "auto", 0.0
     if automatic:
         share = 1 / world if asked.shares is None else float(asked.shares[rank])

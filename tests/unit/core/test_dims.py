@@ -14,7 +14,7 @@ def test_a_mesh_of_one_dimension_is_data_parallel_whatever_its_name(
     names: tuple[str, ...] | None,
 ) -> None:
     dims = Dims.of(names, (4,))
-    assert (dims.data, dims.beside, dims.others, dims.num_groups) == ((0,), (), (), 1)
+    assert (dims.data, dims.beside, dims.others, len(dims.places)) == ((0,), (), (), 1)
     assert dims.place((3,)) == Place()
 
 
