@@ -26,6 +26,7 @@ LAYERS = {
     "errors": 0,
     "core": 0,
     "memory": 0,
+    "system": 0,
     "comm": 1,
     "tier": 1,
     "state": 2,
@@ -46,7 +47,18 @@ LAYERS = {
 }
 STRANGERS = {("comm", "tier"), ("tier", "comm")}  # they meet in state/ and runtime/
 # whose imports are named one by one
-ONLY = {"planner": {"core", "errors"}, "integrations": {"zeroshard"}}
+ONLY = {
+    "core": {"errors"},
+    "system": {"core", "errors"},
+    "planner": {"core", "errors", "system"},
+    "integrations": {"zeroshard"},
+}
+# `core` decides from what it is given: it meets no other process and no operating system
+IMPURE = re.compile(
+    r"(ctypes|fcntl|glob|io|mmap|multiprocessing|os|pathlib|resource|secrets|select|selectors"
+    r"|shutil|signal|socket|subprocess|tempfile|threading"
+    r"|torch\.(cuda|distributed|multiprocessing))\b"
+)
 
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
 PICKLING_CALLS = {f"{what}_object" for what in ("all_gather", "gather")} | {
@@ -115,6 +127,13 @@ def _violations(tree: ast.AST, file_name: str) -> list[str]:
     return found
 
 
+def _impurities(tree: ast.AST, file_name: str) -> list[str]:
+    """Return the imports and calls by which a file reaches out of its process."""
+    found = [name for name in _imports(tree, file_name) if IMPURE.match(name)]
+    calls = (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return found + [called for called in calls if called == "open" or IMPURE.match(called)]
+
+
 def _module_hooks(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
@@ -144,6 +163,15 @@ def test_every_file_has_a_layer() -> None:
 
 def test_modules_import_only_what_lies_below_them() -> None:
     assert [line for name, tree in TREES.items() for line in _violations(tree, name)] == []
+
+
+def test_core_touches_no_process_group_socket_or_file() -> None:
+    assert [
+        f"{name}: {what}"
+        for name, tree in TREES.items()
+        if _package_of(name) == "core"
+        for what in _impurities(tree, name)
+    ] == []
 
 
 def test_within_a_layer_packages_use_each_other_in_one_direction_only() -> None:
@@ -227,7 +255,11 @@ def test_every_module_says_what_it_is_and_what_it_offers() -> None:
         ("runtime/unit.py", "from zeroshard import config", "above"),
         ("runtime/unit.py", "import zeroshard as zs", "above"),
         ("comm/gloo.py", "from zeroshard.tier import store", "never import each other"),
-        ("planner/time.py", "from zeroshard.comm import transport", "may import core, errors only"),
+        (
+            "planner/time.py",
+            "from zeroshard.comm import transport",
+            "may import core, errors, system only",
+        ),
         (
             "integrations/lightning.py",
             "from zeroshard.runtime.engine import Engine",
@@ -250,6 +282,22 @@ def test_the_rules_catch_what_they_forbid(name: str, source: str, complaint: str
 )
 def test_the_rules_allow_what_the_design_allows(name: str, source: str) -> None:
     assert _violations(ast.parse(source), name) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import socket",
+        "from os import environ",
+        "def late():\n    import torch.distributed as dist",
+        "from torch import distributed",
+        "def late(path):\n    return open(path)",
+        "def late():\n    return torch.cuda.device_count()",
+    ],
+)
+def test_the_rule_of_core_catches_what_it_forbids(source: str) -> None:
+    assert _impurities(ast.parse(source), "core/layout.py") != []
+    assert _impurities(ast.parse("import torch\nfrom math import prod"), "core/layout.py") == []
 
 
 def test_the_hook_rule_tells_modules_from_optimizers() -> None:

@@ -4,7 +4,7 @@
     host] . write the note . all ranks say that they have
 
 The pieces are those of a save, in the same format, with the same hashes; the memory is an anonymous
-file whose descriptor the launcher holds (``core/keeper.py``).
+file whose descriptor the launcher holds (``system/keeper_client.py``).
 
 Invariant: of two slots, the one that is written is never that of the last save that is whole: all
 ranks have finished a slot before any begins the other. Cost: one pass over the bytes for the copy
@@ -34,11 +34,11 @@ from zeroshard.checkpoint.stages import unite
 from zeroshard.checkpoint.together import on_all_ranks, raise_on_all
 from zeroshard.comm import memfd
 from zeroshard.comm.copies import Copies
-from zeroshard.core.keeper import Keeper
 from zeroshard.core.kept import Part, note_of, partners
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.runtime.access import Ranks
 from zeroshard.runtime.engine import Engine, states_of
+from zeroshard.system.keeper_client import Keeper
 
 __all__ = ["Keeping", "copies_of"]
 

@@ -1,8 +1,8 @@
 """A step that is kept in memory, on its way back: which one, from which hosts, and its files.
 
-Each rank asks the keeper of its own host (``core/keeper.py``) which parts lie there, and tells the
-others; all choose the newest save that is whole. A host gets the parts that it lacks from one that
-has them.
+Each rank asks the keeper of its own host (``system/keeper_client.py``) which parts lie there, and
+tells the others; all choose the newest save that is whole. A host gets the parts that it lacks from
+one that has them.
 
 Invariant: every rank chooses the same save, and reads what has the hashes of its manifest. Cost:
 where hosts lack parts, their bytes over the network, and the checkpoint's in the memory of each
@@ -25,10 +25,10 @@ from zeroshard.checkpoint.manifest import Manifest, digest
 from zeroshard.checkpoint.steps import os_errors
 from zeroshard.comm import memfd
 from zeroshard.comm.copies import Copies
-from zeroshard.core.keeper import Keeper
+from zeroshard.comm.launched import keeper_address
 from zeroshard.core.kept import Part, newest, read_note
-from zeroshard.core.launched import keeper_address
 from zeroshard.errors import CheckpointError
+from zeroshard.system.keeper_client import Keeper
 
 __all__ = [
     "Holdings", "KeptStep", "local_keeper", "newest_kept_step", "own_holdings", "telling_keeper",

@@ -1,8 +1,8 @@
 """Keep memory for the ranks of this host, so that it outlives them.
 
 Runs as a thread of the launcher, or on several hosts of each host's guard. It holds the descriptors
-of anonymous files that ranks have filled, by slot; ``core/keeper.py`` is the ranks' side and says
-what they ask. It reads the notes of parts (``core/kept.py``) and never their content.
+of anonymous files that ranks have filled, by slot; ``system/keeper_client.py`` is the ranks' side
+and says what they ask. It reads the notes of parts (``core/kept.py``) and never their content.
 
 Invariant: only processes of this user are answered. A request that is not understood ends its
 connection and changes nothing. At the limit of open files, which is raised first, ranks are told
@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from zeroshard.core.keeper import MAX_RECORD
 from zeroshard.core.kept import Part, read_note
+from zeroshard.system.keeper_client import MAX_RECORD
 
 __all__ = ["KeeperServer"]
 

@@ -3,7 +3,7 @@
 torch's own rendezvous opens two TCP stores that listen on all addresses, and its agent unpickles
 from one of them. Here the agent keeps its state in memory, and opens one TCP store on loopback for
 ``init_process_group()`` (MASTER_ADDR, MASTER_PORT). ``zeroshard.init_distributed()`` uses a file in
-the launcher's private directory instead (``core/launched.py``).
+the launcher's private directory instead (``comm/launched.py``).
 
 Invariant: one agent, one group of ranks, a new store for each start of the group.
 """

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.agree import agree
-from zeroshard.core.launched import heartbeat
+from zeroshard.comm.launched import heartbeat
 from zeroshard.core.residency import Residency, Use
 from zeroshard.core.schedule import Phase, Until
 from zeroshard.errors import StateError, StorageError

@@ -22,14 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.comm.agree import agree, through
 from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.everyone import Everyone
+from zeroshard.comm.launched import meeting_file
 from zeroshard.comm.own_mesh import OwnMesh
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Transport
 from zeroshard.config import Config, ShardOptions, build_config
 from zeroshard.core.holders import Holders
-from zeroshard.core.launched import meeting_file
-from zeroshard.core.mpi import rank_variables
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.schedule import grad_pool_bytes
@@ -54,6 +53,7 @@ from zeroshard.sharding.asked import Asked, Call, compared, told_by_id, understo
 from zeroshard.sharding.repartition import Repartition
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceMemory
+from zeroshard.system.mpi import rank_variables
 from zeroshard.tier.link import link_of
 from zeroshard.tier.store import Store
 from zeroshard.tier.stores import make_store
