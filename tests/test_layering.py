@@ -222,7 +222,7 @@ def test_only_the_command_that_finds_the_benchmarks_imports_what_lies_beside_the
         for name, tree in TREES.items()
         for module in _imports(tree, name)
         if module.split(".")[0] in beside
-    } == {"launch/bench.py"}
+    } == {"launch/cli.py"}
 
 
 def test_tests_reach_into_an_engine_through_one_file() -> None:

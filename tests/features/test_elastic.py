@@ -38,7 +38,7 @@ from zeroshard.checkpoint import kept as kept_steps
 from zeroshard.core.kept import Part, newest, note_of, partners, read_note
 from zeroshard.launch.elastic import dead_ranks, killed_ranks, loss_of, source, visible_devices
 from zeroshard.launch.keeper import KeeperServer
-from zeroshard.launch.reports import Outcome
+from zeroshard.launch.outcome import Outcome
 from zeroshard.launch.supervisor import Failure
 from zeroshard.system.keeper_client import Keeper
 

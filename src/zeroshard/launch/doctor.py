@@ -4,7 +4,7 @@
     zeroshard doctor --quick                   without measuring
     zeroshard doctor --json                    for programs
 
-The JSON has "versions", "host", "devices", "backends", "limits" and "missing" (machine.py),
+The JSON has "versions", "host", "devices", "backends", "limits" and "missing" (this_machine.py),
 "problems" (why the library cannot run), "grade" ("probe") and "measured": null, or a list of
 entries for each of `KINDS` (probes.py), where an entry with "error" could not be measured. Sizes
 are in bytes, rates per second, times in seconds; null is "no limit", or "not here". What was
@@ -63,7 +63,7 @@ def examine(disk: Path | None = None, *, quick: bool = False) -> dict[str, Any]:
     """Return what ``--json`` prints: facts about this machine and, unless `quick`, what it has been
     measured to do; `disk` is a directory to measure, too.
     """
-    from zeroshard.launch.machine import facts, find_missing, find_problems
+    from zeroshard.launch.this_machine import facts, find_missing, find_problems
 
     found = facts()
     problems = find_problems(found)

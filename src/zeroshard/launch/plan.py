@@ -111,10 +111,10 @@ def _machine_of(arguments: argparse.Namespace, gpus: int | None) -> Machine:
 
 def _this_machine(ranks: int | None) -> Machine:
     """Return this machine as the last ``zeroshard doctor`` has measured it, or measure it now."""
-    from zeroshard.launch import doctor, machine
+    from zeroshard.launch import doctor, this_machine
     from zeroshard.planner import measured
 
-    found = machine.facts()
+    found = this_machine.facts()
     report = measured.read([one["name"] for one in found["devices"]], found["versions"])
     if report is None:
         note("measuring this machine, about 20 s")

@@ -17,7 +17,7 @@ from pathlib import Path
 from zeroshard.core.timeline import Timeline
 from zeroshard.launch.console import Table, note, print_json, say
 from zeroshard.launch.declared import JSON, Option, Subcommand, UsageError
-from zeroshard.launch.timeline import TraceReport, analyse, step_spans, within
+from zeroshard.launch.trace_figures import TraceReport, analyse, step_spans, within
 from zeroshard.system.safe_files import read_json
 
 __all__ = ["COMMAND"]
