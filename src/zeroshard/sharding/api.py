@@ -39,7 +39,6 @@ from zeroshard.nn.deferred import (
     deferred_init,
     materialize,
 )
-from zeroshard.nn.inputs import shelves
 from zeroshard.runtime.balance import first_fraction
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.context import Options
@@ -299,7 +298,6 @@ def _make_tiering(
         staging_bytes=offload.staging_bytes or Tiering.staging_bytes,
         automatic=automatic,
         delayed_update=offload.delayed_update,
-        shelves=shelves,
     )
 
 
