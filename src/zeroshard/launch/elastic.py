@@ -31,7 +31,8 @@ from zeroshard.launch.supervisor import (
 )
 
 __all__ = [
-    "Loss", "dead_ranks", "go_on", "killed_ranks", "launch", "source", "visible_devices",
+    "Loss", "dead_ranks", "go_on", "killed_ranks", "launch", "loss_of", "source",
+    "visible_devices",
 ]  # fmt: skip
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -62,7 +63,7 @@ def launch(options: RunOptions, run_ranks: Callable[[RunOptions], tuple[Outcome,
             if not dead:
                 outcome.tell(begin)
                 return outcome.exit_code
-            loss = _loss_of(outcome, dead, num_ranks - len(dead), num_ranks)
+            loss = loss_of(outcome, dead, num_ranks - len(dead), num_ranks)
             if loss.left < least:
                 _say_too_few(loss, least)
                 return outcome.exit_code
@@ -109,7 +110,7 @@ def killed_ranks(outcome: Outcome) -> set[int]:
     return {failure.rank for failure in outcome.failures if _was_killed(failure)}
 
 
-def _loss_of(outcome: Outcome, dead: set[int], left: int, of: int) -> Loss:
+def loss_of(outcome: Outcome, dead: set[int], left: int, of: int) -> Loss:
     """Return that the ranks `dead` are lost, of whom the first to fail is named."""
     first = next(failure for failure in outcome.failures if failure.rank in dead)
     return Loss(_how_they_died(first, dead), left, of, first.traceback)
@@ -205,7 +206,7 @@ def _loss_of_hosts(
         return Loss(min(losses, key=lambda one: one.at).reason, left, of)
     if not dead:
         return Loss(f"{lost[0].host.name} has left", left, of)
-    return _loss_of(outcome, dead, left, of)
+    return loss_of(outcome, dead, left, of)
 
 
 def visible_devices(visible: Sequence[str], num_ranks: int, dead: Iterable[int]) -> list[str]:
