@@ -33,7 +33,7 @@ from zeroshard.comm import nccl, select
 from zeroshard.comm.compat import reduce_scatter_single
 from zeroshard.comm.transport import Traffic
 from zeroshard.errors import ConfigError
-from zeroshard.launch.console import progress
+from zeroshard.terminal.console import progress
 
 __all__ = ["Options", "fake_group", "fake_world", "measure", "run"]
 

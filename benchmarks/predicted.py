@@ -4,7 +4,7 @@
 
     machine = ...       # as `zeroshard doctor` has measured it
     timelines = {"zero3": ...}      # one traced step of rank 0 for each row
-    print(compare(zs.planning.shape_of_module(model, training), machine, training, timelines))
+    print(compare(shape_of_module(model, training), machine, training, timelines))
 
 What is compared is one step: from the first event of the measured timeline to its last. Nothing is
 fitted here. Which speeds the machine has is the caller's to say.

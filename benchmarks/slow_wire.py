@@ -50,8 +50,8 @@ from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
-from zeroshard.launch.console import Table
-from zeroshard.launch.declared import JSON, Option, count
+from zeroshard.terminal.console import Table
+from zeroshard.terminal.declared import JSON, Option, count
 
 MB = 1e6
 MESH = Mesh(2, 2)

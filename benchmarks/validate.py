@@ -39,8 +39,8 @@ from zeroshard.planner.durations import Durations
 from zeroshard.planner.exact import LaidOut
 from zeroshard.planner.measured import machine_of
 from zeroshard.planner.model import Decoder
+from zeroshard.planner.modules import shape_of_module
 from zeroshard.planner.rows import plan_row
-from zeroshard.planning import shape_of_module
 from zeroshard.runtime.reports import TrafficReport
 
 __all__ = ["main", "shape_of"]

@@ -35,7 +35,7 @@ PUBLIC = {
     "sharding/api.py shard",
     "config/native.py Config",
     "config/native.py ShardOptions",
-    "integrations/deepspeed/engine.py DeepSpeedEngine",
+    "deepspeed/deepspeed_engine.py DeepSpeedEngine",
     *(f"checkpoint/{name}" for name in ("save.py save", "save.py __init__", "load.py load")),
 }
 # what a condition asks for when it reads the table again: tier, codec, placement or transport

@@ -1,8 +1,9 @@
 """Dependencies point strictly down, read from the source: every import statement counts, also
 those inside functions.
 
-The layers are those of the design; within one layer a package may use another only in one
-direction.
+The layers are those of the design; within one layer a room may use another only in one direction.
+Beside the engine lie the planner, the launcher, DeepSpeed's stand-in and the formats of other
+programs (docs/design/rooms.md): the engine never imports them, but for the doors named here.
 """
 
 from __future__ import annotations
@@ -34,24 +35,51 @@ LAYERS = {
     "optim": 3,
     "nn": 3,
     "checkpoint": 4,
-    "planner": 4,
     "config": 4,
     "batches": 5,
-    "planning": 5,
     "sharding": 5,
     "hetero": 5,
     "zeroshard": 5,  # the package itself names what sharding/api.py offers
+    # beside the engine; a folder in one of them may be a room of its own
+    "terminal": 6,
+    "planner": 6,
+    "planner/modules": 6,
+    "planner/printing": 6,
+    "deepspeed": 6,
+    "deepspeed/keys": 6,
+    "formats": 6,
     "launch": 6,
     "integrations": 6,
+    "integrations/deepspeed": 6,
     "__main__": 6,
 }
+ENGINE = {room for room, layer in LAYERS.items() if layer < 6}
 STRANGERS = {("comm", "tier"), ("tier", "comm")}  # they meet in state/ and runtime/
 # whose imports are named one by one
 ONLY = {
     "core": {"errors"},
-    "system": {"core", "errors"},
+    "system": {"errors"},
+    "terminal": {"core", "errors", "system"},
     "planner": {"core", "errors", "system"},
+    # cuts a module as `shard` does, and reads this machine's free memory
+    "planner/modules": {
+        "_version", "config", "core", "errors", "hetero", "nn", "planner", "runtime",
+        "system", "tier",
+    },
+    "planner/printing": {"core", "planner", "planner/modules", "terminal", "zeroshard"},
+    "deepspeed": {"config", "deepspeed/keys", "zeroshard"},
+    "deepspeed/keys": {"config", "errors"},
+    # writes steps, and fills the shards of an engine
+    "formats": {"_version", "checkpoint", "core", "errors", "nn", "runtime", "state", "system"},
     "integrations": {"zeroshard"},
+    "integrations/deepspeed": {"deepspeed"},
+}  # fmt: skip
+# what the engine imports of the rooms beside it, inside functions or for type checking alone
+DOORS = {
+    "__init__.py": {"deepspeed", "deepspeed/keys", "formats", "planner", "planner/modules"},
+    "config/native.py": {"deepspeed/keys"},  # for a configuration with a key that is not ours
+    "config/reference.py": {"deepspeed/keys"},  # for the page about its keys
+    "sharding/asked.py": {"planner/modules"},  # for policy="auto"
 }
 # `core` decides from what it is given: it meets no other process and no operating system
 IMPURE = re.compile(
@@ -79,12 +107,15 @@ SHARED_HOOKS = {  # an optimizer has hooks of the same names, which are not mean
 }
 
 
-def _package_of(name: str) -> str:
-    """What a file belongs to: ``comm/gloo.py`` -> ``comm``, ``memory.py`` -> ``memory``,
-    ``__init__.py`` -> ``zeroshard``.
+def _room_of(name: str) -> str:
+    """What a file belongs to: ``comm/gloo.py`` -> ``comm``, ``planner/modules/auto.py`` ->
+    ``planner/modules``, ``errors.py`` -> ``errors``, ``__init__.py`` -> ``zeroshard``.
     """
-    top = name.split("/")[0].removesuffix(".py")
-    return "zeroshard" if top == "__init__" else top
+    parts = name.removesuffix(".py").split("/")
+    inner = "/".join(parts[:2])
+    if inner in LAYERS:
+        return inner
+    return "zeroshard" if parts[0] == "__init__" else parts[0]
 
 
 def _imports(tree: ast.AST, file_name: str) -> Iterator[str]:
@@ -99,30 +130,36 @@ def _imports(tree: ast.AST, file_name: str) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
+def _rooms(tree: ast.AST, file_name: str) -> set[str]:
+    """The rooms of ours that the file imports, its own included."""
+    ours = {
+        _room_of("/".join(name.split(".")[1:]))
+        for name in _imports(tree, file_name)
+        if name.split(".")[0] == "zeroshard"
+    }
+    return {room if room in LAYERS else "zeroshard" for room in ours}
+
+
 def _edges(tree: ast.AST, file_name: str) -> set[str]:
-    """The packages of ours that the file uses, its own excluded."""
-    ours = [
-        name.split(".") for name in _imports(tree, file_name) if name.split(".")[0] == "zeroshard"
-    ]
-    targets = {parts[1] if len(parts) > 1 and parts[1] in LAYERS else "zeroshard" for parts in ours}
-    return targets - {_package_of(file_name)}
+    """The rooms of ours that the file uses, its own and those behind its doors excluded."""
+    return _rooms(tree, file_name) - {_room_of(file_name)} - DOORS.get(file_name, set())
 
 
 def _violations(tree: ast.AST, file_name: str) -> list[str]:
-    package = _package_of(file_name)
+    room = _room_of(file_name)
     found = []
     for target in sorted(_edges(tree, file_name)):
-        if LAYERS[target] > LAYERS[package]:
+        if LAYERS[target] > LAYERS[room]:
+            beside = target not in ENGINE and room in ENGINE
             found.append(
-                f"{file_name}: {package} (layer {LAYERS[package]}) imports {target} (layer"
-                f" {LAYERS[target]}), which is above it"
+                f"{file_name}: {room} (layer {LAYERS[room]}) imports {target} (layer"
+                f" {LAYERS[target]}), which is {'beside the engine' if beside else 'above it'}"
             )
-        if (package, target) in STRANGERS:
-            found.append(f"{file_name}: {package} and {target} never import each other")
-        if package in ONLY and target not in ONLY[package]:
+        if (room, target) in STRANGERS:
+            found.append(f"{file_name}: {room} and {target} never import each other")
+        if room in ONLY and target not in ONLY[room]:
             found.append(
-                f"{file_name}: {package} may import {', '.join(sorted(ONLY[package]))} only, not"
-                f" {target}"
+                f"{file_name}: {room} may import {', '.join(sorted(ONLY[room]))} only, not {target}"
             )
     return found
 
@@ -132,6 +169,19 @@ def _impurities(tree: ast.AST, file_name: str) -> list[str]:
     found = [name for name in _imports(tree, file_name) if IMPURE.match(name)]
     calls = (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
     return found + [called for called in calls if called == "open" or IMPURE.match(called)]
+
+
+def _loaded(tree: ast.Module) -> ast.Module:
+    """The file without its functions and without what is for type checkers alone."""
+
+    class Loaded(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+            return None
+
+        def visit_If(self, node: ast.If) -> ast.If | None:
+            return None if ast.unparse(node.test) == "TYPE_CHECKING" else node
+
+    return Loaded().visit(ast.parse(ast.unparse(tree)))  # a copy
 
 
 def _module_hooks(tree: ast.AST) -> Iterator[str]:
@@ -158,7 +208,7 @@ def _declares_all(tree: ast.Module) -> bool:
 
 
 def test_every_file_has_a_layer() -> None:
-    assert [name for name in TREES if _package_of(name) not in LAYERS] == []
+    assert [name for name in TREES if _room_of(name) not in LAYERS] == []
 
 
 def test_modules_import_only_what_lies_below_them() -> None:
@@ -169,17 +219,23 @@ def test_core_touches_no_process_group_socket_or_file() -> None:
     assert [
         f"{name}: {what}"
         for name, tree in TREES.items()
-        if _package_of(name) == "core"
+        if _room_of(name) == "core"
         for what in _impurities(tree, name)
     ] == []
+
+
+def test_what_lies_behind_a_door_is_imported_when_it_is_asked_for() -> None:
+    assert {name: _rooms(_loaded(TREES[name]), name) & rooms for name, rooms in DOORS.items()} == {
+        name: set() for name in DOORS
+    }
 
 
 def test_within_a_layer_packages_use_each_other_in_one_direction_only() -> None:
     graph: dict[str, set[str]] = {}
     for name, tree in TREES.items():
-        package = _package_of(name)
-        graph.setdefault(package, set()).update(
-            target for target in _edges(tree, name) if LAYERS[target] == LAYERS[package]
+        room = _room_of(name)
+        graph.setdefault(room, set()).update(
+            target for target in _edges(tree, name) if LAYERS[target] == LAYERS[room]
         )
     # raises CycleError, which names the cycle
     list(graphlib.TopologicalSorter(graph).static_order())
@@ -190,7 +246,7 @@ def test_only_the_runtimes_hooks_file_registers_module_hooks() -> None:
         f"{name}: {hook}"
         for name, tree in TREES.items()
         # those of a trace end with it
-        if name not in ("runtime/hooks.py", "planning/activations.py")
+        if name not in ("runtime/hooks.py", "planner/modules/activations.py")
         for hook in _module_hooks(tree)
     ] == []
 
@@ -254,12 +310,11 @@ def test_every_module_says_what_it_is_and_what_it_offers() -> None:
         ("core/layout.py", "def late():\n    from ..state.full import FullBuffer", "above"),
         ("runtime/unit.py", "from zeroshard import config", "above"),
         ("runtime/unit.py", "import zeroshard as zs", "above"),
+        ("runtime/unit.py", "from zeroshard.planner import Plan", "beside the engine"),
+        ("sharding/asked.py", "from zeroshard.launch import cli", "beside the engine"),
         ("comm/gloo.py", "from zeroshard.tier import store", "never import each other"),
-        (
-            "planner/time.py",
-            "from zeroshard.comm import transport",
-            "may import core, errors, system only",
-        ),
+        ("planner/time.py", "from zeroshard.comm import transport", "core, errors, system only"),
+        ("planner/time.py", "from zeroshard.launch import cli", "core, errors, system only"),
         (
             "integrations/lightning.py",
             "from zeroshard.runtime.engine import Engine",

@@ -17,11 +17,11 @@ __all__ = ["api_page", "public_names"]
 SOURCE = Path(__file__).parents[2] / "src"
 SECTIONS = {  # the modules whose public names a section has; other names come under "More"
     "Start": ("zeroshard.sharding.api",),
-    "Configuration": ("zeroshard.config", "zeroshard.core"),
+    "Configuration": ("zeroshard.config", "zeroshard.core", "zeroshard.deepspeed"),
     "The engine": ("zeroshard.runtime",),
-    "Checkpoints": ("zeroshard.checkpoint",),
+    "Checkpoints": ("zeroshard.checkpoint", "zeroshard.formats"),
     "zeroshard.nn": ("zeroshard.nn",),
-    "Planner": ("zeroshard.planning", "zeroshard.planner"),
+    "Planner": ("zeroshard.planner",),
     "Errors": ("zeroshard.errors",),
     "More": ("",),
 }

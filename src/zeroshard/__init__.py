@@ -21,21 +21,19 @@ if TYPE_CHECKING:
     from zeroshard import nn
     from zeroshard.batches import UnevenBatchSampler
     from zeroshard.checkpoint.load import Restored, latest_step, load
-    from zeroshard.checkpoint.pretrained import LoadReport, load_pretrained
     from zeroshard.checkpoint.save import Saver, save
     from zeroshard.config import (
         Comm,
         Config,
-        DeepSpeedFile,
         ErrorFeedback,
-        Finding,
         LossScale,
         Offload,
-        read_deepspeed,
     )
     from zeroshard.core.batch_shares import split_batch
     from zeroshard.core.policy import Policy
     from zeroshard.core.precision import Precision
+    from zeroshard.deepspeed.file import DeepSpeedFile, read_deepspeed
+    from zeroshard.deepspeed.keys.findings import Finding
     from zeroshard.errors import (
         CheckpointError,
         ConfigError,
@@ -46,8 +44,12 @@ if TYPE_CHECKING:
         StorageError,
         ZeroshardError,
     )
-    from zeroshard.planner import Axes, Machine, Plan, Training
-    from zeroshard.planning import plan
+    from zeroshard.formats.pretrained import LoadReport, load_pretrained
+    from zeroshard.planner.axes import Axes
+    from zeroshard.planner.machine import Machine
+    from zeroshard.planner.modules import plan
+    from zeroshard.planner.plan import Plan
+    from zeroshard.planner.training import Training
     from zeroshard.runtime.ema import EMA
     from zeroshard.runtime.engine import Engine
     from zeroshard.runtime.ledger import MemoryTable, memory_table
@@ -108,20 +110,19 @@ _HOMES = {
     "zeroshard.batches": ("UnevenBatchSampler",),
     "zeroshard.checkpoint.load": ("Restored", "latest_step", "load"),
     "zeroshard.checkpoint.save": ("Saver", "save"),
-    "zeroshard.checkpoint.pretrained": ("LoadReport", "load_pretrained"),
+    "zeroshard.formats.pretrained": ("LoadReport", "load_pretrained"),
     "zeroshard.config": (
         "Comm",
         "Config",
-        "DeepSpeedFile",
         "ErrorFeedback",
-        "Finding",
         "LossScale",
         "Offload",
-        "read_deepspeed",
     ),
     "zeroshard.core.batch_shares": ("split_batch",),
     "zeroshard.core.policy": ("Policy",),
     "zeroshard.core.precision": ("Precision",),
+    "zeroshard.deepspeed.file": ("DeepSpeedFile", "read_deepspeed"),
+    "zeroshard.deepspeed.keys.findings": ("Finding",),
     "zeroshard.errors": (
         "CheckpointError",
         "ConfigError",
@@ -132,8 +133,11 @@ _HOMES = {
         "StorageError",
         "ZeroshardError",
     ),
-    "zeroshard.planner": ("Axes", "Machine", "Plan", "Training"),
-    "zeroshard.planning": ("plan",),
+    "zeroshard.planner.axes": ("Axes",),
+    "zeroshard.planner.machine": ("Machine",),
+    "zeroshard.planner.modules": ("plan",),
+    "zeroshard.planner.plan": ("Plan",),
+    "zeroshard.planner.training": ("Training",),
     "zeroshard.runtime.ema": ("EMA",),
     "zeroshard.runtime.engine": ("Engine",),
     "zeroshard.runtime.ledger": ("MemoryTable", "memory_table"),

@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.harness import ROOT
-from zeroshard.integrations.deepspeed import names, shim
+from zeroshard.deepspeed import names, shim
 
 SCRIPT = str(ROOT / "tests" / "support" / "deepspeed_runs.py")
 FAMILIES, STAGES, DEVICES = ("llama", "t5"), ("1", "2", "3"), ("none", "cpu")
@@ -123,7 +123,7 @@ def test_every_stage_tier_and_precision_trains_and_resumes(tmp_path: Path) -> No
 
 _PROBES = """
 import importlib.metadata, importlib.util
-import zeroshard.integrations.deepspeed.shim as shim
+import zeroshard.deepspeed.shim as shim
 shim.install(); shim.install()
 import deepspeed
 assert importlib.metadata.version("deepspeed").startswith("0.19") and deepspeed.__version__
@@ -182,7 +182,7 @@ def test_every_name_of_the_table_is_there() -> None:
         assert parent in names.MODULES, f"{module} has no parent"
         for name, home in held.items():
             place, _, attribute = home.partition(":")
-            source = place if place == "torch" else f"zeroshard.integrations.deepspeed.{place}"
+            source = place if place == "torch" else f"zeroshard.deepspeed.{place}"
             assert hasattr(importlib.import_module(source), attribute), (module, name)
     assert not any(isinstance(finder, shim._Finder) for finder in sys.meta_path)
     assert importlib.util.find_spec("zeroshard.integrations.deepspeed") is not None

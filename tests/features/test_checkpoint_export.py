@@ -24,9 +24,9 @@ from tests.support.checkpoints import check_same
 from tests.support.harness import run_ranks
 from tests.support.training import make_model, take_steps, two_groups
 from zeroshard import CheckpointError, ConfigError
-from zeroshard.checkpoint.export import export
-from zeroshard.checkpoint.foreign import import_checkpoint
 from zeroshard.checkpoint.steps import list_steps, read_manifest
+from zeroshard.formats import import_checkpoint
+from zeroshard.formats.export import export
 
 # Coverage measures our subprocesses: it needs memory, and writes a file of its own.
 ENVIRONMENT = {
@@ -410,7 +410,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(
 _MEASURED = """
 import sys
 from pathlib import Path
-from zeroshard.checkpoint.export import export
+from zeroshard.formats.export import export
 def memory(field):  # not ru_maxrss, which begins with what the parent had
     lines = open("/proc/self/status")
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))

@@ -31,11 +31,11 @@ from tests.support.deepspeed_tree import Tree
 from tests.support.harness import run_ranks
 from tests.support.training import Net, make_model, take_steps, two_groups
 from zeroshard import CheckpointError, ConfigError
-from zeroshard.checkpoint.export import export
-from zeroshard.checkpoint.foreign import Imported, import_checkpoint
-from zeroshard.checkpoint.foreign.restricted_unpickler import read_restricted
 from zeroshard.checkpoint.steps import list_steps, read_manifest
 from zeroshard.checkpoint.verify import verify
+from zeroshard.formats import Imported, import_checkpoint
+from zeroshard.formats.export import export
+from zeroshard.formats.restricted_unpickler import read_restricted
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Detected pickle protocol"
@@ -732,7 +732,7 @@ def test_an_import_that_fails_halfway_leaves_nothing(
         raise CheckpointError("no space")
 
     torch.save({"weight": torch.ones(3)}, tmp_path / "model.pt")
-    monkeypatch.setattr("zeroshard.checkpoint.foreign.formats.write_new", full)
+    monkeypatch.setattr("zeroshard.formats.conversion.write_new", full)
     with pytest.raises(CheckpointError, match="no space"):
         import_checkpoint(tmp_path / "model.pt", tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import zeroshard as zs
 from zeroshard import ConfigError
 from zeroshard.config import build_config
-from zeroshard.config.deepspeed.table import KEYS
+from zeroshard.deepspeed.keys.table import KEYS
 
 TEXTS: list[tuple[bytes, str]] = [
     (b'{"stage": 2, "comm": {"transport": "\xff"}}', "it is not UTF-8 text, from byte 36 on"),

@@ -19,8 +19,8 @@ from tests.support.harness import run_ranks
 from tests.support.training import train
 from zeroshard import Config, ConfigError
 from zeroshard.config import build_config
-from zeroshard.config.deepspeed.table import KEYS, SECTIONS
-from zeroshard.config.reference import deepspeed_markdown
+from zeroshard.deepspeed.keys.markdown import deepspeed_markdown
+from zeroshard.deepspeed.keys.table import KEYS, SECTIONS
 
 
 def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[str]:

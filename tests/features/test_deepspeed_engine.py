@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 import zeroshard as zs
 from tests.support.harness import run_ranks
 from tests.support.training import Net, batch, make_model
+from zeroshard.deepspeed import held_parameters as states
+from zeroshard.deepspeed import lr_schedules, optimizers, small, start, zero
+from zeroshard.deepspeed.answers import complete_batch
 from zeroshard.integrations import deepspeed
-from zeroshard.integrations.deepspeed import held_parameters as states
-from zeroshard.integrations.deepspeed import lr_schedules, optimizers, small, start, zero
-from zeroshard.integrations.deepspeed.answers import complete_batch
 
 STAGES = (0, 1, 2, 3)
 STEPS, MICRO = 4, 2
@@ -125,7 +125,7 @@ def test_a_plain_backward_is_divided_by_the_accumulation_steps_too() -> None:
 
 
 def test_of_a_loss_and_its_logits_only_the_loss_is_divided() -> None:
-    from zeroshard.integrations.deepspeed.plain_backward import divided
+    from zeroshard.deepspeed.plain_backward import divided
 
     class Twice(torch.nn.Module):
         def __init__(self) -> None:

@@ -15,7 +15,7 @@ import torch
 import zeroshard as zs
 from tests.support.deepspeed_files import FILES
 from tests.support.harness import run_ranks
-from zeroshard.config.deepspeed.table import KEYS
+from zeroshard.deepspeed.keys.table import KEYS
 from zeroshard.integrations import deepspeed
 from zeroshard.launch.config import explained
 

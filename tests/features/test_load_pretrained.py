@@ -19,7 +19,7 @@ import zeroshard as zs
 from tests.support.harness import run_ranks
 from tests.support.training import ROWS, TRANSPORTS, batch, make_model, take_steps, two_groups
 from zeroshard import CheckpointError, PlanMismatch
-from zeroshard.checkpoint.foreign import import_checkpoint
+from zeroshard.formats import import_checkpoint
 from zeroshard.runtime.engine import states_of
 
 

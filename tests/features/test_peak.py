@@ -30,11 +30,11 @@ from zeroshard.planner.closed_form import closed_form
 from zeroshard.planner.durations import Durations
 from zeroshard.planner.exact import LaidOut, rest_bytes
 from zeroshard.planner.held import Exchange
+from zeroshard.planner.modules import shape_of_module, shape_with_activations
+from zeroshard.planner.modules.activations import trace_activations
 from zeroshard.planner.peak import peak_bytes
 from zeroshard.planner.playback import Playback
 from zeroshard.planner.whole_gradients import with_budget
-from zeroshard.planning import shape_of_module, shape_with_activations
-from zeroshard.planning.activations import trace_activations
 
 Tiers = tuple[Tier, Tier, Tier]
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

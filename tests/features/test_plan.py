@@ -19,7 +19,7 @@ from tests.support.training import make_model
 from zeroshard.core.policy import ROWS
 from zeroshard.launch import cli
 from zeroshard.planner.families import shape_of_config
-from zeroshard.planning import shape_of_module
+from zeroshard.planner.modules import shape_of_module
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
 SIZES |= {"num_attention_heads": 4}

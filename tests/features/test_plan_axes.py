@@ -25,7 +25,7 @@ from zeroshard.planner.cuts import cut_stages, cut_tensors
 from zeroshard.planner.exact import LaidOut, rest_bytes
 from zeroshard.planner.families import shape_of_config
 from zeroshard.planner.grid import GridPlan
-from zeroshard.planning import shape_of_module
+from zeroshard.planner.modules import shape_of_module
 
 SCHEDULES = {
     "1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zb:2":

@@ -25,8 +25,8 @@ from zeroshard.core.policy import ROWS, Policy
 from zeroshard.core.shares import shares_of
 from zeroshard.planner.checkpoint import checkpoint_bytes
 from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
+from zeroshard.planner.modules import shape_of_module
 from zeroshard.planner.whole_gradients import with_budget
-from zeroshard.planning import shape_of_module
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 MODELS = ("Llama", "GPT-2 (tied head)", "Mixtral (experts)")

@@ -26,8 +26,7 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.policy import ROWS
 from zeroshard.errors import ConfigError, PlanMismatch
 from zeroshard.planner import PlannedRow, make_plan
-from zeroshard.planning import shape_of_module
-from zeroshard.sharding import auto
+from zeroshard.planner.modules import auto, shape_of_module
 from zeroshard.system.host_memory import HostMemory
 
 GB = 10**9

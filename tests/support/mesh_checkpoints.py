@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import zeroshard as zs
 from tests.support.tensor_parallel import Case, mesh_of, micro_batches
 from tests.support.training import two_groups
-from zeroshard.checkpoint.export import export
 from zeroshard.checkpoint.steps import step_path
+from zeroshard.formats.export import export
 
 __all__ = ["Layout", "Run", "begin", "exported"]
 

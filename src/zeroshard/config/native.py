@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 import torch
 import torch.distributed as dist
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from zeroshard.config.deepspeed.findings import FileFindings, is_deepspeed, read
 from zeroshard.config.reading import nearest, parse_json, read_json
 from zeroshard.config.sections import Comm, LossScale, Offload, State
 from zeroshard.config.strict import Strict, one_line
@@ -34,7 +32,10 @@ from zeroshard.core.wire import CODEC_BITS
 from zeroshard.errors import ConfigError
 from zeroshard.optim.scaler import LossScaler
 
-__all__ = ["AUTO", "Config", "DeepSpeedFile", "ShardOptions", "build_config", "read_deepspeed"]
+if TYPE_CHECKING:
+    from zeroshard.deepspeed.keys.findings import FileFindings
+
+__all__ = ["AUTO", "Config", "ShardOptions", "build_config"]
 
 _log = logging.getLogger("zeroshard")
 
@@ -329,7 +330,7 @@ class Config(Strict):
         keys and what they do here); "auto" leaves a key to whoever fills it in
         (``zeroshard.integrations.transformers``), and to our default otherwise.
         """
-        return read_deepspeed(source).config()
+        return build_config(_read_deepspeed(source).checked_fields())
 
 
 class ShardOptions(TypedDict, total=False):
@@ -355,24 +356,6 @@ class ShardOptions(TypedDict, total=False):
     batch_shares: Sequence[float] | None
 
 
-@dataclass(frozen=True)
-class DeepSpeedFile(FileFindings):
-    """A DeepSpeed configuration, read; the engine's `Config` if nothing is refused."""
-
-    def config(self) -> Config:
-        """Return our configuration. Raises ConfigError with every refused key."""
-        return _config_of(dict(self.checked_fields()))
-
-
-def read_deepspeed(source: str | Path | dict[str, Any]) -> DeepSpeedFile:
-    """Read a DeepSpeed configuration (a path to its JSON, or the dict), key by key.
-
-    Raises ConfigError where there is no JSON object. Keys never raise here: see `findings`, and
-    ``config()``.
-    """
-    return DeepSpeedFile(**vars(read(source)))
-
-
 def build_config(source: Config | dict[str, Any] | str | Path | None, **overrides: Any) -> Config:
     """Return the configuration in `source` (Config, dict, JSON path) with `overrides`.
 
@@ -388,8 +371,8 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
             "config must be a zeroshard.Config, a dict or a path to a JSON object, not"
             f" {type(data).__name__}"
         )
-    if is_deepspeed(data, Config.model_fields):
-        file = read_deepspeed(data)
+    if _is_deepspeed(data):
+        file = _read_deepspeed(data)
         data = dict(file.checked_fields())
         if overrides.get("precision") is not None:
             data.pop("loss_scale", None)  # it belongs to the file's own precision
@@ -402,6 +385,21 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
         data.pop("stage", None)
     data.update(given)
     return _config_of(data)
+
+
+def _is_deepspeed(data: Mapping[str, Any]) -> bool:
+    """Whether `data` has the form of DeepSpeed's: not where all of its keys are ours."""
+    if all(key.partition(".")[0] in Config.model_fields for key in data):
+        return False
+    from zeroshard.deepspeed.keys.findings import is_deepspeed  # with the first key not ours
+
+    return is_deepspeed(data, Config.model_fields)
+
+
+def _read_deepspeed(source: str | Path | dict[str, Any]) -> FileFindings:
+    from zeroshard.deepspeed.keys.findings import read
+
+    return read(source)
 
 
 def _tell(keys: list[str]) -> None:
@@ -418,7 +416,7 @@ def _tell(keys: list[str]) -> None:
 def _config_of(data: dict[str, Any]) -> Config:
     for key in data:
         if key not in Config.model_fields:
-            if is_deepspeed({key: None}, Config.model_fields):
+            if _is_deepspeed({key: None}):
                 raise ConfigError(
                     f"{key!r} is a key of DeepSpeed's among keywords of shard(): use one form"
                 )

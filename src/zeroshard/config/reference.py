@@ -1,5 +1,5 @@
-"""The reference of every option: from the fields of Config and its sections, and from the table of
-DeepSpeed's keys. Each option is described where it is declared; these are renderings of that.
+"""The reference of every option, from the fields of Config and its sections. Each option is
+described where it is declared; these are renderings of that.
 
     python -m zeroshard.config.reference options      Markdown: every option of ours
     python -m zeroshard.config.reference deepspeed    Markdown: docs/deepspeed-keys.md
@@ -17,14 +17,12 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, JsonSchemaWarningKind
 from pydantic_core import CoreSchema
 
-from zeroshard.config.deepspeed.key_rows import Key, an_object
-from zeroshard.config.deepspeed.table import KEYS
 from zeroshard.config.native import AUTO, Config
 from zeroshard.config.sections import Comm, ErrorFeedback, LossScale, Offload
 from zeroshard.core.policy import ROWS, STAGES
 from zeroshard.core.precision import PRECISIONS
 
-__all__ = ["SECTIONS", "deepspeed_markdown", "options", "reference_markdown", "schema"]
+__all__ = ["SECTIONS", "options", "reference_markdown", "schema"]
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "offload": Offload, "comm": Comm, "comm.error_feedback": ErrorFeedback, "loss_scale": LossScale,
@@ -52,37 +50,6 @@ def reference_markdown() -> str:
 def _default(field: FieldInfo) -> str:
     default = field.default
     return "see below" if isinstance(default, BaseModel) else f"`{default!r}`"
-
-
-def deepspeed_markdown() -> str:
-    """Return the table of DeepSpeed's keys in Markdown."""
-    rows = [f"| `{name}` | {_shown(key.default)} | {_effect(key)} |" for name, key in KEYS.items()]
-    return "\n".join([_HEAD, "| key | its default | here |", "|---|---|---|", *rows]) + "\n"
-
-
-_HEAD = """# DeepSpeed's keys
-
-What each key of a DeepSpeed configuration does here: it *becomes* an option of ours, it makes *no
-difference*, or it is *refused* where it asks for something else than happens here anyway. Defaults
-are those of DeepSpeed's code. `zeroshard config explain FILE` says the same of one file. A key that
-is not in this table is refused, with the nearest one.
-
-Made by `python -m zeroshard.config.reference deepspeed`.
-"""
-
-
-def _shown(default: Any) -> str:
-    text = f"{default:g}".replace("e+0", "e") if type(default) is float else json.dumps(default)
-    return "" if default is None else f"`{text}`"
-
-
-def _effect(key: Key) -> str:
-    if key.lower is not None:
-        return f"becomes ours: {key.why}"
-    if not key.instead:
-        return f"no difference: {key.why}"
-    where = "where it is on" if key.kind is an_object else "otherwise"
-    return f"refused {where}: {key.why} ({key.instead})"
 
 
 class _Generator(GenerateJsonSchema):
@@ -120,9 +87,14 @@ def schema() -> dict[str, Any]:
 
 
 def _main(kind: str) -> None:
-    texts = {"options": reference_markdown, "deepspeed": deepspeed_markdown}
-    text = json.dumps(schema(), indent=2) + "\n" if kind == "schema" else texts[kind]()
-    sys.stdout.write(text)
+    if kind == "deepspeed":
+        from zeroshard.deepspeed.keys.markdown import deepspeed_markdown
+
+        sys.stdout.write(deepspeed_markdown())
+    else:
+        sys.stdout.write(
+            json.dumps(schema(), indent=2) + "\n" if kind == "schema" else reference_markdown()
+        )
 
 
 if __name__ == "__main__":

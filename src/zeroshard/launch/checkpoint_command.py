@@ -13,8 +13,8 @@ from typing import Any
 
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.launch.console import Table, note, print_json, progress, say, say_facts
-from zeroshard.launch.declared import JSON, Option, Subcommand, UsageError, count, listed
+from zeroshard.terminal.console import Table, note, print_json, progress, say, say_facts
+from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, count, listed
 
 __all__ = ["COMMAND"]
 
@@ -172,9 +172,9 @@ def _print_result(result: dict[str, Any]) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from zeroshard.checkpoint.export import export
     from zeroshard.checkpoint.steps import read_manifest
     from zeroshard.core.precision import parse_dtype
+    from zeroshard.formats.export import export
 
     path, out = _choose(arguments.source, arguments.step), arguments.out
     manifest = read_manifest(path)
@@ -203,7 +203,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from zeroshard.checkpoint.foreign import import_checkpoint
+    from zeroshard.formats import import_checkpoint
 
     done = import_checkpoint(
         arguments.source,

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from zeroshard._version import __version__
 from zeroshard.errors import ZeroshardError
-from zeroshard.launch import checkpoint_command, config, doctor, generate, plan, report
-from zeroshard.launch.console import note
-from zeroshard.launch.declared import LineParser, Option, Subcommand, UsageError
+from zeroshard.launch import checkpoint_command, config, doctor, generate, report
 from zeroshard.launch.options import RUN, parse_run
+from zeroshard.planner.printing import plan_command
+from zeroshard.terminal.console import note
+from zeroshard.terminal.declared import LineParser, Option, Subcommand, UsageError
 
 __all__ = ["BENCH", "add_benchmarks", "build_parsers", "explain", "main"]
 
@@ -36,8 +37,10 @@ BENCH = Subcommand(
     "bench", "measure this library beside the others",
     "zeroshard bench step --sizes medium --contenders zero3,fsdp2",
 )  # fmt: skip
-COMMANDS = (RUN, plan.COMMAND, checkpoint_command.COMMAND, config.COMMAND, doctor.COMMAND,
-            report.COMMAND, generate.COMMAND, BENCH)  # fmt: skip
+COMMANDS = (
+    RUN, plan_command.command(doctor.this_machine), checkpoint_command.COMMAND, config.COMMAND,
+    doctor.COMMAND, report.COMMAND, generate.COMMAND, BENCH,
+)  # fmt: skip
 EXIT_USAGE, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
 
 

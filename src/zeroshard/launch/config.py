@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.errors import ConfigError
-from zeroshard.launch.console import print_json, say
-from zeroshard.launch.declared import JSON, Option, Subcommand
+from zeroshard.terminal.console import print_json, say
+from zeroshard.terminal.declared import JSON, Option, Subcommand
 
 if TYPE_CHECKING:
-    from zeroshard.config import Finding
+    from zeroshard.deepspeed.keys.findings import Finding
 
 __all__ = ["COMMAND", "explained"]
 
@@ -29,9 +29,9 @@ def explained(source: str | Path | dict[str, Any]) -> tuple[str, list[Finding]]:
     """Return the form of a configuration and a finding for each key; DeepSpeed's form is read as
     its ``initialize()`` reads it. Raises ConfigError where there is no JSON object.
     """
-    from zeroshard.config import read_deepspeed
-    from zeroshard.config.explain import explain
-    from zeroshard.integrations.deepspeed import verdict
+    from zeroshard.deepspeed import verdict
+    from zeroshard.deepspeed.file import read_deepspeed
+    from zeroshard.launch.explain import explain
     from zeroshard.sharding.checks import check_model
 
     form, findings = explain(source)

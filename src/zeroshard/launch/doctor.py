@@ -4,7 +4,7 @@
     zeroshard doctor --quick                   without measuring
     zeroshard doctor --json                    for programs
 
-The JSON has "versions", "host", "devices", "backends", "limits" and "missing" (this_machine.py),
+The JSON has "versions", "host", "devices", "backends", "limits" and "missing" (machine_facts.py),
 "problems" (why the library cannot run), "grade" ("probe") and "measured": null, or a list of
 entries for each of `KINDS` (probes.py), where an entry with "error" could not be measured. Sizes
 are in bytes, rates per second, times in seconds; null is "no limit", or "not here". What was
@@ -23,12 +23,15 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from zeroshard.launch.console import Table, note, print_json, progress, say
-from zeroshard.launch.declared import JSON, Option, Subcommand, UsageError
+from zeroshard.terminal.console import Table, note, print_json, progress, say
+from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError
 
-__all__ = ["COMMAND", "examine"]
+if TYPE_CHECKING:
+    from zeroshard.planner.machine import Machine
+
+__all__ = ["COMMAND", "examine", "this_machine"]
 
 EXIT_UNABLE = 1
 BUDGET_S = 15.0  # after which nothing more is begun
@@ -63,7 +66,7 @@ def examine(disk: Path | None = None, *, quick: bool = False) -> dict[str, Any]:
     """Return what ``--json`` prints: facts about this machine and, unless `quick`, what it has been
     measured to do; `disk` is a directory to measure, too.
     """
-    from zeroshard.launch.this_machine import facts, find_missing, find_problems
+    from zeroshard.launch.machine_facts import facts, find_missing, find_problems
 
     found = facts()
     problems = find_problems(found)
@@ -75,6 +78,26 @@ def examine(disk: Path | None = None, *, quick: bool = False) -> dict[str, Any]:
         "missing": find_missing(found),
         "problems": problems,
     }
+
+
+def this_machine(ranks: int | None) -> Machine:
+    """Return this machine as the last ``zeroshard doctor`` has measured it, or measure it now."""
+    from zeroshard.launch.machine_facts import facts
+    from zeroshard.planner import measured
+
+    found = facts()
+    report = measured.read([one["name"] for one in found["devices"]], found["versions"])
+    if report is None:
+        note("measuring this machine, about 20 s")
+        report = examine()
+        if report["problems"]:
+            raise UsageError(f"plan: --this-machine: {report['problems'][0]}")
+        if (warning := measured.busy(report)) is not None:
+            note(warning)
+        measured.write(report)
+    else:
+        note(f"as measured {report['date']}; zeroshard doctor renews it")
+    return measured.machine_of(report, ranks=ranks)
 
 
 # ---------------------------------------------------------------------------------------- measuring

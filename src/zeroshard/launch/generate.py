@@ -32,8 +32,6 @@ from typing import TYPE_CHECKING, Any
 from zeroshard.core.placement import Tier
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.core.wire import CODEC_BITS
-from zeroshard.launch.console import print_json, progress, say
-from zeroshard.launch.declared import JSON, Option, Subcommand, UsageError, as_usage, count
 from zeroshard.launch.model_directory import (
     ModelDirectory,
     Prompts,
@@ -41,6 +39,8 @@ from zeroshard.launch.model_directory import (
     looks_at_lengths,
     refusals,
 )
+from zeroshard.terminal.console import print_json, progress, say
+from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, as_usage, count
 
 if TYPE_CHECKING:
     import torch

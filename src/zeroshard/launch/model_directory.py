@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.errors import ZeroshardError
-from zeroshard.launch.declared import UsageError
 from zeroshard.system.safe_files import NotReadable, read_json
+from zeroshard.terminal.declared import UsageError
 
 __all__ = ["ModelDirectory", "Prompts", "end_tokens", "looks_at_lengths", "refusals"]
 

@@ -16,9 +16,9 @@ import sys
 from dataclasses import dataclass, field
 from functools import partial
 
-from zeroshard.launch.declared import LineParser, Option, Subcommand, UsageError, made
 from zeroshard.system.mpi import read_task
 from zeroshard.system.slurm import read_step
+from zeroshard.terminal.declared import LineParser, Option, Subcommand, UsageError, made
 
 __all__ = [
     "ELASTIC",

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeroshard.core.timeline import Timeline
-from zeroshard.launch.console import Table, note, print_json, say
-from zeroshard.launch.declared import JSON, Option, Subcommand, UsageError
 from zeroshard.launch.trace_figures import TraceReport, analyse, step_spans, within
 from zeroshard.system.safe_files import read_json
+from zeroshard.terminal.console import Table, note, print_json, say
+from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError
 
 __all__ = ["COMMAND"]
 

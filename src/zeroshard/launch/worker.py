@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
     sys.modules[MODULE] = sys.modules[__name__]
     faulthandler.enable()
     if as_deepspeed is not None:
-        importlib.import_module("zeroshard.integrations.deepspeed.shim").install()
+        importlib.import_module("zeroshard.deepspeed.shim").install()
     try:
         _run_script(target, args) if kind == "script" else _run_module(target, args)
     except SystemExit as error:

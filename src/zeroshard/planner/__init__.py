@@ -15,6 +15,8 @@ simulate.py    one step, simulated: durations.py says how long its parts take, p
                order they are enqueued, lanes.py when they run
 uneven.py      ranks that are not alike: a line per row and rank
 plan.py        every row and tier mix, the recommendation, JSON, a configuration
+modules/       zs.plan and policy="auto": what takes torch, a module's units and its activations
+printing/      zeroshard plan: tables and pictures
 
 Invariant: exact.py asks core/ for every byte and adds up; nothing here knows a row by name, except
 which tier mixes are worth a line. torch is not imported. docs/design/planner.md has the decisions.
@@ -22,14 +24,31 @@ which tier mixes are worth a line. torch is not imported. docs/design/planner.md
 
 from __future__ import annotations
 
-from zeroshard.planner.axes import Axes
-from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import ModelShape, describe
-from zeroshard.planner.plan import Plan, Recommendation, make_plan
-from zeroshard.planner.rows import PlannedRow
-from zeroshard.planner.training import Training
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zeroshard.planner.axes import Axes
+    from zeroshard.planner.machine import Machine
+    from zeroshard.planner.model import ModelShape, describe
+    from zeroshard.planner.plan import Plan, Recommendation, make_plan
+    from zeroshard.planner.rows import PlannedRow
+    from zeroshard.planner.training import Training
 
 __all__ = [
     "Axes", "Machine", "ModelShape", "Plan", "PlannedRow", "Recommendation", "Training", "describe",
     "make_plan",
 ]  # fmt: skip
+
+# looked up when they are first used: the command's options stand in this package, too
+_HOME_OF = {
+    "Axes": "axes", "Machine": "machine", "ModelShape": "model", "describe": "model",
+    "Plan": "plan", "Recommendation": "plan", "make_plan": "plan", "PlannedRow": "rows",
+    "Training": "training",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)

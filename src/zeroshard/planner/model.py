@@ -3,7 +3,7 @@ transformer decoder, the sizes from which activations follow.
 
 A model is described by a number of parameters (a decoder of typical shape is assumed, and said), by
 a Transformers ``config.json`` (families.py), or built without memory by whoever may import torch
-(planning.py).
+(modules/).
 
 Invariant: the units are those of ``runtime/units.py: partition_units``: one per repeated block, and
 what is left over packed in definition order up to max(block, largest parameter, 1/8 of the model).

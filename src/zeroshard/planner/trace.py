@@ -1,5 +1,5 @@
 """What a pass over a model holds in activations, event by event: plain numbers, made by whoever may
-import torch (planning/activations.py), or for a decoder whose sizes are known, in closed_form.py.
+import torch (modules/activations.py), or for a decoder whose sizes are known, in closed_form.py.
 
     gather u   unit u is needed         gradient u g   the first gradient of group g of u is there
     release u  it is needed no longer   reduce u       all of its gradients are

@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterator, Sequence
+from functools import partial
 
 import torch
 
-from zeroshard.comm.transport import DoneWork, Work
-from zeroshard.comm.two_level import gather_over
+from zeroshard.comm.levels import Step
 from zeroshard.core.layout import Range
 from zeroshard.core.recording import Operation
-from zeroshard.core.route import Kind
+from zeroshard.core.route import Hop, Kind
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
-from zeroshard.runtime.flight import ended
+from zeroshard.runtime.flight import Flight
 from zeroshard.state.allocator import GradientAllocator
 from zeroshard.state.gradient import RestingGradient
 from zeroshard.state.reduction import Asked
@@ -61,7 +61,6 @@ class SummedGradient:
         self.members = layout.members(rank, layout.scope(plan.cells.optim))
         self._flat = flat
         self._place = place
-        self._transport = context.transport
         self.rank = rank  # among the ranks that have these parameters
         self._streams = context.streams
         self._memory = context.memory
@@ -81,11 +80,9 @@ class SummedGradient:
         resting = self.resting()
         fresh = resting is None
         if resting is None:
-            self._streams.alloc(f"{self.key}.resting")
             resting = self._place.open()
             self._alive = weakref.ref(resting)
         elif resting.is_average:  # no zero_grad() since the last step
-            self._streams.write(f"{self.key}.resting")
             resting.reopen(self.own)
         self._held = resting
         return resting, fresh
@@ -123,7 +120,6 @@ class SummedGradient:
 
     def room(self) -> torch.Tensor:
         """Return memory on the device for our slice of a sum, which `take` takes over."""
-        self._streams.alloc(f"{self.key}.sum")
         return self._memory.empty(self.own[1] - self.own[0])
 
     def take(self, total: torch.Tensor, fresh: bool) -> None:
@@ -157,14 +153,12 @@ class SummedGradient:
         resting = self.resting()
         if resting is None:
             return True
-        self._streams.write(f"{self.key}.resting")
         return resting.average(self.own, divisor)
 
     def divide(self, weight: float) -> None:
         """Divide all that rests here by the sum of weights, after `gather_averages`."""
         resting = self.resting()
         if resting is not None:
-            self._streams.write(f"{self.key}.resting")
             resting.divide(weight)
 
     @property
@@ -172,32 +166,45 @@ class SummedGradient:
         """Whether the other ranks' averages have to come here."""
         return len(self.members) > 1 and self.resting() is not None
 
-    def gather_averages(self) -> Work:
-        """Start bringing the other ranks' averaged slices here, where `gathers_averages`; no reduce
-        is under way.
+    def gather_averages(self) -> Sequence[Step]:
+        """Return what brings the other ranks' averaged slices here, where `gathers_averages`, step
+        by step; no reduce is under way.
         """
         resting = self.resting()
         assert resting is not None, self.key
         if not resting.on_device:  # through the device, a segment at a time
-            start, stop = self._flat.stepped  # a lost gradient has fewer elements
-            whole = self._memory.empty(stop - start, resting.state.dtype)
-            resting.exchange(self.own, whole, lambda mine: self._meet(mine, whole).wait())
-            return DoneWork()
-        self._streams.write(f"{self.key}.resting")
-        return ended(self._meet(resting.fetch(*self.own), resting.state.whole), self._streams)
+            return (Step(self._exchange_averages, "here"),)
+        return self._meeting(resting.fetch(*self.own), resting.state.whole)
 
-    def _meet(self, mine: torch.Tensor, whole: torch.Tensor) -> Work:
-        """Start bringing together what every rank that steps the same has averaged."""
-        route, layout = self._flat.routes.average, self._flat.layout
-        axes = next(axes for _, axes in route.levels if axes)
-        recording = self._flat.recording
-        since = None if recording is None else recording.now()
-        work = gather_over(self._transport, axes, self.key, mine, layout.ranges, whole)
-        if recording is None:
-            return work
-        received = route.bytes(layout.portion(self.rank)).total
-        operation = Operation("reduce", Kind.ALL_GATHER.value, self.key, received)
-        return recording.watch(work, operation, since)
+    def _exchange_averages(self) -> None:
+        """Bring the other ranks' averaged slices to where the gradient rests, off the device."""
+        resting = self.resting()
+        assert resting is not None, self.key
+        start, stop = self._flat.stepped  # a lost gradient has fewer elements
+        whole = self._memory.empty(stop - start, resting.state.dtype)
+
+        def meet(mine: torch.Tensor) -> None:
+            levels = self._flat.context.levels
+            flight = Flight([self._meeting(mine, whole)], self._streams, None, levels)
+            flight.go()
+            flight.wait()
+
+        resting.exchange(self.own, whole, meet)
+
+    def _meeting(self, mine: torch.Tensor, whole: torch.Tensor) -> Sequence[Step]:
+        """Return what brings together what every rank that steps the same has averaged."""
+        flat = self._flat
+        hops = [hop for hop in flat.routes.average if hop.axis is not None]
+        axes = [hop.axis for hop in hops if hop.axis is not None]
+        starts = flat.context.levels.gathers(axes, self.key, mine, flat.layout.ranges, whole)
+        return [
+            Step(start, told=partial(self._gathering, hop))
+            for hop, start in zip(hops, starts, strict=True)
+        ]
+
+    def _gathering(self, hop: Hop) -> Operation:
+        received = hop.link_bytes(self._flat.portion).total
+        return Operation("reduce", Kind.ALL_GATHER.value, self.key, received)
 
     # ------------------------------------------------------------------ what is asked and done then
 
@@ -243,14 +250,12 @@ class SummedGradient:
         """Multiply the averaged gradient by `factor`."""
         resting = self.resting()
         if resting is not None:
-            self._streams.write(f"{self.key}.resting")
             resting.scale(factor)
 
     def store(self, index: int, average: torch.Tensor) -> None:
         """Let `average` [numel, as the buffer holds it] be that of parameter `index`."""
         resting = self.resting()
         assert resting is not None, self.key
-        self._streams.write(f"{self.key}.resting")
         for piece in self._flat.layout.pieces_in(self._flat.stepped):
             if piece.index == index:
                 numbers = average[piece.start : piece.stop]

@@ -143,7 +143,7 @@ def _facts(call: Call, settings: Config) -> list[dict[str, Any]]:
 
     Raises this rank's error, another's, or PlanMismatch where not all ranks ask for it.
     """
-    from zeroshard.sharding.auto import facts  # and with it the planner, for nobody else
+    from zeroshard.planner.modules.auto import facts  # and with it the planner, for nobody else
 
     seat = call.seat
     exchange, error, own = through(seat.group), None, {}
@@ -195,7 +195,7 @@ def _chosen(call: Call, settings: Config, everyone: list[dict[str, Any]]) -> Con
     """Return `settings` with the row that the planner takes; rank 0 logs it. Raises ConfigError
     where nothing fits.
     """
-    from zeroshard.sharding.auto import decide
+    from zeroshard.planner.modules.auto import decide
 
     seat = call.seat
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.launch.console import Table, note, print_json, progress, say, say_facts
+from zeroshard.terminal.console import Table, note, print_json, progress, say, say_facts
 
 LONG = "a sentence of several words " * 5
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from zeroshard.errors import ConfigError
-from zeroshard.launch.declared import (
+from zeroshard.terminal.declared import (
     JSON,
     LineParser,
     Option,

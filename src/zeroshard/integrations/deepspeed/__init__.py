@@ -1,32 +1,22 @@
-"""DeepSpeed's engine and names on zeroshard, and a stand-in for ``import deepspeed``.
+"""DeepSpeed's engine and names on zeroshard (``zeroshard.deepspeed``), beside the other frameworks.
 
     from zeroshard.integrations import deepspeed            # in place of `import deepspeed`
     engine, optimizer, loader, schedule = deepspeed.initialize(model=model, config="zero.json")
 
-start.py            initialize()
-deepspeed_engine.py the engine: answers.py (a table of its getters), checkpoint_tags.py
-optimizers.py       optimizers by name, DeepSpeed's classes, the wrapper; lr_schedules.py
-zero.py             whole parameters; held_parameters.py: their masters, gradients, states
-comm.py small.py    torch.distributed, the logger, the accelerator, ...
-verdict.py          what initialize() takes
-shim.py names.py    ``import deepspeed``, and which names there are (docs/design/deepspeed.md)
-
-Names are looked up when they are first used: the shim is put in place before torch is imported.
+Names are looked up when they are first used.
 """
 
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from typing import Any
-
-from zeroshard.integrations.deepspeed.names import MODULES
 
 __all__ = ["DeepSpeedEngine", "add_config_arguments", "initialize"]
 
 
 def __getattr__(name: str) -> Any:
-    home = MODULES[""].get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = home.partition(":")
-    return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+    home = f"zeroshard.deepspeed.{name}"
+    if not name.startswith("_") and find_spec(home) is not None:
+        return importlib.import_module(home)
+    return getattr(importlib.import_module("zeroshard.deepspeed"), name)

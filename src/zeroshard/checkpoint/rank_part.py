@@ -1,0 +1,398 @@
+"""The part of a checkpoint that one rank writes, collected from its engine.
+
+The ranks together save each element once: values (the fp32 master of a trained parameter, the
+weight of a frozen one), optimizer state and averages; then buffers, the user's states and the
+random generators. See docs/design/checkpoints.md.
+
+The manifest is put together (`Manifest.of_ranks`) from JSON that lies beside the files of a save
+under way, and in the notes of a step that is kept in memory:
+
+    heading (one rank's)    step, world, parameters, param groups, ...
+    index (each rank's)     its file, the tensors in it with their hashes, its states
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zeroshard.checkpoint.experts import Experts
+from zeroshard.checkpoint.manifest import (
+    BUFFER,
+    STATE,
+    VALUE,
+    ParameterEntry,
+    ShardEntry,
+    TensorEntry,
+    digest,
+)
+from zeroshard.checkpoint.shard_files import WRITTEN_BY, Lent, Stored, as_bytes, dtype_code
+from zeroshard.checkpoint.spans import whole_stride
+from zeroshard.checkpoint.values import encode, no_tensors
+from zeroshard.core.boxes import Box, box_of
+from zeroshard.core.layout import Range
+from zeroshard.core.part import Part
+from zeroshard.core.repartition import overlap
+from zeroshard.errors import CheckpointError, ConfigError
+from zeroshard.optim.shards import ParamShard
+from zeroshard.runtime.ema import EMA
+from zeroshard.runtime.engine import Engine, states_of
+from zeroshard.state.local import is_dtensor, local_of, part_of
+
+__all__ = [
+    "EXTRA", "RNG", "SCALER", "RankPart", "Stateful", "check_arguments", "collect", "divide",
+    "encoded_options", "generators", "names_of", "parameters_of",
+    "persistent_buffers", "restore_generators", "whole_parts",
+]  # fmt: skip
+
+RNG, EXTRA, SCALER = "rng", "extra", "scaler"  # our own names among the states
+_RESERVED = (RNG, EXTRA, SCALER)
+
+
+class Stateful(Protocol):
+    """An object that save() and load() accept as a state: an LR scheduler, a data loader, ..."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@dataclass
+class RankPart:
+    """One rank's part of a checkpoint: the tensors of its file and its part of the manifest."""
+
+    stored: list[Stored]
+    # states and buffers: JSON, and tensors by key
+    encoded: dict[str, tuple[Any, dict[str, torch.Tensor]]] = field(default_factory=dict)
+    states: dict[str, Any] = field(default_factory=dict)  # those of `encoded` that this rank writes
+    # parameter -> the optimizer's numbers
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)  # the optimizer's param groups
+    parameters: dict[str, ParameterEntry] = field(default_factory=dict)
+    boxes: dict[str, Box] = field(default_factory=dict)  # of the parameters that are parts here
+
+    def add(
+        self, name: str, kind: str, span: Range, numbers: torch.Tensor | Lent, dtype: torch.dtype
+    ) -> None:
+        """Add the elements `span` of one kind of the parameter `name`, or of the box of it that is
+        here.
+        """
+        code = dtype_code(dtype, f"{kind} of {name!r}")
+        entry = TensorEntry.piece(name, kind, *span, code, self.boxes.get(name, ()))
+        self.stored.append((entry, numbers))
+
+    def index(self, file: ShardEntry, tensors: Sequence[TensorEntry]) -> dict[str, Any]:
+        """Return this rank's part of the manifest: its file, and the tensors in it."""
+        return {
+            "file": vars(file),
+            "tensors": [entry.to_json() for entry in tensors],
+            "states": self.states,
+            "scalars": self.scalars,
+        }
+
+    def heading(self, engine: Engine, step: int) -> dict[str, Any]:
+        """Return the part of the manifest that is the same on all ranks."""
+        optimizer = None
+        if engine.optimizer is not None:
+            optimizer = {"class": type(engine.optimizer).__name__, "groups": self.groups}
+        everyone = states_of(engine).everyone
+        return {
+            "step": step,
+            "world": everyone.size,
+            "written_by": WRITTEN_BY,
+            "policy": engine.policy.name,
+            "precision": engine.precision.describe(),
+            "parameters": {name: vars(entry) for name, entry in self.parameters.items()},
+            "optimizer": optimizer,
+            "places": everyone.places,
+        }
+
+
+def names_of(module: nn.Module) -> dict[int, list[str]]:
+    """Return all names of each parameter, by its id, in the order of the module."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def parameters_of(
+    engine: Engine, experts: Experts, *, frozen: bool = True, everywhere: bool = False
+) -> dict[str, ParameterEntry]:
+    """Return the entry of every parameter, by the first of its names in a checkpoint; without
+    `frozen` of every trained one, and with `everywhere` of the experts of other ranks, too.
+    """
+    names, layouts = names_of(engine.module), states_of(engine).parameter_layouts()
+    out = {}
+    for parameter in engine.module.parameters():
+        here = names[id(parameter)]
+        part, stride, trained = layouts[id(parameter)]
+        if trained or frozen:
+            part = experts.part(here[0], part)
+            stride = whole_stride(part, stride)
+            all_names = zip(*map(experts.everywhere, here), strict=True)
+            for first, *others in all_names if everywhere else [map(experts.name, here)]:
+                out[first] = ParameterEntry(part.shape, stride, trained, tuple(others))
+    return out
+
+
+def whole_parts(engine: Engine, experts: Experts) -> dict[str, tuple[Part, bool]]:
+    """Return, by name of each parameter here, which part of it in a checkpoint the ranks of this
+    data parallel group have, and whether it counts here (`StateAccess.parts`).
+    """
+    parts = states_of(engine).parts()
+    return {name: (experts.part(name, part), counts) for name, (part, counts) in parts.items()}
+
+
+def check_arguments(directory: object, engine: object, states: object) -> None:
+    """Raise ConfigError, naming the argument, for a wrong directory, engine or states."""
+    if not isinstance(engine, Engine):
+        swapped = " (directory comes first, then engine)" if isinstance(directory, Engine) else ""
+        raise ConfigError(
+            f"engine is a {type(engine).__name__}, not the zeroshard.Engine that shard()"
+            f" returned{swapped}"
+        )
+    if not isinstance(directory, (str, Path)):
+        raise ConfigError(f"directory is a {type(directory).__name__}, not a path")
+    if not isinstance(states, Mapping | None):
+        raise ConfigError(f"states is a {type(states).__name__}, not a dict of objects by name")
+    for name, state in (states or {}).items():
+        is_stateful = hasattr(state, "state_dict") and hasattr(state, "load_state_dict")
+        if not is_stateful and not isinstance(state, EMA):
+            raise ConfigError(
+                f"states[{name!r}] is a {type(state).__name__}, which has no state_dict() and"
+                " load_state_dict(): give plain values as extra="
+            )
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a state_dict holds, by name: of a replicated DTensor its local one.
+
+    Raises CheckpointError for a buffer of which this rank has a part.
+    """
+    found = {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, child in module.named_modules()
+        for name, buffer in child._buffers.items()
+        if buffer is not None and name not in child._non_persistent_buffers_set
+    }
+    for name, buffer in found.items():
+        if is_dtensor(buffer) and not part_of(name, buffer).is_whole:
+            raise CheckpointError(
+                f"buffer {name!r} is a DTensor of which each rank has a part: replicate it, or"
+                " register it with persistent=False"
+            )
+    return {name: local_of(buffer) for name, buffer in found.items()}
+
+
+def collect(
+    engine: Engine, states: Mapping[str, Stateful], extra: Any, *, frozen: bool = True
+) -> RankPart:
+    """Return this rank's part, before `divide`; without `frozen` no frozen parameter is in it.
+
+    Raises CheckpointError for unsupported state.
+    """
+    part = RankPart([])
+    if states_of(engine).unsaved is not None:
+        raise CheckpointError(f"what rests must not be saved: {states_of(engine).unsaved}")
+    if states_of(engine).has_pending_gradients:
+        raise CheckpointError(
+            "there are gradients that no step has taken, and a checkpoint holds none: save after"
+            " optimizer.step()"
+        )
+    averages = {name: state for name, state in states.items() if isinstance(state, EMA)}
+    for name in states:
+        if name in _RESERVED or not name or "|" in name or "@" in name:
+            raise CheckpointError(
+                f"states: the name {name!r} cannot be used (no '|' or '@', and not"
+                f" {', '.join(_RESERVED)})"
+            )
+    experts = Experts.of(engine)
+    part.parameters = parameters_of(engine, experts, frozen=frozen, everywhere=True)
+    _collect_pieces(engine, experts, averages, part)
+    _collect_groups(engine, experts, part)
+    values: dict[str, Any] = {
+        name: _state_dict(name, state) for name, state in states.items() if name not in averages
+    }
+    values |= {RNG: generators(), EXTRA: extra, SCALER: states_of(engine).scaler_state()}
+    part.encoded = {name: _encoded(name, value) for name, value in values.items()}
+    part.encoded |= {
+        f"{BUFFER}{name}": (None, {f"{BUFFER}{name}": tensor})
+        for name, tensor in persistent_buffers(engine.module).items()
+    }
+    for _, tensors in part.encoded.values():
+        for key, tensor in tensors.items():
+            dtype_code(tensor.dtype, key)  # raises
+    return part
+
+
+def _state_dict(name: str, state: Stateful) -> dict[str, Any]:
+    try:
+        return state.state_dict()
+    except Exception as odd:
+        raise CheckpointError(
+            f"states[{name!r}] gives no state_dict(): {type(odd).__name__}: {odd}"
+        ) from odd
+
+
+def divide(engine: Engine, part: RankPart) -> None:
+    """Assign states and buffers: the first rank that has one writes it, and others where theirs
+    differ. Collective. Raises CheckpointError, on every rank, where ranks have other states.
+    """
+    ranks = states_of(engine).everyone
+    mine = {name: _fingerprint(*pair) for name, pair in part.encoded.items()}
+    answers = ranks.exchange(json.dumps(mine).encode(), "zs.save()")
+    everyone = [json.loads(answer) for answer in answers]
+    named = [sorted(name for name in one if not name.startswith(BUFFER)) for one in everyone]
+    for rank, names in enumerate(named):
+        if names != named[0]:
+            raise CheckpointError(
+                f"rank {rank} saves the states {names}, and rank 0 {named[0]}: give every rank the"
+                " same names"
+            )
+    for name, (value, tensors) in part.encoded.items():
+        first = next(rank for rank, other in enumerate(everyone) if name in other)
+        alike = all(other.get(name) == everyone[0].get(name) for other in everyone)
+        is_first, is_buffer = ranks.rank == first, name.startswith(BUFFER)
+        if is_first or (mine[name] != everyone[first][name] if is_buffer else not alike):
+            for key, tensor in tensors.items():
+                code = dtype_code(tensor.dtype, key)
+                place = f"{key}@{0 if is_first else ranks.rank}"
+                part.stored.append((TensorEntry.loose(place, tuple(tensor.shape), code), tensor))
+            if not is_buffer:
+                part.states[name] = {"same" if alike else "own": value}
+
+
+def _collect_pieces(
+    engine: Engine, experts: Experts, averages: Mapping[str, EMA], part: RankPart
+) -> None:
+    stepped: dict[int, list[ParamShard]] = {}
+    for owned in states_of(engine).stepped_pieces():
+        stepped.setdefault(id(owned.parameter), []).append(owned)
+    names, parts = names_of(engine.module), whole_parts(engine, experts)
+    for piece in states_of(engine).resting_pieces(share=True):
+        name, span = experts.name(names[id(piece.parameter)][0]), (piece.start, piece.stop)
+        if name not in part.parameters or not parts[piece.name][1]:
+            continue
+        mine, _ = parts[piece.name]
+        if not mine.is_whole:
+            part.boxes[name] = box_of(mine)
+            if piece.start == piece.stop:
+                continue  # a box without elements is none
+        values = piece.tensor if piece.state.on_device else piece.borrowed
+        part.add(name, VALUE, span, values, piece.state.dtype)
+        for average, ema in averages.items():
+            if piece.master is not None:
+                number, place = piece.master
+                numbers = ema.averages[number][place]
+                part.add(name, average, span, numbers, numbers.dtype)
+        for owned in stepped.get(id(piece.parameter), ()):
+            _collect_state(engine, name, owned, span, part)
+
+
+def _collect_state(
+    engine: Engine, name: str, owned: ParamShard, wanted: Range, part: RankPart
+) -> None:
+    """Collect the optimizer's state of the elements `wanted` that `owned` has."""
+    assert engine.optimizer is not None
+    common = overlap(wanted, (owned.piece.start, owned.piece.stop))
+    if common is None:
+        return
+    start, stop = common
+    for key, value in engine.optimizer.state.get(owned.tensor, {}).items():
+        if not (isinstance(value, torch.Tensor) and value.dim() > 0):
+            path = f"optimizer state {key!r} of {name!r}"
+            part.scalars.setdefault(name, {})[key] = encode(value, path, no_tensors)
+            continue
+        if value.shape != owned.tensor.shape:
+            raise CheckpointError(
+                f"optimizer state {key!r} of parameter {name!r} has shape {list(value.shape)}, not"
+                " that of the parameter"
+            )
+        numbers = states_of(engine).optimizer_state(owned, key, start, stop)
+        part.add(name, f"{STATE}{key}", common, numbers, value.dtype)
+
+
+def _collect_groups(engine: Engine, experts: Experts, part: RankPart) -> None:
+    if engine.optimizer is None:
+        return
+    names = names_of(engine.module)
+    groups = zip(encoded_options(engine.optimizer), states_of(engine).param_groups(), strict=True)
+    for options, parameters in groups:
+        params = [
+            name
+            for parameter in parameters
+            for name in dict.fromkeys(experts.everywhere(names[id(parameter)][0]))
+        ]
+        part.groups.append({"params": params, "options": options})
+
+
+def encoded_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the options of each param group as JSON. Raises CheckpointError for one that has no
+    form.
+    """
+    return [
+        {
+            key: encode(value, f"optimizer param group {index}: {key}", no_tensors)
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _encoded(name: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    tensors: dict[str, torch.Tensor] = {}
+
+    def store(path: str, tensor: torch.Tensor) -> str:
+        key = path
+        while key in tensors:
+            key += "'"
+        tensors[key] = tensor.detach()
+        return key
+
+    return encode(value, name, store), tensors
+
+
+def _fingerprint(value: Any, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a hash of an encoded value, the same on ranks that hold the same."""
+    parts = [
+        digest(as_bytes(tensor.cpu())) + str(tensor.dtype) + str(tuple(tensor.shape))
+        for tensor in tensors.values()
+    ]
+    return digest("".join([json.dumps(value), *parts]).encode())
+
+
+# ------------------------------------------------------------------ random generators
+
+
+def generators() -> dict[str, Any]:
+    """Return the states of Python's, numpy's and torch's random generators."""
+    out: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        out["numpy"] = numpy.random.get_state()
+    if torch.cuda.is_available():
+        out["cuda"] = torch.cuda.get_rng_state()
+    return out
+
+
+def restore_generators(state: dict[str, Any]) -> None:
+    """Restore the states that `generators` returned, or those of some generators."""
+    if "python" in state:
+        random.setstate(state["python"])
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        numpy.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,224 @@
+"""The engine that ``initialize()`` returns: DeepSpeed's loop over zeroshard's engine.
+
+    loss = engine(batch)        the sharded module
+    engine.backward(loss)       divided by the accumulation steps; reduced as the stage says
+    engine.step()               at a boundary: norm, clip, step, clear, scheduler; counts always
+
+Invariant: at a boundary the weights are those of DistributedDataParallel with the same
+accumulation, clipping and schedule. A skipped step (fp16's overflow, or any gradient that is not
+finite) moves neither weights nor schedule. What it does not do: pipelines, tensor parallelism and
+inference (names.py says what to use).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.deepspeed import held_parameters
+from zeroshard.deepspeed.answers import Answers, Batch, Progress
+from zeroshard.deepspeed.checkpoint_tags import TaggedCheckpoints
+from zeroshard.deepspeed.optimizers import ZeROOptimizer
+from zeroshard.deepspeed.plain_backward import divided, undivided
+
+__all__ = ["DeepSpeedEngine"]
+
+_log = logging.getLogger("DeepSpeed")
+
+
+class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
+    """A sharded module with its optimizer and schedule. Made by `initialize`; attributes that it
+    does not have are the module's.
+    """
+
+    def __init__(
+        self, engine: zs.Engine, config: dict[str, Any], batch: Batch, clipping: float
+    ) -> None:
+        super().__init__()
+        self.module = engine.module
+        self.engine = engine  # zeroshard's
+        self.optimizer = None if engine.optimizer is None else ZeROOptimizer(engine)
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self.config = config
+        self.batch = batch
+        self.clipping = clipping
+        self.progress = Progress()
+        self._boundary: bool | None = None  # as set_gradient_accumulation_boundary() says
+        self._collecting = False  # inside no_sync()
+        self._stepping = False  # inside step()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise AttributeError(f"neither the engine nor its module has {name!r}") from None
+            return getattr(module, name)
+
+    # ------------------------------------------------------------------ a step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return divided(self.module, self.batch.steps, args, kwargs)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Run the backward of `loss`, divided by the accumulation steps where `scale_wrt_gas`;
+        return that loss.
+        """
+        self._trained("backward()")
+        if scale_wrt_gas and self.batch.steps > 1:
+            loss = loss / self.batch.steps
+        with ExitStack() as stack:
+            stack.enter_context(undivided())
+            if self.zero_optimization_stage() < 2 and not self.is_gradient_accumulation_boundary():
+                stack.enter_context(self.engine.no_sync())
+            self.engine.backward(loss, retain_graph=retain_graph)
+        self.progress.backwards += 1
+        return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return `loss` as a plain ``.backward()`` takes it. Raises ConfigError for fp16."""
+        if self.engine.precision.needs_loss_scaling:
+            raise zs.ConfigError(
+                "engine.scale() in fp16: call engine.backward(loss), which scales the loss itself"
+            )
+        return loss
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether this micro-batch is the last before a step. Without
+        `managed_gradient_accumulation` only ``step()`` is a boundary.
+        """
+        if not self.managed_gradient_accumulation():
+            return self._stepping
+        if self._boundary is not None:
+            return self._boundary
+        return (self.progress.micro_steps + 1) % self.batch.steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the micro-batches from here on are at a boundary; None: count them. Raises
+        ConfigError where every ``step()`` is one.
+        """
+        self._managed("set_gradient_accumulation_boundary()")
+        self._boundary = is_boundary
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At a boundary take the optimizer's step, else count. Raises StateError in no_sync()."""
+        self._trained("step()")
+        if self._collecting:
+            raise zs.StateError("engine.step() inside no_sync(): call it after the context")
+        self.progress.applied = False
+        self._stepping = True
+        try:
+            if self.is_gradient_accumulation_boundary():
+                self._take_step(lr_kwargs or {})
+        finally:
+            self._stepping = False
+        self.progress.micro_steps += 1
+
+    def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
+        optimizer, progress = self.optimizer, self.progress
+        assert optimizer is not None
+        progress.norm = self.engine.clip_grad_norm_(self.clipping or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        progress.applied = not optimizer.overflow
+        if optimizer.overflow:
+            progress.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        progress.global_steps += 1
+        forwards = self.batch.steps if self.managed_gradient_accumulation() else progress.backwards
+        progress.global_samples += self.batch.micro * self.batch.ranks * forwards
+        progress.backwards = 0
+        every: Any = self.config.get("steps_per_print")
+        is_given = isinstance(every, (int, float)) and every  # neither left out, nor "auto"
+        if is_given and progress.global_steps % every == 0 and self.engine.rank == 0:
+            counts = progress.global_steps, progress.skipped_steps, self.get_lr()
+            _log.info("step=%d, skipped=%d, lr=%s", *counts)
+
+    def _managed(self, call: str) -> None:
+        if not self.managed_gradient_accumulation():
+            raise zs.ConfigError(
+                f"engine.{call} with managed_gradient_accumulation=false: every engine.step() is a"
+                " boundary, so call it where the step is"
+            )
+
+    def _trained(self, call: str) -> None:
+        if self.optimizer is None:
+            raise zs.StateError(
+                f"engine.{call} without an optimizer: give initialize() one, or an optimizer"
+                " section"
+            )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Sum up the gradients of backwards inside without reducing them, at every stage; what a
+        rank keeps meanwhile is what its stage's row says.
+        """
+        before, self._collecting = self._collecting, True
+        try:
+            with self.engine.no_sync():
+                yield
+        finally:
+            self._collecting = before
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """The same: what is left is reduced once, by the step. Raises ConfigError where every
+        ``step()`` is a boundary.
+        """
+        self._managed("coalesce_grad_reduction()")
+        return self.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        if self.optimizer is None:
+            super().zero_grad(set_to_none)
+        else:
+            self.optimizer.zero_grad()
+
+    # ------------------------------------------------------------------ the rest of its life
+
+    def compile(
+        self, backend: Any = None, compile_kwargs: Any = None, schedule: Any = None
+    ) -> None:
+        """Compile the forward of each unit below the root; gathers stay between them. Raises
+        ConfigError for a `schedule` of passes.
+        """
+        if schedule is not None:
+            raise zs.ConfigError("compile(schedule=): DeepCompile's passes are not supported")
+        options = dict(compile_kwargs or {}) | ({} if backend is None else {"backend": backend})
+        blocks: dict[str, Any] = dict(self.module.named_modules())
+        for block in (blocks.get(name) for name in self.engine.units):
+            if block is not None and block is not self.module:
+                block.forward = torch.compile(block.forward, **options)
+
+    def offload_states(self, include: Any = None, **_: Any) -> None:
+        """Bring every state to the host until `reload_states`. Raises ConfigError for some of
+        them (`include`).
+        """
+        if include is not None:
+            raise zs.ConfigError("offload_states(include=): all states go together; leave it out")
+        self.engine.offload_states()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` took away."""
+        self.engine.reload_states()
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: no gathered parameter outlives its use."""
+
+    def destroy(self) -> None:
+        """Give back a plain module and a plain optimizer. Collective."""
+        held_parameters.unmark(self.module.parameters())
+        held_parameters.release(self.engine)
+        self.engine.close()

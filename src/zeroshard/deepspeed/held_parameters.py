@@ -1,0 +1,147 @@
+"""Which engine holds a parameter, the attributes that DeepSpeed's users read on one, and the names
+``safe_*`` for its master, gradient and optimizer state, whole or this rank's part.
+
+Under stage 3 DeepSpeed hangs ``ds_id``, ``ds_shape``, ``ds_numel`` and ``ds_status`` on every
+parameter, and programs tell by them whether a parameter must be gathered before it is read. A
+released parameter keeps its shape here, so only the status says something new.
+
+    safe_get_full_fp32_param(param)                   safe_set_local_grad(param, value)
+    safe_get_local_optimizer_state(param, "exp_avg")  ... two verbs, two extents, three states
+
+All of them are ``zeroshard.ParameterStates`` and collective, except that reading a part sends
+nothing (the first read of a gradient in a step does). A plain parameter has a gradient alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.deepspeed.names import SAFE
+
+__all__ = [
+    "ZeroParamStatus", "ZeroParamType", "engine_of", "in_one_order", "mark", "own", "release",
+    "unmark", "was_used",
+]  # fmt: skip
+
+# by id of the parameter: its place in the module
+_owners: weakref.WeakKeyDictionary[zs.Engine, dict[int, int]] = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
+_used: list[bool] = []  # whether any engine was made in this process
+
+
+def was_used() -> bool:
+    """Whether `own` was ever called."""
+    return bool(_used)
+
+
+# whether the whole parameter is in memory
+ZeroParamStatus = Enum("ZeroParamStatus", ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"])
+# where a parameter lies; every parameter of ours is PARTITIONED or NORMAL
+ZeroParamType = Enum("ZeroParamType", ["NORMAL", "PARTITIONED", "REMOTE"])
+
+
+def own(engine: zs.Engine) -> None:
+    """Note that `engine` holds its module's parameters."""
+    _used[:] = [True]
+    parameters = engine.module.parameters()
+    _owners[engine] = {id(parameter): place for place, parameter in enumerate(parameters)}
+
+
+def release(engine: zs.Engine) -> None:
+    """Note that it holds them no more."""
+    _owners.pop(engine, None)
+
+
+def engine_of(parameter: object) -> zs.Engine | None:
+    """Return the engine that holds `parameter`, or None for a plain one."""
+    return next((engine for engine, held in _owners.items() if id(parameter) in held), None)
+
+
+def in_one_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return each parameter once, in an order that is the same on every rank.
+
+    Transformers gathers a set, whose order is each rank's own. Plain parameters of one shape keep
+    the order in which they come: a set may exchange them until initialize() takes rank 0's values.
+    """
+
+    def key(parameter: nn.Parameter) -> tuple[tuple[int, ...], str, int]:
+        places = (held.get(id(parameter)) for held in _owners.values())
+        place = next((place for place in places if place is not None), -1)
+        return tuple(parameter.shape), str(parameter.dtype), place
+
+    return sorted({id(parameter): parameter for parameter in parameters}.values(), key=key)
+
+
+def mark(parameters: Iterable[nn.Parameter]) -> None:
+    """Give parameters that rest in shards the attributes of DeepSpeed's."""
+    for parameter in parameters:
+        vars(parameter).update(
+            ds_id=next(_numbers),
+            ds_shape=parameter.shape,
+            ds_numel=parameter.numel(),
+            ds_status=ZeroParamStatus.NOT_AVAILABLE,
+        )
+
+
+def unmark(parameters: Iterable[nn.Parameter]) -> None:
+    """Take them off again."""
+    for parameter in parameters:
+        for name in ("ds_id", "ds_shape", "ds_numel", "ds_status"):
+            vars(parameter).pop(name, None)
+
+
+# by the end of the name: the accessor of ParameterStates, and a description
+_STATES = {
+    "fp32_param": ("master", "the fp32 master. Setting it sets the weight, too"),
+    "grad": ("grad", "the averaged gradient. Without one reading gives None, setting StateError"),
+    "optimizer_state": ("state", "the optimizer's state `optim_state_key`, such as exp_avg. Without"
+                        " one reading gives None, setting StateError"),
+}  # fmt: skip
+
+
+def _states(param: nn.Parameter) -> zs.ParameterStates:
+    engine = engine_of(param)
+    if engine is None:
+        raise zs.ConfigError(
+            f"a parameter of shape {tuple(param.shape)} belongs to no engine: give its model to"
+            " initialize() first"
+        )
+    return zs.ParameterStates(engine, param)
+
+
+def _accessor(full_name: str) -> Callable[..., torch.Tensor | None]:
+    """Return the function of this name: "safe", a verb, an extent and a state."""
+    _, verb, extent, ending = full_name.split("_", 3)
+    (name, what), local = _STATES[ending], extent == "local"
+
+    def get(param: nn.Parameter, optim_state_key: str = "") -> Any:
+        if engine_of(param) is None:  # a plain parameter
+            return param.grad if (name, local) == ("grad", False) else None
+        return getattr(_states(param), name)(*filter(None, [optim_state_key]), local=local)
+
+    def put(param: nn.Parameter, value: torch.Tensor, optim_state_key: str = "") -> None:
+        write = getattr(_states(param), f"set_{name}")
+        write(*filter(None, [optim_state_key]), value, local=local)
+
+    made = get if verb == "get" else put
+    made.__name__ = made.__qualname__ = full_name
+    part = "this rank's part of " if local else ""
+    made.__doc__ = f"{verb.title()} {part}{what}."
+    return made
+
+
+_ACCESSORS = {name: _accessor(name) for name in SAFE}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ACCESSORS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _ACCESSORS[name]

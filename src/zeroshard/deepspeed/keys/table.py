@@ -1,0 +1,264 @@
+"""The keys of DeepSpeed's configuration, as its JSON nests them, and what each does here.
+
+Defaults are those of DeepSpeed's code, also where its documentation says otherwise. A row is one
+of key_rows.py: a key *becomes* options of ours, *tunes* nothing here, or is *refused* at another
+value than its default. A new key is a new line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zeroshard.deepspeed.keys.key_rows as a
+import zeroshard.deepspeed.keys.lower as to
+from zeroshard.config.reading import flattened
+from zeroshard.deepspeed.keys.key_rows import Key, becomes, refuses, section, tunes
+
+__all__ = ["KEYS", "SECTIONS", "key_of"]
+
+_STAGES = a.one_of(0, 1, 2, 3, also=(False, True))
+_DTYPES, _DEVICES = a.one_of("fp32", "fp16", "bf16"), a.one_of(*to.TIERS)
+_PINNED = "host memory is pinned where that helps"
+_STAGING = "offload.staging_bytes bounds the buffers"
+_SMALL = "small parameters are gathered with the others of their unit"
+_LEAF = "a unit is always gathered whole; units= names others"
+_HALF = "weights, activations and gradients in {} beside fp32 masters"
+_MEAN = "the mean over the ranks is the same"
+_GIVEN = (
+    "shard() and ZeroTrainer take the object that they are given; DeepSpeed's initialize() makes it"
+)
+_MADE = tunes(None, _GIVEN)
+_CALLS = "only models that call deepspeed.checkpointing have it"
+_TRACE = "use engine.trace(DIRECTORY) and zeroshard report"
+_METRICS = "log engine.memory(), engine.traffic() and your losses in the training loop"
+_AS_IS = "models are trained as they are"
+
+_ZERO: dict[str, Any] = {
+    "stage": becomes(0, _STAGES, "which states are sharded", to.stage, tells_default=True),
+    "contiguous_gradients": tunes(True, "a unit's gradients always lie in one buffer"),
+    "reduce_scatter": tunes(True, "gradients are reduced to where they rest"),
+    "reduce_bucket_size": tunes(5e8, "a unit's gradients are reduced at once"),
+    "use_multi_rank_bucket_allreduce": tunes(True, "a unit's gradients are reduced at once"),
+    "allgather_partitions": tunes(True, "weights are always all-gathered"),
+    "allgather_bucket_size": tunes(5e8, "a unit's weights are gathered at once"),
+    "overlap_comm": tunes(None, "communication always overlaps compute"),
+    "round_robin_gradients": tunes(False, "each unit's gradients are cut over all ranks"),
+    "load_from_fp32_weights": refuses(True, "a checkpoint always restores the fp32 masters"),
+    "elastic_checkpoint": tunes(False, "a checkpoint loads on any number of ranks"),
+    "ignore_unused_parameters": refuses(
+        True, "parameters without gradient are allowed in every stage"),
+    "legacy_stage1": refuses(False, "DeepSpeed refuses it, too", "use stage"),
+    "offload_optimizer": {
+        "device": becomes("none", _DEVICES,
+            "where masters and moments rest; gradients rest on the host then (stages 2, 3)",
+            to.device, "offload_optimizer", "optimizer"),
+        "nvme_path": becomes(None, a.text, "the directory of what rests on disk",
+            to.path, "offload_optimizer", "offload_param"),
+        "ratio": becomes(1.0, a.number, "the share that leaves the device", to.ratio),
+        "pin_memory": tunes(True, _PINNED),
+        "buffer_count": tunes(4, _STAGING),
+        "pipeline_read": tunes(False, "reads always overlap the step"),
+        "pipeline_write": tunes(False, "writes always overlap the step"),
+        "fast_init": tunes(False, "states are made where they rest"),
+        "super_offload": tunes(False, "the step on the host always overlaps copies"),
+        "cpuadam_cores_perc": tunes(0.8, "torch.set_num_threads() says it")},
+    "offload_param": {
+        "device": becomes("none", _DEVICES, "where weights rest",
+            to.device, "offload_param", "weight"),
+        "nvme_path": becomes(None, a.text, "the directory of what rests on disk",
+            to.path, "offload_param", "offload_optimizer"),
+        "pin_memory": tunes(True, _PINNED),
+        "buffer_count": tunes(5, _STAGING),
+        "buffer_size": tunes(1e8, _STAGING),
+        "max_in_cpu": tunes(1e9, "weights on disk rest there alone")},
+    "sub_group_size": tunes(1e9, "offload.staging_bytes bounds a tile of the step"),
+    "cpu_offload": becomes(None, a.flag, "an older form of offload_optimizer.device",
+        to.device, "offload_optimizer", "optimizer"),
+    "cpu_offload_param": becomes(None, a.flag, "an older form of offload_param.device",
+        to.device, "offload_param", "weight"),
+    "cpu_offload_use_pin_memory": tunes(None, _PINNED),
+    "zenflow": refuses(None, "updates of the most important gradients alone are not there",
+                       "offload.delayed_update hides the step on the host"),
+    "stage3_prefetch_bucket_size": tunes(5e7, "prefetch_bytes says it, in bytes"),
+    "stage3_param_persistence_threshold": tunes(1e5, _SMALL),
+    "stage3_model_persistence_threshold": tunes(2**63 - 1, _SMALL),
+    "stage3_max_live_parameters": tunes(
+        1e9, "weights live while their unit runs; prefetch_bytes bounds those gathered ahead"),
+    "stage3_max_reuse_distance": tunes(1e9, "policy='zero3-keep' keeps weights for backward"),
+    "stage3_gather_16bit_weights_on_model_save": tunes(
+        False,
+        "engine.full_state_dict() and ZeroTrainer.save_model() always gather whole weights"),
+    "stage3_gather_fp16_weights_on_model_save": tunes(
+        False, "an older name of stage3_gather_16bit_weights_on_model_save"),
+    "stage3_module_granularity_threshold": tunes(0, "units are found; units= names others"),
+    "stage3_use_all_reduce_for_fetch_params": tunes(False, "weights are all-gathered"),
+    "stage3_allgather_sequential": tunes(False, "a unit's weights are gathered at once"),
+    "leaf_module": {"classes": tunes("3 MoE classes of Transformers", _LEAF),
+                    "names, name_suffixes": tunes([], _LEAF)},
+    "memory_efficient_linear": tunes(True, "linear layers save no gathered weight"),
+    "override_module_apply": tunes(True, "zs.deferred_init() needs no such thing"),
+    "pipeline_loading_checkpoint": tunes(False, "each rank reads its own pieces"),
+    "log_trace_cache_warnings": tunes(False, "there is no such cache"),
+    "enable_sanity_checks": tunes(False, "the ranks always compare what they do"),
+    "save_muon_momentum_buffer_in_memory": refuses(
+        False, "Muon's step is not elementwise", "use AdamW"),
+    "zero_hpz_partition_size": becomes(1, a.ranks,
+        "hpZ: the ranks of a node keep the weights between forward and backward", to.node, "hpz"),
+    "zero_quantized_weights": becomes(False, a.flag, "qwZ: weights travel as int8",
+        to.quantized, "comm.weight_codec", "int8"),
+    "zero_quantized_nontrainable_weights": becomes(False, a.flag,
+        "MixZ++: weights that are not trained rest and travel as int8",
+        to.quantized, "comm.frozen_codec", "int8"),
+    "zero_quantized_gradients": becomes(False, a.flag, "qgZ: gradients travel as int4",
+        to.quantized, "comm.grad_codec", "int4"),
+    "zeropp_loco_param": {
+        "err_beta": becomes(0.8, a.number, "LoCo: the weight of each new error",
+            to.feedback, "beta"),
+        "reset_T": becomes(1024, a.count, "LoCo: after how many sums errors are dropped",
+            to.feedback, "reset")},
+    "mics_shard_size": becomes(-1, a.ranks, "MiCS: the ranks that together hold all states",
+        to.node, "mics"),
+    "mics_hierarchical_params_gather": tunes(False, "comm.hierarchical says it"),
+}  # fmt: skip
+
+_TABLE: dict[str, Any] = {
+    "zero_optimization": _ZERO,
+    "train_batch_size": becomes(None, a.count,
+        "the samples of a step, compared with the other two and the ranks",
+        to.option, "train_batch_size"),
+    "train_micro_batch_size_per_gpu": becomes(None, a.count, "the samples of a rank's forward",
+        to.option, "train_micro_batch_size_per_gpu"),
+    "gradient_accumulation_steps": becomes(None, a.count, "the forwards of a step",
+        to.option, "gradient_accumulation_steps"),
+    "managed_gradient_accumulation": tunes(
+        True, "a loop steps where it calls step(); DeepSpeed's initialize() takes it", a.flag),
+    "gradient_clipping": becomes(1.0, a.number,
+        "the norm that a step clips to; left out it is 1.0, and 0 switches it off",
+        to.clipping, tells_default=True),
+    "dataloader_drop_last": tunes(False, "the DataLoader says it", a.flag),
+    "fp16": {
+        "enabled": becomes(False, a.flag, _HALF.format("fp16"), to.half, "fp16"),
+        "loss_scale": becomes(0, a.number, "the scale of every step; 0 for one that moves",
+            to.static_scale),
+        "initial_scale_power": becomes(16, a.whole, "the first scale, a power of 2",
+            to.first_scale, tells_default=True),
+        "loss_scale_window": becomes(1000, a.count, "the good steps after which the scale doubles",
+            to.moving, "growth_interval", tells_default=True),
+        "hysteresis": becomes(2, a.count, "the overflows that halve the scale",
+            to.moving, "hysteresis", tells_default=True),
+        "consecutive_hysteresis": becomes(False, a.flag,
+            "whether a good step starts that count anew", to.moving, "consecutive_hysteresis"),
+        "min_loss_scale": becomes(1, a.number, "the smallest scale", to.moving, "min"),
+        "auto_cast": tunes(False, "inputs of the model are always cast"),
+        "fp16_master_weights_and_grads": refuses(False, "masters are fp32")},
+    "bf16": {
+        "enabled": becomes(False, a.flag, _HALF.format("bf16"), to.half, "bf16"),
+        "immediate_grad_update": tunes(False, "gradients are reduced as they are made"),
+        "check_grad_overflow": tunes(True, "a step whose gradients are not finite is skipped"),
+        "bf16_master_weights_and_grads": refuses(False, "masters are fp32"),
+        "bf16_optimizer_states": refuses(False, "moments are fp32")},
+    "bfloat16": {"enabled": becomes(False, a.flag, "an older name of bf16", to.half, "bf16")},
+    "torch_autocast": {
+        "enabled": refuses(False, "nothing enters autocast by itself",
+                           "use precision='bf16', or torch.autocast around the forward"),
+        "dtype, lower_precision_safe_modules": tunes(None, "torch.autocast() says it")},
+    "amp": section("Apex is not used", "use bf16 or fp16"),
+    "communication_data_type": becomes(None, _DTYPES, "the dtype of gradients on the wire",
+        to.dtype, "communication_data_type", "reduce"),
+    "data_types": {
+        "grad_accum_dtype": becomes(None, _DTYPES, "the dtype of gradients at rest",
+            to.dtype, "data_types.grad_accum_dtype", "accumulate"),
+        "param_dtype": refuses(None, "bf16 and fp16 say it"),
+        "buffer_dtype": refuses(None, "buffers keep their dtype", "cast them in the model")},
+    "gradient_allreduce_op": refuses("mean", "gradients are averaged over the ranks",
+                                     "multiply the loss by the number of ranks for their sum"),
+    "prescale_gradients": tunes(False, _MEAN),
+    "gradient_predivide_factor": tunes(1.0, _MEAN),
+    "sparse_gradients": refuses(False, "gradients are dense", "use nn.Embedding(sparse=False)"),
+    "fp32_allreduce": refuses(False, "a flag has no dtype of its own",
+                              "use communication_data_type: 'fp32'"),
+    "disable_allgather": tunes(False, "stepped weights are always gathered where they are used"),
+    "sequence_parallel_size": refuses(
+        1, "sequences are not cut over ranks",
+        "give shard() a mesh that has a dimension of your own for it"),
+    "seq_parallel_communication_data_type": tunes("fp32", "sequences are not cut over ranks"),
+    "data_parallel_size": refuses(None, "all ranks are data parallel",
+                                  "give shard() a mesh with the other dimensions"),
+    "optimizer": {"type": _MADE, "params": {"*": _MADE}, "legacy_fusion": tunes(False, _GIVEN)},
+    "scheduler": {"type": _MADE, "params": {"*": _MADE}},
+    "zero_allow_untested_optimizer": tunes(
+        False, "every elementwise optimizer is taken, and no other"),
+    "zero_force_ds_cpu_optimizer": tunes(
+        True, "the host steps with the optimizer that is given"),
+    "activation_checkpointing": {
+        "partition_activations": tunes(
+            False, f"{_CALLS}; zs.nn.checkpoint(fn, x, partition=group)"),
+        "cpu_checkpointing": tunes(
+            False, f"{_CALLS}; zs.nn.checkpoint_blocks(model, tier='host')"),
+        "contiguous_memory_optimization": tunes(False, "saved activations lie as they were made"),
+        "synchronize_checkpoint_boundary": tunes(False, "checkpoints wait for nothing"),
+        "number_checkpoints": tunes(None, "the model says how many there are"),
+        "profile": tunes(False, f"{_CALLS}; {_TRACE}")},
+    "aio": {
+        "block_size": tunes(1048576, "files are read and written in pieces of a chosen size"),
+        "queue_depth": tunes(8, "reads and writes are queued as far as buffers allow"),
+        "intra_op_parallelism": tunes(1, "threads are chosen"),
+        "thread_count": tunes(1, "threads are chosen; DeepSpeed does not read it either"),
+        "single_submit": tunes(False, "reads and writes are submitted by threads"),
+        "overlap_events": tunes(True, "reads and writes always overlap"),
+        "use_gds": tunes(False, "files are read through host memory")},
+    "checkpoint": {
+        "tag_validation": tunes("WARN", "the ranks always agree on what they save"),
+        "load_universal": tunes(False, "every checkpoint loads on any number of ranks"),
+        "use_node_local_storage": refuses(False, "a checkpoint is one directory that all ranks see",
+                                          "save to a shared directory"),
+        "parallel_write": {"pipeline_stage": tunes(False, "each rank writes its own pieces")},
+        "writer": tunes(None, "zs.Saver writes in the background")},
+    "load_universal_checkpoint": tunes(False, "every checkpoint loads on any number of ranks"),
+    "steps_per_print": tunes(
+        None, "DeepSpeed's initialize() logs steps; shard() prints nothing", a.every),
+    "wall_clock_breakdown": refuses(False, "no times are printed", _TRACE),
+    "memory_breakdown": refuses(False, "no memory is printed", "print zs.memory_table()"),
+    "dump_state": refuses(False, "no configuration is printed",
+                          "zeroshard config explain FILE shows it"),
+    "flops_profiler": section("there is no such profiler",
+                              "use torch.utils.flop_counter.FlopCounterMode"),
+    "comms_logger": section("collectives are not logged", _TRACE),
+    "timers": section("no times are printed", _TRACE),
+    "tensorboard, wandb, comet, csv_monitor": section("nothing is logged", _METRICS),
+    "compile": section("nothing is compiled by itself", "use torch.compile(model)", "deepcompile"),
+    "tensor_parallel": section(
+        "layers are not cut over ranks",
+        "use torch's parallelize_module, and give shard() the mesh with its 'tp'", "autotp_size"),
+    "expert_parallel": section("experts are not cut over ranks", switch=""),
+    "pipeline": section(
+        "layers are not cut into stages",
+        "use torch.distributed.pipelining, and give shard() the mesh with its 'pp'", ""),
+    "hybrid_engine": section("there is no engine for inference",
+                             "generate inside engine.gathered()"),
+    "elasticity": section("batch sizes do not follow the number of ranks",
+                          "use zeroshard run --elastic, and resume on any number of ranks"),
+    "autotuning": section("nothing is tuned by trial", "use zeroshard plan, or policy='auto'"),
+    "curriculum_learning, data_efficiency": section("data are the DataLoader's",
+                                                    "choose samples there"),
+    "compression_training": section(_AS_IS, "use torch.ao for quantized or pruned models"),
+    "progressive_layer_drop": section(_AS_IS, "drop layers in the model"),
+    "eigenvalue": section(_AS_IS),
+    "quantize_training": section(_AS_IS, "use torch.ao for quantized models"),
+    "sparse_attention": section(_AS_IS, "use attention of your model's", ""),
+    "nebula": section("checkpoints are files", "use zs.Saver"),
+}  # fmt: skip
+
+# a last part "*" stands for every key of a section
+KEYS: dict[str, Key] = {
+    f"{section}{dot}{key}": row
+    for names, row in flattened(_TABLE, lambda name, value: True)
+    for section, dot, last in [names.rpartition(".")]
+    for key in last.split(", ")
+}
+SECTIONS = frozenset(name[:at] for name in KEYS for at, mark in enumerate(name) if mark == ".")
+
+
+def key_of(name: str) -> Key | None:
+    """Return the row of a key: its own, or that of all keys of its section."""
+    return KEYS.get(name) or KEYS.get(f"{name.rpartition('.')[0]}.*")

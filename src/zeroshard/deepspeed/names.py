@@ -1,0 +1,113 @@
+"""Every name of DeepSpeed's that exists here: module by module, and where it comes from.
+
+    MODULES["zero"]["Init"] = "zero:Init"      deepspeed.zero.Init is zeroshard.deepspeed.zero.Init
+    INSTEAD["init_inference"]                  what to use for what does not exist
+
+Plain data: importing this imports nothing of torch's. A new name stands once in `_HOMES`, and in
+each module of DeepSpeed's that has it.
+"""
+
+from __future__ import annotations
+
+__all__ = ["FALLBACKS", "INSTEAD", "MODULES", "SAFE", "VERSION"]
+
+# DeepSpeed's version whose interface this is, and whose it is
+VERSION = "0.19.6+zeroshard"
+
+SAFE = [
+    f"safe_{verb}_{extent}_{state}"
+    for verb in ("get", "set")
+    for extent in ("full", "local")
+    for state in ("fp32_param", "grad", "optimizer_state")
+]
+_SAFE = " ".join(SAFE)
+_ZERO = (
+    "Init GatheredParameters register_external_parameter TiledLinear MiCS_Init"
+    " unwrap_model_for_generation ZeroParamStatus ZeroParamType"
+)
+_SCHEDULES = "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"
+_LEAVES = "set_z3_leaf_modules unset_z3_leaf_modules"
+_CHECKPOINTING = "configure is_configured checkpoint"
+_COMM = "init_distributed is_initialized get_rank get_world_size get_local_rank"
+_OPTIMIZERS = "DeepSpeedCPUAdam FusedAdam DeepSpeedCPUAdagrad DeepSpeedCPULion FusedLion"
+
+_HOMES = {  # our modules and the names that they make; "theirs=ours" where ours differs
+    "start": "initialize add_config_arguments",
+    "deepspeed_engine": "DeepSpeedEngine",
+    "optimizers": f"{_OPTIMIZERS} ZeROOptimizer DeepSpeedOptimizer=ZeROOptimizer",
+    "zero": f"{_ZERO} {_LEAVES} OnDevice zero_wrapper_for_fp_tensor_constructor=keep_constructor",
+    "held_parameters": _SAFE,
+    "lr_schedules": _SCHEDULES,
+    "comm": f"{_COMM} _get_data_parallel_world_size=get_world_size"
+    " _get_data_parallel_rank=get_rank",
+    "small": f"{_CHECKPOINTING} logger log_dist RepeatingLoader get_accelerator"
+    " clone_tensors_for_torch_save _get_data_parallel_group=data_parallel_group",
+    "torch": "_orig_torch_arange=arange",
+    "names": "__version__=VERSION",
+}
+_PLACES = {  # DeepSpeed's modules and their names
+    "": "initialize add_config_arguments init_distributed DeepSpeedEngine DeepSpeedOptimizer"
+    " ZeROOptimizer OnDevice get_accelerator log_dist logger __version__",
+    "zero": _ZERO,
+    "comm": _COMM,
+    "utils": f"logger log_dist RepeatingLoader OnDevice {_SAFE} {_LEAVES}",
+    "utils.logging": "logger log_dist",
+    "utils.groups": "_get_data_parallel_group _get_data_parallel_world_size"
+    " _get_data_parallel_rank",
+    "utils.tensor_fragment": _SAFE,
+    "utils.z3_leaf_module": _LEAVES,
+    "accelerator": "get_accelerator",
+    "checkpointing": _CHECKPOINTING,
+    "checkpoint": "",
+    "checkpoint.utils": "clone_tensors_for_torch_save",
+    "ops": "",
+    "ops.adam": "DeepSpeedCPUAdam FusedAdam",
+    "ops.adagrad": "DeepSpeedCPUAdagrad",
+    "ops.lion": "DeepSpeedCPULion FusedLion",
+    "runtime": "",
+    "runtime.engine": "DeepSpeedEngine",
+    "runtime.dataloader": "RepeatingLoader",
+    "runtime.lr_schedules": _SCHEDULES,
+    "runtime.zero": _ZERO,
+    # Transformers replaces the first, and compares with the second, while it builds a model
+    "runtime.zero.partition_parameters": "zero_wrapper_for_fp_tensor_constructor"
+    f" _orig_torch_arange get_accelerator {_ZERO}",
+    "runtime.zero.tiling": "TiledLinear",
+    "runtime.activation_checkpointing": "",
+    "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+}
+_HOME = {
+    name.partition("=")[0]: f"{module}:{name.rpartition('=')[2]}"
+    for module, names in _HOMES.items()
+    for name in names.split()
+}
+MODULES: dict[str, dict[str, str]] = {
+    module: {name: _HOME[name] for name in names.split()} for module, names in _PLACES.items()
+}
+# modules whose other names are another module's
+FALLBACKS = {"comm": "torch.distributed"}
+
+_USE = {  # for these names, and everything below them
+    "init_inference InferenceEngine inference model_implementations module_inject":
+        "Transformers' generate() under zero.unwrap_model_for_generation(), or a server",
+    "PipelineModule PipelineEngine pipe runtime.pipe":
+        "torch.distributed.pipelining with zeroshard.shard(mesh=) for each stage",
+    "tp_model_init": "torch.distributed.tensor.parallel with zeroshard.shard(mesh=), axis 'tp'",
+    "sequence runtime.sequence_parallel":
+        "torch's context parallelism; zeroshard.nn.checkpoint(tier='host') fits long sequences",
+    "utils.groups": "torch.distributed's groups: every rank is a data parallel one here",
+    "moe": "the model's own experts: stage 3 shards them as any other parameter",
+    "compression": "torch.ao.quantization",
+    "autotuning": "zeroshard plan, or zeroshard.shard(policy='auto')",
+    "profiling": "torch.profiler, or engine.engine.trace() for the times of gathers and reduces",
+    "monitor": "the logger of your choice in the training loop",
+    "elasticity": "a checkpoint, which loads on any number of ranks",
+    "DeepSpeedConfig runtime.config": "zeroshard.read_deepspeed()",
+    "ops": "torch's own operators",
+    "zero.estimate": "zeroshard plan",
+    "runtime.zero.stage3": "zeroshard plan for estimates; the engine of initialize() otherwise",
+    "runtime.zero.stage_1_and_2": "zeroshard plan for estimates; initialize()'s engine otherwise",
+    "utils.zero_to_fp32": "zeroshard checkpoint export",
+    "launcher": "zeroshard run",
+}  # fmt: skip
+INSTEAD = {name: use for names, use in _USE.items() for name in names.split()}

@@ -1,0 +1,210 @@
+"""The optimizer of a configuration's ``optimizer`` section, DeepSpeed's own classes, and what
+``initialize()`` returns in the place of an optimizer.
+
+All of them are torch.optim's classes: zeroshard steps shards of them on whatever tier they rest, so
+an Adam for the CPU and one for CUDA are the same here, and a checkpoint of one loads in the other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import zeroshard as zs
+from zeroshard.deepspeed.answers import as_config_error, attribute
+
+__all__ = [
+    "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion", "Lion",
+    "ZeROOptimizer", "make_optimizer",
+]  # fmt: skip
+
+_REFUSED = {  # by types in lower case
+    "onebitadam zerooneadam onebitlamb":
+        "compresses what it sends by itself: take AdamW, and zero_quantized_gradients"
+        " (comm.grad_codec), which compresses gradients under every optimizer",
+    "muadam muadamw musgd":
+        "needs the mup package's widths: build it yourself and pass optimizer= to initialize()",
+    "lamb": "scales by norms of whole parameters, and ZeRO steps pieces of them: take AdamW",
+    "muon": "orthogonalises whole matrices, and ZeRO steps pieces of them: take AdamW",
+}  # fmt: skip
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al., 2023, algorithm 2): the sign of an average of momentum and gradient."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, group)
+        return loss
+
+    def _move(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        (beta1, beta2), rate = group["betas"], group["lr"]
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        average, grad = state["exp_avg"], parameter.grad
+        assert grad is not None
+        parameter.mul_(1 - rate * group["weight_decay"])
+        direction = (average * beta1).add_(grad, alpha=1 - beta1).sign_()
+        parameter.add_(direction, alpha=-rate)
+        average.mul_(beta2).add_(grad, alpha=1 - beta2)
+
+
+def _adam(params: Any, mode: str, **options: Any) -> torch.optim.Optimizer:
+    """Make an AdamW, or an Adam where the option `mode` is off."""
+    kind = torch.optim.AdamW if options.pop(mode, True) else torch.optim.Adam
+    if options.pop("bias_correction", True) is not True:
+        raise zs.ConfigError("bias_correction=False is not supported: torch's Adam always corrects")
+    options.pop("fp32_optimizer_states", None)
+    options.setdefault("weight_decay", 0.0)  # DeepSpeed's default, for AdamW too
+    return kind(params, **options)
+
+
+class DeepSpeedCPUAdam:
+    """Makes a torch.optim.AdamW, or an Adam where `adamw_mode` is off: where it steps is the
+    configuration's ``offload_optimizer``.
+    """
+
+    def __new__(cls, model_params: Any, **options: Any) -> Any:
+        return _adam(model_params, "adamw_mode", **options)
+
+
+class FusedAdam:
+    """Makes a torch.optim.AdamW, or an Adam where `adam_w_mode` is off."""
+
+    def __new__(cls, params: Any, **options: Any) -> Any:
+        options.pop("set_grad_none", None)  # zero_grad() of sealed gradients is one thing
+        return _adam(params, "adam_w_mode", **options)
+
+
+class DeepSpeedCPUAdagrad:
+    """Makes a torch.optim.Adagrad."""
+
+    def __new__(cls, model_params: Any, **options: Any) -> Any:
+        options.pop("fp32_optimizer_states", None)
+        return torch.optim.Adagrad(model_params, **options)
+
+
+DeepSpeedCPULion = FusedLion = Lion
+
+# beside Adam and AdamW, by their name in a configuration
+_OTHERS: dict[str, type[torch.optim.Optimizer]] = {
+    cls.__name__.lower(): cls for cls in (torch.optim.Adagrad, Lion)
+}
+_MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    **dict.fromkeys(("adam", "adamw"), partial(_adam, mode="adam_w_mode")),
+    **_OTHERS,
+}
+
+
+def make_optimizer(kind: str, params: dict[str, Any], parameters: Any) -> torch.optim.Optimizer:
+    """Build the optimizer of a configuration's section over `parameters`. Raises ConfigError.
+
+    "Adam" means AdamW unless `adam_w_mode` is off, as in DeepSpeed. Other names are torch.optim's,
+    and so are the defaults with `torch_adam`: AdamW then decays weights by 0.01, not by 0.
+    """
+    name = kind.lower()
+    for names, why in _REFUSED.items():
+        if name in names.split():
+            raise zs.ConfigError(f"optimizer.type={kind!r} {why}")
+    if "max_grad_norm" in params:
+        raise zs.ConfigError("optimizer.params.max_grad_norm: use gradient_clipping instead")
+    options = dict(params)
+    make = _MAKERS[name] if name in _MAKERS else _torch_class(kind)
+    if name == "adamw":
+        options["adam_w_mode"] = True
+    if name in ("adam", "adamw") and options.pop("torch_adam", False):
+        make = torch.optim.AdamW if options.pop("adam_w_mode", True) else torch.optim.Adam
+    elif name in _MAKERS:
+        options.pop("fp32_optimizer_states", None)
+    with as_config_error(f"optimizer.params of {kind}"):
+        return make(parameters, **options)
+
+
+def _torch_class(kind: str) -> Callable[..., torch.optim.Optimizer]:
+    found = getattr(torch.optim, kind, None)
+    if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
+        raise zs.ConfigError(
+            f"optimizer.type={kind!r} is neither Adam, AdamW,"
+            f" {', '.join(other.__name__ for other in _OTHERS.values())} nor a class of torch.optim"
+        )
+    return found
+
+
+def _nothing(*_: Any, **__: Any) -> tuple[Any, ...]:
+    return ()
+
+
+class _NoHooks:
+    """Where a program that takes DeepSpeed's hooks off for a generation looks for them: none are
+    there, and gathered parameters need none taken off.
+    """
+
+    named_parameters = ds_external_parameters = _register_deepspeed_module = _nothing
+
+    def __init__(self) -> None:
+        self.module = self
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+
+class ZeROOptimizer(torch.optim.Optimizer):
+    """The sharded optimizer as DeepSpeed's clients know it. torch's schedulers take it as well."""
+
+    def __init__(self, engine: zs.Engine) -> None:
+        # not torch's __init__: groups, state and hooks are those of the optimizer inside
+        assert engine.optimizer is not None
+        self.optimizer = engine.optimizer
+        self.overflow = False  # whether the last step was skipped
+        self.parameter_offload = _NoHooks()
+        self._engine = engine
+        self._skipped = engine.steps_skipped
+
+    param_groups = attribute("optimizer.param_groups", "Those of the optimizer inside.")
+    state = attribute("optimizer.state", "That of the optimizer inside.")
+    defaults = attribute("optimizer.defaults", "Those of the optimizer inside.")
+    loss_scale = attribute("_engine.loss_scale", "The fp16 loss scale, 1.0 in other precisions.")
+    cur_scale = loss_scale
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        # since the last step, not since this call: a clip finds the overflow
+        self.overflow = self._engine.steps_skipped > self._skipped
+        self._skipped = self._engine.steps_skipped
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part; save_checkpoint() writes a whole one."""
+        return self._engine.optimizer_part()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def quantize_nontrainable_params(self) -> None:
+        """Do nothing: frozen weights are encoded from the start (comm.frozen_codec)."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"ZeROOptimizer({self.optimizer!r})"

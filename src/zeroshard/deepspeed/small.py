@@ -1,0 +1,155 @@
+"""The small modules of DeepSpeed's that programs import: the logger, groups, the accelerator,
+activation checkpointing, and helpers of a line.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import zeroshard as zs
+from zeroshard.deepspeed import comm
+from zeroshard.deepspeed.answers import call
+
+__all__ = [
+    "RepeatingLoader", "Singleton", "checkpoint", "clone_tensors_for_torch_save", "configure",
+    "data_parallel_group", "get_accelerator", "is_configured", "log_dist", "logger",
+]  # fmt: skip
+
+
+def _make_logger() -> logging.Logger:
+    """Return DeepSpeed's logger, which shows lines from INFO on, on stdout."""
+    made = logging.getLogger("DeepSpeed")
+    if not made.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+        made.addHandler(handler)
+        made.setLevel(logging.INFO)
+        made.propagate = False
+    return made
+
+
+logger = _make_logger()
+
+
+def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Log `message` on these ranks (None, or -1 among them: on all)."""
+    wanted = list(ranks or ())
+    if not wanted or -1 in wanted or comm.get_rank() in wanted:
+        logger.log(level, "[Rank %d] %s", comm.get_rank(), message)
+
+
+def data_parallel_group() -> Any:
+    """Return the process group of the data parallel ranks, which are all ranks."""
+    return dist.group.WORLD
+
+
+class RepeatingLoader:
+    """Yields from a loader without end."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._left: Iterator[Any] = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._left)
+        except StopIteration:
+            self._left = iter(self.loader)
+            return next(self._left)
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
+    """Return copies on `device` of the tensors in nested dictionaries, lists and tuples; what is
+    one tensor under two names (tied weights) stays one.
+    """
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def copied(one: Any) -> Any:
+        if isinstance(one, torch.Tensor):
+            place = (one.data_ptr(), one.dtype, one.shape, one.stride())
+            if not one.numel() or place not in copies:
+                copies[place] = one.detach().to(device, copy=True)
+            return copies[place]
+        if isinstance(one, dict):
+            return type(one)({key: copied(value) for key, value in one.items()})
+        if isinstance(one, (list, tuple)):
+            return type(one)(copied(value) for value in one)
+        return one
+
+    return copied(item)
+
+
+class Singleton:
+    """The device that a rank computes on: torch's module for it, and DeepSpeed's names."""
+
+    def __init__(self) -> None:
+        self._name = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Return "cuda", "cuda:1" or "cpu"."""
+        if device_index is None or self._name == "cpu":
+            return self._name
+        return f"{self._name}:{device_index}"
+
+    def current_device_name(self) -> str:
+        """Return the name of this rank's device."""
+        return self.device_name(torch.cuda.current_device() if self._name == "cuda" else None)
+
+    communication_backend_name = call(
+        lambda self: "nccl" if self._name == "cuda" else "gloo",
+        "Return its tensors' backend.",
+    )
+    is_bf16_supported = call(
+        lambda self: self._name == "cpu" or torch.cuda.is_bf16_supported(), "Whether bf16 computes."
+    )
+    is_fp16_supported = call(lambda self: True, "Whether fp16 computes.")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.get_device_module(self._name), name)
+
+
+@cache
+def get_accelerator() -> Singleton:
+    """Return the accelerator."""
+    return Singleton()
+
+
+class _Checkpointing:
+    tier: str | None = None  # None: configure() was not called
+
+
+_NOTHING = "checkpointing.configure(%s=...) changes nothing here: only model parallel ranks have it"
+
+
+def configure(mpu_: Any = None, deepspeed_config: Any = None, **options: Any) -> None:
+    """Say where `checkpoint` keeps inputs: `checkpoint_in_cpu`, or the configuration's
+    ``activation_checkpointing.cpu_checkpointing``, takes them to the host.
+    """
+    data = {} if deepspeed_config is None else zs.read_deepspeed(deepspeed_config).data
+    section = data.get("activation_checkpointing") or {}
+    on_host = options.pop("checkpoint_in_cpu", None)
+    on_host = section.get("cpu_checkpointing") if on_host is None else on_host
+    for name, value in options.items():
+        if value:
+            logger.info(_NOTHING, name)
+    _Checkpointing.tier = "host" if on_host else "device"
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return _Checkpointing.tier is not None
+
+
+def checkpoint(function: Any, *args: Any) -> Any:
+    """Return ``function(*args)``, computed again in backward."""
+    return zs.nn.checkpoint(function, *args, tier=_Checkpointing.tier or "device")

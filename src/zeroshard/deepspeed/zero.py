@@ -1,0 +1,222 @@
+"""``deepspeed.zero``: building a model without memory, whole parameters, and what needs nothing.
+
+    with zero.Init():                        deferred initialisation (zs.deferred_init)
+        model = GPT(config)
+    with zero.GatheredParameters(parameters, modifier_rank=0):
+        ...                                  read them; rank 0's edits reach every rank
+
+Parameters of a model that no engine holds are plain: a deferred one gets its memory and rank 0's
+values when it is gathered, so a loader that gathers them all (Transformers' from_pretrained under
+stage 3) brings the whole model into the memory of each rank, until initialize() shards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.deepspeed.held_parameters import (
+    ZeroParamStatus,
+    ZeroParamType,
+    engine_of,
+    in_one_order,
+)
+
+__all__ = [
+    "GatheredParameters", "Init", "MiCS_Init", "OnDevice", "TiledLinear", "ZeroParamStatus",
+    "ZeroParamType", "keep_constructor", "register_external_parameter", "set_z3_leaf_modules",
+    "unset_z3_leaf_modules", "unwrap_model_for_generation",
+]  # fmt: skip
+
+
+class _Wrapper:
+    """Enters and leaves another context manager, which its class makes of its arguments."""
+
+    _context: AbstractContextManager[Any]
+
+    def __enter__(self) -> Any:
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+
+class Init(_Wrapper):
+    """Build modules inside without memory; initialize() computes and shards them unit by unit.
+
+    Rank 0's values count. `dtype` is the floating point type of tensors that name none (default:
+    torch's, and the configuration's precision decides how the model computes). Where states rest
+    is the configuration's, so `remote_device` and `pin_memory` say nothing more before
+    initialize(), and a `module` that is built already is left as it is. Raises ConfigError for a
+    process group of its own: parameters are sharded over the ranks of initialize().
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        **rest: Any,
+    ) -> None:
+        known = ("config", "enabled", "dtype", "mpu", "zero_param_parallel_group")
+        for name in rest:
+            if name not in known:
+                raise zs.ConfigError(f"zero.Init() has no option {name!r} here: {', '.join(known)}")
+        groups = (data_parallel_group, rest.get("mpu"), rest.get("zero_param_parallel_group"))
+        if any(group is not None for group in groups):
+            raise zs.ConfigError(
+                "zero.Init() shards over the ranks of initialize(): leave out data_parallel_group,"
+                " mpu and zero_param_parallel_group"
+            )
+        if remote_device not in (None, "none", "cpu", "nvme"):
+            raise zs.ConfigError(f"remote_device={remote_device!r} is not 'none', 'cpu' or 'nvme'")
+        enabled = rest.get("enabled", True)
+        self._context = _built(rest.get("dtype"), zs.deferred_init()) if enabled else nullcontext()
+
+
+MiCS_Init = Init  # the mesh of mics is initialize()'s, too
+
+
+class OnDevice(_Wrapper):
+    """Build modules inside on `device` ("meta": without memory), in `dtype`."""
+
+    def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
+        self._context = _built(dtype, torch.device(device)) if enabled else nullcontext()
+
+
+@contextmanager
+def _built(dtype: torch.dtype | None, context: AbstractContextManager[Any]) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if dtype is not None:
+        torch.set_default_dtype(dtype)
+    try:
+        with context:
+            yield
+    finally:
+        if dtype is not None:
+            torch.set_default_dtype(before)
+
+
+class GatheredParameters(_Wrapper):
+    """Hold whole parameters inside; with `modifier_rank`, that rank's edits reach all. Collective.
+
+    Edits without `modifier_rank` are lost. `fwd_module` needs nothing: a module's parameters are
+    gathered whenever its forward asks for them.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | nn.Parameter | None,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params or ())
+        self._context = _gathered(in_one_order(given), modifier_rank) if enabled else nullcontext()
+
+
+@contextmanager
+def _gathered(params: list[Any], modifier_rank: int | None) -> Iterator[None]:
+    by_engine: dict[zs.Engine | None, list[Any]] = {}
+    for parameter in params:
+        by_engine.setdefault(engine_of(parameter), []).append(parameter)
+    with ExitStack() as stack:
+        for engine, held in by_engine.items():
+            if engine is None:
+                deferred = [one for one in held if zs.nn.is_deferred(one)]
+                zs.materialize(*deferred)
+                _broadcast(deferred, 0)
+            else:
+                writeback = modifier_rank is not None
+                stack.enter_context(engine.gathered(held, writeback=writeback))
+                for one in (one for one in held if hasattr(one, "ds_status")):
+                    one.ds_status = ZeroParamStatus.AVAILABLE
+                    stack.callback(setattr, one, "ds_status", ZeroParamStatus.NOT_AVAILABLE)
+        yield
+        if modifier_rank is not None:
+            _broadcast(params, modifier_rank)
+
+
+def _broadcast(params: list[Any], rank: int) -> None:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    with torch.no_grad():
+        for parameter in params:
+            dense = parameter.data.contiguous()
+            dist.broadcast(dense, rank)
+            if dense.data_ptr() != parameter.data.data_ptr():
+                parameter.data.copy_(dense)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing: a parameter that another module uses is gathered when it is used."""
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Any) -> list[nn.Module]:
+    """Return the modules of these classes, and do nothing else: units may run in any order, and
+    in part (mixtures of experts).
+    """
+    classes = tuple(one for one in leaf_module_classes if not isinstance(one, str))
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, classes) or type(module).__name__ in leaf_module_classes
+    ]
+
+
+unset_z3_leaf_modules = set_z3_leaf_modules
+
+
+class SplitLinear(zs.nn.TiledLinear):
+    """A linear layer that needs one tile of its weight at a time, under DeepSpeed's parameters."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        in_splits: int = 1,
+        out_splits: int = 1,
+        *,
+        init_linear: nn.Linear | None = None,
+        **rest: Any,
+    ) -> None:
+        known = {"input_is_already_split": False, "combine_out_splits": True, "linear_cls": None}
+        for name, value in rest.items():
+            if name not in known:
+                raise zs.ConfigError(f"zero.TiledLinear() has no option {name!r} here")
+            if value is not known[name] and value is not nn.Linear:
+                raise zs.ConfigError(
+                    f"{name}={value!r}: a tiled layer takes and returns what nn.Linear does here;"
+                    " leave it out"
+                )
+        super().__init__(in_features, out_features, bias, in_tiles=in_splits, out_tiles=out_splits)
+        if init_linear is not None:
+            self.load_state_dict(init_linear.state_dict())
+
+
+TiledLinear = SplitLinear
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """Lend the module of an engine with all its parameters gathered, to generate with."""
+    with GatheredParameters(model.parameters()):
+        yield model.module
+
+
+def keep_constructor(fn: Any, *_: Any, **__: Any) -> Any:
+    """Return `fn` as it is: constructors are not replaced inside `Init` (Transformers replaces
+    this function while it builds a model).
+    """
+    return fn

@@ -1,0 +1,13 @@
+"""Checkpoints of other programs as a step of ours.
+
+formats.py                 recognises them, reads torch's and Transformers', writes the step
+dcp.py, deepspeed.py       torch.distributed.checkpoint; DeepSpeed's ZeRO 1, 2 and 3
+importer.py                what an import has found, on its way to become a step
+restricted_unpickler.py    pickles read as data: no code runs that one of them chose
+"""
+
+from __future__ import annotations
+
+from zeroshard.formats.conversion import READERS, Imported, import_checkpoint, recognise
+
+__all__ = ["READERS", "Imported", "import_checkpoint", "recognise"]

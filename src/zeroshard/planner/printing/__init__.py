@@ -1,0 +1,1 @@
+"""``zeroshard plan``: the command, and the tables and pictures of a plan."""

@@ -1,0 +1,1 @@
+"""What commands are made of: options as data (declared.py), and what they print (console.py)."""
