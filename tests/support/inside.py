@@ -401,7 +401,7 @@ def idle_gradient_bytes(engine: zs.Engine) -> dict[str, int]:
     idle: dict[str, int] = {}
     paths: list[GradientPath] = list(engine._backward.paths)
     for path in paths:
-        for storage in path.summed._place._idle:
+        for storage in path.summed._idle:
             num_bytes = storage.numel * storage.dtype.itemsize
             idle[storage.tier.value] = idle.get(storage.tier.value, 0) + num_bytes
     return idle

@@ -11,7 +11,7 @@ and padding are zeros); the reduces of one segment complete in order. Cost: one 
 gradient, and ``numel * wire (N-1)/N`` bytes on the wire per reduce.
 
 What it does not do: it does not know when a backward ends (runtime/backward.py), what becomes of
-the sum (runtime/summed.py), nor what a module is.
+the sum (runtime/grad.py), nor what a module is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zeroshard.runtime.bucket import GradBucket, PartialSum
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
-from zeroshard.runtime.summed import SummedGradient
+from zeroshard.runtime.grad import Gradient
 
 __all__ = ["GradientPath"]
 
@@ -58,7 +58,7 @@ class GradientPath:
         flat: FlatWeights,
         context: Context,
         *,
-        summed: SummedGradient,
+        summed: Gradient,
         partial: PartialSum,
         whole: PartialSum,
     ) -> None:

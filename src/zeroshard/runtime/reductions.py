@@ -14,9 +14,9 @@ from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
 from zeroshard.core.schedule import MAX_FLUSHING, Command, Op, Reduces
 from zeroshard.runtime.flight import Flight
+from zeroshard.runtime.grad import Gradient
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.streams import Streams
-from zeroshard.runtime.summed import SummedGradient
 from zeroshard.runtime.unit import Unit
 
 __all__ = ["Reductions"]
@@ -121,7 +121,7 @@ class Reductions:
         for path in self._flushing:
             path.summed.flush()
 
-    def gather_averages(self, sums: Sequence[SummedGradient]) -> None:
+    def gather_averages(self, sums: Sequence[Gradient]) -> None:
         """Bring whole averages together where every rank steps everything: all at once, one fork
         and one wait for all.
         """
