@@ -35,7 +35,7 @@ _FULL_PAUSE_S = 0.05
 _MOST_FILES = 1 << 16  # two for each part that is kept here
 
 
-class _KeptFiles:
+class _PartFiles:
     """A part's two files, as descriptors."""
 
     def __init__(self, number: int, directory: str, writer: str, files: list[int]) -> None:
@@ -62,7 +62,7 @@ class KeeperServer:
         # by directory: the newest step that was whole on all hosts when the ranks were started
         self.whole: dict[str, int] = {}
         self._saved: dict[str, int] = {}  # by directory: the newest step that is known on disk
-        self._files: dict[tuple[Any, ...], _KeptFiles] = {}  # by slot
+        self._files: dict[tuple[Any, ...], _PartFiles] = {}  # by slot
         self._count = 0
         self._lock = threading.Lock()
         _raise_limit()
@@ -163,7 +163,7 @@ class KeeperServer:
 
     def _put(self, slot: tuple[Any, ...], files: list[int]) -> None:
         self._count += 1
-        new = _KeptFiles(self._count, slot[0], slot[1], files)
+        new = _PartFiles(self._count, slot[0], slot[1], files)
         old, self._files[slot] = self._files.get(slot), new
         if old is not None:
             old.close()
