@@ -106,10 +106,12 @@ class Shelf:
         if known is not None:
             return known
         flat = flatten(tensor.detach())
-        kept: _Kept = flat if place.group is None else _slice_of(flat, place.group)
+        if place.group is not None:
+            flat = _slice_of(flat, place.group)
+        kept: _Kept = flat
         if place.leaves_the_device:
             store = activation_store_for(place.tier, tensor.device, place.disk_path)
-            kept = store.put(kept, self)
+            kept = store.put(flat, self)
         for gone in [one for one, reference in stored.items() if reference() is None]:
             del stored[gone]
         stored[key] = weakref.ref(kept)
