@@ -21,19 +21,8 @@ from zeroshard.system.slurm import read_step
 from zeroshard.terminal.declared import LineParser, Option, Subcommand, UsageError, made
 
 __all__ = [
-    "ELASTIC",
-    "REFUSED",
-    "RUN",
-    "TORCHRUN_FLAGS",
-    "TORCHRUN_VALUES",
-    "HostChoice",
-    "HostPlace",
-    "LineParser",
-    "RunOptions",
-    "UsageError",
-    "add_run_options",
-    "check_least",
-    "check_target",
+    "ELASTIC", "REFUSED", "RUN", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "HostChoice", "HostPlace",
+    "LineParser", "RunOptions", "UsageError", "add_run_options", "check_least", "check_target",
     "parse_run",
 ]  # fmt: skip
 
