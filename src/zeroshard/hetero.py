@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm.ranks import Ranks
-from zeroshard.core.host_memory import HostMemory
+from zeroshard.system.host_memory import HostMemory
 
 __all__ = ["Cluster", "RankFacts", "free_memory", "measure", "resolved"]
 

@@ -43,9 +43,8 @@ from torch.utils._pytree import tree_leaves
 from tests.support.pretended_device import PretendedDevice, Timeline, site_of_caller
 from zeroshard import memory
 from zeroshard.comm import codec, nccl
-from zeroshard.nn import activation_store
 from zeroshard.optim import runner
-from zeroshard.runtime import segment
+from zeroshard.runtime import activation_store, segment
 from zeroshard.runtime.streams import Event, Lane, NoStreams
 from zeroshard.sharding import api
 from zeroshard.state import gradient, reduction

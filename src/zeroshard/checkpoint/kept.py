@@ -7,7 +7,7 @@ reads one.
             save that is whole . a host gets the parts that it lacks from one that has them
 
 The pieces are those of a save, in the same format, with the same hashes; the memory is an anonymous
-file whose descriptor the launcher holds (``core/keeper.py``).
+file whose descriptor the launcher holds (``system/keeper_client.py``).
 
 Invariant: of two slots, the one that is written is never that of the last save that is whole: all
 ranks have finished a slot before any begins the other. Every rank loads the same save, and verifies
@@ -41,12 +41,12 @@ from zeroshard.checkpoint.shard_files import write_shard
 from zeroshard.checkpoint.steps import os_errors
 from zeroshard.comm import memfd
 from zeroshard.comm.copies import Copies
+from zeroshard.comm.launched import keeper_address
 from zeroshard.comm.mesh_ranks import MeshRanks
 from zeroshard.comm.ranks import Meeting
-from zeroshard.core.keeper import Keeper, KeptPart, newest, note_of, partners, read_note
-from zeroshard.core.launched import keeper_address
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.runtime.engine import Engine, states_of
+from zeroshard.system.keeper_client import Keeper, KeptPart, newest, note_of, partners, read_note
 
 __all__ = [
     "Holdings", "Keeping", "KeptStep", "copies_of", "local_keeper", "newest_kept_step",

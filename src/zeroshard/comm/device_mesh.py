@@ -20,8 +20,8 @@ from zeroshard.comm.mesh_ranks import AlongAxes
 from zeroshard.comm.own_mesh import OwnMesh, check_meshes, meet
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.dims import Dims
-from zeroshard.core.mpi import rank_variables
 from zeroshard.errors import ConfigError
+from zeroshard.system.mpi import rank_variables
 
 __all__ = ["Seat", "seat_of"]
 

@@ -36,11 +36,11 @@ from zeroshard.checkpoint.rank_part import (
 from zeroshard.checkpoint.spans import copy_common
 from zeroshard.core.boxes import Span
 from zeroshard.core.part import Part
-from zeroshard.core.untrusted import NotReadable, open_file, read_json
 from zeroshard.errors import CheckpointError
 from zeroshard.nn.deferred import allocate
 from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.state.local import local_of, part_of
+from zeroshard.system.safe_files import NotReadable, open_file, read_json
 
 __all__ = ["LoadReport", "load_pretrained", "open_tensors"]
 

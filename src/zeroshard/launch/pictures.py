@@ -15,9 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from zeroshard.core.drafts import replacing
 from zeroshard.core.timeline import LANES, Event, Timeline
-from zeroshard.core.untrusted import printable
+from zeroshard.system.safe_files import printable, replacing
 
 __all__ = ["draw_lanes", "draw_memory"]
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeroshard.core.timeline import Timeline
-from zeroshard.core.untrusted import read_json
-from zeroshard.launch.timeline import TraceReport, analyse, step_spans, within
+from zeroshard.launch.trace_figures import TraceReport, analyse, step_spans, within
+from zeroshard.system.safe_files import read_json
 from zeroshard.terminal.console import Table, note, print_json, say
 from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError
 

@@ -38,6 +38,7 @@ from zeroshard.runtime.relayout import let_go
 from zeroshard.runtime.repartition import StepTiles
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, describe_bytes
 from zeroshard.runtime.rest import RestingPiece
+from zeroshard.runtime.shelf import RestPlace
 from zeroshard.runtime.stages import roots_of
 from zeroshard.runtime.trace import tracing
 from zeroshard.runtime.unit import Unit
@@ -265,8 +266,8 @@ class Engine(Assembly):
         self._states.check_open(trained=True)
         following = self._states.following
         check_accumulate(self._hooks, followed=following is not None and following.is_on)
-        shelf = self._context.tiering.shelves(tier, disk_path)
-        return Accumulate(self._hooks, self._context, self._scaler, shelf).run(
+        place = RestPlace.of(tier, None, disk_path)
+        return Accumulate(self._hooks, self._context, self._scaler, place).run(
             list(batches), loss_fn
         )
 

@@ -32,9 +32,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from zeroshard.comm.launched import heartbeat
 from zeroshard.comm.ranks import Meeting
 from zeroshard.core.digest import Digest, first_difference, holders
-from zeroshard.core.launched import heartbeat
 from zeroshard.errors import PlanMismatch, StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.accumulation import UNKNOWN, total_weight

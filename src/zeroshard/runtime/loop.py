@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.core.launched import heartbeat
+from zeroshard.comm.launched import heartbeat
 from zeroshard.core.residency import Residency, Use
 from zeroshard.core.schedule import Phase, Until
 from zeroshard.errors import StateError, StorageError

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.device_mesh import Seat, seat_of
+from zeroshard.comm.launched import meeting_file
 from zeroshard.comm.mesh_ranks import MeshRanks
 from zeroshard.comm.own_mesh import OwnMesh
 from zeroshard.comm.ranks import Ranks
@@ -29,8 +30,6 @@ from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Transport
 from zeroshard.config import Config, ShardOptions, build_config
 from zeroshard.core.holders import Holders
-from zeroshard.core.launched import meeting_file
-from zeroshard.core.mpi import rank_variables
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.schedule import grad_pool_bytes
@@ -41,7 +40,6 @@ from zeroshard.nn.deferred import (
     deferred_init,
     materialize,
 )
-from zeroshard.nn.inputs import shelves
 from zeroshard.runtime.balance import first_fraction
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.context import Options
@@ -55,6 +53,7 @@ from zeroshard.sharding.asked import Asked, Call, compared, told_by_id, understo
 from zeroshard.sharding.repartition import Repartition
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceMemory
+from zeroshard.system.mpi import rank_variables
 from zeroshard.tier.link import link_of
 from zeroshard.tier.store import Store
 from zeroshard.tier.stores import make_store
@@ -295,7 +294,6 @@ def _make_tiering(
         staging_bytes=offload.staging_bytes or Tiering.staging_bytes,
         automatic=automatic,
         delayed_update=offload.delayed_update,
-        shelves=shelves,
     )
 
 

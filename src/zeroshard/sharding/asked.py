@@ -28,11 +28,11 @@ from zeroshard.nn.deferred import (
     fingerprint_of,
     refuse_inside,
 )
-from zeroshard.nn.placed import check_dtensors
 from zeroshard.runtime.build import Dtypes, compute_dtypes, gradient_bytes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
 from zeroshard.sharding.checks import (
     check_codecs,
+    check_dtensors,
     check_model,
     check_nodes,
     check_own_meshes,
