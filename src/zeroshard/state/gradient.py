@@ -51,6 +51,7 @@ class GradientState(State):
         """Sums of range `own` arrive here; `idle` takes the memory of another tier in the end."""
         super().__init__(*parts)
         self.lost = lost
+        self._here = lost is None and super().on_device
         self.pending: list[tuple[str, float]] = []  # ("div", 2.0), ("mul", 0.3)
         self.passed = RunningSum()  # of a rest on another tier: all that has arrived
         self._own = own
@@ -64,7 +65,7 @@ class GradientState(State):
     @property
     def on_device(self) -> bool:
         """Whether all of it is one device tensor: `whole`."""
-        return self.lost is None and super().on_device
+        return self._here
 
     @property
     def is_read_late(self) -> bool:
