@@ -386,7 +386,7 @@ class _Gather:
                     yield Step(start, told=partial(self._gathering, hop))
             elif kind is Kind.ENCODE:
                 yield Step(self._encode, "here")
-            elif kind is Kind.KEEP and flat.codec is not None:
+            elif kind is Kind.KEEP:
                 yield Step(self._keep, "here")
             elif kind is Kind.DECODE:
                 yield Step(self._decode, "here")

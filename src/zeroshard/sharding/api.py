@@ -218,22 +218,28 @@ def _make_context(
         meter=MemoryCounter(),
         memory=DeviceMemory(device, Pages(), tiering.link),
         faults=Faults(transport, active=bool(tiering.away), differing=told),
-        options=Options(
-            strict=settings.strict,
-            verify_every=settings.verify_every,
-            broadcast_buffers=settings.broadcast_buffers,
-            clip_norm=settings.gradient_clipping,
-            loss_scaler=settings.loss_scaler(),
-            trains=trains,
-            codecs=settings.comm.codecs(),
-            batch_shares=settings.unequal_shares(asked.mesh.size),
-            shares=asked.shares,
-        ),
+        options=_make_options(asked, trains=trains),
         prepare=lambda tensors: _prepare(tensors, transport, sync_from),
         tiering=tiering,
     )
     own = {one.pattern: _own_context(one, context, asked, spec) for one in seat.own}
     return replace(context, own=own)
+
+
+def _make_options(asked: Asked, *, trains: bool) -> Options:
+    """Return what the user wants done beside what the policy says."""
+    settings = asked.settings
+    return Options(
+        strict=settings.strict,
+        verify_every=settings.verify_every,
+        broadcast_buffers=settings.broadcast_buffers,
+        clip_norm=settings.gradient_clipping,
+        loss_scaler=settings.loss_scaler(),
+        trains=trains,
+        codecs=settings.comm.codecs(),
+        batch_shares=settings.unequal_shares(asked.mesh.size),
+        shares=asked.shares,
+    )
 
 
 def _own_context(own: OwnMesh, whole: Context, asked: Asked, spec: CommSpec) -> Context:
