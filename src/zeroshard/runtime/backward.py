@@ -197,7 +197,9 @@ class Backward:
         if again:  # create_graph=True: another backward may go through this one
             self._weights.hold(unit, "backward", Until.STEP)
         else:
-            self._weights.unshard(unit, "backward")
+            weights.check(unit, "backward")
+            if commands := weights.schedule.need(unit.residency, "backward"):
+                weights.run(commands)  # weights.unshard(), a call nearer to the wire
 
     def _release_finished(self, follows: Unit) -> None:
         """The backward has come to unit `follows`: release the others whose gradients have all

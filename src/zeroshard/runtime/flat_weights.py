@@ -373,7 +373,6 @@ class _Gather:
 
     def steps(self) -> Iterator[Step]:
         """Yield a step for each hop that does something here."""
-        flat = self._flat
         if not self._route.hops:  # what rests here is whole
             copies = self._window is None
             yield Step(self._copy, "here") if copies else Step(self._gathers(())[0])

@@ -83,9 +83,11 @@ class Flight:
             for number, steps in enumerate(self._routes):
                 at, work = self._at[number], self._works[number]
                 while at < len(steps) or work is not None:
-                    if work is not None and not self._is_over(work, steps, at, how):
-                        has_levels = has_levels or at < len(steps)
-                        break
+                    if work is not None:
+                        if not self._goes_on(work, steps, at, how):
+                            has_levels = has_levels or at < len(steps)
+                            break
+                        work.wait()
                     if at == len(steps):
                         self._works[number] = work = None
                         break
@@ -111,22 +113,16 @@ class Flight:
             assert self._levels is not None
             self._levels.follow(self)
 
-    def _is_over(self, work: Work, steps: Sequence[Step], at: int, how: Go) -> bool:
-        """Whether the step before `at`, under way as `work`, is over, waiting for it as far as
-        `how` says.
-        """
-        is_read, follows = (
-            steps[at - 1].kind == "read",
-            at < len(steps) and steps[at].kind == "wire",
-        )
+    def _goes_on(self, work: Work, steps: Sequence[Step], at: int, how: Go) -> bool:
+        """Whether to wait for the step before `at`, under way as `work`, and go on."""
+        is_read = steps[at - 1].kind == "read"
+        follows = at < len(steps) and steps[at].kind == "wire"
         if how is Go.WAIT or (how is Go.ADVANCE and is_read):
-            work.wait()
             return True
         if is_read or not follows:
             return False
-        if (self._levels is None or self._levels.keyed) and not (how is Go.SERVE and work.done()):
-            return False
-        work.wait()
+        if self._levels is None or self._levels.keyed:
+            return how is Go.SERVE and work.done()
         return True
 
     @property
