@@ -5,10 +5,10 @@
 
 For each transport two ranks (four for two levels) train a small model at stage 3. Counted are the
 library's own frames from the hook to the wire, both ends included, of a gather that nothing has
-started ahead and of a reduce: the longest way in forwards and backwards, waits included (a hook that is
-a method of ours counts as both). The wire is reached by the
-function that calls torch.distributed, or, on CPU ranks, the control plane's ``progress``, which
-copies and sends whatever has begun. What ``progress`` and ``serve`` do for transfers under way
+started ahead and of a reduce: the longest way in forwards and backwards, waits included (a hook
+that is a method of ours counts once). The wire is reached by the function that calls
+torch.distributed, or, on CPU ranks, the control plane's ``progress``, which copies and sends
+whatever has begun. What ``progress`` and ``serve`` do for transfers under way
 depends on how fast the other ranks are: it is not counted as a way to the wire, and `deepest` is
 the deepest frame in ``comm/`` with it (so `deepest` has no limit). The files are those of which
 each of five ``optimizer.step()`` runs a function: what only a late rank brings is left out.
