@@ -93,6 +93,11 @@ class StateAccess:
         """Refuse everything from here on."""
         self.is_closed = True
 
+    def check_idle(self, call: str) -> None:
+        """Raise StateError, naming the `call`, inside a forward or a backward."""
+        if self._backward.running or self._weights.schedule.running:
+            raise StateError(f"{call} inside a forward or a backward: call it between steps")
+
     def rewriting(self) -> AbstractContextManager[None]:
         """Return a context in which `rest.masters()` and `resting_pieces` may be written; then the
         weights follow, as after a step. Collective.

@@ -88,6 +88,7 @@ class EMA:
         """
         states = states_of(self._engine)
         states.check_open()
+        states.check_idle("EMA.swapped()")  # half of it would compute with other numbers
         states.join_step()
         with states.rest.swapped(self._exchange):
             yield
