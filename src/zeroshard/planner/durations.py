@@ -33,13 +33,13 @@ from zeroshard.core.route import Axis, Hop, Kind, Lane
 from zeroshard.core.wire import Formats
 from zeroshard.planner.beside import ALONE, TensorParallel, activation_bytes
 from zeroshard.planner.exact import LaidOut
-from zeroshard.planner.lanes import Task
+from zeroshard.planner.lanes import COMPUTE, Task
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.training import Training
 
-__all__ = ["COMPUTE", "STEP", "TENSOR", "Durations"]
+__all__ = ["STEP", "TENSOR", "Durations"]
 
-COMPUTE, STEP, TENSOR = "compute", "optimizer step", "tensor parallelism"
+STEP, TENSOR = "optimizer step", "tensor parallelism"
 _LINKS = {"local": "links inside nodes", "network": "links between nodes"}
 _LATENCY, _HOST_LINK, _HOST, _DISK = "latency of collectives", "host link", "host memory", "disk"
 _CORES = "cores"  # the resource; an accelerator's compute shares none

@@ -12,12 +12,13 @@ At rest means between the micro-batches of a step, where the gradient rests, too
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from zeroshard.core.cost import LinkBytes
-from zeroshard.core.layout import ALIGN, Layout
+from zeroshard.core.layout import ALIGN, Layout, Piece
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.resting import AtRest, is_weight, num_shared
@@ -29,13 +30,30 @@ from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
 from zeroshard.planner.training import Training
 
 __all__ = [
-    "Cut", "LaidOut", "LaidOutGroup", "Placed", "StateBytes", "cells_by_unit", "placed",
-    "rest_bytes", "staged_routes", "step_routes", "traffic_bytes",
+    "Cut", "LaidOut", "LaidOutGroup", "Placed", "StateBytes", "cells_by_unit", "made_once",
+    "placed", "rest_bytes", "staged_routes", "step_routes", "sum_by_tier", "traffic_bytes",
 ]  # fmt: skip
 
 StateBytes = dict[str, dict[Tier, int]]  # state -> tier -> bytes
+T, R = TypeVar("T"), TypeVar("R")
 
 _RESIDUAL_BYTES = 2  # per element of an encoded gradient: bf16
+
+
+def sum_by_tier(states: Iterable[Mapping[Tier, int]]) -> dict[Tier, int]:
+    """Return the bytes of several states together on each tier."""
+    every = list(states)
+    return {tier: sum(by_tier.get(tier, 0) for by_tier in every) for tier in Tier}
+
+
+def made_once(things: Iterable[T], make: Callable[[T], R]) -> list[R]:
+    """Return what `make` makes of each of `things`: of those that are one object, once."""
+    made: dict[int, R] = {}
+    every = list(things)
+    for one in every:
+        if id(one) not in made:
+            made[id(one)] = make(one)
+    return [made[id(one)] for one in every]
 
 
 @dataclass(frozen=True)
@@ -51,11 +69,11 @@ class LaidOutGroup:
         """Return the elements of a state in `cell` that `rank` holds, padding included."""
         return self.layout.held(rank, cell)
 
-    def steps(self, cell: Cell, rank: int) -> bool:
-        """Whether any part of a parameter is in what `rank` holds of a state in `cell`: it may be
-        padding alone.
+    def pieces(self, cell: Cell, rank: int) -> Sequence[Piece]:
+        """Return the parts of parameters in what `rank` holds of a state in `cell`: none where that
+        is padding alone.
         """
-        return bool(self.layout.pieces_in(self.layout.span(rank, self.layout.scope(cell))))
+        return self.layout.pieces_in(self.layout.span(rank, self.layout.scope(cell)))
 
     def formats(self, training: Training) -> Formats:
         """Return the formats of the group's states: frozen weights may rest packed."""
@@ -249,7 +267,7 @@ def _group_bytes(
         # one of a node's ranks stays on the device, where they add to it
         tier = Tier.DEVICE if scope is Scope.NODE_SHARD else cells.grad.tier
         out["grad"] = {tier: _bytes(one.held(cells.grad, rank), formats.grad)}
-    elif one.steps(cells.optim, rank):
+    elif one.pieces(cells.optim, rank):
         # held by those of the pieces: one of padding alone is gone at once
         out["grad"] = _in_two(cut.grad, stepped, cells.grad.tier, formats.grad)
     if training.error_feedback and not _sums_in_place(one, cut, cells, training):
@@ -310,7 +328,7 @@ def _routed(
     for one, cut, cells in placed(laid_out, policy, training, rank):
         here, formats = _whole_cells(one, cut, cells, rank), one.formats(training)
         of = routes(here, laid_out.mesh, formats, node_sums=policy.sums_nodes)
-        if not one.steps(cells.optim, rank):
+        if not one.pieces(cells.optim, rank):
             of = replace(of, average=Route(of.average.name, ()))
         yield one, of
 

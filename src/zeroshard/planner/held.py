@@ -18,15 +18,19 @@ from functools import cached_property
 
 from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Cells, Scope, Tier
-from zeroshard.core.residency import UnitTraits
+from zeroshard.core.residency import Residency, UnitTraits
 from zeroshard.core.route import Axis, Hop, Kind, routes
-from zeroshard.core.schedule import Rules, is_ordered
+from zeroshard.core.schedule import Meter, Rules, Schedule, grad_pool_bytes, is_ordered
 from zeroshard.core.wire import Formats
 from zeroshard.planner.exact import Placed
 from zeroshard.planner.machine import Machine
+from zeroshard.planner.model import ModelShape
 from zeroshard.planner.training import Training
 
-__all__ = ["CODEC_SCRATCH_BYTES", "Exchange", "GroupBytes", "Sums", "UnitBytes", "group_bytes"]
+__all__ = [
+    "CODEC_SCRATCH_BYTES", "Exchange", "GroupBytes", "Sums", "UnitBytes", "group_bytes",
+    "pool_bytes",
+]  # fmt: skip
 
 CODEC_SCRATCH_BYTES = 6 << 18  # of a host's thread that encodes, for ever: comm/codec.py
 
@@ -53,18 +57,28 @@ class Exchange:
         shared = name == "shared_memory" or (name == "auto" and machine.mesh.num_nodes == 1)
         return cls(False, shared, True, not shared, name != "gloo", True, False)
 
-    def rules(self, traits: Sequence[UnitTraits], *, leave: bool, coded: bool) -> Rules:
-        """Return the rules of a schedule of units with these `traits`: some weights `leave` the
-        device, or travel `coded`.
+    def schedule(
+        self, traits: Sequence[UnitTraits], cells: Cells, meter: Meter, *, coded: bool
+    ) -> Schedule:
+        """Return the schedule of units with these `traits` in a row of `cells`; `coded`: weights
+        travel encoded.
         """
-        one_sided = self.alone or self.maps_peers
-        return Rules.of(
+        one_sided, leave = self.alone or self.maps_peers, cells.weight.tier is not Tier.DEVICE
+        rules = Rules.of(
             traits,
             ordered=is_ordered(one_sided=one_sided, leave=leave, coded=coded),
             keyed=self.keyed,
             enqueues=self.enqueues,
             alone=self.alone,
         )
+        return Schedule([Residency(at, one) for at, one in enumerate(traits)], rules, meter)
+
+
+def pool_bytes(model: ModelShape, training: Training) -> int:
+    """Return the bytes of a transport's gradient buffers."""
+    dtypes = {group.dtype for unit in model.units for group in unit.groups}
+    widest = max(training.formats(dtype).reduce.plain.bytes_per_element for dtype in dtypes)
+    return grad_pool_bytes(max(unit.numel for unit in model.units), round(widest))
 
 
 @dataclass(frozen=True)
@@ -102,6 +116,11 @@ class UnitBytes:
     """A unit's groups."""
 
     groups: tuple[GroupBytes, ...]
+
+    @cached_property
+    def whole(self) -> int:
+        """The bytes of the weights."""
+        return sum(group.whole for group in self.groups)
 
     @cached_property
     def full(self) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from zeroshard.core.placement import Cell, Cells, Tier
 from zeroshard.core.policy import Policy
-from zeroshard.core.residency import Residency, UnitTraits
+from zeroshard.core.residency import UnitTraits
 from zeroshard.core.route import Hop, Kind, Route, Routes, routes
 from zeroshard.core.schedule import (
     TILE_BUFFERS,
@@ -31,12 +31,12 @@ from zeroshard.core.schedule import (
     Op,
     Phase,
     Schedule,
-    grad_pool_bytes,
 )
 from zeroshard.core.wire import Formats
+from zeroshard.planner.buckets import PlannedMeter
 from zeroshard.planner.durations import STEP, Durations
-from zeroshard.planner.exact import Cut, LaidOutGroup, cells_by_unit
-from zeroshard.planner.held import Exchange
+from zeroshard.planner.exact import Cut, LaidOutGroup, Placed, cells_by_unit, made_once
+from zeroshard.planner.held import Exchange, pool_bytes
 from zeroshard.planner.lanes import Job, Task
 from zeroshard.planner.training import Training
 
@@ -111,13 +111,6 @@ class Unit:
         return any(group.cells.optim.tier is not Tier.DEVICE for group in self.trained)
 
 
-@dataclass
-class _JobMeter:
-    """Bytes of gathered weights and of buckets."""
-
-    live: int = 0
-
-
 class Program:
     """The jobs of one step, and the memory that they take beside what rests."""
 
@@ -127,14 +120,8 @@ class Program:
         self._durations = durations
         self._policy = policy
         laid_out, training = durations.laid_out, durations.training
-        made: dict[int, Unit] = {}
-        self.units: list[Unit] = []
-        placed = list(cells_by_unit(laid_out, policy, training))
-        for kind, groups in zip(laid_out.alike, placed, strict=True):
-            # one that a fraction cuts in two leaves as a whole
-            if id(groups) not in made:
-                made[id(groups)] = self._make(kind, [self._group(*one, training) for one in groups])
-            self.units.append(made[id(groups)])
+        # of a group that a fraction cuts in two, all leaves
+        self.units = made_once(cells_by_unit(laid_out, policy, training), self._make)
         uses = [(number, unit.uses) for number, unit in enumerate(laid_out.model.units)]
         # to which a forward comes again at its end, and a backward first
         self._again = [number for number, times in uses for _ in range(times - 1)]
@@ -143,12 +130,9 @@ class Program:
         self._gathers: dict[int, list[int]] = {}  # unit -> the last job of its gather
         self._columns: set[int] = set()  # units of which a part is kept for their backward
         self._reduces: dict[int, tuple[int, int]] = {}  # unit -> its bucket, the last job
-        self._meter = _JobMeter()
+        self._meter = PlannedMeter()
         self.schedule = self._make_schedule(policy)
-        largest = max((unit.numel for unit in laid_out.model.units), default=0)
-        formats = [group.formats.reduce.plain for unit in self.units for group in unit.groups]
-        widest = max((form.bytes_per_element for form in formats), default=0)
-        self._pool_bytes = grad_pool_bytes(largest, round(widest))
+        self._pool_bytes = pool_bytes(laid_out.model, training)
 
     def _make_schedule(self, policy: Policy) -> Schedule:
         durations, cells = self._durations, policy.default
@@ -157,13 +141,9 @@ class Program:
             for unit in self.units
         ]
         groups = [group for unit in self.units for group in unit.groups]
-        rules = Exchange.of(durations.machine).rules(
-            traits,
-            leave=cells.weight.tier is not Tier.DEVICE,
-            coded=any(group.formats.gather.codec is not None for group in groups),
-        )
-        residencies = [Residency(number, one) for number, one in enumerate(traits)]
-        schedule = Schedule(residencies, rules, self._meter)
+        is_coded = any(group.formats.gather.codec is not None for group in groups)
+        exchange = Exchange.of(durations.machine)
+        schedule = exchange.schedule(traits, cells, self._meter, coded=is_coded)
         numbers = list(range(len(self.units)))
         schedule.expect("forward", [*numbers, *self._again])
         schedule.expect("backward", [*self._again, *reversed(numbers)])
@@ -189,8 +169,9 @@ class Program:
         of = routes(cells, mesh, formats, node_sums=self._policy.sums_nodes)
         return Group(one, cut, cells, of, formats)
 
-    def _make(self, number: int, groups: Sequence[Group]) -> Unit:
+    def _make(self, placed: Sequence[Placed]) -> Unit:
         durations = self._durations
+        groups = [self._group(*one, durations.training) for one in placed]
         gathered = kept = whole = 0.0
         for group in groups:
             numel, hops = group.one.layout.numel, group.routes.unshard_forward.hops
@@ -205,7 +186,7 @@ class Program:
         ways = {"forward": tuple(task for task in forward if task.lane != "compute")}
         keep = tuple(task for task in forward if task.lane == "compute")
         ways["backward"] = backward
-        compute = durations.compute(number)
+        compute = durations.compute(groups[0].one.unit)
         return Unit(tuple(groups), *compute, ways, keep, whole, gathered, kept)
 
     def tasks(self, groups: Iterable[Group], routes: Iterable[Iterable[Hop]]) -> tuple[Task, ...]:
@@ -229,6 +210,13 @@ class Program:
         self._last = self._add(task, unit, (*self._joined, *needs))
         self._joined.clear()
         return self._last
+
+    def reduce_tasks(self, group: Group, route: Route) -> list[Task]:
+        """Return the tasks of one reduce, with the copy of the gradient where no cast is it."""
+        tasks = list(self.tasks([group], [route]))
+        if all(hop.lane != "compute" for hop in route):
+            tasks.insert(0, self._durations.grad_copy(group.one.layout.numel, group.formats))
+        return tasks
 
     def _send(self, tasks: Iterable[Task], unit: int, needs: Iterable[int] = ()) -> list[int]:
         """Enqueue `tasks` one after another, after what compute was given; return their jobs."""
@@ -357,11 +345,8 @@ class Program:
         self._run(self.schedule.reduces.before((number, 0)))
         last = on_lane = self._last
         for group, route in zip(self.units[number].trained, routes, strict=True):
-            tasks = list(self.tasks([group], [route]))
-            numel = group.one.layout.numel
+            tasks, numel = self.reduce_tasks(group, route), group.one.layout.numel
             tasks += [self._durations.arrive(hop, numel) for hop in route if hop.kind is Kind.WRITE]
-            if all(hop.lane != "compute" for hop in route):  # no cast, which would be the copy
-                tasks.insert(0, self._durations.grad_copy(numel, group.formats))
             for last in self._send(tasks, number):
                 on_lane = last if self.jobs[last].task.lane == "reduce" else on_lane
         self._mark(on_lane, True, "buckets", -buffer)

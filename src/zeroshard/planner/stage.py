@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from zeroshard.core.policy import Policy
 from zeroshard.planner.durations import Durations
+from zeroshard.planner.exact import made_once
 from zeroshard.planner.lanes import AnyLane, Job, Task, run
 from zeroshard.planner.program import Program, Unit
 
@@ -52,19 +54,19 @@ def stage_work(durations: Durations, policy: Policy) -> StageWork:
     names = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weights"}
     cores = durations.cores
     last = training.micro_batches - 1
-    positions = [(unit, number) for number in (0, min(1, last), last) for unit in units]
-    made: dict[tuple[int, int], list[Task]] = {}  # units of one kind are one object
-    for unit, number in positions:
-        if (id(unit), number) not in made:
-            made[id(unit), number] = _reduce(program, durations, unit, number)
-    every = [made[id(unit), number] for unit, number in positions]
-    reduces = [every[at : at + len(units)] for at in range(0, len(every), len(units))]
+
+    def after_backward(number: int, unit: Unit) -> list[Task]:
+        pairs = ((group, group.reduce(number, last + 1)) for group in unit.trained)
+        return [task for pair in pairs for task in program.reduce_tasks(*pair)]
+
+    reduces = [  # units of one kind are one object
+        made_once(units, partial(after_backward, number)) for number in (0, min(1, last), last)
+    ]
     copies = [sum(_sum(_on_compute(tasks)) for tasks in one) for one in reduces]
-    publishes = {
-        id(unit): program.tasks(unit.trained, (group.routes.regather for group in unit.trained))
-        for unit in {id(unit): unit for unit in units}.values()
-    }
-    publish = [publishes[id(unit)] for unit in units]
+    publish = made_once(
+        units,
+        lambda unit: program.tasks(unit.trained, (one.routes.regather for one in unit.trained)),
+    )
     program.build_tail()
     tail_s = run(program.jobs).total
     return StageWork(
@@ -85,18 +87,6 @@ def stage_work(durations: Durations, policy: Policy) -> StageWork:
         gathered_bytes=round(sum(unit.gathered_bytes for unit in units)),
         tensor_s=durations.tensor_s() / training.micro_batches,
     )
-
-
-def _reduce(program: Program, durations: Durations, unit: Unit, number: int) -> list[Task]:
-    """Return the tasks of a unit's gradients after a backward: see ``Program._reduce``."""
-    out = []
-    for group in unit.trained:
-        route = group.reduce(number, durations.training.micro_batches)
-        tasks = list(program.tasks([group], [route]))
-        if all(hop.lane != "compute" for hop in route):
-            tasks.insert(0, durations.grad_copy(group.one.layout.numel, group.formats))
-        out += tasks
-    return out
 
 
 def _comes_and_goes(unit: Unit) -> bool:
