@@ -65,7 +65,7 @@ POOLS = (
     "tier/transfer.py Scratch",
     "state/allocator.py GradientAllocator",
     "optim/runner.py _Buffers",
-    "planner/buckets.py _Pool",
+    "planner/buckets.py _PlannedPool",
 )
 # What fails, or differs, on one rank raises on all: the functions that see to it.
 FAILS_ON_ALL = (

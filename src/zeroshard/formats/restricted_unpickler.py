@@ -67,7 +67,7 @@ def read_restricted(
     `allowed` are the full names that may occur; `enums` are, by the full name of each enum among
     them, its members' values by name.
     """
-    machine = _Machine(allowed, where, enums or {})
+    machine = _PickleMachine(allowed, where, enums or {})
     try:
         for instruction, argument, _ in pickletools.genops(data):
             if instruction.name == "STOP":
@@ -78,7 +78,7 @@ def read_restricted(
     raise CheckpointError(f"{where} ends too early")
 
 
-class _Machine:
+class _PickleMachine:
     def __init__(
         self, allowed: Container[str], where: str, enums: Mapping[str, Mapping[str, int]]
     ) -> None:

@@ -4,7 +4,7 @@
     zeroshard doctor --quick                   without measuring
     zeroshard doctor --json                    for programs
 
-The JSON has "versions", "host", "devices", "backends", "limits" and "missing" (machine.py),
+The JSON has "versions", "host", "devices", "backends", "limits" and "missing" (machine_facts.py),
 "problems" (why the library cannot run), "grade" ("probe") and "measured": null, or a list of
 entries for each of `KINDS` (probes.py), where an entry with "error" could not be measured. Sizes
 are in bytes, rates per second, times in seconds; null is "no limit", or "not here". What was
@@ -66,7 +66,7 @@ def examine(disk: Path | None = None, *, quick: bool = False) -> dict[str, Any]:
     """Return what ``--json`` prints: facts about this machine and, unless `quick`, what it has been
     measured to do; `disk` is a directory to measure, too.
     """
-    from zeroshard.launch.machine import facts, find_missing, find_problems
+    from zeroshard.launch.machine_facts import facts, find_missing, find_problems
 
     found = facts()
     problems = find_problems(found)
@@ -82,10 +82,10 @@ def examine(disk: Path | None = None, *, quick: bool = False) -> dict[str, Any]:
 
 def this_machine(ranks: int | None) -> Machine:
     """Return this machine as the last ``zeroshard doctor`` has measured it, or measure it now."""
-    from zeroshard.launch import machine
+    from zeroshard.launch.machine_facts import facts
     from zeroshard.planner import measured
 
-    found = machine.facts()
+    found = facts()
     report = measured.read([one["name"] for one in found["devices"]], found["versions"])
     if report is None:
         note("measuring this machine, about 20 s")

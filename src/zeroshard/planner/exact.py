@@ -30,7 +30,7 @@ from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
 from zeroshard.planner.training import Training
 
 __all__ = [
-    "Cut", "LaidOut", "LaidOutGroup", "Placed", "StateBytes", "cells_by_unit", "made_once",
+    "DeviceCut", "LaidOut", "LaidOutGroup", "Placed", "StateBytes", "cells_by_unit", "made_once",
     "placed", "rest_bytes", "staged_routes", "step_routes", "sum_by_tier", "traffic_bytes",
 ]  # fmt: skip
 
@@ -83,7 +83,7 @@ class LaidOutGroup:
 
 
 @dataclass(frozen=True)
-class Cut:
+class DeviceCut:
     """How many of the first elements of a group's states rest on the device of a rank; of the
     weights that it rests, and of what it steps.
     """
@@ -93,7 +93,7 @@ class Cut:
     optim: int
 
 
-Placed = tuple[LaidOutGroup, Cut, Cells]
+Placed = tuple[LaidOutGroup, DeviceCut, Cells]
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ def placed(laid_out: LaidOut, policy: Policy, training: Training, rank: int = 0)
         groups = [
             (replace(one, count=1), policy.cells(unit.name)) for unit, of in units for one in of
         ]
-    count: Counter[tuple[object, Cut, Cells]] = Counter()
-    first: dict[tuple[object, Cut, Cells], LaidOutGroup] = {}
+    count: Counter[tuple[object, DeviceCut, Cells]] = Counter()
+    first: dict[tuple[object, DeviceCut, Cells], LaidOutGroup] = {}
     cuts = _cuts([one for one, _ in groups], policy.default, training, rank)
     for (one, cells), cut in zip(groups, cuts, strict=True):
         key = ((one.unit, one.group.dtype, one.group.trained), cut, cells)
@@ -185,7 +185,7 @@ def cells_by_unit(
     """
     groups = [one for unit in laid_out.by_unit for one in unit]
     cuts = iter(_cuts(groups, policy.default, training, 0))
-    made: dict[tuple[int, tuple[Cut, ...], str], tuple[Placed, ...]] = {}
+    made: dict[tuple[int, tuple[DeviceCut, ...], str], tuple[Placed, ...]] = {}
     kinds = zip(laid_out.alike, laid_out.model.units, laid_out.by_unit, strict=True)
     for kind, unit, of in kinds:
         own = tuple(next(cuts) for _ in of)
@@ -198,7 +198,7 @@ def cells_by_unit(
 
 def _cuts(
     groups: Sequence[LaidOutGroup], cells: Cells, training: Training, rank: int
-) -> Iterator[Cut]:
+) -> Iterator[DeviceCut]:
     """Yield where `rank`'s states of `groups`, those of all units in order, are cut."""
     trained = [one for one in groups if one.group.trained]
 
@@ -210,7 +210,7 @@ def _cuts(
     weights = split(cells.weight, [one.held(cells.weight, rank) for one in groups])
     pairs = iter(zip(split(cells.grad, stepped), split(cells.optim, stepped), strict=True))
     for one, weight in zip(groups, weights, strict=True):
-        yield Cut(weight, *(next(pairs) if one.group.trained else (0, 0)))
+        yield DeviceCut(weight, *(next(pairs) if one.group.trained else (0, 0)))
 
 
 def rest_bytes(laid_out: LaidOut, policy: Policy, training: Training, rank: int = 0) -> StateBytes:
@@ -244,7 +244,7 @@ def _column(one: LaidOutGroup, cells: Cells, training: Training, rank: int) -> i
 
 
 def _group_bytes(
-    one: LaidOutGroup, cut: Cut, cells: Cells, training: Training, rank: int
+    one: LaidOutGroup, cut: DeviceCut, cells: Cells, training: Training, rank: int
 ) -> StateBytes:
     """Return the bytes of one group, by state and tier."""
     formats = one.formats(training)
@@ -276,7 +276,7 @@ def _group_bytes(
     return out
 
 
-def _sums_in_place(one: LaidOutGroup, cut: Cut, cells: Cells, training: Training) -> bool:
+def _sums_in_place(one: LaidOutGroup, cut: DeviceCut, cells: Cells, training: Training) -> bool:
     """Whether a single rank never encodes the group's gradients: autograd's first go straight to
     where they rest, and no second sum follows in a step (runtime/gradients.py).
     """
@@ -351,7 +351,7 @@ def _unit_routes(
         yield from [of.unshard_backward] * (again + is_reached)
 
 
-def _whole_cells(one: LaidOutGroup, cut: Cut, cells: Cells, rank: int = 0) -> Cells:
+def _whole_cells(one: LaidOutGroup, cut: DeviceCut, cells: Cells, rank: int = 0) -> Cells:
     """Return the cells with the device as the tier of each state that rests there as a whole on
     `rank`.
     """

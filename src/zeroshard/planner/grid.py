@@ -5,7 +5,7 @@ The data parallel part is planned as ever (exact.py, peak.py), on the parameters
 the last rank are planned: the first has most layers, most micro-batches in flight and the
 embedding, the last one the output layer and the logits; the one that takes more of the device is
 shown. Without a pipeline the step is simulated unit by unit (simulate.py), with one stage by stage
-(pipeline.py).
+(pipeline_time.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from zeroshard.core.placement import Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.planner.axes import Grid
 from zeroshard.planner.beside import TensorParallel, activation_bytes, send_seconds
-from zeroshard.planner.checkpoint import checkpoint_bytes
 from zeroshard.planner.closed_form import kept_bytes
 from zeroshard.planner.cuts import cut_stages, cut_tensors
 from zeroshard.planner.durations import Durations
@@ -30,7 +29,8 @@ from zeroshard.planner.exact import LaidOut, StateBytes, made_once, rest_bytes, 
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.peak import InFlight, Peak, peak_bytes
-from zeroshard.planner.pipeline import Pipeline, PipelineTime, phases, placed_actions, room
+from zeroshard.planner.pipeline_time import Pipeline, PipelineTime, phases, placed_actions, room
+from zeroshard.planner.saving import checkpoint_bytes
 from zeroshard.planner.simulate import step_time
 from zeroshard.planner.stage import StageWork, stage_work
 from zeroshard.planner.training import Training

@@ -28,7 +28,12 @@ from zeroshard.planner.model import ModelShape
 from zeroshard.planner.training import Training
 
 __all__ = [
-    "CODEC_SCRATCH_BYTES", "Exchange", "GroupBytes", "Sums", "UnitBytes", "group_bytes",
+    "CODEC_SCRATCH_BYTES",
+    "GroupBytes",
+    "Sums",
+    "TransportTraits",
+    "UnitBytes",
+    "group_bytes",
     "pool_bytes",
 ]  # fmt: skip
 
@@ -36,7 +41,7 @@ CODEC_SCRATCH_BYTES = 6 << 18  # of a host's thread that encodes, for ever: comm
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TransportTraits:
     """How ranks meet, as far as memory goes (comm/select.py)."""
 
     alone: bool  # one rank: nothing to exchange
@@ -48,7 +53,7 @@ class Exchange:
     enqueues: bool  # the host runs ahead of the device
 
     @classmethod
-    def of(cls, machine: Machine, name: str = "auto") -> Exchange:
+    def of(cls, machine: Machine, name: str = "auto") -> TransportTraits:
         """Return what `machine` takes, or a CPU's transport called `name`."""
         if machine.gpus == 1:
             return cls(True, True, True, False, False, False, machine.accelerator)
@@ -139,7 +144,7 @@ class UnitBytes:
 
 
 def group_bytes(
-    placed: Placed, training: Training, exchange: Exchange, *, node_sums: bool
+    placed: Placed, training: Training, exchange: TransportTraits, *, node_sums: bool
 ) -> GroupBytes:
     """Return the bytes of one group on rank 0; `node_sums`: see ``core.route.routes``."""
     (one, cut, cells), layout = placed, placed[0].layout
@@ -180,7 +185,7 @@ def group_bytes(
     )
 
 
-def _is_here(layout: Layout, cells: Cells, formats: Formats, exchange: Exchange) -> bool:
+def _is_here(layout: Layout, cells: Cells, formats: Formats, exchange: TransportTraits) -> bool:
     """Whether what rests is read as a whole without gathering: not what travels or rests encoded,
     which is decoded into memory of its own.
     """
@@ -196,7 +201,9 @@ def _encoding(hop: Hop, numel: int) -> int:
     return round(hop.held_bytes(hop.target, numel)) if is_new else 0
 
 
-def _sums(layout: Layout, formats: Formats, reduces: Sequence[Hop], exchange: Exchange) -> Sums:
+def _sums(
+    layout: Layout, formats: Formats, reduces: Sequence[Hop], exchange: TransportTraits
+) -> Sums:
     mesh, wire = layout.mesh, formats.reduce.bytes_per_element
     sent = round(layout.numel * wire)
     own = layout.ranges[0][1] - layout.ranges[0][0]

@@ -8,7 +8,7 @@ want the same resource, the one that could start earlier goes first, then the on
 earlier. Nothing is interrupted.
 
 Cost: a few microseconds per job. Bytes and seconds come from durations.py, the order of jobs from
-program.py and pipeline.py.
+program.py and pipeline_time.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Literal
 
 from zeroshard.core.route import Lane
 
-__all__ = ["COMPUTE", "AnyLane", "Job", "JobTimes", "Task", "longest", "run"]
+__all__ = ["COMPUTE", "AnyLane", "JobTimes", "LaneJob", "LaneTask", "longest", "run"]
 
 COMPUTE = "compute"  # what bounds a task that computes
 
@@ -30,7 +30,7 @@ _Queue = tuple[int, str]  # a rank's lane, or a resource of it
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class LaneTask:
     """What a lane does, once for each of many equal units."""
 
     lane: AnyLane
@@ -42,10 +42,10 @@ class Task:
 
 
 @dataclass(slots=True)
-class Job:
+class LaneJob:
     """A task of one unit; `needs` are the numbers of jobs that are over before it starts."""
 
-    task: Task
+    task: LaneTask
     unit: str
     needs: tuple[int, ...] = ()
     rank: int = 0
@@ -55,7 +55,7 @@ class Job:
 class JobTimes:
     """When each of `jobs` starts, and the job for which it has waited last (-1: for none)."""
 
-    jobs: Sequence[Job]
+    jobs: Sequence[LaneJob]
     starts: Sequence[float]
     causes: Sequence[int]
 
@@ -103,7 +103,7 @@ def longest(shares: Mapping[str, float], total: float) -> str:
 class _Lanes:
     """The state of a schedule under way."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self, jobs: Sequence[LaneJob]) -> None:
         self.jobs = jobs
         self.starts = [0.0] * len(jobs)
         self.causes = [-1] * len(jobs)
@@ -188,7 +188,7 @@ class _Lanes:
         return ranks
 
 
-def run(jobs: Sequence[Job]) -> JobTimes:
+def run(jobs: Sequence[LaneJob]) -> JobTimes:
     """Return when each job starts. On a lane, jobs run in their order in `jobs`."""
     lanes = _Lanes(jobs)
     lanes.run()

@@ -3,7 +3,7 @@ every event of the step, not maximum to maximum.
 
     each micro-batch, forward and backward     weights and optimizer states at rest, gradients that
                                                rest so far, the engine's buffers (playback.py) and
-                                               activations (trace.py)
+                                               activations (activation_trace.py)
     optimizer.step()                           weights and optimizer states at rest, the gradients
                                                of what a rank steps, and the optimizer's temporaries
 
@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.schedule import STAGING_BYTES
+from zeroshard.planner.activation_trace import ActivationTrace
 from zeroshard.planner.closed_form import closed_form
 from zeroshard.planner.exact import LaidOut, StateBytes, sum_by_tier
-from zeroshard.planner.held import Exchange
+from zeroshard.planner.held import TransportTraits
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.playback import Instant, Playback
-from zeroshard.planner.trace import ActivationTrace
 from zeroshard.planner.training import Training
 
 __all__ = ["InFlight", "Peak", "peak_bytes", "trace_of"]
@@ -75,7 +75,7 @@ def peak_bytes(
     training: Training,
     rest: StateBytes,
     *,
-    exchange: Exchange | None = None,
+    exchange: TransportTraits | None = None,
     held: InFlight | None = None,
 ) -> Peak:
     """Return the most bytes of one rank during a step, those of the device by what they hold.
@@ -86,7 +86,7 @@ def peak_bytes(
     trace = trace_of(laid_out.model, training)
     if held is not None:
         trace = trace.above(held.activations)
-    meets = Exchange.of(machine) if exchange is None else exchange
+    meets = TransportTraits.of(machine) if exchange is None else exchange
     playback = Playback(laid_out, policy, training, meets)
     resting = sum_by_tier(rest.values())
     at_rest = resting[Tier.DEVICE] - rest["grad"].get(Tier.DEVICE, 0)

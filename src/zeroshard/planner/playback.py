@@ -1,5 +1,5 @@
 """What the engine itself takes during a step beyond what rests: its schedule (core/schedule),
-executed on bytes at the events of a pass (trace.py).
+executed on bytes at the events of a pass (activation_trace.py).
 
     gathered      units in use and ahead of use, within the budget; what a row keeps between forward
                   and backward
@@ -29,10 +29,16 @@ from zeroshard.core.schedule import (
     Phase,
     Schedule,
 )
+from zeroshard.planner.activation_trace import ActivationTrace, Moment
 from zeroshard.planner.buckets import PlannedMeter, Reduced
 from zeroshard.planner.exact import LaidOut, cells_by_unit, made_once
-from zeroshard.planner.held import CODEC_SCRATCH_BYTES, Exchange, UnitBytes, group_bytes, pool_bytes
-from zeroshard.planner.trace import ActivationTrace, Moment
+from zeroshard.planner.held import (
+    CODEC_SCRATCH_BYTES,
+    TransportTraits,
+    UnitBytes,
+    group_bytes,
+    pool_bytes,
+)
 from zeroshard.planner.training import Training
 
 __all__ = ["Instant", "Playback"]
@@ -114,7 +120,7 @@ class Playback:
     """The engine's memory over passes of one model in one row."""
 
     def __init__(
-        self, laid_out: LaidOut, policy: Policy, training: Training, exchange: Exchange
+        self, laid_out: LaidOut, policy: Policy, training: Training, exchange: TransportTraits
     ) -> None:
         """Begin with an engine that holds no gradient, before its first pass."""
         cells = policy.default

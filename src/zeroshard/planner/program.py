@@ -35,16 +35,16 @@ from zeroshard.core.schedule import (
 from zeroshard.core.wire import Formats
 from zeroshard.planner.buckets import PlannedMeter
 from zeroshard.planner.durations import STEP, Durations
-from zeroshard.planner.exact import Cut, LaidOutGroup, Placed, cells_by_unit, made_once
-from zeroshard.planner.held import Exchange, pool_bytes
-from zeroshard.planner.lanes import Job, Task
+from zeroshard.planner.exact import DeviceCut, LaidOutGroup, Placed, cells_by_unit, made_once
+from zeroshard.planner.held import TransportTraits, pool_bytes
+from zeroshard.planner.lanes import LaneJob, LaneTask
 from zeroshard.planner.training import Training
 
-__all__ = ["Group", "Mark", "Program", "Unit"]
+__all__ = ["Group", "LevelChange", "Program", "UnitWork"]
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class LevelChange:
     """Memory of the device, taken (or given back) where a job starts or, `at_stop`, ends."""
 
     job: int
@@ -58,7 +58,7 @@ class Group:
     """A group with its cells, routes and formats."""
 
     one: LaidOutGroup
-    cut: Cut
+    cut: DeviceCut
     cells: Cells
     routes: Routes
     formats: Formats
@@ -83,14 +83,14 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitWork:
     """What one kind of unit does."""
 
     groups: tuple[Group, ...]
-    forward: Task
-    backward: Task
-    unshard: dict[str, tuple[Task, ...]]  # by phase
-    keep: tuple[Task, ...]  # after a forward, for its backward
+    forward: LaneTask
+    backward: LaneTask
+    unshard: dict[str, tuple[LaneTask, ...]]  # by phase
+    keep: tuple[LaneTask, ...]  # after a forward, for its backward
     whole_bytes: float  # of its weights, wherever they are
     gathered_bytes: float  # that gathering takes beyond what rests
     kept_bytes: float  # of the part kept between forward and backward
@@ -115,8 +115,8 @@ class Program:
     """The jobs of one step, and the memory that they take beside what rests."""
 
     def __init__(self, durations: Durations, policy: Policy) -> None:
-        self.jobs: list[Job] = []
-        self.marks: list[Mark] = []
+        self.jobs: list[LaneJob] = []
+        self.marks: list[LevelChange] = []
         self._durations = durations
         self._policy = policy
         laid_out, training = durations.laid_out, durations.training
@@ -142,7 +142,7 @@ class Program:
         ]
         groups = [group for unit in self.units for group in unit.groups]
         is_coded = any(group.formats.gather.codec is not None for group in groups)
-        exchange = Exchange.of(durations.machine)
+        exchange = TransportTraits.of(durations.machine)
         schedule = exchange.schedule(traits, cells, self._meter, coded=is_coded)
         numbers = list(range(len(self.units)))
         schedule.expect("forward", [*numbers, *self._again])
@@ -163,13 +163,13 @@ class Program:
         self._average()
         self._step()
 
-    def _group(self, one: LaidOutGroup, cut: Cut, cells: Cells, training: Training) -> Group:
+    def _group(self, one: LaidOutGroup, cut: DeviceCut, cells: Cells, training: Training) -> Group:
         formats = one.formats(training)
         mesh = self._durations.laid_out.mesh
         of = routes(cells, mesh, formats, node_sums=self._policy.sums_nodes)
         return Group(one, cut, cells, of, formats)
 
-    def _make(self, placed: Sequence[Placed]) -> Unit:
+    def _make(self, placed: Sequence[Placed]) -> UnitWork:
         durations = self._durations
         groups = [self._group(*one, durations.training) for one in placed]
         gathered = kept = whole = 0.0
@@ -187,9 +187,11 @@ class Program:
         keep = tuple(task for task in forward if task.lane == "compute")
         ways["backward"] = backward
         compute = durations.compute(groups[0].one.unit)
-        return Unit(tuple(groups), *compute, ways, keep, whole, gathered, kept)
+        return UnitWork(tuple(groups), *compute, ways, keep, whole, gathered, kept)
 
-    def tasks(self, groups: Iterable[Group], routes: Iterable[Iterable[Hop]]) -> tuple[Task, ...]:
+    def tasks(
+        self, groups: Iterable[Group], routes: Iterable[Iterable[Hop]]
+    ) -> tuple[LaneTask, ...]:
         """Return the tasks of one route for each group."""
         return tuple(
             task
@@ -200,25 +202,25 @@ class Program:
 
     # ------------------------------------------------------------------------------ enqueueing
 
-    def _add(self, task: Task, unit: int, needs: Iterable[int]) -> int:
+    def _add(self, task: LaneTask, unit: int, needs: Iterable[int]) -> int:
         name = self._durations.laid_out.model.units[unit].name if unit >= 0 else ""
-        self.jobs.append(Job(task, name, tuple(need for need in needs if need >= 0)))
+        self.jobs.append(LaneJob(task, name, tuple(need for need in needs if need >= 0)))
         return len(self.jobs) - 1
 
-    def _compute(self, task: Task, unit: int, needs: Iterable[int] = ()) -> int:
+    def _compute(self, task: LaneTask, unit: int, needs: Iterable[int] = ()) -> int:
         """Enqueue `task` on compute, after what compute has joined."""
         self._last = self._add(task, unit, (*self._joined, *needs))
         self._joined.clear()
         return self._last
 
-    def reduce_tasks(self, group: Group, route: Route) -> list[Task]:
+    def reduce_tasks(self, group: Group, route: Route) -> list[LaneTask]:
         """Return the tasks of one reduce, with the copy of the gradient where no cast is it."""
         tasks = list(self.tasks([group], [route]))
         if all(hop.lane != "compute" for hop in route):
             tasks.insert(0, self._durations.grad_copy(group.one.layout.numel, group.formats))
         return tasks
 
-    def _send(self, tasks: Iterable[Task], unit: int, needs: Iterable[int] = ()) -> list[int]:
+    def _send(self, tasks: Iterable[LaneTask], unit: int, needs: Iterable[int] = ()) -> list[int]:
         """Enqueue `tasks` one after another, after what compute was given; return their jobs."""
         sent: list[int] = []
         before = (*needs, *self._joined, self._last)
@@ -230,7 +232,7 @@ class Program:
 
     def _mark(self, job: int, at_stop: bool, state: str, num_bytes: float) -> None:
         if num_bytes:
-            self.marks.append(Mark(job, at_stop, state, num_bytes))
+            self.marks.append(LevelChange(job, at_stop, state, num_bytes))
 
     # ------------------------------------------------------------------------------ the schedule
 
@@ -320,7 +322,7 @@ class Program:
 
     # ------------------------------------------------------------------------------ gradients
 
-    def _open_bucket(self, unit: Unit, routes: Sequence[Route]) -> int:
+    def _open_bucket(self, unit: UnitWork, routes: Sequence[Route]) -> int:
         """Take a unit's gradient buffer; return its bytes: none where nothing leaves compute."""
         buffer = sum(
             group.one.layout.numel * group.formats.reduce.plain.bytes_per_element
@@ -394,7 +396,7 @@ class Program:
             ]
             self._send(self.tasks(unit.trained, hops), number, steps[-1:])
 
-    def _stepped_bytes(self, unit: Unit) -> tuple[float, float]:
+    def _stepped_bytes(self, unit: UnitWork) -> tuple[float, float]:
         """Return the bytes of the masters and moments of this rank, and of their gradients."""
         cell, state = self._policy.default.optim, 4.0 + self._durations.training.moment_bytes
         grads = (

@@ -9,12 +9,12 @@ from typing import Any
 from zeroshard.core.cost import LinkBytes
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import ROWS, Policy
-from zeroshard.planner.checkpoint import checkpoint_bytes, checkpoint_times
 from zeroshard.planner.exact import LaidOut, StateBytes, rest_bytes, sum_by_tier, traffic_bytes
 from zeroshard.planner.grid import GridPlan, RankPlan, StepSeconds
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.peak import peak_bytes
-from zeroshard.planner.pipeline import PipelineTime
+from zeroshard.planner.pipeline_time import PipelineTime
+from zeroshard.planner.saving import checkpoint_bytes, checkpoint_times
 from zeroshard.planner.simulate import step_time
 from zeroshard.planner.training import Training
 from zeroshard.planner.whole_gradients import with_budget

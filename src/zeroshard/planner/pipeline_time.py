@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from zeroshard.core.pipeline import RESHARD, UNSHARD, Action, place
 from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.planner.durations import TENSOR
-from zeroshard.planner.lanes import COMPUTE, Job, JobTimes, Task, longest, run
+from zeroshard.planner.lanes import COMPUTE, JobTimes, LaneJob, LaneTask, longest, run
 from zeroshard.planner.stage import StageWork
 
 __all__ = ["BUBBLE", "Pipeline", "PipelineTime", "RankTime", "phases", "placed_actions", "room"]
@@ -150,7 +150,7 @@ class _Jobs:
     """The jobs of one step of all ranks."""
 
     def __init__(self, pipeline: Pipeline, micro_batches: int) -> None:
-        self.jobs: list[Job] = []
+        self.jobs: list[LaneJob] = []
         self._pipeline = pipeline
         self._micro_batches = micro_batches
         self._sent: dict[tuple[str, int, int], int] = {}  # direction, to a stage, micro-batch
@@ -204,7 +204,7 @@ class _Jobs:
         ends = action.kind in "BW"
         copies = work.copies[position] if ends else 0.0
         if copies:
-            task = Task("compute", task.name, task.duration + copies, takes=task.takes)
+            task = LaneTask("compute", task.name, task.duration + copies, takes=task.takes)
         job = self._add(task, stage, *needs)
         last = len(self._pipeline.stages) - 1
         if action.kind == "F":
@@ -225,15 +225,15 @@ class _Jobs:
             link, to = (stage, stage + 1) if ahead else (stage - 1, stage - 1)
             pipeline = self._pipeline
             takes_up = (pipeline.links[link], *pipeline.stages[stage].compute["F"].takes)
-            task = Task(
+            task = LaneTask(
                 "send ahead" if ahead else "send back", "send", pipeline.sends[link], 0.0, takes_up,
                 BUBBLE,
             )  # fmt: skip
             self._sent[lane, to, number] = self._add(task, stage, job)
 
-    def _add(self, task: Task, stage: int, *needs: int) -> int:
+    def _add(self, task: LaneTask, stage: int, *needs: int) -> int:
         there = tuple(need for need in needs if need >= 0)
-        self.jobs.append(Job(task, f"stage {stage}", there, stage % self._pipeline.ranks))
+        self.jobs.append(LaneJob(task, f"stage {stage}", there, stage % self._pipeline.ranks))
         return len(self.jobs) - 1
 
 
