@@ -37,7 +37,7 @@ from benchmarks.tables import grid, publish
 from zeroshard.checkpoint.load import load
 from zeroshard.checkpoint.manifest import CHUNK_BYTES
 from zeroshard.checkpoint.save import Saver, save
-from zeroshard.checkpoint.shards import as_bytes
+from zeroshard.checkpoint.shard_files import as_bytes
 from zeroshard.runtime.engine import states_of
 from zeroshard.sharding.api import shard
 from zeroshard.terminal.console import progress

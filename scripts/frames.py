@@ -40,7 +40,7 @@ SOURCE = str(Path(zs.__file__).parent)
 BACKEND = str(Path(dist.__file__).parent)
 BESIDE = ("mesh.py", "transport.py")  # arithmetic and counting, not on the way
 SERVING = ("progress", "serve")  # of comm/: functions that go on with whatever has begun
-KINDS = {"gather": ("unshard", "start_gather"), "reduce": ("reduce", "reduce_inside")}
+KINDS = {"gather": ("begin_module",), "reduce": ("_hand_over",)}  # of Loop, of Backward
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "nccl": (2, {"transport": "nccl"}),
     "shared memory": (2, {"transport": "shared_memory"}),

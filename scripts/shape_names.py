@@ -26,10 +26,8 @@ GRADIENT_HOLDERS = (
     "runtime/bucket.py GradBucket",
     "comm/transport.py GradBuffer",
     "runtime/bucket.py PartialSum",
-    "runtime/summed.py SummedGradient",
-    "state/allocator.py GradientAllocator",
-    "state/gradient.py RestingGradient",
-    "state/deferred_scale.py DeferredScale",
+    "runtime/grad.py Gradient",
+    "state/gradient.py GradientState",
     "optim/sealed.py SealedGrad",
 )
 GATHERED_BECAUSE = (
@@ -46,12 +44,12 @@ GATHERED_BECAUSE = (
 )
 NUMBERS_AT_REST = (
     "state/state.py State",
-    "state/gradient.py RestingGradient",
+    "state/gradient.py GradientState",
     "runtime/segment.py Segment",
     "runtime/flat_weights.py FlatWeights",
     "runtime/column.py KeptColumn",
     "runtime/bucket.py PartialSum",
-    "runtime/summed.py SummedGradient",
+    "runtime/grad.py Gradient",
     "runtime/rest.py Rest",
     "runtime/rest.py RestingPiece",
     "optim/tiles.py TileStates",
@@ -63,7 +61,6 @@ POOLS = (
     "comm/slots.py SlotPool",
     "tier/staging.py Staging",
     "tier/transfer.py Scratch",
-    "state/allocator.py GradientAllocator",
     "optim/runner.py _Buffers",
     "planner/buckets.py _PlannedPool",
 )

@@ -19,7 +19,7 @@ import zeroshard as zs
 from tests.support.harness import run_ranks
 from tests.support.training import batch, make_model, two_groups
 from zeroshard.checkpoint.manifest import TensorEntry
-from zeroshard.checkpoint.shards import ShardReader
+from zeroshard.checkpoint.shard_files import ShardReader
 from zeroshard.checkpoint.steps import list_steps, read_manifest
 from zeroshard.errors import CheckpointError
 from zeroshard.formats import READERS

@@ -35,14 +35,13 @@ from tests.support.elastic_runs import (
 from tests.support.harness import RankError, run_ranks
 from tests.support.launched import PROGRAM
 from zeroshard.checkpoint import kept as kept_steps
-from zeroshard.core.keeper import Keeper
-from zeroshard.core.kept import Part, newest, note_of, partners, read_note
+from zeroshard.core.keeper import Keeper, KeptPart, newest, note_of, partners, read_note
 from zeroshard.launch.elastic import dead_ranks, killed_ranks, loss_of, source, visible_devices
 from zeroshard.launch.keeper import KeeperServer
 from zeroshard.launch.reports import Outcome
 from zeroshard.launch.supervisor import Failure
 
-PART = Part("/runs/gpt", "writer", "nonce", step=7, world=2, rank=0, file_bytes=100)
+PART = KeptPart("/runs/gpt", "writer", "nonce", step=7, world=2, rank=0, file_bytes=100)
 
 # ------------------------------------------------------------------ the note, and whole saves: pure
 
@@ -469,8 +468,7 @@ def test_a_host_that_cannot_hold_what_it_fetches_is_told_on_all(tmp_path: Path) 
 
 LIMITED = """
 import os, resource, sys, time
-from zeroshard.core.keeper import Keeper
-from zeroshard.core.kept import Part, note_of
+from zeroshard.core.keeper import Keeper, KeptPart, note_of
 from zeroshard.errors import CheckpointError
 from zeroshard.launch.keeper import KeeperServer
 
@@ -484,7 +482,7 @@ if child == 0:  # a rank
     keeper = Keeper(os.read(address[0], 100).decode())
     def put(rank):
         file, note = os.memfd_create("file"), os.memfd_create("note")
-        os.write(note, note_of(Part("/runs", "writer", "nonce", 7, 200, rank, 0), b"{}"))
+        os.write(note, note_of(KeptPart("/runs", "writer", "nonce", 7, 200, rank, 0), b"{}"))
         try:
             keeper.put(["/runs", "writer", rank, 0], file, note)
         finally:

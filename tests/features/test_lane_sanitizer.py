@@ -213,10 +213,19 @@ def test_each_wait_that_is_left_out_is_found(case: str) -> None:
 def test_memory_that_a_reduce_does_not_hold_is_found(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgetful(flight: Any, loan: Any, frees: Any, uses: Any) -> Reduction:
-        return Reduction(flight, loan, frees, ())
+    class Forgetful(Reduction):
+        """Holds the bucket until it is asked for, and nothing else."""
 
-    monkeypatch.setattr(gradients, "Reduction", forgetful)
+        def __init__(self, flight: Any, buffer: Any, loan: Any, uses: Any) -> None:
+            super().__init__(flight, buffer, loan, ())
+
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name == "buffer":
+                self.buffer = None
+            return value
+
+    monkeypatch.setattr(gradients, "Reduction", Forgetful)
     findings = _watch(case, program=_steps).findings
     assert {finding.kind for finding in findings} == {"drop"}
     assert {finding.other_lane for finding in findings} == {"reduce"}
@@ -259,6 +268,26 @@ def test_nor_with_the_inputs_of_checkpoints_on_the_host(tier: str) -> None:
     assert sanitizer.clocks["activation gather"] and sanitizer.clocks["activation reduce"]
 
 
+def _put_away(drop: int | None = None) -> LaneSanitizer:
+    """Return what a chain of checkpoints did whose inputs rest on the host."""
+    sanitizer = LaneSanitizer(drop=drop)
+    with sanitizer.watching(), using(ActivationStore(HostStore(DEVICE), DEVICE)):
+        x = _batch().requires_grad_() * 1
+        for _ in range(6):
+            x = zs.nn.checkpoint(torch.tanh, x, tier="host")
+        x.sum().backward()
+    return sanitizer
+
+
+def test_each_fork_before_a_copy_of_checkpointed_inputs_is_needed() -> None:
+    """Its join is covered: whoever waits for a copy is ordered after it by the copy itself."""
+    whole = _put_away()
+    forks = [number for number, sync in enumerate(whole.syncs) if sync.startswith("fork")]
+    assert not whole.findings and len(forks) == 9
+    for number in forks:
+        assert _put_away(drop=number).findings, (number, whole.syncs[number])
+
+
 @pytest.mark.parametrize(
     "without, case, tier, precision",
     [
@@ -267,7 +296,7 @@ def test_nor_with_the_inputs_of_checkpoints_on_the_host(tier: str) -> None:
         (["Segment.wait_uploads"], "zero3", "fraction", "fp32"),
         (["TileRunner.wait"], "zero3", "late", "bf16"),
         (["TileRunner._step_on_host"], "zero3", "optimizer", "fp32"),
-        (["RestingGradient.wait_writes"], "zero3", "grad", "fp32"),
+        (["GradientState.wait_writes"], "zero3", "grad", "fp32"),
         (["_HostStorage.flush"], "zero3", "grad", "fp32"),
         (["State.borrowed"], "zero3", "fraction", "bf16"),
         (["GradBucket.add"], "zero1", "grad", "bf16"),

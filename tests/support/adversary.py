@@ -47,13 +47,13 @@ def slow_lanes(streams: type, sleep: Callable[[], None]) -> Iterator[None]:
 @contextmanager
 def slow_compute(sleep: Callable[[], None]) -> Iterator[None]:
     """Call `sleep` before every unit computes: its gather has been waited for."""
-    wait = Unit.wait_for_unshard
+    attach = Unit.attach
 
     def slowly(self: Unit) -> None:
-        wait(self)
+        attach(self)
         sleep()
 
-    with mock.patch.object(Unit, "wait_for_unshard", slowly):
+    with mock.patch.object(Unit, "attach", slowly):
         yield
 
 
@@ -88,14 +88,15 @@ class Poisoner:
     def _then_struck(self, method: Any) -> Any:
         """Return `method` of a GradientPath, followed by a strike at memory of its sizes."""
 
-        def struck(path: GradientPath, *args: Any, **options: Any) -> None:
+        def struck(path: GradientPath, *args: Any, **options: Any) -> Any:
             sizes = {path.bucket.num_bytes, *path.bytes_by_tier().values()}
             had_reduction = path.in_flight
-            method(path, *args, **options)
+            result = method(path, *args, **options)
             if had_reduction or path.in_flight:
                 self.num_dropped += 1
                 for num_bytes in sizes:
                     self._strike(num_bytes)
+            return result
 
         return struck
 

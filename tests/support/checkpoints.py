@@ -16,7 +16,7 @@ import torch
 import zeroshard as zs
 from tests.support.training import Net, take_steps, two_groups
 from zeroshard.checkpoint.manifest import digest
-from zeroshard.checkpoint.shards import ShardReader, as_bytes
+from zeroshard.checkpoint.shard_files import ShardReader, as_bytes
 from zeroshard.checkpoint.steps import check_files, list_steps, read_manifest
 from zeroshard.runtime.engine import states_of
 

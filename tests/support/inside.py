@@ -23,7 +23,6 @@ from zeroshard.core.residency import Residency, UnitState, Use
 from zeroshard.memory import MemoryCounter
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.shards import ParamShard
-from zeroshard.runtime import flight as flights
 from zeroshard.runtime.bucket import GradBucket, PartialSum
 from zeroshard.runtime.engine import states_of
 from zeroshard.runtime.flight import Flight
@@ -154,6 +153,7 @@ class Commands:
         self._say = note
         self._live = self._meter.live
         self._last: Flight | None = None  # of the reduce that was started last
+        self._starting: tuple[Flight | None, str, str] | None = None  # the one that is about to
 
     def _note(self, what: str, name: str, num_bytes: int | None = None) -> None:
         told = f"{what} {name.removesuffix(':fp32')}"
@@ -169,7 +169,7 @@ class Commands:
         """Note every command inside."""
         after: list[tuple[type, str, Callable[[Any], str], Callable[[Any], int | None]]] = [
             (Unit, "unshard", lambda unit: f"gather {unit.name}", lambda unit: unit.full_bytes),
-            (Unit, "wait_for_unshard", lambda unit: f"use {unit.name}", lambda _: None),
+            (Unit, "attach", lambda unit: f"use {unit.name}", lambda _: None),
             (Unit, "reshard", lambda unit: f"release {unit.name}", lambda _: None),
             (Unit, "doze", lambda unit: f"keep {unit.name}", lambda _: None),
             (Unit, "wake", lambda unit: f"wake {unit.name}", lambda _: None),
@@ -191,6 +191,7 @@ class Commands:
             (GradientPath, "reduce_inside", self._reduce_inside),
             (GradientPath, "wait", self._wait),
             (Flight, "done", self._done),
+            (Flight, "go", self._go),
         ]
         with ExitStack() as stack:
             for owner, name, told, num_bytes in after:
@@ -222,9 +223,7 @@ class Commands:
             self._note(f"let go ({self._WORDS[use]})", self._names[id(residency)])
 
     def _advance(self, original: Callable[..., Any], unit: Unit) -> None:
-        reads = unit._flight is not None and any(
-            isinstance(work, flights.Run) and work.is_alone for work in unit._flight._works
-        )
+        reads = unit._flight is not None and unit._flight._reads_first
         original(unit)
         if reads:  # else there is nothing to wait for
             self._note("advance", unit.name)
@@ -234,19 +233,32 @@ class Commands:
         if not rested:
             self._note("abandon", unit.name)
 
-    def _reduce(self, original: Callable[..., Any], path: GradientPath, **options: Any) -> None:
-        original(path, **options)
+    def _reduce(self, original: Callable[..., Any], path: GradientPath, **options: Any) -> Any:
+        flight = original(path, **options)
         if path.reduction is not None:
             self._last = path.reduction.flight
-        self._note("reduce", path.key)
+        return self._starts("reduce", path, flight)
+
+    def _starts(self, what: str, path: GradientPath, flight: Flight | None) -> Flight | None:
+        """Note a reduce once its flight has started, or at once where there is none."""
+        if flight is None:
+            self._note(what, path.key)
+        self._starting = (flight, what, path.key)
+        return flight
+
+    def _go(self, original: Callable[..., Any], flight: Flight, *args: Any, **options: Any) -> None:
+        original(flight, *args, **options)
+        if self._starting is not None and self._starting[0] is flight:
+            self._note(*self._starting[1:])
+            self._starting = None
 
     def _reduce_inside(
         self, original: Callable[..., Any], path: GradientPath, **options: Any
-    ) -> None:
-        original(path, **options)
+    ) -> Any:
+        flight = original(path, **options)
         if path.reduction is not None:
             self._last = path.reduction.flight
-        self._note("reduce inside", path.key)
+        return self._starts("reduce inside", path, flight)
 
     def _wait(self, original: Callable[..., Any], path: GradientPath, **options: Any) -> None:
         flew = path.in_flight
@@ -389,7 +401,7 @@ def idle_gradient_bytes(engine: zs.Engine) -> dict[str, int]:
     idle: dict[str, int] = {}
     paths: list[GradientPath] = list(engine._backward.paths)
     for path in paths:
-        for storage in path.summed._place._idle:
+        for storage in path.summed._idle:
             num_bytes = storage.numel * storage.dtype.itemsize
             idle[storage.tier.value] = idle.get(storage.tier.value, 0) + num_bytes
     return idle
@@ -454,7 +466,12 @@ def transport(engine: zs.Engine) -> Transport:
 
 def wait_published(engine: zs.Engine) -> None:
     """Return when the weights that the last step published have arrived on this rank."""
-    transport(engine).begin_write()
+    for one in units(engine):
+        if one._flight is not None and not one._flight._reads_first:
+            one._flight.wait()
+        for segment in one.segments:
+            segment.flat.wait_published()
+    engine._context.transports.begin_write()
 
 
 def lose_notices(engine: zs.Engine) -> None:

@@ -16,7 +16,7 @@ import torch
 import zeroshard as zs
 from tests.support.training import make_model, take_steps, two_groups
 from zeroshard.checkpoint.manifest import digest
-from zeroshard.checkpoint.shards import as_bytes
+from zeroshard.checkpoint.shard_files import as_bytes
 from zeroshard.runtime.engine import states_of
 
 __all__ = ["Trained", "loaded", "made", "rests"]

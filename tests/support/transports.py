@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from tests.support.hosts import pretended_host
-from zeroshard.comm.select import make_transport
+from tests.support.two_levels import TwoLevels
+from zeroshard.comm.select import make_levels
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Transport
 from zeroshard.core.layout import Range
@@ -103,7 +104,7 @@ def made(
 ) -> Transport:
     """Make `spec`'s transport over the default group."""
     with pretended_host(None if spec.host_size is None else rank // spec.host_size):
-        transport = make_transport(
+        levels = make_levels(
             None,
             CPU,
             CommSpec(
@@ -116,6 +117,7 @@ def made(
                 two_level=spec.two_level,
             ),
         )
+    transport: Transport = TwoLevels(levels) if levels.is_deep else levels.flat
     assert transport.name == spec.name or spec.node_size, (transport.name, spec)
     assert (transport.rank, transport.size) == (rank, spec.world_size)
     return transport

@@ -1,4 +1,4 @@
-"""What a checkpoint calls the experts that ranks divide (``shard(mesh_of=)``).
+"""Names in a checkpoint of the experts that ranks divide (``shard(mesh_of=)``).
 
 Each rank counts its own from 0. In a checkpoint, as in a model with all of them, one count goes
 over the ranks along the other dimensions of their mesh::
@@ -47,23 +47,23 @@ class Experts:
         return cls(engine.module, states_of(engine).own_places)
 
     def name(self, name: str) -> str:
-        """Return what the parameter called `name` here is called in a checkpoint."""
+        """Return the name in a checkpoint of the parameter called `name` here."""
         return self._named(name, self._place(name)[0])
 
     def everywhere(self, name: str) -> list[str]:
-        """Return what the parameters called `name` on each of the ranks that divide it are called
-        in a checkpoint, in their order.
+        """Return the names in a checkpoint of the parameters called `name` on the ranks that divide
+        it, in their order.
         """
         return [self._named(name, place) for place in range(self._place(name)[1])]
 
     def divided(self) -> set[str]:
-        """Return what the parameters that ranks divide are called in a checkpoint, on any rank."""
+        """Return the names in a checkpoint of all parameters that ranks divide."""
         names = [name for name, _ in self._module.named_parameters(remove_duplicate=False)]
         apart = [name for name in names if self._place(name)[1] > 1]
         return {there for name in apart for there in self.everywhere(name)}
 
     def part(self, name: str, part: Part) -> Part:
-        """Return which part of what a checkpoint holds `part` of the parameter `name` is."""
+        """Return where `part` of the parameter `name` here lies in the one of a checkpoint."""
         place, count = self._place(name)
         if count == 1 or self._number_at(name) is not None:
             return part
@@ -80,7 +80,7 @@ class Experts:
         )
 
     def _named(self, name: str, place: int) -> str:
-        """Return what the parameter called `name` on the rank at `place` is called there."""
+        """Return the name in a checkpoint of the parameter called `name` on the rank at `place`."""
         index = self._number_at(name)
         if index is None:
             return name
@@ -102,7 +102,7 @@ class Experts:
         return next((at for at in range(first, len(segments)) if segments[at].isdigit()), None)
 
     def _num_here(self, name: str) -> int:
-        """Return how many numbers the module called `name` has given to what it holds."""
+        """Return how many numbers the children of the module called `name` have."""
         module = self._module.get_submodule(name)
         held = [*module._modules, *module._parameters]
         return 1 + max(int(one) for one in held if one.isdigit())

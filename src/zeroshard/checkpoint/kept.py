@@ -1,12 +1,22 @@
-"""A step that is kept in memory, on its way back: which one, from which hosts, and its files.
+"""Steps that are kept in memory that outlives the ranks: ``Saver.keep`` writes one, ``zs.load``
+reads one.
 
-Each rank asks the keeper of its own host (``core/keeper.py``) which parts lie there, and tells the
-others; all choose the newest save that is whole. A host gets the parts that it lacks from one that
-has them.
+    keep    collect . divide . empty the note of the other slot . write the pieces . [send them to
+            another host] . write the note . all ranks say that they have
+    load    each rank asks the keeper of its host which parts lie there . all choose the newest
+            save that is whole . a host gets the parts that it lacks from one that has them
 
-Invariant: every rank chooses the same save, and reads what has the hashes of its manifest. Cost:
-where hosts lack parts, their bytes over the network, and the checkpoint's in the memory of each
-host until the next `keep`.
+The pieces are those of a save, in the same format, with the same hashes; the memory is an anonymous
+file whose descriptor the launcher holds (``core/keeper.py``).
+
+Invariant: of two slots, the one that is written is never that of the last save that is whole: all
+ranks have finished a slot before any begins the other. Every rank loads the same save, and verifies
+it by the hashes of its manifest.
+
+Cost of `keep`: one pass over the bytes for the copy and one for the hashes, five exchanges, the
+memory of two parts on this host, and with redundancy their bytes once over the network and the
+memory of two more there. Of a load: where hosts lack parts, their bytes over the network, and the
+checkpoint's in the memory of each host until the next `keep`.
 """
 
 from __future__ import annotations
@@ -14,33 +24,52 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
-from zeroshard.checkpoint.indices import manifest_of
-from zeroshard.checkpoint.manifest import Manifest, digest
+import torch.distributed as dist
+
+from zeroshard.checkpoint.manifest import Manifest, digest, shard_name
+from zeroshard.checkpoint.pipeline_stages import unite
+from zeroshard.checkpoint.rank_part import Stateful, collect, divide
+from zeroshard.checkpoint.shard_files import write_shard
 from zeroshard.checkpoint.steps import os_errors
+from zeroshard.checkpoint.together import on_all_ranks, raise_on_all
 from zeroshard.comm import memfd
 from zeroshard.comm.copies import Copies
-from zeroshard.core.keeper import Keeper
-from zeroshard.core.kept import Part, newest, read_note
+from zeroshard.core.keeper import Keeper, KeptPart, newest, note_of, partners, read_note
 from zeroshard.core.launched import keeper_address
-from zeroshard.errors import CheckpointError
+from zeroshard.errors import CheckpointError, ConfigError
+from zeroshard.runtime.access import Ranks
+from zeroshard.runtime.engine import Engine, states_of
 
 __all__ = [
-    "Holdings", "KeptStep", "local_keeper", "newest_kept_step", "own_holdings", "telling_keeper",
+    "Holdings", "Keeping", "KeptStep", "copies_of", "local_keeper", "newest_kept_step",
+    "tell_saved", "telling_keeper",
 ]  # fmt: skip
 
 _log = logging.getLogger("zeroshard")
+_CALL = "saver.keep()"
+# by directory: the engine whose step was kept last
+_kept: WeakValueDictionary[str, Engine] = WeakValueDictionary()
 
 
 def local_keeper() -> Keeper | None:
     """Return the keeper of this host, None where the launcher runs none."""
     address = keeper_address()
     return None if address is None else Keeper(address)
+
+
+def tell_saved(directory: Path, step: int) -> None:
+    """Tell the launcher that `step` of `directory` is complete on disk. Raises CheckpointError."""
+    keeper = local_keeper()
+    if keeper is not None:
+        keeper.saved(os.path.realpath(directory), step)
 
 
 @contextmanager
@@ -54,6 +83,223 @@ def telling_keeper() -> Iterator[None]:
         _log.warning("%s", error)
 
 
+def copies_of(engine: Engine) -> Copies:
+    """Return a connection for files between the ranks of `engine`. Collective."""
+    everyone = states_of(engine).everyone
+    ranks = [int(answer) for answer in everyone.exchange(str(dist.get_rank()).encode(), _CALL)]
+    return Copies(ranks, lambda payload: everyone.exchange(payload, _CALL))
+
+
+# ------------------------------------------------------------------ Saver.keep
+
+
+class _KeptFiles:
+    """Two files that the keeper holds: pieces, and the note that says that they are complete."""
+
+    def __init__(self) -> None:
+        self.file, self.note = memfd.create(0), memfd.create(0)
+
+    def write(self, _: Path, num_bytes: int, parts: Iterable[Any]) -> None:
+        """Write the pieces."""
+        self.resize(num_bytes)
+        _write(self.file, parts)
+
+    def resize(self, num_bytes: int) -> None:
+        """Reserve memory for `num_bytes` of pieces. Raises OSError."""
+        if os.fstat(self.file).st_size != num_bytes:
+            os.ftruncate(self.file, num_bytes)
+            try:
+                memfd.reserve(self.file, 0, num_bytes)
+            except OSError:
+                os.ftruncate(self.file, 0)  # a hole would be a SIGBUS when it is written
+                raise
+
+    def seal(self, note: bytes) -> None:
+        """Write the note: from now on the pieces count."""
+        _write(self.note, [note])
+
+    def close(self) -> None:
+        """Close our descriptors; the keeper has its own."""
+        os.close(self.file)
+        os.close(self.note)
+
+
+def _write(fd: int, parts: Iterable[Any]) -> None:
+    position = 0
+    for part in parts:
+        data = memoryview(part)
+        while data:
+            count = os.pwrite(fd, data, position)
+            data, position = data[count:], position + count
+
+
+class _KeptMemory:
+    """The parts that this rank writes, in slots used in turn: its own, and copies for other hosts'
+    ranks (`wards`). `homes` names the keeper of each rank.
+    """
+
+    def __init__(self, keeper: Keeper, directory: str, writer: str, homes: list[str]) -> None:
+        self.keeper, self.directory, self.writer, self.homes = keeper, directory, writer, homes
+        self.partner: int | None = None  # the rank on another host that has our copy
+        self.wards: list[int] = []
+        self.copies: Copies | None = None
+        self._slots: dict[int, list[_KeptFiles]] = {}  # by rank: two each
+        self._turn = 0
+
+    def slot(self, rank: int) -> _KeptFiles:
+        """Return where this turn's part of `rank` goes, empty, and held by the keeper, which has
+        dropped it where another Saver has kept a step since.
+        """
+        if rank not in self._slots:
+            self._slots[rank] = [_KeptFiles(), _KeptFiles()]
+        slot = self._slots[rank][self._turn]
+        os.ftruncate(slot.note, 0)  # the pieces are not complete
+        where = [self.directory, self.writer, rank, self._turn]
+        self.keeper.put(where, slot.file, slot.note)
+        return slot
+
+    def finish(self) -> None:
+        """Drop the parts of other writers: all ranks have the new save."""
+        self._turn = 1 - self._turn
+        with telling_keeper():
+            self.keeper.drop(self.directory, but=self.writer)
+
+    def close(self) -> None:
+        """Close our descriptors and connections; what is kept stays with the launcher."""
+        for slot in (slot for pair in self._slots.values() for slot in pair):
+            slot.close()
+        if self.copies is not None:
+            self.copies.close()
+
+
+class Keeping:
+    """The memory of one Saver."""
+
+    def __init__(self, directory: Path, engine: Engine, redundancy: int) -> None:
+        if redundancy not in (0, 1):
+            raise ConfigError(
+                f"redundancy={redundancy!r}: each part rests on 0 or 1 other hosts beside its own"
+            )
+        self._directory = directory
+        self._engine = engine
+        self._redundancy = redundancy
+        self._memory: _KeptMemory | None = None
+        self._found_by: Ranks | None = None  # the ranks that have looked for it
+
+    @property
+    def _ranks(self) -> Ranks:
+        """All ranks of the mesh, as the engine lies now."""
+        return states_of(self._engine).everyone
+
+    def begin(self) -> bool:
+        """Return whether there is memory that outlives the ranks. Collective."""
+        if self._found_by is not self._ranks:  # a repartition has made others
+            self.close()
+            self._found_by = self._ranks
+            self._memory = self._find_memory()
+        return self._memory is not None
+
+    def keep(self, step: int, states: Mapping[str, Stateful], extra: Any, *, frozen: bool) -> None:
+        """Copy the state. Collective; raises CheckpointError on every rank, and what was kept
+        before is unchanged then.
+        """
+        memory = self._memory
+        assert memory is not None
+        with on_all_ranks(self._engine, _CALL, f"step {step} cannot be collected"):
+            self._refuse_other_engine(memory.directory)
+            part = collect(self._engine, states, extra, frozen=frozen)
+        unite(self._engine, part)
+        divide(self._engine, part)
+        nonce = self._ranks.exchange(secrets.token_hex(8).encode(), _CALL)[0].decode()
+        rank, world = self._ranks.rank, self._ranks.size
+        kept = KeptPart(memory.directory, memory.writer, nonce, step, world, rank, 0)
+        note = b""
+        with on_all_ranks(self._engine, _CALL, f"step {step} cannot be kept"):
+            slot = memory.slot(rank)
+            metadata = {"format": "zeroshard", "rank": str(rank), "step": str(step)}
+            name = Path(shard_name(rank, world))
+            file, tensors = write_shard(name, rank, part.stored, metadata, write=slot.write)
+            index = part.index(file, tensors)
+            if rank == 0:
+                index["heading"] = part.heading(self._engine, step)
+            note = note_of(replace(kept, file_bytes=file.bytes), json.dumps(index).encode())
+            if memory.copies is None:
+                slot.seal(note)
+        if memory.copies is not None:
+            self._send(memory, memory.copies, slot, note)
+        memory.finish()
+
+    def _refuse_other_engine(self, directory: str) -> None:
+        """Raise CheckpointError where this step would take the place of another engine's."""
+        other = _kept.setdefault(directory, self._engine)
+        if other is not self._engine and not states_of(other).is_closed:
+            raise CheckpointError(
+                f"{directory} keeps the steps of another engine (of"
+                f" {type(other.module).__name__}) in memory, and of one engine alone: give each"
+                " engine a directory of its own, or close the other one"
+            )
+        _kept[directory] = self._engine
+
+    def close(self) -> None:
+        """Close our descriptors and connections; what is kept stays with the launcher."""
+        memory, self._memory, self._found_by = self._memory, None, None
+        if memory is not None:
+            memory.close()
+
+    def _find_memory(self) -> _KeptMemory | None:
+        keeper = local_keeper()
+        mine = json.dumps(["" if keeper is None else keeper.address, secrets.token_hex(8)])
+        answers = [json.loads(one) for one in self._ranks.exchange(mine.encode(), _CALL)]
+        homes = [home for home, _ in answers]
+        if keeper is None or not all(homes):
+            if self._ranks.rank == 0:
+                _log.info("saver.keep() keeps nothing without `zeroshard run --elastic`")
+            return None
+        memory = _KeptMemory(keeper, os.path.realpath(self._directory), answers[0][1], homes)
+        if self._redundancy:
+            self._find_partners(memory)
+        return memory
+
+    def _find_partners(self, memory: _KeptMemory) -> None:
+        found = partners(memory.homes)
+        memory.partner = found[self._ranks.rank]
+        memory.wards = [rank for rank, one in enumerate(found) if one == self._ranks.rank]
+        if memory.partner is not None:
+            memory.copies = copies_of(self._engine)
+        elif self._ranks.rank == 0:
+            _log.warning(
+                "redundancy=1 has no other host: all ranks are on one, whose launcher keeps the"
+                " state while it lives"
+            )
+
+    def _send(self, memory: _KeptMemory, copies: Copies, slot: _KeptFiles, note: bytes) -> None:
+        """Send our part to the partner, take those of the wards, then seal all of them."""
+        assert memory.partner is not None
+        sizes = json.dumps([os.fstat(slot.file).st_size, len(note)]).encode()
+        everyone = [json.loads(one) for one in self._ranks.exchange(sizes, _CALL)]
+        with on_all_ranks(self._engine, _CALL, "no memory for copies of other hosts"):
+            theirs = {rank: memory.slot(rank) for rank in memory.wards}
+            notes = {rank: memfd.create(everyone[rank][1]) for rank in memory.wards}
+            for rank, copy in theirs.items():
+                copy.resize(everyone[rank][0])
+            own = memfd.create(len(note))
+            os.pwrite(own, note, 0)
+        begun = []
+        for rank, copy in theirs.items():
+            begun += copies.receiving(rank, [copy.file, notes[rank]], everyone[rank])
+        begun += copies.sending(memory.partner, [slot.file, own])
+        copies.wait(begun)
+        slot.seal(note)
+        for rank, copy in theirs.items():
+            copy.seal(os.pread(notes[rank], everyone[rank][1], 0))
+            os.close(notes[rank])
+        os.close(own)
+        raise_on_all(self._engine, None, _CALL)  # nobody begins the next before all have sealed
+
+
+# ------------------------------------------------------------------ zs.load
+
+
 def newest_kept_step(directory: Path) -> int | None:
     """Return the newest step of `directory` that was in memory when the ranks were started. No
     host knows by itself what lies on others; the launcher did.
@@ -64,45 +310,39 @@ def newest_kept_step(directory: Path) -> int | None:
 
 @dataclass
 class Holdings:
-    """What one rank has found in the memory of its host."""
+    """The parts that one rank has found in the memory of its host."""
 
     home: str  # the keeper's address; "" without one
-    parts: list[Part]
+    parts: list[KeptPart]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it for `from_json` on another rank."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(raw: dict[str, Any]) -> Holdings:
-        """Return what `to_json` was called on."""
-        return Holdings(raw["home"], [Part(**part) for part in raw["parts"]])
-
-
-def own_holdings(directory: Path) -> Holdings:
-    """Return what the memory of this host has for `directory`."""
-    keeper = local_keeper()
-    if keeper is None:
-        return Holdings("", [])
-    return Holdings(keeper.address, [part for _, part in keeper.parts(os.path.realpath(directory))])
+    @classmethod
+    def of(cls, directory: Path) -> Holdings:
+        """Return those for `directory` in the memory of this host."""
+        keeper = local_keeper()
+        if keeper is None:
+            return Holdings("", [])
+        found = keeper.parts(os.path.realpath(directory))
+        return Holdings(keeper.address, [part for _, part in found])
 
 
 class KeptStep:
     """The newest save of `directory` in memory that is whole."""
 
-    def __init__(self, directory: Path, save: tuple[int, str, int]) -> None:
+    def __init__(self, directory: Path, keeper: Keeper, save: tuple[int, str, int]) -> None:
         self.step, self._nonce, self._world = save
         self.path = directory / f"step-{self.step:010d} in memory"
         self._directory = os.path.realpath(directory)
+        self._keeper = keeper
         self._numbers: dict[int, int] = {}  # by rank: the keeper's number of its part
 
     @staticmethod
     def find(directory: Path, everyone: Sequence[Holdings]) -> KeptStep | None:
         """Return the newest one, from what all ranks have found; the same on all ranks."""
-        if any(not holdings.home for holdings in everyone):
+        keeper = local_keeper()
+        if keeper is None or not all(holdings.home for holdings in everyone):
             return None
         found = newest(part for holdings in everyone for part in holdings.parts)
-        return None if found is None else KeptStep(directory, found)
+        return None if found is None else KeptStep(directory, keeper, found)
 
     def fetch(
         self,
@@ -111,8 +351,8 @@ class KeptStep:
         make_copies: Callable[[], AbstractContextManager[Copies]],
         together: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Have every part on this host. Collective, as are `make_copies`, and the end of
-        `together`, which raises on every rank what fails on one.
+        """Copy to this host the parts that it lacks. Collective, as are `make_copies`, and the end
+        of `together`, which raises on every rank what fails on one.
         """
         journeys = self._journeys(everyone)
         if journeys:
@@ -130,11 +370,14 @@ class KeptStep:
                 with together():
                     for (_, target, part), pair in zip(mine, files, strict=True):
                         if rank == target:
-                            self._hold(part, pair)
+                            slot = [self._directory, part.writer, part.rank, part.nonce, "fetched"]
+                            self._keeper.put(slot, *pair)
         with together():
             self._numbers = self._at_home()
 
-    def _files_of(self, rank: int, journey: tuple[int, int, Part], stack: ExitStack) -> list[int]:
+    def _files_of(
+        self, rank: int, journey: tuple[int, int, KeptPart], stack: ExitStack
+    ) -> list[int]:
         """Return the two files that are sent, or new ones to be filled; `stack` closes them."""
         source, _, part = journey
         if rank == source:
@@ -145,13 +388,7 @@ class KeptStep:
             stack.callback(os.close, descriptor)
         return files
 
-    def _hold(self, part: Part, files: Sequence[int]) -> None:
-        """Have the keeper of this host hold a part that came from another."""
-        keeper = local_keeper()
-        assert keeper is not None
-        keeper.put([self._directory, part.writer, part.rank, part.nonce, "fetched"], *files)
-
-    def _journeys(self, everyone: Sequence[Holdings]) -> list[tuple[int, int, Part]]:
+    def _journeys(self, everyone: Sequence[Holdings]) -> list[tuple[int, int, KeptPart]]:
         """Return which parts travel, from which rank to which: the first ranks of their hosts."""
         first: dict[str, int] = {}
         for rank, holdings in enumerate(everyone):
@@ -168,22 +405,17 @@ class KeptStep:
                     out.append((first[home], target, held[home][number]))
         return out
 
-    def _is_of(self, part: Part) -> bool:
+    def _is_of(self, part: KeptPart) -> bool:
         return part.save == (self.step, self._nonce, self._world)
 
     def _at_home(self) -> dict[int, int]:
-        keeper = local_keeper()
-        assert keeper is not None
-        parts = keeper.parts(self._directory)
+        parts = self._keeper.parts(self._directory)
         return {part.rank: number for number, part in parts if self._is_of(part)}
 
     def _open(self, rank: int) -> tuple[int, int]:
-        keeper, numbers = local_keeper(), self._numbers or self._at_home()
-        assert keeper is not None
+        numbers = self._numbers or self._at_home()
         with os_errors(f"{self.path} cannot be opened"):
-            return keeper.open(numbers[rank])
-
-    # ------------------------------------------------------------------ as a step that is read
+            return self._keeper.open(numbers[rank])
 
     def manifest(self) -> tuple[Manifest, str]:
         """Return the manifest, and the hash of its text. Raises CheckpointError."""
@@ -198,7 +430,7 @@ class KeptStep:
             index = json.loads(found[1])
             heading = index.pop("heading", heading)
             indices.append(index)
-        text = manifest_of(heading, indices).dump()
+        text = Manifest.of_ranks(heading, indices).dump()
         return Manifest.parse(text, str(self.path)), digest(text)
 
     def open_file(self, path: Path) -> int:

@@ -12,27 +12,28 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from zeroshard.checkpoint.keeping import copies_of
+from pydantic import TypeAdapter
+
 from zeroshard.checkpoint.kept import (
     Holdings,
     KeptStep,
+    copies_of,
     local_keeper,
     newest_kept_step,
-    own_holdings,
+    tell_saved,
     telling_keeper,
 )
 from zeroshard.checkpoint.match import Wanted
-from zeroshard.checkpoint.pieces import RNG, Stateful, check_arguments
-from zeroshard.checkpoint.reading import Reading
-from zeroshard.checkpoint.stages import names_elsewhere
+from zeroshard.checkpoint.pipeline_stages import names_elsewhere
+from zeroshard.checkpoint.rank_part import RNG, Stateful, check_arguments
+from zeroshard.checkpoint.step_loader import StepLoader
 from zeroshard.checkpoint.step_reader import StepReader
 from zeroshard.checkpoint.steps import list_steps, remember_steps
 from zeroshard.checkpoint.together import first_failure, on_all_ranks
@@ -42,6 +43,7 @@ from zeroshard.runtime.engine import Engine, states_of
 __all__ = ["Restored", "latest_step", "load"]
 
 _log = logging.getLogger("zeroshard")
+_HOLDINGS = TypeAdapter(Holdings)
 
 
 @dataclass
@@ -134,7 +136,7 @@ class _Candidate:
     held: list[Holdings] = field(default_factory=list)  # what each rank's host has in memory
 
     def found(self) -> Path | KeptStep:
-        """Return what to read on this rank."""
+        """Return the path of the step that this rank reads, or the one in memory."""
         if self.kept is not None:
             return self.kept
         path = list_steps(self.directory).get(self.step)
@@ -146,7 +148,7 @@ class _Candidate:
         return path
 
     def fetch(self, engine: Engine) -> None:
-        """Have all of it where this rank can read it. Collective."""
+        """Copy to this host the parts that it lacks. Collective."""
         if self.kept is not None:
             rank, what = states_of(engine).everyone.rank, f"step {self.step} cannot be fetched"
             together = partial(on_all_ranks, engine, "zs.load()", f"{what} from memory")
@@ -154,19 +156,19 @@ class _Candidate:
 
 
 def _candidates(directory: Path, engine: Engine, step: int | None) -> list[_Candidate]:
-    """Return the steps to try, first choice last. Of those on disk rank 0 decides: others may see
-    a prune.
+    """Return the steps to try, first choice last. Rank 0's list of those on disk counts: others
+    may see a prune.
     """
     steps, held = list[int](), Holdings("", [])
     everyone = states_of(engine).everyone
     with on_all_ranks(engine, "zs.load()", f"{directory} cannot be listed"):
-        held = own_holdings(directory)
+        held = Holdings.of(directory)
         if everyone.rank == 0:
             steps = list(list_steps(directory))
-    mine = json.dumps({"steps": steps, "held": held.to_json()}).encode()
+    mine = json.dumps({"steps": steps, "held": asdict(held)}).encode()
     answers = [json.loads(one) for one in everyone.exchange(mine, "zs.load()")]
-    steps, all_held = answers[0]["steps"], [Holdings.from_json(one["held"]) for one in answers]
-    found = [_Candidate(directory, number) for number in steps]
+    all_held = [_HOLDINGS.validate_python(one["held"]) for one in answers]
+    found = [_Candidate(directory, number) for number in answers[0]["steps"]]
     kept = KeptStep.find(directory, all_held)
     if kept is not None:
         found.append(_Candidate(directory, kept.step, kept, all_held))
@@ -188,7 +190,7 @@ def _load_step(
         with on_all_ranks(engine, "zs.load()", f"step {step} in {directory} cannot be read"):
             trimmer = states_of(engine).trimmer
             saved = StepReader(candidate.found(), stack, trimmer, verify=verify)
-            reading = Reading(saved, engine, wanted)
+            reading = StepLoader(saved, engine, wanted)
             if strict and reading.misfits:
                 raise _Misfit(
                     f"{saved.path} does not fit {type(engine.module).__name__}:"
@@ -222,20 +224,19 @@ def _load_step(
 
 
 def _note(candidate: _Candidate) -> None:
-    """On rank 0, after a load: say where it came from, and know the steps that are there."""
+    """On rank 0, after a load: log where it came from, and remember the steps on disk."""
     with suppress(CheckpointError):
         remember_steps(candidate.directory)  # steps of other jobs are known from now on
-    keeper = local_keeper()
-    if keeper is not None:
+    if local_keeper() is not None:
         where = "disk" if candidate.kept is None else "memory"
         _log.info("step %d of %s is loaded from %s", candidate.step, candidate.directory, where)
         if candidate.kept is None:
             with telling_keeper():
-                keeper.saved(os.path.realpath(candidate.directory), candidate.step)
+                tell_saved(candidate.directory, candidate.step)
 
 
 def _tell_differing(candidate: _Candidate, differed: list[str], world: int) -> None:
-    """On rank 0, after a load: say what is not loaded since the ranks that saved it differed."""
+    """On rank 0, after a load: log the state that differed between the ranks that saved it."""
     numbers = f"states[{RNG!r}]"
     # Python's and numpy's generators differ in every script that does not seed them
     matter = any(one.endswith(("['torch']", "['cuda']")) for one in differed)
@@ -253,7 +254,7 @@ def _tell_differing(candidate: _Candidate, differed: list[str], world: int) -> N
     )
 
 
-def _apply(reading: Reading, engine: Engine) -> None:
+def _apply(reading: StepLoader, engine: Engine) -> None:
     """Load what was read. Raises on every rank of the mesh where a tier fails on any."""
     error: StorageError | None = None
     try:

@@ -1,4 +1,4 @@
-"""What of a checkpoint belongs to what of an engine: parameters, param groups and states, by name.
+"""Match the parameters, param groups and states of a checkpoint with those of an engine, by name.
 
 Other pipeline stages have parameters of their own: their names are expected there, and a param
 group is that of this stage's names alone.
@@ -13,7 +13,7 @@ from typing import Any
 
 from zeroshard.checkpoint.experts import Experts
 from zeroshard.checkpoint.manifest import STATE, VALUE
-from zeroshard.checkpoint.pieces import (
+from zeroshard.checkpoint.rank_part import (
     EXTRA,
     RNG,
     SCALER,
@@ -31,7 +31,7 @@ __all__ = ["Match", "Wanted"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a load is to bring."""
+    """The state that a load is asked for."""
 
     states: dict[str, Stateful]  # into these
     elsewhere: set[str]  # names that other stages have
@@ -56,7 +56,7 @@ class Match:
         self._check_states()
 
     def averages(self, name: str) -> bool:
-        """Whether the state `name` is an average that is there."""
+        """Whether the checkpoint has an average for the state `name`."""
         is_saved = any(kind == name for _, kind in self._saved.pieces)
         return is_saved and isinstance(self._states.get(name), EMA)
 

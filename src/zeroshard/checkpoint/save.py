@@ -28,23 +28,19 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.indices import heading_of, index_of, manifest_of
-from zeroshard.checkpoint.keeping import Keeping
-from zeroshard.checkpoint.pieces import RankPart, Stateful, check_arguments, collect, divide
-from zeroshard.checkpoint.shards import Stored, opened, shard_bytes, write_shard
-from zeroshard.checkpoint.stages import unite
+from zeroshard.checkpoint.kept import Keeping, tell_saved
+from zeroshard.checkpoint.manifest import Manifest, shard_name
+from zeroshard.checkpoint.pipeline_stages import unite
+from zeroshard.checkpoint.rank_part import RankPart, Stateful, check_arguments, collect, divide
+from zeroshard.checkpoint.shard_files import Stored, opened, shard_bytes, write_shard
 from zeroshard.checkpoint.steps import (
     MANIFEST,
-    check_alone,
+    begin_step,
     commit,
-    lock,
-    make_directory,
     os_errors,
     prune,
     remember_steps,
-    remove_leftovers,
     remove_tree,
-    require_space,
     settle,
     step_path,
     working_path,
@@ -161,7 +157,7 @@ class Saver:
         self._timeout_s = timeout_s  # how long rank 0 waits for the other ranks' files
         self._pages = Pages()
         self._staging: dict[str, torch.Tensor] = {}
-        self._job: _Job | None = None  # the save that is under way in the background
+        self._job: _SaveJob | None = None  # the save that is under way in the background
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._hurry = threading.Event()  # something has gone wrong: other ranks may never come
@@ -221,14 +217,14 @@ class Saver:
             self._raise_failure()
 
     def _end_alone(self) -> CheckpointError | None:
-        """Wait on this rank alone, and return the error, which is told then."""
+        """Wait on this rank alone; return the error, which `wait` will not raise again."""
         self._end_writer(together=False)
         failure, self._failure = self._failure, None
         return failure
 
     def _end_writer(self, *, together: bool) -> None:
-        """Wait for the save under way; `together` ranks tell each other of files that will never
-        come, which else a note in the directory does.
+        """Wait for the save under way. With `together` the ranks exchange their failures; without,
+        rank 0 learns of them by a note in the directory.
         """
         job = self._job
         if job is None:
@@ -276,7 +272,7 @@ class Saver:
         if type(step) is not int or step < 0:
             raise ConfigError(f"step={step!r} is not a number of steps")
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, job: _SaveJob) -> None:
         """Copy the state and start writing; the other ranks learn of a copy that failed later."""
         try:
             job.part.stored = self._copied(job.part.stored)
@@ -297,7 +293,7 @@ class Saver:
         failure, self._failure = self._failure, None
         raise_on_all(self._engine, failure, "zs.save()")
 
-    def _prepare(self, step: int, extra: Any) -> _Job:
+    def _prepare(self, step: int, extra: Any) -> _SaveJob:
         engine = self._engine
         self._finish_step("zs.save()")
         with on_all_ranks(engine, "zs.save()", f"step {step} cannot be collected"):
@@ -315,7 +311,9 @@ class Saver:
             nonce = self._ranks.exchange(nonce.encode(), "zs.save()")[0].decode()
             path = working_path(self.directory, step, nonce)
             background = self._background and not self._rests_on_disk()
-            return _Job(step, rank, num_ranks, background, part, metadata, path, stack.pop_all())
+            return _SaveJob(
+                step, rank, num_ranks, background, part, metadata, path, stack.pop_all()
+            )
 
     def _rests_on_disk(self) -> bool:
         """Whether any state rests on disk now, which is logged once where it matters."""
@@ -345,15 +343,8 @@ class Saver:
     def _open(self, step: int, num_bytes: int, stack: ExitStack) -> str:
         """On rank 0: lock, clean up, check space, make the hidden directory; return its nonce."""
         nonce = secrets.token_hex(4)
-        with ExitStack() as held:
-            with os_errors(f"{self.directory} cannot be written"):
-                make_directory(self.directory)
-                held.enter_context(lock(self.directory))
-                check_alone(self.directory)
-                remove_leftovers(self.directory)
-                require_space(self.directory, num_bytes, f"step {step} in {self.directory}")
-                working_path(self.directory, step, nonce).mkdir()
-            stack.push(held.pop_all())
+        with os_errors(f"{self.directory} cannot be written"):
+            stack.enter_context(begin_step(self.directory, step, nonce, num_bytes))
         return nonce
 
     def _copied(self, stored: list[Stored]) -> list[Stored]:
@@ -374,7 +365,7 @@ class Saver:
 
     # ------------------------------------------------------------------ alone
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _SaveJob) -> None:
         """Write this rank's file; on rank 0 also commit. Failures are kept for `wait`."""
         try:
             with job.stack:
@@ -395,7 +386,7 @@ class Saver:
         finally:
             job.tried.set()
 
-    def _write_or_report(self, job: _Job) -> None:
+    def _write_or_report(self, job: _SaveJob) -> None:
         """Write our file. After a failure raise on all ranks, or in the background leave a note."""
         if job.failure is None:
             try:
@@ -418,7 +409,7 @@ class Saver:
                     self._gather(job)
             raise job.failure
 
-    def _write(self, job: _Job) -> dict[str, Any]:
+    def _write(self, job: _SaveJob) -> dict[str, Any]:
         """Write our file, leave its part of the manifest for rank 0, and return that part."""
         rank = job.rank
         if not job.path.is_dir():
@@ -427,16 +418,16 @@ class Saver:
                 " storage that all ranks share, and was nothing removed?"
             )
         file, tensors = write_shard(self._shard(job), rank, job.part.stored, job.metadata)
-        index = index_of(job.part, file, tensors)
+        index = job.part.index(file, tensors)
         if rank > 0:
             with os_errors(f"{job.path} cannot be written"):
                 _leave(job.path / f"rank-{rank}.json", json.dumps(index))
         return index
 
-    def _shard(self, job: _Job) -> Path:
-        return job.path / f"rank-{job.rank:05d}-of-{job.num_ranks:05d}.safetensors"
+    def _shard(self, job: _SaveJob) -> Path:
+        return job.path / shard_name(job.rank, job.num_ranks)
 
-    def _gather(self, job: _Job) -> list[dict[str, Any]]:
+    def _gather(self, job: _SaveJob) -> list[dict[str, Any]]:
         """Collect all indices. Raise only after every rank has stopped writing to the directory."""
         indices, failure = [job.index], None
         for rank in range(1, job.num_ranks):
@@ -448,10 +439,10 @@ class Saver:
             raise failure
         return indices
 
-    def _commit(self, job: _Job) -> None:
+    def _commit(self, job: _SaveJob) -> None:
         """On rank 0: wait for every rank's file, write the manifest, make the step visible."""
         indices = self._gather(job)
-        manifest = manifest_of(heading_of(self._engine, job.part, job.step), indices)
+        manifest = Manifest.of_ranks(job.part.heading(self._engine, job.step), indices)
         with os_errors(f"{job.path / MANIFEST} cannot be written"):
             for rank in range(1, job.num_ranks):
                 (job.path / f"rank-{rank}.json").unlink()
@@ -459,10 +450,10 @@ class Saver:
         older = commit(job.path, self.directory, job.step)
         job.visible = True
         settle(self.directory, older)
-        self._keeping.saved(job.step)
+        tell_saved(self.directory, job.step)
         prune(self.directory, **self._keep, written=job.step)
 
-    def _await(self, job: _Job, rank: int) -> dict[str, Any]:
+    def _await(self, job: _SaveJob, rank: int) -> dict[str, Any]:
         """On rank 0: return a rank's index once it is there. Raises CheckpointError if never."""
         path, deadline, hurried = job.path, time.monotonic() + self._timeout_s, False
         while True:
@@ -487,7 +478,7 @@ class Saver:
 
 
 @dataclass
-class _Job:
+class _SaveJob:
     """One save on this rank."""
 
     step: int

@@ -1,10 +1,9 @@
-"""Elements of a parameter, put together from the pieces of a step: of any part of it, in any memory
-order, from pieces of any other parts.
+"""Assemble elements of any part of a parameter, in any memory order, from the pieces of a step.
 
     wanted   a part, the stride of its memory, elements [start, stop) there      core/boxes.py
     stored   pieces: each a range of the box that its entry names, likewise
 
-Invariant: what is returned is complete, or it raises. Cost: the bytes between the first and the
+Invariant: the result is complete, or it raises. Cost: the bytes between the first and the
 last element that are needed of each piece, a chunk at a time where others lie between; none is read
 twice.
 """
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from zeroshard.checkpoint.manifest import ITEMSIZE, ParameterEntry, TensorEntry
-from zeroshard.checkpoint.shards import DTYPES, OpenShards
+from zeroshard.checkpoint.shard_files import DTYPES, OpenShards
 from zeroshard.core.boxes import Shared, Span, common, dense_stride, part_at
 from zeroshard.core.part import Part
 from zeroshard.errors import CheckpointError

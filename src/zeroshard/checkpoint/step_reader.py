@@ -1,8 +1,8 @@
 """One step, on disk or in memory, opened to be read: any range of any part of a parameter, in
 any memory order, and every other tensor by its key.
 
-Invariant: what is returned has been verified. Cost: the bytes that are asked for, plus at most a
-chunk at either end of each range. It does not know an engine.
+Invariant: everything that is returned has been verified. Cost: the bytes that are asked for, plus
+at most a chunk at either end of each range. It does not know an engine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ import torch
 
 from zeroshard.checkpoint.kept import KeptStep
 from zeroshard.checkpoint.manifest import TensorEntry, digest
-from zeroshard.checkpoint.shards import OpenShards
+from zeroshard.checkpoint.shard_files import OpenShards
 from zeroshard.checkpoint.spans import read_span
 from zeroshard.checkpoint.steps import MANIFEST, check_files, read_manifest
 from zeroshard.core.boxes import Span
@@ -82,19 +81,15 @@ class StepReader:
 
     def held(self, read: Callable[[], _T], *, again: bool) -> Callable[[], _T]:
         """Read and verify now; return a function that returns the result, or rereads (`again`)."""
+        if again:
+            read()
+            self.release_memory()
+            return read
         result = read()
-        if not again:
-            return partial(_itself, result)
-        del result
-        self.release_memory()
-        return read
+        return lambda: result
 
     def release_memory(self) -> None:
         """Release the memory that a piece was read into."""
         self._shards.pages.clear()
         self._trimmer.passed(self.bytes_read - self._trimmed)
         self._trimmed = self.bytes_read
-
-
-def _itself(value: _T) -> _T:
-    return value

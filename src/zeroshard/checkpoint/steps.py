@@ -20,13 +20,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from zeroshard.checkpoint.manifest import MAX_BYTES, SHARD_NAME, Manifest
+from zeroshard.core.untrusted import NotReadable, open_descriptor
 from zeroshard.errors import CheckpointError
 
 __all__ = [
-    "MANIFEST", "SLACK_BYTES", "STEP_NAME", "check_alone", "check_files", "commit", "list_steps",
+    "MANIFEST", "SLACK_BYTES", "STEP_NAME", "begin_step", "check_files", "commit", "list_steps",
     "lock", "make_directory", "open_regular", "os_errors", "prune", "read_manifest",
-    "remember_steps", "remove_leftovers", "remove_tree", "require_space", "settle", "step_path",
-    "sync_directory", "working_path",
+    "remember_steps", "remove_tree", "require_space", "settle", "step_path", "sync_directory",
+    "working_path",
 ]  # fmt: skip
 
 MANIFEST = "manifest.json"
@@ -71,33 +72,19 @@ def list_steps(directory: Path) -> dict[int, Path]:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file to read. Raises CheckpointError for links, pipes and devices.
-
-    The file is checked through a descriptor that opens nothing (O_PATH): opening a device may
-    already act on it.
-    """
-    with os_errors(f"{path} cannot be read"):
-        found = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            mode = os.fstat(found).st_mode
-            if stat.S_ISLNK(mode):
-                raise _followed_link(path)
-            if not stat.S_ISREG(mode):
-                raise CheckpointError(f"{path} cannot be read: it is not a file")
-            # the same file, whatever has the name by now
-            return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
-        finally:
-            os.close(found)
-
-
-def _followed_link(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read: it is a symbolic link, which is not followed")
+    """Open a regular file to read. Raises CheckpointError for links, pipes and devices."""
+    try:
+        return open_descriptor(path, follow=False)
+    except NotReadable as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error.__cause__
 
 
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest of one step; raises CheckpointError."""
     if path.is_symlink():
-        raise _followed_link(path)
+        raise CheckpointError(
+            f"{path} cannot be read: it is a symbolic link, which is not followed"
+        )
     file = path / MANIFEST
     with os.fdopen(open_regular(file), "rb") as opened, os_errors(f"{file} cannot be read"):
         size = os.fstat(opened.fileno()).st_size
@@ -130,6 +117,21 @@ def check_files(path: Path, manifest: Manifest) -> None:
 def working_path(directory: Path, step: int, nonce: str) -> Path:
     """Return where the save number `nonce` of `step` writes until it is complete."""
     return directory / f".saving-{step:010d}-{nonce}"
+
+
+@contextmanager
+def begin_step(directory: Path, step: int, nonce: str, num_bytes: int = 0) -> Iterator[Path]:
+    """Hold the lock of `directory`, and yield the new `working_path` of `step`. The remains of
+    killed saves are removed first, and space for `num_bytes` is required.
+    """
+    make_directory(directory)
+    with lock(directory):
+        _check_alone(directory)
+        _remove_leftovers(directory)
+        require_space(directory, num_bytes, f"step {step} in {directory}")
+        working = working_path(directory, step, nonce)
+        working.mkdir()
+        yield working
 
 
 @contextmanager
@@ -191,7 +193,7 @@ def remember_steps(directory: Path) -> None:
     _left[name] = _identities(directory)
 
 
-def check_alone(directory: Path) -> None:
+def _check_alone(directory: Path) -> None:
     """Raise CheckpointError, once, for steps another job wrote since our last save or load."""
     before = _left.get(os.path.realpath(directory))
     if before is None:
@@ -292,7 +294,7 @@ def require_space(directory: Path, num_bytes: int, what: str) -> None:
         )
 
 
-def remove_leftovers(directory: Path) -> None:
+def _remove_leftovers(directory: Path) -> None:
     """Remove the remains of killed saves; the caller holds the lock."""
     steps = list_steps(directory)
     for entry in list(os.scandir(directory)):
@@ -323,7 +325,7 @@ def prune(
 
 
 def _remove(path: Path) -> None:
-    """Take a directory out of sight first, so that it is never seen in part."""
+    """Hide a directory, then remove it: it is never seen in part."""
     hidden = path.with_name(f".removing-{path.name.lstrip('.')}")
     remove_tree(hidden)
     with suppress(OSError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zeroshard.checkpoint.manifest import Manifest, ShardEntry, TensorEntry
-from zeroshard.checkpoint.shards import ShardReader, describe_range
+from zeroshard.checkpoint.shard_files import ShardReader, describe_range
 from zeroshard.checkpoint.steps import MANIFEST, read_manifest
 from zeroshard.errors import CheckpointError
 

@@ -206,7 +206,7 @@ class Collectives(Plane):
         what = f"gather of {key}"
         return self._gather(key, local, ranges, out, what=what, count=count)
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Copy `tensor` from rank `source` into every other rank's. Blocking; a gather of shares
         of which only one is not empty, piece by piece.
         """

@@ -195,13 +195,19 @@ class NcclTransport:
         loan = self._temporaries.take(own * (self.size if exchanges else 1), dtype, out.device)
         # [Note: sums in fp16]
         halvings = 0 if exchanges or dtype is not torch.float16 else (self.size - 1).bit_length()
+        works: list[Any] = []
+        arrived = loan
         if exchanges:
-            arrived = loan
             works = [self._all_to_all(data, arrived.view(self.size, own), ranges)]
         else:
             if halvings:
                 data.mul_(0.5**halvings)
-            works, arrived = self._sum(data, loan, ranges)
+            if not self._cuts.of(ranges).is_equal:
+                works = self._each(self._sum_share, data, ranges)
+                arrived = data[start:stop]
+            elif numel:
+                group, async_op = self._group, self._async_op
+                works = [reduce_scatter_single(loan, data, group=group, async_op=async_op)]
         num_bytes = own * dtype.itemsize
         self.traffic.add(
             "reduce_scatter",
@@ -236,19 +242,6 @@ class NcclTransport:
         return dist.all_to_all_single(
             arrived.view(-1), data, receives, sends, group=self._group, async_op=self._async_op
         )
-
-    def _sum(
-        self, data: torch.Tensor, out: torch.Tensor, ranges: Sequence[Range]
-    ) -> tuple[list[Any], torch.Tensor]:
-        """Start the backend's own sum; return its works, and where our slice will be: `out`, or our
-        slice of `data`.
-        """
-        if not self._cuts.of(ranges).is_equal:
-            works = self._each(self._sum_share, data, ranges)
-            return works, data[slice(*ranges[self.rank])]
-        if not data.numel():
-            return [], out
-        return [reduce_scatter_single(out, data, group=self._group, async_op=self._async_op)], out
 
     def _send_share(self, share: torch.Tensor, owner: int) -> Any:
         return dist.broadcast(share, group=self._group, group_src=owner, async_op=self._async_op)

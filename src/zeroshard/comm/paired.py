@@ -19,17 +19,13 @@ one message per far peer. Calls are for one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Callable
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.control import PeerControl
 from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import GradBuffer, ReduceRequest, Work
-from zeroshard.comm.windows import PairedWindow, Windows
+from zeroshard.comm.windows import Windows
 from zeroshard.core.digest import Digest
-from zeroshard.core.layout import Range
 
 __all__ = ["PairedTransport"]
 
@@ -45,8 +41,20 @@ class PairedTransport:
         self.one_sided = not control.far
         self.keyed = True
         self.traffic = control.traffic
-        self.windows = Windows(control, alias=spec.alias)
-        self.collectives = Collectives(control, pool_bytes=spec.pool_bytes)
+        self.windows = windows = Windows(control, alias=spec.alias)
+        self.collectives = collectives = Collectives(control, pool_bytes=spec.pool_bytes)
+        # the calls of the protocol are theirs
+        self.window = windows.make
+        self.begin_write = windows.begin_write
+        self.register = control.messages.register
+        self.grad_buffer = collectives.grad_buffer
+        self.return_buffer = collectives.slots.give
+        self.reduce = collectives.reduce
+        self.all_gather = collectives.all_gather
+        self.broadcast = collectives.broadcast
+        self.progress = control.progress
+        self.give_up = control.give_up
+        self.abandon = control.abandon
 
     @property
     def stall_timeout_s(self) -> float:
@@ -57,60 +65,7 @@ class PairedTransport:
     def stall_timeout_s(self, seconds: float) -> None:
         self.control.stall_timeout_s = seconds
 
-    def window(
-        self,
-        key: str,
-        ranges: Sequence[Range],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        replicated: bool,
-    ) -> PairedWindow:
-        assert len(ranges) == self.size, (key, ranges, self.size)
-        return self.windows.make(key, tuple(ranges), dtype, device, replicated=replicated)
-
-    def register(self, key: str) -> None:
-        self.control.messages.register(key)
-
-    def begin_write(self) -> None:
-        self.windows.begin_write()
-
-    def grad_buffer(
-        self, key: str, numel: int, dtype: torch.dtype, device: torch.device
-    ) -> GradBuffer:
-        return self.collectives.grad_buffer(key, numel, dtype, device)
-
-    def return_buffer(self, buffer: GradBuffer) -> None:
-        self.collectives.slots.give(buffer)
-
-    def reduce(
-        self,
-        request: ReduceRequest,
-        buffer: GradBuffer | None,
-        out: torch.Tensor,
-        *,
-        accumulate: bool,
-    ) -> Work:
-        return self.collectives.reduce(request, buffer, out, accumulate=accumulate)
-
-    def all_gather(
-        self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
-    ) -> Work:
-        return self.collectives.all_gather(key, local, ranges, out)
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        self.collectives.broadcast(tensor, source)
-
     def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None: ...
-
-    def progress(self) -> None:
-        self.control.progress()
-
-    def give_up(self) -> None:
-        self.control.give_up()
-
-    def abandon(self) -> None:
-        self.control.abandon()
 
     def close(self) -> None:
         self.control.close()

@@ -17,6 +17,7 @@ from zeroshard.comm.connect import make_control
 from zeroshard.comm.control import PeerControl
 from zeroshard.comm.gloo_peers import Subgroup
 from zeroshard.comm.groups import make_group
+from zeroshard.comm.levels import Levels
 from zeroshard.comm.nccl import NcclTransport
 from zeroshard.comm.one_process import OneProcess
 from zeroshard.comm.paired import PairedTransport
@@ -24,24 +25,33 @@ from zeroshard.comm.plain import gather_bytes
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.stalls import every
 from zeroshard.comm.transport import Traffic, Transport
-from zeroshard.comm.two_level import Lowering, TwoLevelTransport
-from zeroshard.core.placement import Mesh
+from zeroshard.core.cost import all_gather, goes_deep, reduce_scatter
+from zeroshard.core.placement import Mesh, Scope
 from zeroshard.errors import ConfigError
 
-__all__ = ["make_transport"]
+__all__ = ["make_levels", "make_transport"]
 
 _logger = logging.getLogger(__name__)
 _NAMES = ("auto", "one_process", "shared_memory", "gloo", "mixed", "nccl")
 
 
 def make_transport(
+    group: dist.ProcessGroup | None, device: torch.device, spec: CommSpec
+) -> Transport:
+    """Make the transport of `group`, whose mesh is one node; see `make_levels`. Collective."""
+    levels = make_levels(group, device, spec)
+    assert not levels.is_deep, spec
+    return levels.flat
+
+
+def make_levels(
     group: dist.ProcessGroup | None,
     device: torch.device,
     spec: CommSpec,
     traffic: Traffic | None = None,
-) -> Transport:
-    """Make the transport of `group` (None: the default group, or one process where there is
-    none) for tensors on `device`, which counts its bytes in `traffic`. Collective.
+) -> Levels:
+    """Make the transports of `group` (None: the default group, or one process where there is
+    none) for tensors on `device`, which count their bytes in `traffic`. Collective.
 
     Raises ConfigError for a transport that was asked for by name and cannot be had.
     """
@@ -51,7 +61,7 @@ def make_transport(
     _check_name(spec.name, world, has_group=group is not None)
     assert spec.mesh.size == world, (spec.mesh, world)
     if group is None or (world == 1 and spec.name in ("auto", "one_process")):
-        return OneProcess(spec, traffic)
+        return Levels(OneProcess(spec, traffic), spec=spec)
     traffic = Traffic() if traffic is None else traffic
     on_cpu = device.type == "cpu"
     if spec.name == "nccl" or (spec.name == "auto" and not on_cpu and _has_native(group, device)):
@@ -84,8 +94,8 @@ def _check_name(name: str, world: int, *, has_group: bool) -> None:
         )
 
 
-def _make_paired(group: dist.ProcessGroup, spec: CommSpec, traffic: Traffic) -> Transport:
-    everyone, mesh, lowering = Subgroup.of(group, spec.members), spec.mesh, _lowering(spec)
+def _make_paired(group: dist.ProcessGroup, spec: CommSpec, traffic: Traffic) -> Levels:
+    everyone, mesh = Subgroup.of(group, spec.members), spec.mesh
 
     def make(subgroup: Subgroup, spec: CommSpec, traffic: Traffic) -> PairedTransport:
         return PairedTransport(make_control(subgroup, spec, traffic), spec)
@@ -93,37 +103,35 @@ def _make_paired(group: dist.ProcessGroup, spec: CommSpec, traffic: Traffic) -> 
     flat = make(everyone, spec, traffic)
     # one host has no slow wire to spare
     is_fast = flat.name == "shared_memory" and spec.two_level is None
-    if mesh.num_nodes == 1 or not (spec.columns or (lowering.ever and not is_fast)):
-        return flat
+    if mesh.num_nodes == 1 or not (spec.columns or (_ever_deep(spec) and not is_fast)):
+        return Levels(flat, spec=spec)
     inside, between = _levels(spec)
-    return TwoLevelTransport(
+    return Levels(
         flat,
         make(everyone.part(mesh.node(everyone.rank)), inside, flat.traffic),
         make(everyone.part(mesh.column(everyone.rank)), between, flat.traffic),
-        mesh=mesh,
-        lowering=lowering,
+        spec=spec,
     )
 
 
 def _make_native(
     group: dist.ProcessGroup, device: torch.device, spec: CommSpec, traffic: Traffic
-) -> Transport:
-    mesh, lowering = spec.mesh, _lowering(spec)
+) -> Levels:
+    mesh = spec.mesh
     _warn_of_timeout(group, device, spec)
     named = Subgroup.of(group, spec.members)
     control = make_control(named, replace(spec, name="nccl"), traffic)
     _check_ordered(spec, control)
     flat = NcclTransport(group, device, spec, control)
-    if mesh.num_nodes == 1 or not (spec.columns or lowering.ever):
-        return flat
+    if mesh.num_nodes == 1 or not (spec.columns or _ever_deep(spec)):
+        return Levels(flat, spec=spec)
     node, column = (_subgroup(group, ranks) for ranks in _subsets(mesh))
     inside, between = _levels(spec)
-    return TwoLevelTransport(
+    return Levels(
         flat,
         NcclTransport(node, device, inside, control),
         NcclTransport(column, device, between, control),
-        mesh=mesh,
-        lowering=lowering,
+        spec=spec,
     )
 
 
@@ -162,8 +170,12 @@ def _warn_of_timeout(group: dist.ProcessGroup, device: torch.device, spec: CommS
         )
 
 
-def _lowering(spec: CommSpec) -> Lowering:
-    return Lowering(spec.mesh, spec.two_level, spec.node_sums, spec.hop_dtype)
+def _ever_deep(spec: CommSpec) -> bool:
+    """Whether any gather, or any reduce of fp32 or half precision buffers, goes in two levels."""
+    hop = float(spec.hop_dtype.itemsize)
+    reduces = [(reduce_scatter, Scope.SHARD, whole, hop) for whole in (4.0, 2.0)]
+    moves = [(all_gather, Scope.SHARD, Scope.FULL, 1.0), *reduces]
+    return spec.node_sums or any(goes_deep(spec.mesh, spec.two_level, *move) for move in moves)
 
 
 def _levels(spec: CommSpec) -> tuple[CommSpec, CommSpec]:

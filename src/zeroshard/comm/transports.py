@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from zeroshard.comm.transport import Transport
+from zeroshard.comm.levels import Levels
 from zeroshard.core.digest import Digest
 
 __all__ = ["Transports"]
@@ -18,38 +18,38 @@ __all__ = ["Transports"]
 
 @dataclass(frozen=True)
 class Transports:
-    """The transports of one engine; methods are those of Transport, on each."""
+    """The transports of one engine; methods are those of Levels, on each."""
 
-    main: Transport
-    own: tuple[Transport, ...] = ()
+    main: Levels
+    own: tuple[Levels, ...] = ()
 
-    def __iter__(self) -> Iterator[Transport]:
+    def __iter__(self) -> Iterator[Levels]:
         return iter((self.main, *self.own))
 
     def begin_write(self) -> None:
         """Return when every rank has called it."""
-        for transport in self:
-            transport.begin_write()
+        for levels in self:
+            levels.begin_write()
 
     def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None:
         """Watch for stalls."""
-        for transport in self:
-            transport.watch(digest, is_idle)
+        for levels in self:
+            levels.watch(digest, is_idle)
 
     def progress(self) -> None:
         """Take note of what has arrived. Never blocks."""
-        for transport in self:
-            transport.progress()
+        for levels in self:
+            levels.progress()
 
     def abandon(self) -> None:
         """After an exception: give up in all, before this rank waits in one of them."""
         if self.own:
-            for transport in self:
-                transport.give_up()
-        for transport in self:
-            transport.abandon()
+            for levels in self:
+                levels.give_up()
+        for levels in self:
+            levels.abandon()
 
     def close(self) -> None:
         """Release threads, sockets and memory."""
-        for transport in self:
-            transport.close()
+        for levels in self:
+            levels.close()

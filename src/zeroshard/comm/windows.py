@@ -100,7 +100,7 @@ class Windows(Plane):
     def make(
         self,
         key: str,
-        ranges: tuple[Range, ...],
+        ranges: Sequence[Range],
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -109,7 +109,8 @@ class Windows(Plane):
         """Allocate a window and map the near peers' memory. Collective; memory that is short on
         one rank is a ConfigError on every rank.
         """
-        call = f"the making of window {key}"
+        assert len(ranges) == self.control.size, (key, ranges, self.control.size)
+        ranges, call = tuple(ranges), f"the making of window {key}"
         cut = hashlib.blake2b(str(list(ranges)).encode(), digest_size=8).hexdigest()
         kind = f"{dtype}, {'replicated' if replicated else 'sharded'}, cut {cut}"
         agree(self.control.exchange_quietly, {f"window {key}": kind}, call=call)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from zeroshard.core.precision import Precision
 
 __all__ = [
-    "LinkBytes", "WireBytes", "Wires", "all_gather", "cheapest", "reduce_scatter", "step_bytes",
+    "LinkBytes", "WireBytes", "Wires", "all_gather", "cheapest", "goes_deep", "reduce_scatter",
+    "step_bytes",
 ]  # fmt: skip
 
 
@@ -157,6 +158,17 @@ def cheapest(flat: LinkBytes, two_level: LinkBytes) -> bool:
     return (two_level.between, two_level.inside) < (flat.between, flat.inside)
 
 
+def goes_deep(
+    mesh: Mesh, two_level: bool | None, moved: Callable[..., LinkBytes], *args: Any
+) -> bool:
+    """Return whether `moved` (`all_gather` or `reduce_scatter`, with its `args`) goes in two
+    levels: as `two_level` says, or (None) where that is `cheapest`.
+    """
+    if two_level is not None:
+        return two_level
+    return cheapest(*(moved(mesh, *args, two_level=levels) for levels in (False, True)))
+
+
 def step_bytes(
     cells: Cells,
     *,
@@ -179,9 +191,8 @@ def step_bytes(
     psi, averages = whole * wires.weight, whole * wires.average
 
     def lowered(moved: Callable[..., LinkBytes], *args: Any) -> LinkBytes:
-        flat, deep = (moved(mesh, *args, two_level=levels) for levels in (False, True))
-        goes_deep = cheapest(flat, deep) if two_level is None else two_level
-        return moved(mesh, *args, two_level=goes_deep, has=has)
+        deep = goes_deep(mesh, two_level, moved, *args)
+        return moved(mesh, *args, two_level=deep, has=has)
 
     def gather(source: Scope, target: Scope, num_bytes: float) -> LinkBytes:
         return lowered(all_gather, source, target, num_bytes)

@@ -1,10 +1,18 @@
-"""The keeper as a rank asks it: anonymous files that stay when the rank is gone.
+"""The keeper as a rank asks it: parts of a checkpoint in memory that outlives the rank.
 
 ``zeroshard run --elastic`` runs a keeper on each host (``launch/keeper.py``). Requests are records
-on an abstract Unix socket, a connection each; files travel as descriptors.
+on an abstract Unix socket, a connection each; files travel as descriptors. A part is two anonymous
+files: pieces, and a note.
+
+    note = hash of the rest . newline . the part as JSON . newline . index
+
+The note is emptied before the part changes, and written after it. So a note whose hash fits stands
+for a part that is complete. A save is whole when the parts of all its ranks are there; there is no
+other commit.
 
 Invariant: a file that `put` has returned for stays until `drop`, whatever happens to this process.
-Cost: some 100 us a request.
+`newest` never returns a save of which a part is missing or torn. Cost: some 100 us a request. No
+torch here.
 """
 
 from __future__ import annotations
@@ -12,18 +20,40 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from zeroshard.core.kept import Part
+import xxhash
+
 from zeroshard.errors import CheckpointError
 
-__all__ = ["MAX_RECORD", "Keeper"]
+__all__ = ["MAX_RECORD", "Keeper", "KeptPart", "newest", "note_of", "partners", "read_note"]
 
 MAX_RECORD = 1 << 16
 _TIMEOUT_S = 60.0
 _HOLDER = "the launcher that keeps this job's memory"
+_HASH_BYTES = 32
+
+
+@dataclass(frozen=True)
+class KeptPart:
+    """One rank's part of one save in memory."""
+
+    directory: str  # of the checkpoints that the save belongs to
+    writer: str  # the Saver, the same on all ranks
+    nonce: str  # the save, the same on all ranks
+    step: int
+    world: int
+    rank: int
+    file_bytes: int
+    note_bytes: int = 0  # known once it is written
+
+    @property
+    def save(self) -> tuple[int, str, int]:
+        """The save that it is a part of."""
+        return self.step, self.nonce, self.world
 
 
 class Keeper:
@@ -33,14 +63,14 @@ class Keeper:
         self.address = address
 
     def put(self, slot: list[Any], file: int, note: int) -> None:
-        """Have the keeper hold two files, for those that it held for this `slot`."""
+        """Give the keeper two files, in place of those that it held for this `slot`."""
         self._ask({"put": slot}, [file, note])
 
-    def parts(self, directory: str) -> list[tuple[int, Part]]:
+    def parts(self, directory: str) -> list[tuple[int, KeptPart]]:
         """Return the complete parts of saves for `directory`, by the keeper's numbers for them."""
         _, (table,) = self._ask({"parts": directory})
         with os.fdopen(table, "rb") as file:
-            return [(number, Part(**raw)) for number, raw in json.loads(file.read())]
+            return [(number, KeptPart(**raw)) for number, raw in json.loads(file.read())]
 
     def open(self, number: int) -> tuple[int, int]:
         """Return descriptors of a part's file and note, the caller's to close."""
@@ -85,3 +115,46 @@ class Keeper:
                 os.close(descriptor)
             raise CheckpointError(answer["refused"])
         return answer, received
+
+
+def note_of(part: KeptPart, index: bytes) -> bytes:
+    """Return the note of a part that is complete; `index` is its part of the manifest."""
+    rest = json.dumps(asdict(part)).encode() + b"\n" + index
+    return xxhash.xxh3_128_hexdigest(rest).encode() + b"\n" + rest
+
+
+def read_note(note: bytes) -> tuple[KeptPart, bytes] | None:
+    """Return what `note_of` was given; None where the part is not complete."""
+    own, rest = note[:_HASH_BYTES], note[_HASH_BYTES + 1 :]
+    if xxhash.xxh3_128_hexdigest(rest).encode() != own:
+        return None
+    head, _, index = rest.partition(b"\n")
+    return KeptPart(**{**json.loads(head), "note_bytes": len(note)}), index
+
+
+def newest(parts: Iterable[KeptPart]) -> tuple[int, str, int] | None:
+    """Return step, nonce and number of ranks of the newest save that is whole; None: there is none.
+
+    A part may be there several times, on several hosts.
+    """
+    ranks: dict[tuple[int, str, int], set[int]] = {}
+    for part in parts:
+        ranks.setdefault(part.save, set()).add(part.rank)
+    return max((save for save, found in ranks.items() if len(found) == save[2]), default=None)
+
+
+def partners(homes: list[str]) -> list[int | None]:
+    """Return, for each rank, the rank of the next host that holds its copy; None on one host.
+
+    `homes` names the host of each rank. Ranks of a host are spread over those of the next one.
+    """
+    hosts: dict[str, list[int]] = {}
+    for rank, home in enumerate(homes):
+        hosts.setdefault(home, []).append(rank)
+    groups = list(hosts.values())
+    found: list[int | None] = [None] * len(homes)
+    for number, group in enumerate(groups):
+        others = groups[(number + 1) % len(groups)]
+        for place, rank in enumerate(group):
+            found[rank] = others[place % len(others)] if len(groups) > 1 else None
+    return found

@@ -6,7 +6,7 @@ itself for each. Text is printed without the characters that a terminal obeys.
 
 Every error is a `NotReadable`, whose text is a reason in one line, without the file's name: the
 caller raises an error of its own that names file and remedy. Links are followed, as caches of
-models are made of them; checkpoint/steps.py reads what must not be one.
+models are made of them; `open_descriptor` can refuse them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 __all__ = [
-    "DEPTH", "NotReadable", "check_depth", "from_json", "open_file", "printable", "read_file",
-    "read_json",
+    "DEPTH", "NotReadable", "check_depth", "from_json", "is_deeper", "open_descriptor", "open_file",
+    "printable", "read_file", "read_json",
 ]  # fmt: skip
 
 DEPTH = 100
@@ -33,20 +33,33 @@ class NotReadable(ValueError):
     """A file that cannot be read, or holds something else; its text is the reason."""
 
 
-def open_file(path: str | Path) -> BinaryIO:
-    """Open a regular file to read bytes. Raises NotReadable."""
+def open_descriptor(path: str | Path, *, follow: bool = True) -> int:
+    """Open a regular file to read; without `follow` not through a link. Raises NotReadable.
+
+    The file is checked through a descriptor that opens nothing (O_PATH): opening a device may
+    already act on it.
+    """
     try:
-        found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # which opens nothing yet
+        found = os.open(path, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
         try:
-            if not stat.S_ISREG(os.fstat(found).st_mode):
+            mode = os.fstat(found).st_mode
+            if stat.S_ISLNK(mode):
+                raise NotReadable("it is a symbolic link, which is not followed")
+            if not stat.S_ISREG(mode):
                 raise NotReadable("it is not a regular file")
-            return os.fdopen(os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC), "rb")
+            # the same file, whatever has the name by now
+            return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.close(found)
     except OSError as error:
-        raise NotReadable(error.strerror or str(error)) from None
+        raise NotReadable(error.strerror or str(error)) from error
     except ValueError as error:  # a path with a zero in it
         raise NotReadable(str(error)) from None
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Open a regular file to read bytes. Raises NotReadable."""
+    return os.fdopen(open_descriptor(path), "rb")
 
 
 def read_file(path: str | Path, most_bytes: int = _MOST_BYTES) -> bytes:
@@ -80,12 +93,17 @@ def from_json(data: bytes) -> Any:
 
 def check_depth(data: object) -> None:
     """Raise NotReadable where lists and dictionaries are nested deeper than `DEPTH`."""
+    if is_deeper(data, DEPTH):
+        raise NotReadable(f"it is nested deeper than {DEPTH} levels")
+
+
+def is_deeper(data: object, depth: int) -> bool:
+    """Return whether lists and dictionaries are nested deeper than `depth`."""
     level = [data] if isinstance(data, dict | list) else []
-    for _ in range(DEPTH):
+    for _ in range(depth):
         inside = (one.values() if isinstance(one, dict) else one for one in level)
         level = [child for one in inside for child in one if isinstance(child, dict | list)]
-    if level:
-        raise NotReadable(f"it is nested deeper than {DEPTH} levels")
+    return bool(level)
 
 
 def printable(text: str) -> str:

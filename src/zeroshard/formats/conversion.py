@@ -26,23 +26,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from zeroshard._version import __version__
-from zeroshard.checkpoint.files import write_new
-from zeroshard.checkpoint.manifest import Manifest
-from zeroshard.checkpoint.shards import write_shard
+from zeroshard.checkpoint.atomic_files import write_new
+from zeroshard.checkpoint.manifest import Manifest, shard_name
+from zeroshard.checkpoint.shard_files import WRITTEN_BY, write_shard
 from zeroshard.checkpoint.steps import (
     MANIFEST,
-    check_alone,
+    begin_step,
     commit,
     list_steps,
-    lock,
-    make_directory,
     remember_steps,
-    remove_leftovers,
     remove_tree,
     settle,
     step_path,
-    working_path,
 )
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.errors import CheckpointError, ConfigError
@@ -124,26 +119,20 @@ def recognise(source: Path) -> str:
 
 
 def _write(importer: Importer, directory: Path, step: int, format: str) -> tuple[Path, int]:
-    make_directory(directory)
-    with lock(directory):
-        check_alone(directory)
-        remove_leftovers(directory)
-        if step in list_steps(directory):
-            raise ConfigError(
-                f"{directory} already holds step {step}: choose another with --step, or another"
-                " directory"
-            )
-        working = working_path(directory, step, secrets.token_hex(4))
-        working.mkdir()
+    with begin_step(directory, step, secrets.token_hex(4)) as working:
         try:
+            if step in list_steps(directory):
+                raise ConfigError(
+                    f"{directory} already holds step {step}: choose another with --step, or"
+                    " another directory"
+                )
             metadata = {"format": "zeroshard", "step": str(step)}
-            name = "rank-00000-of-00001.safetensors"
-            file, tensors = write_shard(working / name, 0, importer.stored, metadata)
-            writer = f"zeroshard {__version__}, torch {torch.__version__}, imported ({format})"
+            path = working / shard_name(0, 1)
+            file, tensors = write_shard(path, 0, importer.stored, metadata)
             manifest = Manifest(
                 step=step,
                 world=1,
-                written_by=writer,
+                written_by=f"{WRITTEN_BY}, imported ({format})",
                 policy="ddp",
                 precision=PRECISIONS["fp32"].describe(),
                 files=(file,),

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.shards import DTYPES
+from zeroshard.checkpoint.shard_files import DTYPES
 from zeroshard.errors import CheckpointError
 from zeroshard.formats.restricted_unpickler import (
     Name,
-    Record,
+    Pickled,
     load_tensors,
     read_restricted,
     require_file,
@@ -54,7 +54,7 @@ _ALLOWED = {
 
 
 @dataclass(frozen=True)
-class _Block:
+class _TensorBlock:
     """A part of a tensor."""
 
     offsets: tuple[int, ...]
@@ -66,12 +66,12 @@ class _Block:
         ends = zip(self.offsets, self.sizes, size, strict=True)
         return all(first + count <= all_ for first, count, all_ in ends)
 
-    def overlaps(self, other: _Block) -> bool:
+    def overlaps(self, other: _TensorBlock) -> bool:
         edges = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         return all(a < b + other_size and b < a + size for a, size, b, other_size in edges)
 
 
-def _overlap(blocks: list[_Block]) -> bool:
+def _overlap(blocks: list[_TensorBlock]) -> bool:
     ordered = sorted(blocks, key=lambda block: block.offsets)
     whole_rows = len({(block.offsets[1:], block.sizes[1:]) for block in blocks}) < 2
     pairs = pairwise(ordered) if whole_rows else combinations(ordered, 2)
@@ -86,16 +86,16 @@ def read_dcp(directory: Path, wanted: Container[str]) -> dict[Any, Any]:
         raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than {_MAX_BYTES}")
     record = read_restricted(path.read_bytes(), _ALLOWED, str(path), _ENUMS)
     try:
-        reading = _Reading(directory, _fields(record, f"{_METADATA}.Metadata"))
+        reading = _DcpReader(directory, _fields(record, f"{_METADATA}.Metadata"))
         return reading.tree(wanted)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as odd:
         raise CheckpointError(f"{path} makes no sense: {type(odd).__name__}: {odd}") from None
 
 
-class _Reading:
+class _DcpReader:
     def __init__(self, directory: Path, metadata: Mapping[str, Any]) -> None:
         self._directory = directory
-        self._entries: dict[str, Record] = metadata["state_dict_metadata"]
+        self._entries: dict[str, Pickled] = metadata["state_dict_metadata"]
         # nothing where the saved dictionary was flat
         self._paths: dict[str, tuple[Any, ...]] = metadata["planner_data"] or {}
         self._places: dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]] = {}
@@ -123,7 +123,9 @@ class _Reading:
         dtype = _DTYPES[_text(_fields_of_properties(fields["properties"])[0])]
         size = _sizes(fields["size"])
         chunks = [_fields(chunk, f"{_METADATA}.ChunkStorageMetadata") for chunk in fields["chunks"]]
-        blocks = [_Block(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in chunks]
+        blocks = [
+            _TensorBlock(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in chunks
+        ]
         self._require_whole(name, size, blocks, dtype.itemsize)
         out = torch.empty(size, dtype=dtype)
         for block in blocks:
@@ -139,7 +141,7 @@ class _Reading:
         return out
 
     def _require_whole(
-        self, name: str, size: tuple[int, ...], blocks: list[_Block], itemsize: int
+        self, name: str, size: tuple[int, ...], blocks: list[_TensorBlock], itemsize: int
     ) -> None:
         """See that the blocks fill the tensor, before memory is taken for it."""
         inside = all(block.inside(size) for block in blocks)
@@ -190,20 +192,20 @@ class _Reading:
 
 
 def _fields(record: Any, kind: str) -> Mapping[str, Any]:
-    if not isinstance(record, Record) or record.name != kind or not isinstance(record.state, dict):
+    if not isinstance(record, Pickled) or record.name != kind or not isinstance(record.state, dict):
         raise ValueError(f"{record!r} is no {kind.rpartition('.')[2]}"[:200])
     return record.state
 
 
 def _fields_of_properties(record: Any) -> tuple[Any, ...]:
-    if not isinstance(record, Record) or not isinstance(record.state, tuple):
+    if not isinstance(record, Pickled) or not isinstance(record.state, tuple):
         raise ValueError("properties of a tensor have another form")
     return record.state
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
     """Return the numbers of a recorded torch.Size."""
-    is_size = isinstance(value, Record) and value.name == "torch.Size" and len(value.args) == 1
+    is_size = isinstance(value, Pickled) and value.name == "torch.Size" and len(value.args) == 1
     if not is_size or not isinstance(value.args[0], tuple):
         raise ValueError("a shape is no torch.Size")
     return tuple(_whole(size) for size in value.args[0])

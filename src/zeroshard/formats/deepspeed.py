@@ -50,18 +50,18 @@ class _StandIn:
         self.args = args
 
 
-class _Stage(_StandIn):
+class _ZeroStage(_StandIn):
     """Stands for a member of DeepSpeed's enum of stages; keeps its number."""
 
 
 _CLASSES = (
     (_StandIn, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_StandIn, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-    (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_ZeroStage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (_StandIn, "deepspeed.utils.tensor_fragment.fragment_address"),
 )
 _ENUMS = {
-    _Stage: {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+    _ZeroStage: {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
 }
 
 

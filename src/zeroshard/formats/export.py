@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import torch
 
-from zeroshard.checkpoint.files import published, write_new
+from zeroshard.checkpoint.atomic_files import published, write_new
 from zeroshard.checkpoint.manifest import (
     BUFFER,
     ITEMSIZE,
@@ -35,7 +35,7 @@ from zeroshard.checkpoint.manifest import (
     TensorEntry,
     row_stride,
 )
-from zeroshard.checkpoint.shards import DTYPES, OpenShards, as_bytes, dtype_code, header_of
+from zeroshard.checkpoint.shard_files import DTYPES, OpenShards, as_bytes, dtype_code, header_of
 from zeroshard.checkpoint.spans import copy_common, stored_span
 from zeroshard.checkpoint.steps import read_manifest
 from zeroshard.checkpoint.values import decode
@@ -68,7 +68,7 @@ def export(
     hold and where the disk is full; ConfigError where `out` is there. Nothing is left behind then.
     """
     with ExitStack() as stack:
-        source = _Source(step, dtype, stack, progress)
+        source = _ExportedStep(step, dtype, stack, progress)
         items = source.items()
         num_bytes = sum(item.num_bytes for item in items)
         if to == "hf":
@@ -94,7 +94,7 @@ class _Item:
         return self.entry.numel * ITEMSIZE[self.dtype]
 
 
-class _Source:
+class _ExportedStep:
     """The step that is read: its tensors, verified, in row order, in the dtype they shall have."""
 
     def __init__(
@@ -201,7 +201,7 @@ def _converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Ten
 # ------------------------------------------------------------------ Transformers
 
 
-def _write_hf(source: _Source, items: list[_Item], directory: Path, max_bytes: int) -> None:
+def _write_hf(source: _ExportedStep, items: list[_Item], directory: Path, max_bytes: int) -> None:
     directory.mkdir()
     groups = _split(items, max_bytes)
     weight_map: dict[str, str] = {}
@@ -224,7 +224,7 @@ def _write_hf(source: _Source, items: list[_Item], directory: Path, max_bytes: i
         write_new(directory / "model.safetensors.index.json", len(text), [text])
 
 
-def _parts(source: _Source, header: bytes, group: list[_Item]) -> Iterator[Any]:
+def _parts(source: _ExportedStep, header: bytes, group: list[_Item]) -> Iterator[Any]:
     yield header
     for item in group:
         for chunk in source.rows(item):
@@ -247,7 +247,7 @@ def _split(items: list[_Item], max_bytes: int) -> list[list[_Item]]:
 # ------------------------------------------------------------------ torch
 
 
-def _model_state(source: _Source, items: list[_Item]) -> dict[str, torch.Tensor]:
+def _model_state(source: _ExportedStep, items: list[_Item]) -> dict[str, torch.Tensor]:
     """Return a state_dict; the names of a tied parameter share one tensor."""
     state: dict[str, torch.Tensor] = {}
     for item in items:
@@ -257,7 +257,9 @@ def _model_state(source: _Source, items: list[_Item]) -> dict[str, torch.Tensor]
     return state
 
 
-def _optimizer_state(source: _Source) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+def _optimizer_state(
+    source: _ExportedStep,
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Return the optimizer's state by parameter and key, and its param groups."""
     saved = source.manifest.optimizer
     assert saved is not None
@@ -285,7 +287,7 @@ def _no_tensors(key: str) -> torch.Tensor:
     raise ValueError(f"a tensor {key!r} among the numbers")
 
 
-def _write_torch(source: _Source, items: list[_Item], path: Path) -> None:
+def _write_torch(source: _ExportedStep, items: list[_Item], path: Path) -> None:
     content: dict[str, Any] = {"model": _model_state(source, items), "step": source.manifest.step}
     if source.manifest.optimizer is not None:
         content["optimizer"], content["param_groups"] = _optimizer_state(source)
@@ -302,7 +304,7 @@ def _write_torch(source: _Source, items: list[_Item], path: Path) -> None:
 # ------------------------------------------------------------------ torch.distributed.checkpoint
 
 
-def _write_dcp(source: _Source, items: list[_Item], directory: Path) -> None:
+def _write_dcp(source: _ExportedStep, items: list[_Item], directory: Path) -> None:
     """Write "model" and "optimizer" as torch's get_*_state_dict functions would give them."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter

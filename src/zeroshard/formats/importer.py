@@ -23,7 +23,7 @@ from zeroshard.checkpoint.manifest import (
     TensorEntry,
     row_stride,
 )
-from zeroshard.checkpoint.shards import Stored, dtype_code
+from zeroshard.checkpoint.shard_files import Stored, dtype_code
 from zeroshard.checkpoint.values import encode, no_tensors, require_dense
 from zeroshard.errors import CheckpointError
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -28,13 +27,14 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from zeroshard.checkpoint.experts import Experts
-from zeroshard.checkpoint.manifest import ParameterEntry, row_stride
-from zeroshard.checkpoint.pieces import (
-    in_memory_order,
+from zeroshard.checkpoint.manifest import row_stride
+from zeroshard.checkpoint.rank_part import (
     names_of,
     persistent_buffers,
     whole_parts,
 )
+from zeroshard.checkpoint.spans import copy_common
+from zeroshard.core.boxes import Span
 from zeroshard.core.part import Part
 from zeroshard.core.untrusted import NotReadable, open_file, read_json
 from zeroshard.errors import CheckpointError
@@ -84,7 +84,7 @@ def load_pretrained(
         error: CheckpointError | None = None
         renamed = ""
         try:
-            files = _Files(Path(directory), rename or (lambda name: name), stack)
+            files = _TensorFiles(Path(directory), rename or (lambda name: name), stack)
             renamed = files.digest()
             found = _match(model, files, report, experts)
             if strict and (report.missing or report.unexpected):
@@ -118,27 +118,34 @@ def load_pretrained(
     return report
 
 
-def _fill_engine(engine: Engine, experts: Experts, files: _Files, found: _Found) -> None:
+def _fill_engine(engine: Engine, experts: Experts, files: _TensorFiles, found: _Matches) -> None:
     parts = whole_parts(engine, experts)
     with states_of(engine).rewriting():
         for piece in states_of(engine).resting_pieces():
             name = found.parameters.get(id(piece.parameter))
             if name is not None:
                 part, _ = parts[piece.name]
-                entry = ParameterEntry(part.sizes, row_stride(part.sizes), trained=False)
-                read = partial(files.read, name, part)
-                piece.write(in_memory_order(read, entry, piece.stride, piece.start, piece.stop))
+                own = Part.whole(part.sizes)
+                rows = Span.of_all(own, row_stride(own.sizes))
+                wanted = Span(own, piece.stride, piece.start, piece.stop)
+                if wanted.order == rows.order:
+                    piece.write(files.read(name, part, piece.start, piece.stop))
+                else:
+                    block = files.read(name, part, 0, part.numel)
+                    numbers = block.new_empty(wanted.numel)
+                    copy_common(numbers, wanted, block, rows)
+                    piece.write(numbers)
     states_of(engine).overwritten(found.parameters)
 
 
-def _fill_module(model: nn.Module, files: _Files, found: _Found) -> None:
+def _fill_module(model: nn.Module, files: _TensorFiles, found: _Matches) -> None:
     present = [parameter for parameter in model.parameters() if id(parameter) in found.parameters]
     allocate(*map(local_of, present))  # deferred ones
     for parameter in present:
         files.fill(found.parameters[id(parameter)], parameter)
 
 
-class _Files:
+class _TensorFiles:
     """The tensors of all files, by the model's names."""
 
     def __init__(self, path: Path, rename: Callable[[str], str], stack: ExitStack) -> None:
@@ -182,7 +189,7 @@ class _Files:
         return tuple(file.get_slice(there).get_shape())
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Give `tensor`, or what is here of a DTensor, its numbers."""
+        """Fill `tensor`, or the local part of a DTensor."""
         part, here = part_of(name, tensor), local_of(tensor)
         if part.numel:
             here.copy_(self.read(name, part, 0, part.numel).view(part.sizes))
@@ -252,16 +259,16 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 @dataclass
-class _Found:
+class _Matches:
     # id of the parameter -> name in the files
     parameters: dict[int, str] = field(default_factory=dict)
     buffers: list[tuple[torch.Tensor, str]] = field(default_factory=list)
 
 
-def _match(model: nn.Module, files: _Files, report: LoadReport, experts: Experts) -> _Found:
+def _match(model: nn.Module, files: _TensorFiles, report: LoadReport, experts: Experts) -> _Matches:
     """Find every parameter and persistent buffer; raise CheckpointError for another shape."""
     left = dict.fromkeys(files.names())
-    found = _Found()
+    found = _Matches()
     names_by_id, divided = names_of(model), experts.divided()
     for parameter in model.parameters():
         local = names_by_id[id(parameter)]
@@ -288,7 +295,7 @@ def _match(model: nn.Module, files: _Files, report: LoadReport, experts: Experts
     return found
 
 
-def _require_shape(name: str, shape: tuple[int, ...], files: _Files) -> None:
+def _require_shape(name: str, shape: tuple[int, ...], files: _TensorFiles) -> None:
     there = files.shape(name)
     if there != shape:
         raise CheckpointError(

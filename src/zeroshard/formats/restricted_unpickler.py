@@ -2,7 +2,7 @@
 rest by a machine that calls nothing.
 
 A pickle is a program for a small stack machine. The machine here knows the instructions that make
-plain values; a class or function is represented by its *name*, and a call of one by a `Record`. An
+plain values; a class or function is represented by its *name*, and a call of one by a `Pickled`. An
 unexpected name ends the reading. Early Pythons 3.11 (3.11.2 of Debian 12) pickle a member of an
 enum as a call of ``builtins.getattr``: both readers accept that for the enums that the caller
 names, and for nothing else.
@@ -26,7 +26,7 @@ import torch
 
 from zeroshard.errors import CheckpointError
 
-__all__ = ["Name", "Record", "load_tensors", "read_restricted", "require_file"]
+__all__ = ["Name", "Pickled", "load_tensors", "read_restricted", "require_file"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Name:
 
 
 @dataclass(eq=False)
-class Record:
+class Pickled:
     """Stands for the object that `name(*args)` would have made, with `state`."""
 
     name: str
@@ -171,9 +171,9 @@ class _PickleMachine:
         args, what = self.stack.pop(), self.stack.pop()
         if not isinstance(what, Name) or not isinstance(args, tuple):
             raise ValueError("something is called that is no name")
-        self.stack.append(self._member(args) if what.name == _GETATTR else Record(what.name, args))
+        self.stack.append(self._member(args) if what.name == _GETATTR else Pickled(what.name, args))
 
-    def _member(self, args: tuple[Any, ...]) -> Record:
+    def _member(self, args: tuple[Any, ...]) -> Pickled:
         """Return the record of an enum's member, as a call of the enum would be recorded."""
         owner, name = args if len(args) == 2 else (None, None)
         known = self._enums.get(owner.name, {}) if isinstance(owner, Name) else {}
@@ -182,10 +182,10 @@ class _PickleMachine:
                 f"{self._where} asks for {_attribute(args)}, which is no enum's member known here:"
                 " refused, and nothing of it was run"
             )
-        return Record(owner.name, (known[name],))
+        return Pickled(owner.name, (known[name],))
 
     def _build(self, state: Any) -> None:
-        if not isinstance(self.stack[-1], Record):
+        if not isinstance(self.stack[-1], Pickled):
             raise ValueError("something is filled that is no object")
         self.stack[-1].state = state
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zeroshard.core.kept import Part, newest
+from zeroshard.core.keeper import KeptPart, newest
 from zeroshard.launch import worker
 from zeroshard.launch.keeper import KeeperServer
 from zeroshard.launch.options import ELASTIC, RunOptions
@@ -154,10 +154,10 @@ def source(summaries: Sequence[Mapping[str, Any]]) -> str:
 
 def _whole(summaries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return, by directory, the newest step that is whole in the memory of all hosts together."""
-    by_directory: dict[str, list[Part]] = {}
+    by_directory: dict[str, list[KeptPart]] = {}
     for summary in summaries:
         for raw in summary["parts"]:
-            by_directory.setdefault(raw["directory"], []).append(Part(**raw))
+            by_directory.setdefault(raw["directory"], []).append(KeptPart(**raw))
     found = {directory: newest(parts) for directory, parts in by_directory.items()}
     return {directory: save[0] for directory, save in found.items() if save is not None}
 

@@ -2,7 +2,7 @@
 
 Runs as a thread of the launcher, or on several hosts of each host's guard. It holds the descriptors
 of anonymous files that ranks have filled, by slot; ``core/keeper.py`` is the ranks' side and says
-what they ask. It reads the notes of parts (``core/kept.py``) and never their content.
+what they ask. It reads the notes of parts and never their content.
 
 Invariant: only processes of this user are answered. A request that is not understood ends its
 connection and changes nothing. At the limit of open files, which is raised first, ranks are told
@@ -25,8 +25,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from zeroshard.core.keeper import MAX_RECORD
-from zeroshard.core.kept import Part, read_note
+from zeroshard.core.keeper import MAX_RECORD, KeptPart, read_note
 
 __all__ = ["KeeperServer"]
 
@@ -44,7 +43,7 @@ class _Files:
         self.directory, self.writer = directory, writer
         self.file, self.note = files
 
-    def part(self) -> Part | None:
+    def part(self) -> KeptPart | None:
         """Return the part, if it is complete."""
         found = read_note(os.pread(self.note, os.fstat(self.note).st_size, 0))
         return None if found is None else found[0]
@@ -187,7 +186,7 @@ class KeeperServer:
         os.lseek(table, 0, os.SEEK_SET)
         return table
 
-    def _complete(self) -> Iterator[tuple[int, Part]]:
+    def _complete(self) -> Iterator[tuple[int, KeptPart]]:
         for files in self._files.values():
             part = files.part()
             if part is not None:

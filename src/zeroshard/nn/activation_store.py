@@ -31,6 +31,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from zeroshard.comm.levels import Step
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
 from zeroshard.errors import ConfigError, StateError, StorageError
@@ -69,10 +70,9 @@ class SavedActivation:
         self._arrival: torch.Tensor | None = None
         self._arriving: Flight | None = None
         self._storage = storage = store.take(self._num_bytes)
-        store.streams.alloc(id(self))
         write = partial(storage.write, 0, data.numel(), data)
         try:
-            self._leaving = store.start("reduce", write, reads=id(self), writes=storage.key)
+            self._leaving = store.start("reduce", write)
         except BaseException:
             store.close_storage(storage)
             raise
@@ -89,7 +89,6 @@ class SavedActivation:
             return
         self._leaving.wait()
         self._spoiled = self._source._version != self._version
-        self._store.streams.free(id(self))
         self._source = None
 
     def ahead(self) -> None:
@@ -97,11 +96,9 @@ class SavedActivation:
         if not self.try_release() or self._arriving is not None or self._store.is_closed:
             return
         out = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._store.device)
-        streams, storage = self._store.streams, self._storage
-        streams.alloc(id(out))
         self._arrival = out
-        read = partial(storage.read, 0, out.numel(), out)
-        self._arriving = self._store.start("gather", read, reads=storage.key, writes=id(out))
+        read = partial(self._storage.read, 0, out.numel(), out)
+        self._arriving = self._store.start("gather", read)
 
     def fetch(self) -> torch.Tensor:
         """Return the bytes [num_bytes] on the device, valid on compute; each call reads again."""
@@ -119,7 +116,6 @@ class SavedActivation:
         assert out is not None and flight is not None, "the activation store was closed"
         self._arrival = self._arriving = None
         flight.wait()
-        self._store.streams.read(id(out))
         return out
 
     def __del__(self) -> None:
@@ -181,19 +177,12 @@ class ActivationStore:
         self,
         lane: Literal["gather", "reduce"],
         copy: Callable[[], Work],
-        *,
-        reads: object,
-        writes: object,
     ) -> Flight:
         """Start `copy` on `lane`, after everything that compute has been given."""
-
-        def works() -> Iterator[Work]:
-            self.streams.read(reads)
-            self.streams.write(writes)
-            yield copy()
-
         with self._lock:
-            return Flight(works(), self.streams, lane)
+            flight = Flight([[Step(copy, "copy")]], self.streams, lane)
+            flight.go(fork=True)
+            return flight
 
     def take(self, num_bytes: int) -> Storage:
         """Return a storage of at least `num_bytes`. Raises StorageError when the tier is full."""

@@ -58,7 +58,7 @@ from zeroshard.memory.heap import Trimmer
 from zeroshard.optim.copies import TileOptimizer
 from zeroshard.optim.shards import Taken, Tile
 from zeroshard.optim.tiles import TileStates
-from zeroshard.state.gradient import RestingGradient
+from zeroshard.state.gradient import GradientState
 from zeroshard.tier.staging import Memory
 
 __all__ = ["StepJob", "StepOptions", "TileRunner"]
@@ -82,7 +82,7 @@ class _TileStep:
     """One tile to be stepped, and its numbers while they pass through memory."""
 
     tile: Tile
-    gradient: RestingGradient
+    gradient: GradientState
     used: list[bool]  # which of its shards are stepped
     buffers: _Buffers | None = None
     master: torch.Tensor | None = None
@@ -359,7 +359,7 @@ class TileRunner:
         step.buffers = buffers
         step.master = buffers.tensor("master", tile.numel, segment.master.dtype)
         works = buffers.works = segment.master.read(tile.start, tile.stop, step.master)
-        step.grad = buffers.tensor("gradient", tile.numel, step.gradient.state.dtype)
+        step.grad = buffers.tensor("gradient", tile.numel, step.gradient.dtype)
         for key, storage in segment.moments.items():
             step.moments[key] = buffers.tensor(key, tile.numel, storage.dtype)
             if self._states.rests(tile, key):
@@ -372,7 +372,7 @@ class TileRunner:
         master, grad = step.master, step.grad
         assert buffers is not None and master is not None and grad is not None
         buffers.wait()
-        step.gradient.scaling.apply_to(grad)
+        step.gradient.apply_to(grad)
         opened = self._states.open(tile, step.moments)
         self._step(job.host, step, master, opened, grad)
         self._states.park(

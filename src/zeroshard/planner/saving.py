@@ -2,7 +2,7 @@
 model.
 
 Every element is saved once: of trained parameters the fp32 master and the optimizer's state, of
-frozen ones the weight, decoded (checkpoint/pieces.py). Padding is not. Random generators (some
+frozen ones the weight, decoded (checkpoint/rank_part.py). Padding is not. Random generators (some
 kilobytes per rank), buffers, schedulers and the files' headers come on top.
 
 Where a machine has no disk the times of files are None: nobody knows how fast they are.

@@ -90,7 +90,7 @@ class Assembly:
         )
         self._weights, self._backward = weights, backward
         self._finalizer = Finalizer(backward, context, digest, self._scaler)
-        rest = Rest(weights, transports=transports, streams=context.streams, faults=faults)
+        rest = Rest(weights, transports=transports, faults=faults)
         self._recovery = Recovery(weights, rest, digest, context)
         self._loop = Loop(
             self.module, context, weights, backward, self._finalizer, rest, self._recovery

@@ -266,7 +266,8 @@ class Backward:
         if len(unit.arrived) >= unit.expected:
             if not unit.has_frozen:
                 current.finished[unit.index] = unit
-            self.complete(unit)
+            if self._is_due(unit):
+                self._hand_over(unit)
 
     def _take_any(self, leaf: Leaf) -> None:
         parameter = leaf.parameter
@@ -368,10 +369,13 @@ class Backward:
         """Hand `unit` over, once in this pass, unless gradients of it are still to come. `told`:
         the caller knows that none are.
         """
-        if unit.index in self._pass.reduced or not unit.trainable:
-            return
-        if told or not (self._pass.gathers or self._may_get_more(unit)):
+        if self._is_due(unit, told=told):
             self._hand_over(unit)
+
+    def _is_due(self, unit: Unit, *, told: bool = False) -> bool:
+        if unit.index in self._pass.reduced or not unit.trainable:
+            return False
+        return told or not (self._pass.gathers or self._may_get_more(unit))
 
     def _may_get_more(self, unit: Unit) -> bool:
         # see [Note: nested backwards]

@@ -39,13 +39,10 @@ class GradBucket:
         self._dtype = request.dtype
         self._codec = request.codec
         self._residual = context.options.codecs.residual(request.codec)
-        self._transport = context.transport
-        self._streams = context.streams
+        self._lender = flat.lender
         self._meter = context.meter
         # with a codec the buffer is memory of ours, and encoded into one of the transport's
         self._memory = context.memory
-        self._round = 0  # buffers opened so far: names them apart
-        self.name = f"{flat.key}.grad.0"  # what streams call the buffer
         self.num_bytes = flat.layout.numel * request.dtype.itemsize  # of a buffer
 
     @property
@@ -63,13 +60,10 @@ class GradBucket:
         make_room(self.num_bytes)
         numel, device = self._flat.layout.numel, self._flat.full.device
         if self._codec is None:
-            self.buffer = self._transport.grad_buffer(self._flat.key, numel, self._dtype, device)
+            self.buffer = self._lender.grad_buffer(self._flat.key, numel, self._dtype, device)
         else:
             self.buffer = GradBuffer(self._memory.empty(numel, self._dtype))
         self.loan = self._meter.lend(self.buffer.data, self.num_bytes)
-        self._round += 1
-        self.name = f"{self._flat.key}.grad.{self._round}"
-        self._streams.alloc(self.name)
         self.views = self._flat.buffer.views_of(self.buffer.data)
 
     def add(self, index: int, grad: torch.Tensor) -> None:
@@ -92,30 +86,22 @@ class GradBucket:
             empty += [(slot.offset, slot.stop) for slot, seen in slots if not seen]
         if empty:  # one kernel on an accelerator
             torch._foreach_zero_([data[start:stop] for start, stop in empty])
-        self._streams.write(self.name)
 
-    def outgoing(self) -> GradBuffer | None:
-        """Return the transport's buffer with what is to be sent, encoded where gradients travel
-        so, with the residual added first.
+    def encode(self, buffer: GradBuffer | None) -> GradBuffer | None:
+        """Return the transport's buffer with the encoding of `buffer`, which has been handed over,
+        with the residual added first.
         """
-        codec, buffer = self._codec, self.buffer
-        if codec is None or buffer is None:
-            return buffer
-        numel = codec.encoded_bytes(buffer.data.numel())
-        coded = self._transport.grad_buffer(self._flat.key, numel, torch.uint8, buffer.data.device)
+        codec = self._codec
+        assert codec is not None
+        if buffer is None:
+            return None
+        numel, device = codec.encoded_bytes(buffer.data.numel()), buffer.data.device
+        coded = self._lender.grad_buffer(self._flat.key, numel, torch.uint8, device)
         if self._residual is None:
             codec.encode(buffer.data, coded.data)
         else:
             self._residual.encode(codec, buffer.data, coded.data)
         return coded
-
-    def end_encoded(self) -> None:
-        """Give our memory back once it is encoded, where nothing that was enqueued still reads it:
-        whoever is slow to wait for sums would hold a second gradient of the whole model.
-        """
-        if self._codec is not None and not self._streams.enqueues:
-            self._meter.end_loan(self.loan)
-            self.buffer, self.loan, self.views = None, None, []
 
     def close(self) -> None:
         """Let the next gradient open another."""
@@ -136,7 +122,7 @@ class GradBucket:
         """After an exception: give back what was borrowed, and forget the residual."""
         self.reset_residual()
         if self.buffer is not None and self.loan is not None and self._codec is None:
-            self._transport.return_buffer(self.buffer)
+            self._lender.return_buffer(self.buffer)
         self._meter.end_loan(self.loan)
         self.close()
 

@@ -27,12 +27,11 @@ from zeroshard.memory.heap import return_freed_memory
 from zeroshard.runtime.bucket import PartialSum
 from zeroshard.runtime.context import Context, Dtypes, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
+from zeroshard.runtime.grad import Gradient
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.summed import SummedGradient
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, holding_others
-from zeroshard.state.allocator import GradientAllocator
 from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceStorage, State
@@ -386,15 +385,6 @@ def _gradient_path(
 ) -> GradientPath:
     precision, cell = context.precision.at(plan.dtype), plan.cells.grad
     store = context.tiering.store(cell.tier)
-    place = GradientAllocator(
-        plan.key,
-        plan.num_stepped,
-        precision.accumulate,
-        context.memory,
-        split=splits.grad,
-        store=store,
-        note=context.faults.note,
-    )
 
     def make_partial() -> State:
         """Return memory for a sum that no reduce between nodes has taken yet: of the whole
@@ -410,7 +400,7 @@ def _gradient_path(
 
     # where fractions move, no rank knows those of the others
     leaves = not splits.grads_stay or context.tiering.automatic
-    summed = SummedGradient(plan, flat, context, place, leaves=leaves)
+    summed = Gradient(plan, flat, context, store=store, split=splits.grad, leaves=leaves)
     whole = partial = PartialSum(plan, flat, context, make_partial)
     if not partial.of_micro_batches:
         numel, cells = plan.layout.numel, replace(plan.cells, grad=Cell.parse("P P"))

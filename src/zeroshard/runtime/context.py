@@ -19,11 +19,11 @@ from torch import nn
 from zeroshard.comm.codec import DTYPES as CODED
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.everyone import Everyone
+from zeroshard.comm.levels import Levels
 from zeroshard.comm.other_axes import OtherAxes
 from zeroshard.comm.quantized import Codecs
 from zeroshard.comm.transport import Transport
 from zeroshard.comm.transports import Transports
-from zeroshard.comm.two_level import TwoLevelTransport
 from zeroshard.core.holders import Holders
 from zeroshard.core.layout import Layout
 from zeroshard.core.part import Part
@@ -88,7 +88,7 @@ class Context:
     policy: Policy
     precision: Precision
     dtypes: Dtypes
-    transport: Transport
+    levels: Levels
     mesh: Mesh
     everyone: Everyone
     holders: Holders  # of these parameters, among all data parallel ranks
@@ -106,10 +106,15 @@ class Context:
         """Return the context of units of `pattern`, "" for those over all ranks."""
         return self.own[pattern] if pattern else self
 
-    @property
+    @cached_property
+    def transport(self) -> Transport:
+        """The transport of all ranks at once."""
+        return self.levels.flat
+
+    @cached_property
     def transports(self) -> Transports:
         """All transports of the engine."""
-        return Transports(self.transport, tuple(one.transport for one in self.own.values()))
+        return Transports(self.levels, tuple(one.levels for one in self.own.values()))
 
     @property
     def weights_leave(self) -> bool:
@@ -211,14 +216,13 @@ class SegmentPlan:
         """
         precision, codec = self.precision(context), self.codec(context)
         grad_codec = self.grad_codec(context)
-        transport = context.transport
-        lowering = transport.lowering if isinstance(transport, TwoLevelTransport) else None
+        levels = context.levels
         gather, plain = _wire(self.dtype, codec), Wire.of(self.dtype)
         formats = Formats(
             weight=gather if rest.is_encoded else plain,
             gather=gather,
             reduce=_wire(precision.wire, grad_codec),
-            node_sum=_wire(torch.float32 if lowering is None else lowering.hop_dtype, grad_codec),
+            node_sum=_wire(levels.hop_dtype, grad_codec),
             grad=Wire.of(precision.accumulate),
             master=Wire.of(context.precision.master),
         )
@@ -228,9 +232,13 @@ class SegmentPlan:
         away = {Tier.DEVICE: Tier.HOST}.get(cells.weight.tier, cells.weight.tier)
         tier = away if reads else Tier.DEVICE
         cells = replace(cells, weight=replace(cells.weight, tier=tier))
-        two_level = False if lowering is None else lowering.two_level
-        node_sums = lowering is not None and lowering.node_sums
-        return routes(cells, context.mesh, formats, two_level=two_level, node_sums=node_sums)
+        return routes(
+            cells,
+            context.mesh,
+            formats,
+            two_level=levels.two_level,
+            node_sums=levels.node_sums,
+        )
 
 
 def _wire(dtype: torch.dtype, codec: Codec | None) -> Wire:

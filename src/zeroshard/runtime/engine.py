@@ -151,7 +151,7 @@ class Engine(Assembly):
         return (
             f"Engine({type(self.module).__name__}, policy={self.policy.name},"
             f" {self._context.precision.describe()}, units={len(self.units)}, rank {transport.rank}"
-            f" of {transport.size} over {self._context.axes.name(transport.name)})"
+            f" of {transport.size} over {self._context.axes.name(self._context.levels.name)})"
         )
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:

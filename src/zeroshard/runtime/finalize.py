@@ -42,7 +42,7 @@ from zeroshard.runtime.assigned import AssignedGradients
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.decisions import first_disagreement
-from zeroshard.runtime.summed import SummedGradient
+from zeroshard.runtime.grad import Gradient
 from zeroshard.state.reduction import read_squares
 
 __all__ = ["Finalized", "Finalizer"]
@@ -216,7 +216,7 @@ class Finalizer:
         for path in self._backward.paths:
             path.summed.divide(weight)
 
-    def _read(self, averaged: Sequence[SummedGradient], divisor: float) -> list[str]:
+    def _read(self, averaged: Sequence[Gradient], divisor: float) -> list[str]:
         """Read once what is to be known of averages on an accelerator; return the keys of those
         that are not finite.
         """

@@ -16,34 +16,29 @@ does not know modules, parameters or autograd; those are runtime/unit.py's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 
 from zeroshard.comm.codec import Codec
-from zeroshard.comm.transport import DoneWork, Window, Work
-from zeroshard.comm.two_level import ColumnWindow, gather_over, mesh_of
+from zeroshard.comm.levels import ColumnWindow, Start, Step
+from zeroshard.comm.private_window import PrivateWindow
+from zeroshard.comm.transport import Transport, Window, Work
 from zeroshard.core.layout import Range
-from zeroshard.core.placement import Scope
+from zeroshard.core.placement import Portion, Scope
 from zeroshard.core.recording import Operation, Recording
 from zeroshard.core.route import Axis, Hop, Kind, Route
 from zeroshard.errors import StorageError
 from zeroshard.memory import placeholder_value, reads_wait
-from zeroshard.runtime.column import KeptColumn
 from zeroshard.runtime.context import Context, SegmentPlan
-from zeroshard.runtime.flight import Hops, Run, ended
 from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.full import FullBuffer
 from zeroshard.state.state import State
 
 __all__ = ["FlatWeights"]
-
-_Levels = Sequence[tuple[Hop | None, tuple[Axis, ...]]]
-
-# a route without hops: between two buffers of one memory, on a single rank
-_COPY: _Levels = ((None, ()),)
 
 
 class _Reads:
@@ -77,6 +72,53 @@ class _Reads:
 
     def done(self) -> bool:
         return all(work.done() for work in self._works)
+
+
+class KeptColumn:
+    """The column of one segment that stays on the device between a forward and its backward, where
+    the routes keep one: ZeRO++'s secondary shard (arXiv 2306.10209, section 3.2).
+
+    With it the backward gathers inside the node alone. Where weights travel encoded, the encoded
+    column of the forward's gather is kept, so that both passes compute with the same numbers. Cost:
+    ``numel / node_size`` elements from a forward to its backward.
+    """
+
+    def __init__(self, key: str, span: Range, codec: Codec | None, *, is_wanted: bool) -> None:
+        self.tensor: torch.Tensor | None = None
+        self.key = f"{key}.column"  # of its gather
+        self._span = span
+        self._codec = codec
+        self._is_wanted = is_wanted
+        # the encoded column of what is gathered now
+        self._arrived: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are kept now."""
+        return 0 if self.tensor is None else self.tensor.nbytes
+
+    def arrive(self, encoded: torch.Tensor) -> None:
+        """Note a copy of the column in the `encoded` buffer that a gather has filled."""
+        if self._codec is not None:
+            self._arrived = encoded[slice(*self._codec.bytes_of(self._span))].clone()
+
+    def keep(self, full: torch.Tensor) -> None:
+        """Keep the column of the gathered weights `full`: as it has arrived, where they travel
+        encoded.
+        """
+        if not self._is_wanted or self.tensor is not None:
+            return
+        if self._codec is not None and self._arrived is None:
+            return
+        self.tensor = full[slice(*self._span)].clone() if self._arrived is None else self._arrived
+
+    def end_gather(self) -> None:
+        """The gathered weights are released: what has arrived and is not kept goes."""
+        self._arrived = None
+
+    def release(self) -> None:
+        """Release the memory."""
+        self.tensor = None
 
 
 class FlatWeights:
@@ -126,30 +168,25 @@ class FlatWeights:
             None if self.window is None else self.window.full,
         )
         self.full_bytes = self.buffer.num_bytes  # that gathering takes beyond what rests
-        # what streams call the memory at rest: the full buffer itself where it stays here
-        self.rest_name = f"{self.key}.local" if self.buffer.is_ours else self.key
         self.routes = plan.routes(context, rest, reads=reads_first)
         # between forward and backward
         self.column = KeptColumn(
             plan.key,
             layout.span(rank, Scope.NODE_SHARD),
             self.codec,
-            context.streams,
             is_wanted=any(hop.kind is Kind.KEEP for hop in self.routes.unshard_forward),
         )
         self.context = context  # of the ranks that have these parameters
+        # the gather that was built last: its route, the buffers that it fills and sends, its steps
+        self._built: tuple[Route, torch.Tensor, torch.Tensor, Sequence[Step]] | None = None
 
     def _make_window(self, context: Context, written: Scope) -> tuple[Window, torch.Tensor]:
         """Make the window; return it and what of it rests here."""
-        key, ranges, transport = self.key, self.layout.ranges, context.transport
+        key, ranges, levels = self.key, self.layout.ranges, context.levels
         if self.scope is Scope.NODE_SHARD:
-            columns = mesh_of(transport).column_window(
-                key, ranges, self.dtype, context.device, written=written
-            )
+            columns = levels.column_window(key, ranges, self.dtype, context.device, written=written)
             return columns, columns.rest
-        window = transport.window(
-            key, ranges, self.dtype, context.device, replicated=self.replicated
-        )
+        window = levels.window(key, ranges, self.dtype, context.device, replicated=self.replicated)
         if not self.replicated:
             return window, window.local
         assert window.full is not None, key
@@ -213,137 +250,68 @@ class FlatWeights:
             on_pages = self.rest.rests_elsewhere and not reads_wait(self.buffer.tensor)
             self.buffer.take(self.context.memory if on_pages else None, self.rest_span[0])
             self.context.meter.add(self.full_bytes)
-            self.context.streams.alloc(self.key)
 
-    def unshard(self, raw: bool) -> Work:
-        """Start bringing the weights together, in memory that has been taken; `raw`: as they rest,
-        without a codec. A single gather is returned as it is, several hops as a Run.
+    def hops(self, raw: bool) -> Sequence[Step]:
+        """Return a gather into memory that has been taken, step by step; `raw`: of the weights as
+        they rest, without a codec.
         """
         if self.is_local:
-            return self._map()
-        route, here, source = self._start(raw)
-        levels = route.levels or _COPY
-        hop, axes = levels[0]
-        if len(levels) == 1 and (hop is None or hop.kind is Kind.ALL_GATHER):
-            return self._gather(hop, axes, here, source)[1]
-        return Run(self._hops(levels, here, source))
+            return self._mapped
+        route, here = self._start(raw)
+        if self.codec is not None or self.reads_first:  # buffers between hops
+            return tuple(_Gather(self, route, here).steps())
+        built = self._built
+        if built is None or not (built[0] is route and built[1] is self.full and built[2] is here):
+            steps = tuple(_Gather(self, route, here).steps())
+            self._built = built = (route, self.full, here, steps)
+        return built[3]
 
-    def _hops(self, levels: _Levels, here: torch.Tensor, source: str | None) -> Hops:
-        streams, whole = self.context.streams, here
-        for hop, axes in levels:
-            if hop is None or hop.kind is Kind.ALL_GATHER:
-                whole, work = self._gather(hop, axes, here, source)
-                yield hop, work
-            elif hop.kind is Kind.READ:
-                here, source = self.full[slice(*self.rest_span)], None
-                if self.rest.is_encoded:
-                    num_bytes = sum(part.num_bytes for part in self.rest.parts)
-                    here = whole = self.context.memory.empty_for_disk(num_bytes, torch.uint8)
-                streams.write(self.key)
-                yield hop, self._read(here)
-            elif hop.kind is Kind.ENCODE:
-                here = whole = self._encode(here)
-            elif hop.kind is Kind.KEEP:
-                self.column.arrive(whole)
-            elif hop.kind is Kind.DECODE:
-                assert self.codec is not None
-                if whole is here and source is not None:  # nothing came from other ranks
-                    streams.read(source)
-                    streams.write(self.key)
-                self.codec.decode(whole, self.full)
+    @cached_property
+    def _mapped(self) -> Sequence[Step]:
+        """A gather that moves nothing; its bytes are those that it makes readable."""
+        assert self.window is not None
+        received = self._start(raw=False)[0].bytes(self.portion).total
+        operation = Operation("gather", Kind.ALL_GATHER.value, self.key, received)
+        told = partial(_itself, operation) if received else None  # else there is a single rank
+        return (Step(self.window.gather, told=told),)
 
-    def _start(self, raw: bool) -> tuple[Route, torch.Tensor, str | None]:
-        """Return the route to take, what it starts with, and what streams call that."""
+    def _start(self, raw: bool) -> tuple[Route, torch.Tensor]:
+        """Return the route to take, and what it starts with; where that is read first: where to."""
         if self.column.tensor is not None and not raw:
-            return self.routes.unshard_backward, self.column.tensor, self.column.name
+            return self.routes.unshard_backward, self.column.tensor
         route = self.routes.raw if raw else self.routes.unshard_forward
         if self.replicated:
             route = self.routes.regather
-        if self.coded_rest is not None:
-            return route, self.coded_rest.encoded, self.rest_name
         if self.reads_first:
-            return route, self.full, None  # it is read first
-        return route, self.rest.whole, self.rest_name
+            return route, self.full
+        coded = self.coded_rest
+        return route, self.rest.whole if coded is None else coded.encoded
 
     @property
     def recording(self) -> Recording | None:
         """Who is told of the segment's operations, if anybody is."""
         return self.context.streams.probe.recording
 
-    def _map(self) -> Work:
-        """Start a gather that moves nothing; its bytes are those that it makes readable."""
-        assert self.window is not None
-        recording = self.context.streams.probe.recording
-        if recording is None:
-            return self.window.gather()
-        portion = self.layout.portion(self.context.transport.rank)
-        num_bytes = self._start(raw=False)[0].bytes(portion).total
-        if not num_bytes:
-            return self.window.gather()  # a single rank
-        operation = Operation("gather", Kind.ALL_GATHER.value, self.key, num_bytes)
-        since = recording.now()
-        return recording.watch(self.window.gather(), operation, since)
-
-    def _read(self, out: torch.Tensor) -> Work:
-        """Start reading our slice from another tier, which notes the read itself."""
-        work = _Reads(self.rest, out, partial(self._lose, out))
-        recording = self.context.streams.probe.recording
-        if recording is None:
-            return work
-        return recording.watch(work, Operation("tier read", "", self.key), recording.now())
-
-    def _gather(
-        self, hop: Hop | None, axes: tuple[Axis, ...], here: torch.Tensor, source: str | None
-    ) -> tuple[torch.Tensor, Work]:
-        """Start an all-gather of `here`, and note it where somebody is told; return what it fills,
-        and what is left to wait for.
-        """
-        streams, out, ranges = self.context.streams, self.full, self.layout.ranges
-        recording = self.context.streams.probe.recording
-        since = None if recording is None else recording.now()
-        if source is not None:
-            streams.read(source)
-        streams.write(self.key)
-        work: Work = DoneWork()
-        if self.window is not None and source == self.rest_name:
-            work = ended(self.window.gather(out), streams)
-        elif hop is None:
-            out.copy_(here)
-        else:
-            if hop.wire.codec is not None:
-                out, ranges = self._empty_encoding(self.layout.numel), self._encoded_ranges
-            key = source if source == self.column.name else f"{self.key}.weight"
-            work = ended(gather_over(self.context.transport, axes, key, here, ranges, out), streams)
-        if recording is not None and hop is not None:
-            work = recording.watch(work, self._operation(hop, axes), since)
-        return out, work
-
-    def _operation(self, hop: Hop, axes: tuple[Axis, ...]) -> Operation:
-        """Return what to say of an all-gather over `axes`."""
-        portion = self.layout.portion(self.context.transport.rank)
-        received = hop.link_bytes(portion)
-        if len(axes) > 1:  # from this rank's column to the whole
-            received += replace(hop, source=hop.target, axis=axes[1]).link_bytes(portion)
-        return Operation(hop.lane, hop.kind.value, self.key, received.total)
-
-    def _lose(self, out: torch.Tensor, error: StorageError) -> None:
-        """Our slice could not be read: go on with NaN, which bytes of ones are a scale of, too."""
-        self.note(error)
-        out.fill_(255 if out.dtype is torch.uint8 else placeholder_value(self.dtype))
-
-    def _encode(self, here: torch.Tensor) -> torch.Tensor:
-        assert self.codec is not None
-        out = self._empty_encoding(here.numel())
-        self.codec.encode(here, out)
-        return out
-
-    def _empty_encoding(self, numel: int) -> torch.Tensor:
-        assert self.codec is not None
-        num_bytes = self.codec.encoded_bytes(numel)
-        return self.context.memory.empty(num_bytes, torch.uint8)
+    @cached_property
+    def sums_nodes_first(self) -> bool:
+        """Whether a reduce goes in two levels."""
+        axes = [hop.axis for hop in self.routes.reduce if hop.kind is Kind.REDUCE_SCATTER]
+        return not {Axis.LOCAL, Axis.NODE}.isdisjoint(axes) and self.context.levels.is_deep
 
     @cached_property
-    def _encoded_ranges(self) -> tuple[Range, ...]:
+    def lender(self) -> Transport:
+        """The transport that lends, and takes, the buffers of a reduce."""
+        levels = self.context.levels
+        return levels.inside if self.sums_nodes_first else levels.flat
+
+    @cached_property
+    def portion(self) -> Portion:
+        """This rank's part of the buffer."""
+        return self.layout.portion(self.context.transport.rank)
+
+    @cached_property
+    def encoded_ranges(self) -> tuple[Range, ...]:
+        """The ranges of the ranks, in bytes of the encoded buffer."""
         assert self.codec is not None
         return tuple(self.codec.bytes_of(span) for span in self.layout.ranges)
 
@@ -363,7 +331,6 @@ class FlatWeights:
         self.column.end_gather()
         if not self.buffer.is_ours:
             return 0
-        self.context.streams.free(self.key)
         self.context.meter.remove(self.full_bytes)
         return self.buffer.release()
 
@@ -376,3 +343,109 @@ class FlatWeights:
         """Say that our slice is written and may be read."""
         if self.window is not None:
             self.window.publish()
+
+
+def _itself(operation: Operation) -> Operation:
+    return operation
+
+
+class _Gather:
+    """One gather of a segment's weights that moves something, and the buffers between its hops."""
+
+    def __init__(self, flat: FlatWeights, route: Route, here: torch.Tensor) -> None:
+        """`here` is what it starts with, or where that is read to."""
+        self._flat = flat
+        self._memory = flat.context.memory
+        self._route = route
+        self._here = self._whole = here  # what a hop sends, and what the last one has filled
+        self._starts: Sequence[Start] = ()
+        self._key = f"{flat.key}.weight"
+        self._window = flat.window
+        if here is flat.column.tensor:
+            self._key, self._window = flat.column.key, None
+
+    def steps(self) -> Iterator[Step]:
+        """Yield a step for each hop that does something here."""
+        flat = self._flat
+        if not self._route.hops:  # what rests here is whole
+            copies = self._window is None
+            yield Step(self._copy, "here") if copies else Step(self._gathers(())[0])
+        for kind, group in groupby(self._route, attrgetter("kind")):
+            if kind is Kind.READ:
+                yield Step(self._read, "read", self._reading)
+            elif kind is Kind.ALL_GATHER:
+                hops = tuple(group)
+                for hop, start in zip(hops, self._gathers(hops), strict=True):
+                    yield Step(start, told=partial(self._gathering, hop))
+            elif kind is Kind.ENCODE:
+                yield Step(self._encode, "here")
+            elif kind is Kind.KEEP and flat.codec is not None:
+                yield Step(self._keep, "here")
+            elif kind is Kind.DECODE:
+                yield Step(self._decode, "here")
+
+    def _gathers(self, hops: Sequence[Hop]) -> Sequence[Start]:
+        """Return the starts of the levels of one all-gather."""
+        flat, window, local, key = self._flat, self._window, self._here, self._key
+        axes = tuple(hop.axis for hop in hops if hop.axis is not None)
+        if hops and hops[0].wire.codec is not None:
+            return [partial(self._gather_encoded, axes, level) for level in range(len(axes))]
+        if isinstance(window, PrivateWindow) and hops:
+            local, key = window.local, flat.key
+        elif window is not None:
+            return [partial(window.gather, flat.full)]
+        elif self._route.hops[0].kind is Kind.READ:
+            local = flat.full[slice(*flat.rest_span)]  # which has been read
+        return flat.context.levels.gathers(axes, key, local, flat.layout.ranges, flat.full)
+
+    def _gathering(self, hop: Hop) -> Operation:
+        received = hop.link_bytes(self._flat.portion).total
+        return Operation(hop.lane, hop.kind.value, self._flat.key, received)
+
+    def _copy(self) -> None:
+        self._flat.full.copy_(self._here)
+
+    def _reading(self) -> Operation:
+        return Operation("tier read", "", self._flat.key)  # the tier notes the read itself
+
+    def _read(self) -> Work:
+        """Start reading our slice from another tier."""
+        flat = self._flat
+        self._here = flat.full[slice(*flat.rest_span)]
+        if flat.rest.is_encoded:
+            num_bytes = sum(part.num_bytes for part in flat.rest.parts)
+            self._here = self._whole = self._memory.empty_for_disk(num_bytes, torch.uint8)
+        return _Reads(flat.rest, self._here, partial(self._lose, self._here))
+
+    def _lose(self, out: torch.Tensor, error: StorageError) -> None:
+        """Our slice could not be read: go on with NaN, which bytes of ones are a scale of, too."""
+        self._flat.note(error)
+        out.fill_(255 if out.dtype is torch.uint8 else placeholder_value(self._flat.dtype))
+
+    @property
+    def _codec(self) -> Codec:
+        assert self._flat.codec is not None, self._flat.key
+        return self._flat.codec
+
+    def _encode(self) -> None:
+        out = self._empty(self._here.numel())
+        self._codec.encode(self._here, out)
+        self._here = self._whole = out
+
+    def _empty(self, numel: int) -> torch.Tensor:
+        return self._memory.empty(self._codec.encoded_bytes(numel), torch.uint8)
+
+    def _gather_encoded(self, axes: tuple[Axis, ...], level: int) -> Work | None:
+        if level == 0:
+            self._whole, flat = self._empty(self._flat.layout.numel), self._flat
+            levels, ranges = flat.context.levels, flat.encoded_ranges
+            self._starts = levels.gathers(axes, self._key, self._here, ranges, self._whole)
+        return self._starts[level]()
+
+    def _keep(self) -> None:
+        self._flat.column.arrive(self._whole)
+
+    def _decode(self) -> None:
+        self._codec.decode(self._whole, self._flat.full)
+        self._whole = self._here = self._flat.full  # nothing else holds the encoding
+        self._starts = ()

@@ -1,151 +1,210 @@
-"""A flight: operations under way, from their start until compute may use their results.
+"""A flight: the hops of one route of each segment of a unit, from their start until compute may use
+the results.
 
-A route of one hop is one Work, as the transport gives it. One of several hops is a `Run`: a
-generator of hops (``runtime/flat_weights.py: FlatWeights.unshard``), which starts an operation and
-yields it where the next hop needs its result::
+    go(START)     every route up to its first operation that is not over, on the flight's lane
+    go(ADVANCE)   routes that read this rank's tier first go on to their collective
+    go(SERVE)     the next level of a collective starts when the one before is over
+    wait          to the end of every route; compute then waits for the lane's event
 
-    start     every run up to its first operation, on the flight's lane, after a fork
-    advance   runs that read this rank's tier first go on to their collective
-    wait      to the end of every run; compute then waits for the lane's event
-
-Reads of a tier may end in any order; collectives start in the same order on every rank. A run whose
-first operation is this rank's alone therefore goes on only in `advance`, which is called at the
+Reads of a tier may end in any order; collectives start in the same order on every rank. A route
+whose first operation is this rank's alone therefore goes on only in ADVANCE, which comes at the
 same places of the program on every rank, and never because its read has ended. The levels of one
-collective are one operation: the transport starts each as soon as the one before is over.
+collective meet by key: each starts as soon as the one before is over, whatever this rank waits for
+then (comm/levels.py); where operations meet in the order in which they begin, at once.
 
 Invariant: where streams are enqueued on (``Streams.enqueues``) a collective is over for us once it
-is enqueued (`ended`): the lane orders it with the hops after it, and the host waits for nothing but
-disks.
+is enqueued: the lane orders it with the hops after it, and the host waits for nothing but disks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from enum import Enum
 
-from zeroshard.core.route import Hop
+from zeroshard.comm.levels import Levels, Step
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StorageError
 from zeroshard.runtime.streams import Event, Lane, Streams
 
-__all__ = ["Flight", "Hops", "Run", "ended"]
-
-# each operation that must end before the next hop, and the hop that it belongs to, if it is one
-Hops = Iterator[tuple[Hop | None, Work]]
+__all__ = ["Flight", "Go"]
 
 
-def ended(work: Work, streams: Streams) -> Work:
-    """Return what is left to wait for of a collective that has been started: nothing where the lane
-    orders what follows.
-    """
-    if not streams.enqueues:
-        return work
-    work.wait()
-    return DoneWork()
+class Go(Enum):
+    """How far a flight goes on."""
+
+    START = "to operations that are not over"
+    ADVANCE = "beyond reads"
+    SERVE = "beyond collectives that are over, to other collectives"
+    WAIT = "to the end"
 
 
-class Run:
-    """The Work of several hops, as far as they have come."""
-
-    __slots__ = ("_hop", "_hops", "_work")
-
-    def __init__(self, hops: Hops) -> None:
-        self._hop: Hop | None = None
-        self._work: Work | None = None  # None at the end
-        self._hops = hops
-        self._step()
-
-    def _step(self) -> None:
-        """Go on to the next operation that is not over yet."""
-        while True:
-            self._hop, self._work = next(self._hops, (None, None))
-            if not isinstance(self._work, DoneWork):
-                return
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the operation under way is this rank's alone, before a collective."""
-        return self._work is not None and self._hop is not None and self._hop.axis is None
-
-    def advance(self) -> None:
-        """Wait for what is this rank's alone, and start the collective after it."""
-        while self.is_alone:
-            assert self._work is not None
-            self._work.wait()
-            self._step()
-
-    def wait(self) -> None:
-        while self._work is not None:
-            self._work.wait()
-            self._step()
-
-    def done(self) -> bool:
-        return self._work is None or (not self.is_alone and self._work.done())
-
-    def abandon(self) -> None:
-        """Return when nothing of this rank's own is under way."""
-        if self.is_alone and self._work is not None:
-            with suppress(StorageError):
-                self._work.wait()
+_OVER = DoneWork()
 
 
 class Flight:
-    """Works under way and the event after which compute may use their results."""
+    """Routes under way, and the event after which compute may use their results."""
 
-    __slots__ = ("_event", "_lane", "_streams", "_works")
+    __slots__ = ("__weakref__", "_at", "_event", "_is_going", "_lane", "_levels", "_routes",
+                 "_streams", "_works")  # fmt: skip
 
     def __init__(
-        self, works: Iterable[Work], streams: Streams, lane: Lane | None, *, fork: bool = True
+        self,
+        routes: Iterable[Sequence[Step]],
+        streams: Streams,
+        lane: Lane | None,
+        levels: Levels | None = None,
     ) -> None:
-        """Start `works`, which start as they are iterated over, on `lane` (None: nothing is
-        enqueued), after compute if `fork`.
-        """
+        """Nothing has started. `lane` None: nothing is enqueued. `levels`: of its collectives."""
+        self._routes = tuple(routes)
+        self._levels = levels
         self._streams = streams
         self._lane = lane
+        self._at = [0] * len(self._routes)  # the step that comes next
+        self._works: list[Work | None] = [None] * len(self._routes)  # of the step before
         self._event: Event = None
-        if lane is None:
-            self._works = list(works)
-            return
-        if fork:
-            streams.fork(lane)
-        with streams.on(lane):
-            self._works = list(works)
-            for work in self._works:
-                if not (isinstance(work, Run) and work.is_alone):
-                    self._event = streams.mark(lane)
-                    break
+        self._is_going = False
 
-    def advance(self) -> None:
-        """Start the collectives that come after a read of this rank's tier."""
-        for work in self._works:
-            if isinstance(work, Run) and work.is_alone:
-                assert self._lane is not None
-                with self._streams.on(self._lane):
-                    work.advance()
-                    self._event = self._streams.mark(self._lane)
+    def go(self, how: Go = Go.START, *, fork: bool = False) -> None:
+        """Go on as far as `how` says; START after what compute was given so far if `fork`."""
+        if self._is_going:
+            return  # a step that is being started waits, and serves us meanwhile
+        self._is_going = True
+        streams, lane, has_started, has_levels = self._streams, self._lane, False, False
+        recording = streams.probe.recording
+        if fork and lane is not None:
+            streams.fork(lane)
+        there = None if lane is None else streams.on(lane)
+        if there is not None:
+            there.__enter__()
+        try:
+            for number, steps in enumerate(self._routes):
+                at, work = self._at[number], self._works[number]
+                while at < len(steps) or work is not None:
+                    if work is not None and not self._is_over(work, steps, at, how):
+                        has_levels = has_levels or at < len(steps)
+                        break
+                    if at == len(steps):
+                        self._works[number] = work = None
+                        break
+                    step = steps[at]
+                    since = None if recording is None else recording.now()
+                    work = step.start()
+                    has_started = has_started or step.kind != "read"
+                    if step.kind == "wire" and streams.enqueues and work is not None:
+                        work.wait()
+                        work = _OVER
+                    if recording is not None and step.told is not None and work is not None:
+                        work = recording.watch(work, step.told(), since)
+                    at += 1
+                    self._at[number] = at
+                    self._works[number] = work = None if type(work) is DoneWork else work
+            if has_started and lane is not None:
+                self._event = streams.mark(lane)
+        finally:
+            self._is_going = False
+            if there is not None:
+                there.__exit__(*sys.exc_info())
+        if has_levels and how in (Go.START, Go.ADVANCE) and self._has_levels:
+            assert self._levels is not None
+            self._levels.follow(self)
+
+    def _is_over(self, work: Work, steps: Sequence[Step], at: int, how: Go) -> bool:
+        """Whether the step before `at`, under way as `work`, is over, waiting for it as far as
+        `how` says.
+        """
+        is_read, follows = (
+            steps[at - 1].kind == "read",
+            at < len(steps) and steps[at].kind == "wire",
+        )
+        if how is Go.WAIT or (how is Go.ADVANCE and is_read):
+            work.wait()
+            return True
+        if is_read or not follows:
+            return False
+        if (self._levels is None or self._levels.keyed) and not (how is Go.SERVE and work.done()):
+            return False
+        work.wait()
+        return True
+
+    @property
+    def _reads_first(self) -> bool:
+        """Whether a read of this rank's tier is under way, before a collective."""
+        return any(
+            work is not None and steps[at - 1].kind == "read"
+            for steps, at, work in zip(self._routes, self._at, self._works, strict=True)
+        )
+
+    @property
+    def _has_levels(self) -> bool:
+        """Whether collectives follow one that is under way."""
+        for steps, at, work in zip(self._routes, self._at, self._works, strict=True):
+            is_wire = work is not None and steps[at - 1].kind == "wire"
+            if is_wire and [step for step in steps[at:] if step.kind == "wire"]:
+                return True
+        return False
+
+    def advance(self) -> bool:
+        """Start the collectives that come after a read of this rank's tier; return whether there
+        was one.
+        """
+        if not self._reads_first:
+            return False
+        self.go(Go.ADVANCE)
+        return True
 
     def wait(self) -> None:
         """Return when the results may be used on compute. Idempotent; a wait that raised may be
         tried again.
         """
-        if Run in map(type, self._works):
-            self.advance()
-        for work in self._works:
-            work.wait()
-        self._works = []
+        for number, work in enumerate(self._works):
+            if work is None:
+                continue
+            steps = self._routes[number]
+            if self._at[number] == len(steps) and steps[-1].kind != "read":
+                work.wait()  # the usual case: of one collective
+                self._works[number] = None
+            else:
+                self.advance()
+                self.go(Go.WAIT)
+        self._routes, self._at, self._works = (), [], []
         if self._event is not None:
             self._streams.join(self._event)
             self._event = None
 
+    def serve(self) -> bool:
+        """Start the next level of collectives that are over; return whether any is left."""
+        self.go(Go.SERVE)
+        return self._has_levels
+
     def done(self) -> bool:
         """Whether `wait` would return at once. Never blocks; may make progress."""
-        return all(work.done() for work in self._works)
+        self.go(Go.SERVE)
+        return (
+            all(
+                work is None or (steps[at - 1].kind != "read" and work.done())
+                for steps, at, work in zip(self._routes, self._at, self._works, strict=True)
+            )
+            and not self._has_levels
+        )
+
+    def leave(self) -> None:
+        """Start nothing any more, and give back what the other steps would have used."""
+        routes, self._routes = self._routes, ()
+        for steps, at in zip(routes, self._at, strict=True):
+            for step in steps[at:]:
+                if step.unused is not None:
+                    step.unused()
+        self._routes = tuple(steps[:at] for steps, at in zip(routes, self._at, strict=True))
 
     def abandon(self) -> None:
         """Return when nothing of this rank's own writes to the buffers any more; the transport has
         forgotten its part.
         """
-        for work in self._works:
-            if isinstance(work, Run):
-                work.abandon()
-        self._works = []
+        self.leave()
+        for steps, at, work in zip(self._routes, self._at, self._works, strict=True):
+            if work is not None and steps[at - 1].kind == "read":
+                with suppress(StorageError):
+                    work.wait()
+        self._routes, self._at, self._works = (), [], []

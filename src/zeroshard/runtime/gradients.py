@@ -11,40 +11,41 @@ and padding are zeros); the reduces of one segment complete in order. Cost: one 
 gradient, and ``numel * wire (N-1)/N`` bytes on the wire per reduce.
 
 What it does not do: it does not know when a backward ends (runtime/backward.py), what becomes of
-the sum (runtime/summed.py), nor what a module is.
+the sum (runtime/grad.py), nor what a module is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
 
+from zeroshard.comm.levels import Step
 from zeroshard.comm.transport import GradBuffer, ReduceRequest, Work
-from zeroshard.comm.two_level import mesh_of
 from zeroshard.core.placement import Tier
-from zeroshard.core.recording import Operation, Stamp
-from zeroshard.core.route import Kind, Route
+from zeroshard.core.recording import Operation
+from zeroshard.core.route import Axis, Kind
 from zeroshard.memory import Loan
 from zeroshard.runtime.bucket import GradBucket, PartialSum
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
-from zeroshard.runtime.flight import Flight, Hops, Run, ended
-from zeroshard.runtime.summed import SummedGradient
+from zeroshard.runtime.flight import Flight
+from zeroshard.runtime.grad import Gradient
 
 __all__ = ["GradientPath"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reduction:
     """One reduce under way."""
 
     flight: Flight
-    loan: Loan | None  # of the bucket
-    frees: Sequence[str]  # what streams call the memory that ends with it
-    # its memory: an accelerator's allocator would give it away while the lane still uses it
+    buffer: GradBuffer | None  # the bucket's
+    loan: Loan | None
+    # other memory of it: an accelerator's allocator would give it away while the lane still uses it
     uses: Sequence[object]
 
 
@@ -57,7 +58,7 @@ class GradientPath:
         flat: FlatWeights,
         context: Context,
         *,
-        summed: SummedGradient,
+        summed: Gradient,
         partial: PartialSum,
         whole: PartialSum,
     ) -> None:
@@ -75,7 +76,7 @@ class GradientPath:
         # of which the elements count in a norm, where not all do (docs/design/mesh.md)
         self.counted = plan.counted(context)
         self.used = [False] * len(flat.layout.slots)  # has a gradient since the last drop
-        self._transport = transport
+        self._context = context
         self._streams = context.streams
         self._meter = context.meter
         codec = plan.grad_codec(context)
@@ -165,9 +166,11 @@ class GradientPath:
         """
         return self.partial.of_nodes and self.partial.is_there
 
-    def reduce(self, *, make_room: Callable[[int], None], with_earlier: bool = True) -> None:
-        """Hand what is here to the transport (nothing here: contribute zeros); the sum is added
-        to the resting gradient.
+    def reduce(
+        self, *, make_room: Callable[[int], None], with_earlier: bool = True
+    ) -> Flight | None:
+        """Return a flight, to be started, that sums what is here over all ranks (nothing here:
+        zeros) and adds it to the resting gradient; None where it is that already.
 
         Without `with_earlier`, sums of earlier micro-batches stay here for the next reduce.
         """
@@ -178,20 +181,31 @@ class GradientPath:
         summed, (resting, fresh) = self.summed, self.summed.open()
         if self.bucket.rests:
             self.bucket.close()
-            return
+            return None
         held = None
         if with_earlier and self.partial.of_nodes and self.partial.state is not None:
             held = self.partial.take()
-        frees = [] if held is None else [f"{self.key}.partial"]
         if resting.on_device:
             out = resting.fetch(*summed.own)
-            works = self._summing(out, "resting", held, accumulate=not fresh)
-        else:
-            out = summed.room()
-            frees.append(f"{self.key}.sum")
-            works = self._summing(out, "sum", held, accumulate=False)
-            works = map(Run, [self._to_rest(works, out, fresh)])
-        self._launch(works, frees, held, out)
+            return self._hand_over(self._sum(out, held, accumulate=not fresh), held, out)
+        out = summed.room()
+        to_rest = Step(partial(summed.take, out, fresh), "here")
+        return self._hand_over([*self._sum(out, held, accumulate=False), to_rest], held, out)
+
+    def reduce_inside(self, *, make_room: Callable[[int], None]) -> Flight:
+        """Return a flight, to be started, that sums what is here over the ranks of this node; the
+        sum waits here for the reduce that goes on between nodes.
+        """
+        self.wait()
+        self._close_whole(make_room)
+        self.bucket.zero_unseen()
+        is_there = self.partial.state is not None
+        state = self.partial.state if is_there else self.partial.open()
+        levels = self._context.levels
+        reduce = partial(levels.inside.reduce, levels.reduce_inside(self._request))
+        assert state is not None
+        started = partial(reduce, out=state.whole, accumulate=is_there)
+        return self._hand_over([self._first(started, Axis.LOCAL)])
 
     def _close_whole(self, make_room: Callable[[int], None]) -> None:
         """Hand the sum of micro-batches over to the bucket, if there is one."""
@@ -199,84 +213,58 @@ class GradientPath:
             self._open_bucket(make_room)
             self._whole.move_to(self.bucket)
 
-    def _summing(
-        self, out: torch.Tensor, name: str, held: torch.Tensor | None, *, accumulate: bool
-    ) -> Iterator[Work]:
-        """Start the reduce to `out`, which streams call `name`; `held`: earlier sums of this
+    def _sum(
+        self, out: torch.Tensor, held: torch.Tensor | None, *, accumulate: bool
+    ) -> Sequence[Step]:
+        """Return the sum over all ranks to `out`, step by step; `held`: earlier sums of this
         node's ranks.
         """
-        buffer, begun = self._outgoing(name), self._begin()
-        if not self.partial.of_nodes:
-            work = self._transport.reduce(self._request, buffer, out, accumulate=accumulate)
-        else:
-            if held is not None:
-                self._streams.read(f"{self.key}.partial")
-            work = mesh_of(self._transport).reduce(
-                self._request, buffer, out, accumulate=accumulate, partial=held
-            )
-        yield ended(self._watched(work, self.flat.routes.reduce, begun), self._streams)
+        levels = self._context.levels
+        if not self.flat.sums_nodes_first:
+            reduce = partial(levels.flat.reduce, self._request, out=out, accumulate=accumulate)
+            return [self._first(reduce, Axis.FLAT)]
+        both = levels.node_sum(self._request, out, accumulate=accumulate, held=held)
+        told = partial(self._operation, Axis.NODE)
+        second = Step(both.between, told=told, unused=both.unused)
+        return [self._first(both.inside, Axis.LOCAL), second]
 
-    def _begin(self) -> Stamp:
-        """Return when an operation begins, None where nobody is told."""
-        recording = self.flat.recording
-        return None if recording is None else recording.now()
+    def _first(self, reduce: Callable[..., Work], axis: Axis) -> Step:
+        """Return the step in which `reduce` takes what is in the bucket."""
+        start = partial(reduce, buffer=self.bucket.buffer)
+        if self._request.codec is not None:
+            start = partial(self._encode, reduce)
+        return Step(start, told=partial(self._operation, axis))
 
-    def _watched(self, work: Work, route: Route, since: Stamp) -> Work:
-        """Note a reduce over `route` that began at `since`, where somebody is told."""
-        recording = self.flat.recording
-        if recording is None or since is None:
-            return work
-        hops = [hop for hop in route if hop.kind is Kind.REDUCE_SCATTER]
-        portion = self.flat.layout.portion(self._transport.rank)
-        received = sum(hop.link_bytes(portion).total for hop in hops)
-        operation = Operation("reduce", Kind.REDUCE_SCATTER.value, self.key, received)
-        recording.rests(self.key, self.bytes_by_tier())
-        return recording.watch(work, operation, since)
-
-    def _to_rest(self, works: Iterator[Work], total: torch.Tensor, fresh: bool) -> Hops:
-        """Run a reduce whose sum goes on from `total` to another tier."""
-        for work in works:
-            yield None, work
-        self.summed.take(total, fresh)
-
-    def _launch(self, works: Iterator[Work], frees: list[str], *uses: object) -> None:
-        """Start a reduce that `uses` memory beside the bucket."""
-        flight = Flight(works, self._streams, "reduce")
-        if self.bucket.buffer is not None:
-            frees.append(self.bucket.name)
-            self.bucket.end_encoded()
-        self.reduction = Reduction(flight, self.bucket.loan, frees, (self.bucket.buffer, *uses))
-        self.bucket.close()
-
-    def _outgoing(self, name: str) -> GradBuffer | None:
-        """Return the buffer of a reduce that writes to what streams call `name`."""
-        if self.bucket.buffer is not None:
-            self._streams.read(self.bucket.name)
-        self._streams.write(f"{self.key}.{name}")
-        return self.bucket.outgoing()
-
-    def reduce_inside(self, *, make_room: Callable[[int], None]) -> None:
-        """Hand what is here to the other ranks of this node; their sum waits here for the reduce
-        that goes on between nodes.
+    def _encode(self, reduce: Callable[..., Work]) -> Work:
+        """Start `reduce` of what has been handed over, encoded. Our memory of it goes at once where
+        nothing that was enqueued still reads it: whoever is slow to wait for sums would hold a
+        second gradient of the whole model.
         """
-        self.wait()
-        self._close_whole(make_room)
-        self.bucket.zero_unseen()
-        state, accumulate = self.partial.state, self.partial.state is not None
-        if state is None:
-            state = self.partial.open()
-            self._streams.alloc(f"{self.key}.partial")
-        whole = state.whole
+        going = self.reduction
+        assert going is not None, self.key
+        coded = self.bucket.encode(going.buffer)
+        if not self._streams.enqueues:
+            self._meter.end_loan(going.loan)
+            going.buffer = going.loan = None
+        return reduce(buffer=coded)
 
-        def works() -> Iterator[Work]:
-            buffer, begun = self._outgoing("partial"), self._begin()
-            work = mesh_of(self._transport).reduce_inside(
-                self._request, buffer, whole, accumulate=accumulate
-            )
-            route = self.flat.routes.reduce_partial
-            yield ended(self._watched(work, route, begun), self._streams)
+    def _operation(self, axis: Axis) -> Operation:
+        """Return what to say of one level of a reduce."""
+        recording = self.flat.recording
+        if recording is not None and axis is not Axis.NODE:
+            recording.rests(self.key, self.bytes_by_tier())
+        hops = [hop for hop in self.flat.routes.reduce if hop.axis is axis]
+        received = sum(hop.link_bytes(self.flat.portion).total for hop in hops)
+        return Operation("reduce", Kind.REDUCE_SCATTER.value, self.key, received)
 
-        self._launch(works(), [])
+    def _hand_over(self, steps: Sequence[Step], *uses: object) -> Flight:
+        """Return a flight of `steps`, which use memory beside the bucket; the next gradient opens
+        another one.
+        """
+        flight = Flight([steps], self._streams, "reduce", self._context.levels)
+        self.reduction = Reduction(flight, self.bucket.buffer, self.bucket.loan, uses)
+        self.bucket.close()
+        return flight
 
     def wait(self, *, block: bool = True) -> None:
         """Wait for the reduce under way (or only take note that it is over); its buffer is free
@@ -287,8 +275,6 @@ class GradientPath:
             return
         coming.flight.wait()
         self.reduction = None
-        for name in coming.frees:
-            self._streams.free(name)
         self._meter.end_loan(coming.loan)
 
     def clear(self, indices: Sequence[int]) -> None:
@@ -324,6 +310,7 @@ class GradientPath:
         """
         self.bucket.abandon()
         if self.reduction is not None:
+            self.reduction.flight.abandon()
             self._meter.end_loan(self.reduction.loan)
         self.reduction = None
         self.summed.reset()

@@ -101,11 +101,11 @@ class OffloadedStates:
         resting = None if segment.grad is None else segment.grad.summed.resting()
         if resting is None or not resting.on_device:
             return
-        held = resting.state.whole
+        held = resting.whole
         away = self._copy_out(f"{segment.key} gradient", held)
         device = held.device
-        resting.replace(State.of(placeholder(held.shape, held.dtype, device)))
-        self._returns.append(lambda: resting.replace(State.of(_on_device(away, device))))
+        resting.replace(placeholder(held.shape, held.dtype, device))
+        self._returns.append(lambda: resting.replace(_on_device(away, device)))
 
     def _put_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Take away a tensor that the user may see, which becomes a placeholder."""

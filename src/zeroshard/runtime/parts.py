@@ -52,11 +52,11 @@ def make_weights_and_gradients(
     rules = Rules.of(
         [residency.traits for residency in residencies],
         ordered=is_ordered(
-            one_sided=transport.one_sided,
+            one_sided=context.levels.one_sided,
             leave=context.weights_leave,
             coded=any(unit.is_coded for unit in units),
         ),
-        keyed=transport.keyed,
+        keyed=context.levels.keyed,
         enqueues=context.streams.enqueues,
         around=context.policy.weights_leave_the_device and not context.options.trains,
         alone=transport.size == 1,

@@ -14,9 +14,9 @@ from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
 from zeroshard.core.schedule import MAX_FLUSHING, Command, Op, Reduces
 from zeroshard.runtime.flight import Flight
+from zeroshard.runtime.grad import Gradient
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.streams import Streams
-from zeroshard.runtime.summed import SummedGradient
 from zeroshard.runtime.unit import Unit
 
 __all__ = ["Reductions"]
@@ -63,14 +63,16 @@ class Reductions:
             key = (unit.index, number)
             for command in self._reduces.before(key):
                 self.finish(command)
+            flight: Flight | None
             if path.partial.of_nodes and not sync:
-                path.reduce_inside(make_room=self.make_room)
+                flight = path.reduce_inside(make_room=self.make_room)
             else:
-                path.reduce(make_room=self.make_room, with_earlier=with_earlier)
-            if path.in_flight:
-                self._reduces.start(key, leaves=path.summed.leaves)
-            else:
+                flight = path.reduce(make_room=self.make_room, with_earlier=with_earlier)
+            if flight is None:
                 self._reduces.over(key)
+            else:
+                flight.go(fork=True)
+                self._reduces.start(key, leaves=path.summed.leaves)
             if path.summed.tiered:
                 self._flushing.append(path)
         return any_started
@@ -119,13 +121,15 @@ class Reductions:
         for path in self._flushing:
             path.summed.flush()
 
-    def gather_averages(self, sums: Sequence[SummedGradient]) -> None:
+    def gather_averages(self, sums: Sequence[Gradient]) -> None:
         """Bring whole averages together where every rank steps everything: all at once, one fork
         and one wait for all.
         """
         if sums:
-            works = (summed.gather_averages() for summed in sums)
-            Flight(works, self._streams, "reduce").wait()
+            routes = [summed.gather_averages() for summed in sums]
+            flight = Flight(routes, self._streams, "reduce", self._transports.main)
+            flight.go(fork=True)
+            flight.wait()
 
     def abandon(self) -> None:
         """After an exception: nothing is under way."""

@@ -24,7 +24,6 @@ from zeroshard.core.residency import UnitState
 from zeroshard.core.work import wait_on_host
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.faults import Faults
-from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.state import State
 
@@ -71,13 +70,10 @@ class RestingPiece:
 class Rest:
     """The masters and weights at rest of one engine."""
 
-    def __init__(
-        self, weights: Weights, *, transports: Transports, streams: Streams, faults: Faults
-    ) -> None:
+    def __init__(self, weights: Weights, *, transports: Transports, faults: Faults) -> None:
         self._weights = weights
         self._faults = faults
         self._transports = transports
-        self._streams = streams
 
     def before_writing(self) -> None:
         """Finish the gathers under way and wait until every rank is done reading the weights."""
@@ -85,6 +81,8 @@ class Rest:
         for unit in self._weights.units:
             if unit.residency.state is UnitState.FULL:
                 unit.check_memory()
+            for segment in unit.segments:
+                segment.flat.wait_published()
         self._transports.begin_write()
 
     def publish(self, *, frozen: bool = False, everything: bool = True) -> None:
@@ -96,9 +94,8 @@ class Rest:
         with torch.no_grad():
             for unit in self._weights.units:
                 for segment in unit.segments if frozen else unit.trainable:
-                    self._streams.write(segment.flat.rest_name)
                     segment.publish(everything=everything)
-                    if self._transports.main.size > 1 or not unit.cells.optim.is_sharded:
+                    if self._transports.main.flat.size > 1 or not unit.cells.optim.is_sharded:
                         # a peer may wait for it before this rank comes to this unit; or the weights
                         # are in use as they are
                         segment.wait_uploads()

@@ -21,7 +21,7 @@ is called on).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol, get_args
 
@@ -76,18 +76,6 @@ class Streams(Protocol):
     def is_idle(self) -> bool:
         """Whether nothing is under way on the gather and reduce lanes. Any thread may ask."""
 
-    def alloc(self, buffer: Hashable) -> None:
-        """Report that `buffer`'s memory was taken, on the current lane."""
-
-    def free(self, buffer: Hashable) -> None:
-        """Report that `buffer`'s memory was given back, on the current lane."""
-
-    def read(self, buffer: Hashable) -> None:
-        """Report a read of `buffer` on the current lane."""
-
-    def write(self, buffer: Hashable) -> None:
-        """Report a write of `buffer` on the current lane."""
-
 
 def make_streams(device: torch.device | str) -> Streams:
     """Return what `device` needs: real streams on CUDA, nothing on the CPU. Raises ConfigError
@@ -127,14 +115,6 @@ class NoStreams:
 
     def is_idle(self) -> bool:
         return True
-
-    def alloc(self, buffer: Hashable) -> None: ...
-
-    def free(self, buffer: Hashable) -> None: ...
-
-    def read(self, buffer: Hashable) -> None: ...
-
-    def write(self, buffer: Hashable) -> None: ...
 
 
 class AcceleratorStreams:
@@ -202,11 +182,3 @@ class AcceleratorStreams:
 
     def is_idle(self) -> bool:
         return all(stream.query() for stream in self._lanes.values())
-
-    def alloc(self, buffer: Hashable) -> None: ...
-
-    def free(self, buffer: Hashable) -> None: ...
-
-    def read(self, buffer: Hashable) -> None: ...
-
-    def write(self, buffer: Hashable) -> None: ...

@@ -41,6 +41,7 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
         master,
         context.tiering.store(tier),
         gradient=path.summed.resting,
+        set_gradient=path.summed.store_range,
         used=path.used.__getitem__,
         bring=segment.bring,
         can_bring_from_rest=segment.can_bring_from_rest,

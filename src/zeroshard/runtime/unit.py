@@ -3,7 +3,7 @@
 Its parameters lie in one flat segment per (dtype, trainable); what they are while the unit rests is
 runtime/parameters.py's.
 
-    RESTING --unshard--> GATHERING --wait_for_unshard--> FULL --reshard--> RESTING
+    RESTING --unshard--> GATHERING --wait--> FULL --reshard--> RESTING
 
 Invariant: any other transition raises StateError naming the unit. Cost: a gather moves the weights
 once; pointing the parameters at their views costs no copy.
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import repeat
 from operator import attrgetter
 
 import torch
@@ -23,7 +22,6 @@ from torch import nn
 from zeroshard.core.placement import Cells
 from zeroshard.core.residency import Residency, UnitState, UnitTraits
 from zeroshard.errors import StateError
-from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.released import release_classes, restore_classes
@@ -178,9 +176,9 @@ class Unit:
     def _may_have_no_news(self) -> bool:
         return any(segment.grad is None and segment.flat.replicated for segment in self.segments)
 
-    def unshard(self, streams: Streams, *, fork: bool = True, raw: bool = False) -> None:
-        """Start bringing the weights together, after what compute was given if `fork`; `raw`: as
-        they rest, without a codec.
+    def unshard(self, streams: Streams, *, raw: bool = False) -> Flight:
+        """Return a flight that brings the weights together, to be started; `raw`: as they rest,
+        without a codec.
         """
         for segment in self.segments:
             if not segment.flat.is_local:
@@ -196,20 +194,26 @@ class Unit:
             flat.take_memory()
             moves = moves or not flat.is_local
         lane: Lane | None = "gather" if moves else None
-        works = map(FlatWeights.unshard, flats, repeat(raw))
-        self._flight = Flight(works, streams, lane, fork=fork)
+        levels = self.segments[0].flat.context.levels
+        self._flight = Flight([flat.hops(raw) for flat in flats], streams, lane, levels)
+        return self._flight
 
     def advance(self) -> None:
         """Go on with a gather that began with a read of another tier."""
         if self._flight is not None:
             self._flight.advance()
 
-    def wait_for_unshard(self) -> None:
-        """Wait for the weights and point the parameters at them."""
+    def landing(self) -> Flight:
+        """Return the flight under way, which is about to be waited for: this rank's own part of
+        the weights is where peers wait for it.
+        """
         assert self._flight is not None, self
         for segment in self.segments:
             segment.wait_uploads()
-        self._flight.wait()
+        return self._flight
+
+    def attach(self) -> None:
+        """The weights are here: point the parameters at them."""
         self._flight = None
         for segment in self.segments:
             segment.attach()

@@ -83,10 +83,16 @@ class Weights:
             if op is Op.START:
                 if self._ordered:
                     self._fold_gathers(unit)
-                unit.unshard(self._streams, fork=fork, raw=bool(self.shown))
+                unit.unshard(self._streams, raw=bool(self.shown)).go(fork=fork)
                 fork = forks
             elif op is Op.WAIT:
-                self._wait(unit)
+                flight = unit.landing()
+                if peek_stack() is None:
+                    flight.wait()
+                else:
+                    with temporarily_clear_interpreter_stack():  # our copies are not its to follow
+                        flight.wait()
+                unit.attach()
             elif op is Op.USE:
                 self._use(unit)
             elif op is Op.RELEASE:
@@ -113,16 +119,7 @@ class Weights:
                     "gather", unit.name, dtype_name(flat.dtype), flat.layout.numel, ordered=True
                 )
 
-    def _wait(self, unit: Unit) -> None:
-        if peek_stack() is not None:
-            with temporarily_clear_interpreter_stack():  # our copies are not its to follow
-                unit.wait_for_unshard()
-        else:
-            unit.wait_for_unshard()
-
     def _use(self, unit: Unit) -> None:
-        for segment in unit.segments:
-            self._streams.read(segment.key)
         # gathered ahead in one order and used in another: the ranks' next gathers will differ
         if self._ordered and unit.full_bytes:
             first = unit.segments[0].flat
@@ -165,18 +162,18 @@ class Weights:
 
     def unshard(self, unit: Unit, phase: Phase) -> None:
         """Return with `unit` gathered, and the units expected next on their way."""
-        self._check(unit, phase)
+        self.check(unit, phase)
         commands = self.schedule.need(unit.residency, phase, keeps=torch.is_grad_enabled())
         if commands:
             self.run(commands)
 
     def hold(self, unit: Unit, phase: Phase, until: Until) -> None:
         """Gather a unit that is used outside its modules, and keep it at least `until` then."""
-        self._check(unit, phase)
+        self.check(unit, phase)
         keeps = torch.is_grad_enabled()
         self.run(self.schedule.hold(unit.residency, phase, until, keeps=keeps))
 
-    def _check(self, unit: Unit, phase: Phase) -> None:
+    def check(self, unit: Unit, phase: Phase) -> None:
         """`unit` is needed in a pass: raise StateError where it cannot be gathered."""
         if self.availability.refusal is not None:
             self.availability.check_open()

@@ -115,7 +115,7 @@ class Whole:
         and return by name whether only some of several made them; raise when another rank made
         edits of its own.
         """
-        control = self._transports.main.control
+        control = self._transports.main.flat.control
         segments = [segment for unit in units for segment in unit.segments]
         contexts = {name: one.flat.context for one in segments for name in one.names}
         after = [digest_of(value) for value in values.values()]
@@ -184,7 +184,7 @@ class Whole:
             for name in segment.names
             if segment.flat.context.holders.differ
         }
-        exchange = self._transports.main.control.exchange
+        exchange = self._transports.main.flat.control.exchange
         with self._axes.telling(_LOAD) if self._has_replicas else nullcontext():
             agree(exchange, loaded, call=_LOAD, remedy=_SAME, within=within)
         if self._has_replicas:
@@ -224,7 +224,7 @@ class Whole:
         Parameters with a mesh of their own are those of this rank; the first of each group of
         ranks that hold the same has them.
         """
-        is_first = any(transport.rank == 0 for transport in self._transports)
+        is_first = any(levels.flat.rank == 0 for levels in self._transports)
         keep = not rank0_only or (is_first and self._axes.place.is_first)
         values: dict[int, torch.Tensor] = {}
         for unit in self._weights.units:
@@ -321,7 +321,10 @@ class Whole:
         low, high = segment.flat.own_span
         local = local[low - start : high - start]
         out = torch.empty(layout.numel, dtype=local.dtype, device=local.device)
-        segment.flat.context.transport.all_gather(key, local, layout.ranges, out).wait()
+        levels = segment.flat.context.levels
+        for begin in levels.gathers(levels.axes, key, local, layout.ranges, out):
+            if (work := begin()) is not None:
+                work.wait()
         return out
 
     def find(self, parameter: nn.Parameter) -> tuple[Segment, int]:

@@ -23,7 +23,7 @@ from zeroshard.comm.agree import agree, through
 from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.everyone import Everyone
 from zeroshard.comm.own_mesh import OwnMesh
-from zeroshard.comm.select import make_transport
+from zeroshard.comm.select import make_levels
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Transport
 from zeroshard.config import Config, ShardOptions, build_config
@@ -203,13 +203,14 @@ def _make_context(
     )
     with seat.axes.telling("shard()"):
         tiering = _make_tiering(asked, model, seat.group, device)
-        transport = make_transport(seat.group, device, spec)
+        levels = make_levels(seat.group, device, spec)
+    transport = levels.flat
     axes = seat.axes.connected(spec, transport.traffic)
     context = Context(
         policy=policy,
         precision=precision,
         dtypes=asked.dtypes,
-        transport=transport,
+        levels=levels,
         mesh=asked.mesh,
         everyone=Everyone(transport.control, axes),
         holders=Holders.everyone(transport.size, transport.rank),
@@ -244,11 +245,11 @@ def _own_context(own: OwnMesh, whole: Context, asked: Asked, spec: CommSpec) -> 
         name="auto" if len(members) == 1 else spec.name,
         pool_bytes=_pool_bytes(asked, own.pattern),
         # where hosts are several, groups inside one would gather without the memory of the others
-        alias=whole.transport.one_sided,
+        alias=whole.levels.one_sided,
         members=members,
     )
-    transport = make_transport(own.group, whole.device, spec, whole.transport.traffic)
-    return replace(whole, transport=transport, mesh=mesh, holders=own.holders)
+    levels = make_levels(own.group, whole.device, spec, whole.transport.traffic)
+    return replace(whole, levels=levels, mesh=mesh, holders=own.holders)
 
 
 def _pool_bytes(asked: Asked, pattern: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.pieces import encoded_options, generators, restore_generators
+from zeroshard.checkpoint.rank_part import encoded_options, generators, restore_generators
 from zeroshard.checkpoint.values import decode, encode
 from zeroshard.runtime.engine import Engine, parts_of
 

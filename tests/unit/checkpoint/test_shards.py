@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-import zeroshard.checkpoint.shards as shards
+import zeroshard.checkpoint.shard_files as shards
 from zeroshard import CheckpointError
 from zeroshard.checkpoint.manifest import ShardEntry, TensorEntry, digest
-from zeroshard.checkpoint.shards import (
+from zeroshard.checkpoint.shard_files import (
     DTYPES,
     ShardReader,
     Stored,

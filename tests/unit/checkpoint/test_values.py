@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard import CheckpointError
-from zeroshard.checkpoint.shards import DTYPES, as_bytes
+from zeroshard.checkpoint.shard_files import DTYPES, as_bytes
 from zeroshard.checkpoint.values import decode, encode
 
 

@@ -16,8 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from zeroshard.comm.codec import CODECS, codec
-from zeroshard.comm.two_level import Lowering
-from zeroshard.core.cost import LinkBytes, step_bytes
+from zeroshard.core.cost import LinkBytes, all_gather, goes_deep, reduce_scatter, step_bytes
 from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Cell, Cells, Mesh, Portion, Scope, Tier
 from zeroshard.core.policy import ROWS, Policy, row
@@ -28,6 +27,7 @@ from zeroshard.core.wire import CODEC_BITS, Formats, Wire
 NUMEL = 1 << 20
 MESH = Mesh(2, 4)
 BF16 = Formats.of("bf16")
+SHARD = Scope.SHARD
 DTYPES = ("fp32", "bf16", "fp16")
 LOWERINGS = (None, False, True)
 GRAD_CODECS = (None, "bf16", *CODEC_BITS)
@@ -164,18 +164,16 @@ def test_every_row_is_its_closed_form_on_two_nodes_of_four(
 
 
 @given(meshes, st.sampled_from(LOWERINGS), st.sampled_from(GRAD_CODECS), st.sampled_from(DTYPES))
-def test_the_lowering_is_the_transports(
+def test_the_lowering_is_that_of_the_closed_forms(
     mesh: Mesh, two_level: bool | None, grad_codec: str | None, dtype: str
 ) -> None:
     """Two levels are two collectives, but on nodes of one rank."""
     formats = Formats.of(dtype, grad_codec=grad_codec)
-    wire = torch.uint8 if formats.reduce.codec else getattr(torch, LONG[dtype])
-    hop = torch.bfloat16 if grad_codec == "bf16" else torch.float32
     made = routes(row("zero3").cells(), mesh, formats, two_level=two_level)
-    lowering = Lowering(mesh, two_level, hop_dtype=hop)
+    whole, hop = formats.reduce.bytes_per_element, formats.node_sum.bytes_per_element
     for way, levels in (
-        (made.unshard_forward, lowering.gathers),
-        (made.reduce, lowering.reduces(wire)),
+        (made.unshard_forward, goes_deep(mesh, two_level, all_gather, SHARD, Scope.FULL, 1.0)),
+        (made.reduce, goes_deep(mesh, two_level, reduce_scatter, SHARD, whole, hop)),
     ):
         axes = [hop.axis for hop in way if hop.axis is not None]
         if min(mesh.num_nodes, mesh.node_size) > 1:

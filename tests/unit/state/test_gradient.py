@@ -4,17 +4,20 @@ and readers, in blocks of a few elements.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.support.endless_link import Endless
+from tests.support.gradients import one_gradient
+from zeroshard.errors import StorageError
 from zeroshard.memory import Pages
+from zeroshard.runtime.grad import Gradient
 from zeroshard.state import gradient as module
 from zeroshard.state import reduction
-from zeroshard.state.allocator import GradientAllocator
-from zeroshard.state.gradient import RestingGradient
+from zeroshard.state.gradient import GradientState
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import Direct
@@ -39,36 +42,40 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def resting(place: str) -> Iterator[RestingGradient]:
+def gradient(place: str) -> Iterator[Gradient]:
     split, link = (
         PLACES[place][0],
         Direct() if PLACES[place][1] == "direct" else Endless(overlaps=True),
     )
     store = HostStore(CPU, link=link)
-    lost: list[object] = []
-    made = GradientAllocator(
-        "unit",
-        NUMEL,
-        torch.float32,
-        DeviceMemory(CPU, Pages(), link),
-        split=split,
-        store=store,
-        note=lost.append,
-    ).open()
-    assert made.on_device is (split == NUMEL)
+    lost: list[StorageError] = []
+    memory = DeviceMemory(CPU, Pages(), link)
+    made = one_gradient(memory, [NUMEL], split=split, store=store, note=lost.append)
+    assert made.open()[0].on_device is (split == NUMEL)
     yield made
     assert lost == []
     store.close()
+
+
+def at_rest(gradient: Gradient) -> GradientState:
+    resting = gradient.resting()
+    assert resting is not None
+    return resting
+
+
+def fetch(gradient: Gradient, start: int, stop: int) -> torch.Tensor:
+    return at_rest(gradient).fetch(start, stop)
 
 
 def numbers(seed: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
 
 
-def take(resting: RestingGradient, total: torch.Tensor, *, fresh: bool = False) -> None:
+def take(gradient: Gradient, total: torch.Tensor, *, fresh: bool = False) -> None:
     """Do what a reduce does with the sum that it brings."""
+    resting = at_rest(gradient)
     if not resting.on_device:
-        resting.take(OWN, total, fresh=fresh)
+        gradient.take(total, fresh)
     elif fresh:
         resting.fetch(*OWN).copy_(total)
     else:
@@ -77,35 +84,35 @@ def take(resting: RestingGradient, total: torch.Tensor, *, fresh: bool = False) 
 
 @everywhere
 def test_sums_are_added_averaged_once_and_scaled_wherever_they_rest(
-    resting: RestingGradient,
+    gradient: Gradient,
 ) -> None:
-    take(resting, numbers(0), fresh=True)
-    take(resting, numbers(1))
-    take(resting, numbers(2))
-    assert resting.average(OWN, 3.0)
-    assert resting.average(OWN, 3.0), "a second time divides by nothing"
-    resting.scale(0.3)
+    take(gradient, numbers(0), fresh=True)
+    take(gradient, numbers(1))
+    take(gradient, numbers(2))
+    assert gradient.average(3.0)
+    assert gradient.average(3.0), "a second time divides by nothing"
+    gradient.scale(0.3)
     expected = (numbers(0) + numbers(1) + numbers(2)).div(3.0).mul(0.3)
-    assert torch.equal(resting.fetch(*OWN), expected)
-    assert torch.equal(resting.fetch(5, 71), expected[5:71])
+    assert torch.equal(fetch(gradient, *OWN), expected)
+    assert torch.equal(fetch(gradient, 5, 71), expected[5:71])
     for start, stop in (OWN, (5, 71), (36, 38), (50, 50)):
-        assert resting.squares(start, stop) == pytest.approx(
+        assert gradient.squares_in(start, stop) == pytest.approx(
             float((expected[start:stop].double() ** 2).sum()), rel=1e-12
         )
 
 
 @everywhere
 def test_what_is_added_to_an_average_is_added_to_the_sum_that_it_was(
-    resting: RestingGradient,
+    gradient: Gradient,
 ) -> None:
-    take(resting, numbers(0), fresh=True)
-    assert resting.average(OWN, 4.0)
-    resting.scale(0.5)
-    resting.reopen(OWN)
-    take(resting, numbers(1))
-    assert resting.average(OWN, 4.0)
+    take(gradient, numbers(0), fresh=True)
+    assert gradient.average(4.0)
+    gradient.scale(0.5)
+    assert gradient.open() == (at_rest(gradient), False)
+    take(gradient, numbers(1))
+    assert gradient.average(4.0)
     assert torch.equal(
-        resting.fetch(*OWN), (numbers(0).div(4.0).mul(0.5).mul(4.0) + numbers(1)).div(4.0)
+        fetch(gradient, *OWN), (numbers(0).div(4.0).mul(0.5).mul(4.0) + numbers(1)).div(4.0)
     )
 
 
@@ -113,46 +120,93 @@ def test_what_is_added_to_an_average_is_added_to_the_sum_that_it_was(
 @pytest.mark.parametrize("element", [0, 20, 36, 37, 99])
 @pytest.mark.parametrize("late", [False, True], ids=["in the first sum", "in a later sum"])
 def test_a_number_that_is_not_finite_is_noticed_wherever_it_is(
-    resting: RestingGradient, element: int, late: bool
+    gradient: Gradient, element: int, late: bool
 ) -> None:
     broken = numbers(1)
     broken[element] = float("nan") if element % 2 else float("-inf")
     for index, total in enumerate([numbers(0), broken] if late else [broken, numbers(0)]):
-        take(resting, total, fresh=index == 0)
-    assert not resting.average(OWN, 2.0)
-    assert not resting.is_finite(element, element + 1)
-    assert resting.is_finite(0, element) and resting.is_finite(element + 1, NUMEL)
+        take(gradient, total, fresh=index == 0)
+    assert not gradient.average(2.0)
+    assert not gradient.is_finite(element, element + 1)
+    assert gradient.is_finite(0, element) and gradient.is_finite(element + 1, NUMEL)
 
 
 @everywhere
 def test_a_sum_that_overflows_by_itself_is_no_number_that_is_not_finite(
-    resting: RestingGradient,
+    gradient: Gradient,
 ) -> None:
-    take(resting, torch.full((NUMEL,), 3e38), fresh=True)
-    assert resting.average(OWN, 2.0)
-    assert torch.equal(resting.fetch(*OWN), torch.full((NUMEL,), 3e38) / 2.0)
+    take(gradient, torch.full((NUMEL,), 3e38), fresh=True)
+    assert gradient.average(2.0)
+    assert torch.equal(fetch(gradient, *OWN), torch.full((NUMEL,), 3e38) / 2.0)
 
 
 @everywhere
-def test_a_range_that_is_zeroed_is_zero_and_the_rest_stays(resting: RestingGradient) -> None:
-    take(resting, numbers(0), fresh=True)
-    resting.zero(10, 60)
+def test_a_range_that_is_zeroed_is_zero_and_the_rest_stays(gradient: Gradient) -> None:
+    take(gradient, numbers(0), fresh=True)
+    gradient.zero_range(10, 60)
     expected = numbers(0)
     expected[10:60] = 0.0
-    assert torch.equal(resting.fetch(*OWN), expected)
+    assert torch.equal(fetch(gradient, *OWN), expected)
 
 
 def test_a_sum_on_the_host_is_added_to_the_part_on_the_device_over_there() -> None:
     far = torch.device("meta")
     store = HostStore(CPU)
     memory = DeviceMemory(far, Pages(), Direct())
-    resting = GradientAllocator(
-        "unit", NUMEL, torch.float32, memory, split=32, store=store, note=_raise
-    ).open()
+    gradient = one_gradient(memory, [NUMEL], split=32, store=store, note=_raise)
+    resting, _ = gradient.open()
     for is_first in (True, False):
-        resting.take(OWN, torch.ones(NUMEL), fresh=is_first)
-    with resting.state.borrowed(32, NUMEL, write=False) as there:
+        gradient.take(torch.ones(NUMEL), is_first)
+    with resting.borrowed(32, NUMEL, write=False) as there:
         assert there.tolist() == [2.0] * (NUMEL - 32)
+
+
+def test_memory_serves_the_next_gradient_when_nobody_holds_it_any_more() -> None:
+    store = HostStore(CPU)
+    memory = DeviceMemory(CPU, Pages(), Direct())
+    gradient = one_gradient(memory, [NUMEL], split=40, store=store, note=_raise)
+    seal, fresh = gradient.open()  # what a sealed gradient holds
+    first = seal.away
+    gradient.release()
+    assert fresh and gradient.open() == (seal, False), "it is held, and added to"
+    gradient.reset()
+    other, fresh = gradient.open()
+    assert fresh and other is not seal and other.away is not first, "a step may still read it"
+    del seal, other
+    gradient.reset()
+    assert len(store.storages) == 2
+    assert gradient.open()[0].away in store.storages and len(store.storages) == 2
+    gradient.move(60)
+    assert len(store.storages) == 1, "only what rests is left"
+    gradient.reset()
+    moved = gradient.open()[0]
+    assert (moved.split, moved.numel, len(store.storages)) == (60, NUMEL, 1), "of the new size"
+    del moved
+    gradient.reset()
+    gradient.release_idle()
+    assert not store.storages
+    store.close()
+
+
+def test_a_lost_gradient_is_noted_reads_as_nan_and_its_memory_is_closed() -> None:
+    store = HostStore(CPU)
+    memory = DeviceMemory(CPU, Pages(), Direct())
+    lost: list[StorageError] = []
+    gradient = one_gradient(memory, [NUMEL], split=40, store=store, note=lost.append)
+    resting, _ = gradient.open()
+    error = StorageError("gone")
+    resting.lose(error)
+    gradient.take(torch.ones(NUMEL), True)
+    gradient.zero_range(*OWN)
+    assert not gradient.average(2.0) and lost == [], "it takes what comes without a word"
+    assert math.isnan(gradient.squares([True])[0]) and gradient.first_bad() == "p0"
+    with pytest.raises(StorageError, match="gone"):
+        resting.fetch(*OWN)
+    error.__traceback__ = None  # its frames hold the gradient
+    del resting
+    gradient.reset()
+    assert not store.storages, "something may be wrong with it"
+    store.close()
 
 
 def _raise(error: Exception) -> None:

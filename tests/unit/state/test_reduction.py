@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard as zs
 from tests.support import inside
+from tests.support.gradients import one_gradient
 from tests.support.harness import run_ranks
 from tests.support.training import batch, make_model
 from zeroshard.memory import Pages
+from zeroshard.runtime.grad import Gradient
 from zeroshard.state import gradient, reduction
-from zeroshard.state.allocator import GradientAllocator
-from zeroshard.state.gradient import RestingGradient
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.link import Direct
 
@@ -66,17 +66,11 @@ def on_an_accelerator() -> Iterator[Reads]:
         yield reads
 
 
-def resting(numbers: torch.Tensor) -> RestingGradient:
-    made = GradientAllocator(
-        "unit",
-        numbers.numel(),
-        numbers.dtype,
-        DeviceMemory(CPU, Pages(), Direct()),
-        split=numbers.numel(),
-        store=None,
-        note=lambda error: None,
-    ).open()
-    made.fetch(0, numbers.numel()).copy_(numbers)
+def gradient_of(numbers: torch.Tensor, sizes: Sequence[int]) -> Gradient:
+    """Return a gradient of parameters of these `sizes`, of which `numbers` rest."""
+    memory = DeviceMemory(CPU, Pages(), Direct())
+    made = one_gradient(memory, sizes, dtype=numbers.dtype, note=lambda error: None)
+    made.open()[0].whole.copy_(numbers)
     return made
 
 
@@ -98,28 +92,28 @@ def test_numbers_that_are_finite_never_overflow_in_it_and_others_always_show() -
 
 
 def test_gradients_are_divided_scaled_and_zeroed_without_a_read_and_then_read_together() -> None:
-    numbers = [torch.randn(100), torch.randn(60)]
+    numbers = [torch.randn(60), torch.randn(60)]
     spans = [(0, 40), (40, 60)]
     expected = [
         [float((one[low:high].double() / 4).square().sum()) for low, high in spans]
         for one in numbers
     ]
     with on_an_accelerator() as reads:
-        gradients = [resting(one) for one in numbers]
+        gradients = [gradient_of(one, [40, 20]) for one in numbers]
         for one in gradients:
-            assert one.average((0, one.state.numel), 4.0), "nothing is known of it yet"
-        asked = [each for one in gradients for each in one.asked(spans)]
+            assert one.average(4.0), "nothing is known of it yet"
+        asked = [each for one in gradients for each in one.asked()]
         assert (reads.numbers, reads.vectors) == (0, [])
         reduction.read_squares(asked)
         assert reads.vectors == [4]
-        assert [one.asked(spans) for one in gradients] == [[], []]
+        assert [one.asked() for one in gradients] == [[], []]
         for one, squares in zip(gradients, expected, strict=True):
             for span, value in zip(spans, squares, strict=True):
-                assert one.squares(*span) == pytest.approx(value, rel=1e-12)
+                assert one.squares_in(*span) == pytest.approx(value, rel=1e-12)
                 assert one.is_finite(*span)
         gradients[0].scale(0.5)
-        gradients[1].zero(0, 40)
-        assert [len(one.asked(spans)) for one in gradients] == [2, 2], "they have changed"
+        gradients[1].zero({0})
+        assert [len(one.asked()) for one in gradients] == [2, 2], "they have changed"
     assert (reads.numbers, reads.vectors) == (0, [4])
 
 
@@ -127,10 +121,10 @@ def test_what_is_not_finite_is_known_once_it_has_been_read() -> None:
     numbers = torch.randn(100)
     numbers[50] = float("inf")
     with on_an_accelerator():
-        one = resting(numbers)
-        assert one.average((0, 100), 2.0)
-        reduction.read_squares(one.asked([(0, 40), (40, 100)]))
-        assert not one.average((0, 100), 2.0)
+        one = gradient_of(numbers, [40, 60])
+        assert one.average(2.0)
+        reduction.read_squares(one.asked())
+        assert not one.average(2.0)
         assert one.is_finite(0, 40) and not one.is_finite(40, 100)
 
 

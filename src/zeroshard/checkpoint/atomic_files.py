@@ -59,7 +59,7 @@ def published(out: Path, num_bytes: int) -> Iterator[Path]:
 
 def write_new(path: Path, num_bytes: int, parts: Iterable[Any]) -> None:
     """Write `parts` (buffers of bytes, `num_bytes` in all) to the new file `path` and fsync it.
-    Who may read it is the umask's.
+    The umask says who may read it.
 
     The space is reserved first. Raises CheckpointError when there is none, or the disk fails; the
     file may be left behind.

@@ -1,4 +1,4 @@
-"""What the ranks of a mesh hold together: parameters and param groups of all pipeline stages.
+"""Unite the parameters and param groups of all pipeline stages of a mesh.
 
     stage pp=0    embed.weight, layers.0.weight     groups: decay [...], no decay [...]
     stage pp=1    layers.1.weight, head.weight      groups: decay [...], no decay [...]
@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from zeroshard.checkpoint.experts import Experts
-from zeroshard.checkpoint.manifest import ParameterEntry, TensorEntry, digest
-from zeroshard.checkpoint.pieces import RankPart, names_of, persistent_buffers
-from zeroshard.checkpoint.shards import Lent, opened
+from zeroshard.checkpoint.manifest import Entries, ParameterEntry, TensorEntry, digest
+from zeroshard.checkpoint.rank_part import RankPart, names_of, persistent_buffers
+from zeroshard.checkpoint.shard_files import Lent, opened
 from zeroshard.core.tensor_digest import placed_sum
 from zeroshard.errors import CheckpointError
 from zeroshard.runtime.engine import Engine, states_of
@@ -34,18 +35,19 @@ _CALL = "zs.save()"
 
 
 @dataclass(frozen=True)
-class _Stage:
-    """One pipeline stage."""
-
+class _PipelineStage:
     name: str  # "pp=1"
-    parameters: dict[str, dict[str, Any]]
+    parameters: Entries
     groups: list[dict[str, Any]]
     optimizer: str  # its class
 
 
+_STAGE = TypeAdapter(_PipelineStage)
+
+
 def unite(engine: Engine, part: RankPart) -> None:
-    """Let `part` name the parameters and param groups of all stages, and hold nothing that an
-    earlier stage holds. Collective.
+    """Give `part` the names of the parameters and param groups of all stages, and take out the
+    tensors that an earlier stage holds. Collective.
 
     Raises CheckpointError, on every rank, for a name that stages have with other contents.
     """
@@ -72,9 +74,7 @@ def unite(engine: Engine, part: RankPart) -> None:
         _refuse_other_numbers(engine, part, again, first)
     mine = {name for name, stage in again if stage == states.everyone.stage}
     part.stored = [one for one in part.stored if one[0].parameter not in mine]
-    part.parameters = {
-        name: _entry(raw) for stage in stages for name, raw in stage.parameters.items()
-    }
+    part.parameters = {name: one for stage in stages for name, one in stage.parameters.items()}
     part.groups = united_groups([stage.groups for stage in stages])
 
 
@@ -131,19 +131,19 @@ def united_groups(stages: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, 
     return out
 
 
-def _stages(engine: Engine, part: RankPart) -> list[_Stage]:
+def _stages(engine: Engine, part: RankPart) -> list[_PipelineStage]:
     """Return every stage, in mesh order. Collective."""
     states, told = states_of(engine), "null"
     if engine.rank == 0:  # of a data parallel group, whose ranks have the same
         kind = "" if engine.optimizer is None else type(engine.optimizer).__name__
-        parameters = {name: asdict(entry) for name, entry in part.parameters.items()}
-        told = json.dumps(asdict(_Stage(states.everyone.stage, parameters, part.groups, kind)))
+        stage = _PipelineStage(states.everyone.stage, part.parameters, part.groups, kind)
+        told = json.dumps(vars(stage), default=vars)
     answers = [json.loads(answer) for answer in states.everyone.exchange(told.encode(), _CALL)]
-    stages = [_Stage(**raw) for raw in answers if raw is not None]
+    stages = [_STAGE.validate_python(raw) for raw in answers if raw is not None]
     return list({stage.name: stage for stage in reversed(stages)}.values())[::-1]
 
 
-def _refuse_classes(stages: Sequence[_Stage]) -> None:
+def _refuse_classes(stages: Sequence[_PipelineStage]) -> None:
     for stage in stages:
         if stage.optimizer != stages[0].optimizer:
             named = {one.name: one.optimizer or "none" for one in (stages[0], stage)}
@@ -185,12 +185,7 @@ def _sum(entry: TensorEntry, numbers: torch.Tensor | Lent) -> int:
         return placed_sum(tensor, entry.start) + box * (entry.stop - entry.start)
 
 
-def _entry(raw: dict[str, Any]) -> ParameterEntry:
-    shape, stride, aliases = (tuple(raw[key]) for key in ("shape", "stride", "aliases"))
-    return ParameterEntry(shape, stride, raw["trained"], aliases)
-
-
-def _text(raw: dict[str, Any]) -> str:
-    kind = "trained" if raw["trained"] else "frozen"
-    also = f", also called {raw['aliases']}" if raw["aliases"] else ""
-    return f"{list(raw['shape'])} ({kind}, stride {list(raw['stride'])}{also})"
+def _text(entry: ParameterEntry) -> str:
+    kind = "trained" if entry.trained else "frozen"
+    also = f", also called {list(entry.aliases)}" if entry.aliases else ""
+    return f"{list(entry.shape)} ({kind}, stride {list(entry.stride)}{also})"

@@ -1,4 +1,4 @@
-"""One checkpoint on its way into one engine: read and verified, then written.
+"""Load one step into one engine: read and verify all that is needed, then write it.
 
 Invariant: `read` changes nothing; after `apply` everything that was read is loaded, or it raises.
 Cost: see checkpoint/load.py.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -17,17 +17,16 @@ import torch
 from zeroshard.checkpoint.experts import Experts
 from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, row_stride
 from zeroshard.checkpoint.match import Match, Wanted
-from zeroshard.checkpoint.pieces import (
+from zeroshard.checkpoint.pipeline_stages import rank_there
+from zeroshard.checkpoint.rank_part import (
     EXTRA,
     RNG,
     SCALER,
-    Stateful,
     generators,
     persistent_buffers,
     restore_generators,
     whole_parts,
 )
-from zeroshard.checkpoint.stages import rank_there
 from zeroshard.checkpoint.step_reader import StepReader
 from zeroshard.checkpoint.together import raise_on_all
 from zeroshard.checkpoint.values import common_part, decode
@@ -40,15 +39,15 @@ from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece, states_of
 
-__all__ = ["Reading"]
+__all__ = ["StepLoader"]
 
 
-class Reading:
-    """One checkpoint on its way into one engine."""
+class StepLoader:
+    """Loads one step into one engine."""
 
     def __init__(self, saved: StepReader, engine: Engine, wanted: Wanted) -> None:
         self.extra: Any = None
-        # of `skipped`: what differed between the ranks that saved it, and has no owner here
+        # of `skipped`: state that differed between the ranks that saved it, and is of none here
         self.differed: list[str] = []
         self._saved = saved
         self._engine = engine
@@ -67,17 +66,17 @@ class Reading:
 
     @property
     def misfits(self) -> list[str]:
-        """What does not fit: an error where strict."""
+        """The mismatches: an error where strict."""
         return self._match.misfits
 
     @property
     def skipped(self) -> list[str]:
-        """What is there and is not loaded."""
+        """The entries of the checkpoint that are not loaded."""
         return self._match.skipped
 
     @property
     def left_out(self) -> list[str]:
-        """What this load leaves as it is."""
+        """The state of the engine that this load leaves as it is."""
         return self.misfits + self._match.left_alone
 
     # ------------------------------------------------------------- reading, before anything changes
@@ -237,9 +236,10 @@ class Reading:
         """Load states and generators; restore all of them if one fails on any rank. Collective."""
         error: CheckpointError | None = None
         numbers = generators()
-        mine = [name for name in self._values if name in self._states]
-        before = {name: _state_before(self._states[name]) for name in mine}
-        loaded: list[str] = []
+        before, loaded = dict[str, Any](), list[str]()
+        for name in self._values.keys() & self._states.keys():
+            with suppress(Exception):  # a state that gives none cannot be put back
+                before[name] = copy.deepcopy(self._states[name].state_dict())
         try:
             for name, value in self._values.items():
                 loaded.append(name)
@@ -258,7 +258,7 @@ class Reading:
             stuck = [
                 f"states[{name!r}]"
                 for name in loaded
-                if name in before and not _put_back(self._states[name], before[name])
+                if name in self._states and not self._put_back(name, before)
             ]
             restore_generators(numbers)
             if stuck:
@@ -267,6 +267,14 @@ class Reading:
                     f"{told}; {names} could not be put back, the rest is as it was"
                 ) from error
             raise
+
+    def _put_back(self, name: str, before: dict[str, Any]) -> bool:
+        """Load a state from `before` again; return whether it was there, and taken."""
+        try:
+            self._states[name].load_state_dict(before[name])
+        except Exception:
+            return False
+        return True
 
     def _apply_optimizer(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
@@ -293,22 +301,3 @@ def _too_late() -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise StorageError(str(error)) from None
-
-
-def _state_before(state: Stateful) -> Any:
-    """Return a copy of a state, or None where it gives none."""
-    try:
-        return copy.deepcopy(state.state_dict())
-    except Exception:
-        return None
-
-
-def _put_back(state: Stateful, before: Any) -> bool:
-    """Load `before` into a state again; return whether it was taken."""
-    if before is None:
-        return False
-    try:
-        state.load_state_dict(before)
-    except Exception:
-        return False
-    return True

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.files import write_new
+from zeroshard._version import __version__
+from zeroshard.checkpoint.atomic_files import write_new
 from zeroshard.checkpoint.manifest import (
     CHUNK_BYTES,
     ITEMSIZE,
@@ -34,8 +35,8 @@ from zeroshard.errors import CheckpointError
 from zeroshard.memory import Pages
 
 __all__ = [
-    "DTYPES", "Lent", "OpenShards", "ShardReader", "Stored", "as_bytes", "describe_range",
-    "dtype_code", "header_of", "opened", "shard_bytes", "write_shard",
+    "DTYPES", "WRITTEN_BY", "Lent", "OpenShards", "ShardReader", "Stored", "as_bytes",
+    "describe_range", "dtype_code", "header_of", "opened", "shard_bytes", "write_shard",
 ]  # fmt: skip
 
 DTYPES: dict[str, torch.dtype] = {
@@ -45,6 +46,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool, "C64": torch.complex64,
 }  # fmt: skip
+WRITTEN_BY = f"zeroshard {__version__}, torch {torch.__version__}"
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGN = 64  # of the start of the data
 

@@ -1,8 +1,14 @@
-"""What a rank saves, and where loaded state goes: the module that knows both engines and manifests.
+"""The part of a checkpoint that one rank writes, collected from its engine.
 
 The ranks together save each element once: values (the fp32 master of a trained parameter, the
 weight of a frozen one), optimizer state and averages; then buffers, the user's states and the
 random generators. See docs/design/checkpoints.md.
+
+The manifest is put together (`Manifest.of_ranks`) from JSON that lies beside the files of a save
+under way, and in the notes of a step that is kept in memory:
+
+    heading (one rank's)    step, world, parameters, param groups, ...
+    index (each rank's)     its file, the tensors in it with their hashes, its states
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,8 +25,16 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint.experts import Experts
-from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, ParameterEntry, TensorEntry, digest
-from zeroshard.checkpoint.shards import Lent, Stored, as_bytes, dtype_code
+from zeroshard.checkpoint.manifest import (
+    BUFFER,
+    STATE,
+    VALUE,
+    ParameterEntry,
+    ShardEntry,
+    TensorEntry,
+    digest,
+)
+from zeroshard.checkpoint.shard_files import WRITTEN_BY, Lent, Stored, as_bytes, dtype_code
 from zeroshard.checkpoint.spans import whole_stride
 from zeroshard.checkpoint.values import encode, no_tensors
 from zeroshard.core.boxes import Box, box_of
@@ -31,12 +45,11 @@ from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, states_of
-from zeroshard.state.full import flatten
 from zeroshard.state.local import is_dtensor, local_of, part_of
 
 __all__ = [
     "EXTRA", "RNG", "SCALER", "RankPart", "Stateful", "check_arguments", "collect", "divide",
-    "encoded_options", "generators", "in_memory_order", "names_of", "parameters_of",
+    "encoded_options", "generators", "names_of", "parameters_of",
     "persistent_buffers", "restore_generators", "whole_parts",
 ]  # fmt: skip
 
@@ -75,6 +88,32 @@ class RankPart:
         code = dtype_code(dtype, f"{kind} of {name!r}")
         entry = TensorEntry.piece(name, kind, *span, code, self.boxes.get(name, ()))
         self.stored.append((entry, numbers))
+
+    def index(self, file: ShardEntry, tensors: Sequence[TensorEntry]) -> dict[str, Any]:
+        """Return this rank's part of the manifest: its file, and the tensors in it."""
+        return {
+            "file": vars(file),
+            "tensors": [entry.to_json() for entry in tensors],
+            "states": self.states,
+            "scalars": self.scalars,
+        }
+
+    def heading(self, engine: Engine, step: int) -> dict[str, Any]:
+        """Return the part of the manifest that is the same on all ranks."""
+        optimizer = None
+        if engine.optimizer is not None:
+            optimizer = {"class": type(engine.optimizer).__name__, "groups": self.groups}
+        everyone = states_of(engine).everyone
+        return {
+            "step": step,
+            "world": everyone.size,
+            "written_by": WRITTEN_BY,
+            "policy": engine.policy.name,
+            "precision": engine.precision.describe(),
+            "parameters": {name: vars(entry) for name, entry in self.parameters.items()},
+            "optimizer": optimizer,
+            "places": everyone.places,
+        }
 
 
 def names_of(module: nn.Module) -> dict[int, list[str]]:
@@ -154,28 +193,6 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: local_of(buffer) for name, buffer in found.items()}
 
 
-def in_memory_order(
-    read: Callable[[int, int], torch.Tensor],
-    entry: ParameterEntry,
-    stride: tuple[int, ...],
-    start: int,
-    stop: int,
-) -> torch.Tensor:
-    """Return elements ``[start, stop)`` of a parameter in the memory order of `stride`.
-
-    `read` returns elements in the order of `entry`; all of them are read where the orders differ.
-    """
-
-    def significant(strides: tuple[int, ...]) -> list[int]:
-        return [step for step, size in zip(strides, entry.shape, strict=True) if size != 1]
-
-    if significant(entry.stride) == significant(stride):
-        return read(start, stop)
-    there = read(0, entry.numel).as_strided(entry.shape, entry.stride)
-    laid_out = torch.empty_strided(entry.shape, stride, dtype=there.dtype).copy_(there)
-    return flatten(laid_out)[start:stop]
-
-
 def collect(
     engine: Engine, states: Mapping[str, Stateful], extra: Any, *, frozen: bool = True
 ) -> RankPart:
@@ -227,8 +244,8 @@ def _state_dict(name: str, state: Stateful) -> dict[str, Any]:
 
 
 def divide(engine: Engine, part: RankPart) -> None:
-    """Assign states and buffers: the first rank that has one writes it, others what differs there.
-    Collective. Raises CheckpointError, on every rank, where ranks have other states.
+    """Assign states and buffers: the first rank that has one writes it, and others where theirs
+    differ. Collective. Raises CheckpointError, on every rank, where ranks have other states.
     """
     ranks = states_of(engine).everyone
     mine = {name: _fingerprint(*pair) for name, pair in part.encoded.items()}

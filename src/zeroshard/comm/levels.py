@@ -1,0 +1,395 @@
+"""The transports of a mesh by axis: over all ranks at once, inside a node, and between nodes.
+
+    gather   SHARD --between--> NODE_SHARD --inside--> FULL
+    reduce   FULL --inside--> sum of a node, NODE_SHARD --between--> SHARD
+
+A route says over which axes a collective runs (core/route); a hop over an axis is one collective of
+that axis's transport. Shares are dealt out column by column (docs/design/traffic.md, with the
+bytes), so every level moves contiguous ranges of the buffer and nothing is reordered. Node sums
+travel in fp32: two levels are the canonical tree (comm/ordered.py), hop by hop, and give the bits
+of a flat exchange. Encoded gradients (ZeRO++, arXiv 2306.10209, section 3.3) are decoded, added in
+fp32 and encoded again between the levels.
+
+What starts here is a `Step`; whoever runs the steps of an operation one after another (a flight,
+runtime/flight.py) says so with `follow`, and is served by every wait of the process: the second
+level starts as soon as the first has ended. Invariant: operations of one key do not overlap, so
+that each level meets its peers by key. Cost beyond a flat exchange: a column of fp32 per reduce
+under way, a copy of the column inside the node. It allocates no memory that peers map: weights rest
+privately.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Protocol
+
+import torch
+
+from zeroshard.comm import serving
+from zeroshard.comm.agree import agree
+from zeroshard.comm.private_window import PrivateWindow
+from zeroshard.comm.spec import CommSpec
+from zeroshard.comm.transport import GradBuffer, ReduceRequest, Transport, Window, Work
+from zeroshard.core.cost import all_gather, goes_deep
+from zeroshard.core.digest import Digest
+from zeroshard.core.layout import Range, end_of
+from zeroshard.core.placement import Mesh, Scope
+from zeroshard.core.recording import Operation
+from zeroshard.core.route import Axis
+from zeroshard.memory import Pool
+
+__all__ = ["ColumnWindow", "Levels", "Start", "Step"]
+
+Start = Callable[[], Work | None]  # None: nothing is left to wait for
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A hop, or a part of one, ready to be started."""
+
+    start: Start
+    # "wire": a collective; "read": of this rank's own tier, whose end differs between ranks;
+    # "copy": another copy between tiers; "here": done once started, with what has been brought
+    kind: str = "wire"
+    told: Callable[[], Operation] | None = None  # what a trace is told
+    unused: Callable[[], None] | None = None  # gives back what it was to use, if it never starts
+
+
+class Follower(Protocol):
+    """An operation of several collectives under way."""
+
+    def serve(self) -> bool:
+        """Start the collective that has become possible; return whether any is left."""
+
+    def leave(self) -> None:
+        """Start nothing any more: the transports have given up."""
+
+
+@functools.lru_cache(maxsize=4096)  # a segment's ranges, each time that it is gathered or reduced
+def _columns_of(
+    mesh: Mesh, rank: int, ranges: tuple[Range, ...]
+) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
+    """Return the range of every column, and the ranges of the ranks of `rank`'s column inside it,
+    in node order.
+    """
+    columns = []
+    for local in range(mesh.node_size):
+        members = [ranges[member] for member in mesh.column(local)]
+        assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(members)), (
+            local,
+            ranges,
+        )
+        columns.append((members[0][0], members[-1][1]))
+    base = columns[rank % mesh.node_size][0]
+    own = ((ranges[member][0] - base, ranges[member][1] - base) for member in mesh.column(rank))
+    return tuple(columns), tuple(own)
+
+
+class Levels:
+    """The transports of one mesh: of all ranks (`flat`), of this node (`inside`) and of this
+    column (`between`). Where everything goes at once, there is the first alone.
+    """
+
+    def __init__(
+        self,
+        flat: Transport,
+        inside: Transport | None = None,
+        between: Transport | None = None,
+        *,
+        spec: CommSpec,
+    ) -> None:
+        self.is_deep = inside is not None
+        self.flat = flat
+        self.inside = flat if inside is None else inside
+        self.between = flat if between is None else between
+        self.mesh = mesh = spec.mesh
+        if self.is_deep:
+            sizes = (flat.size, self.inside.size, self.between.size)
+            assert sizes == (mesh.size, mesh.node_size, mesh.num_nodes), (sizes, mesh)
+        # what `routes` is asked for
+        self.two_level = spec.two_level if self.is_deep else False
+        self.node_sums = spec.node_sums and self.is_deep
+        self.hop_dtype = spec.hop_dtype if self.is_deep else torch.float32
+        self.one_sided = flat.one_sided and not self.is_deep
+        self.keyed = all(transport.keyed for transport in self)
+        self._followed: list[Follower] = []
+        # columns of node sums on their way into an encoding; as many as reduces are under way
+        self._sums = Pool()
+
+    def __iter__(self) -> Iterator[Transport]:
+        return iter((self.inside, self.between, self.flat) if self.is_deep else (self.flat,))
+
+    @property
+    def name(self) -> str:
+        """The names of its transports."""
+        if not self.is_deep:
+            return self.flat.name
+        return f"{self.inside.name} in nodes, {self.between.name} between"
+
+    # -------------------------------------------------------------------------------------- windows
+
+    def window(
+        self,
+        key: str,
+        ranges: Sequence[Range],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        replicated: bool,
+    ) -> Window:
+        """Allocate one segment's resting memory; see Transport.window. Collective."""
+        if not self.is_deep:
+            return self.flat.window(key, ranges, dtype, device, replicated=replicated)
+        self._prepare(key, ranges, dtype, "replicated" if replicated else "sharded")
+        return PrivateWindow(self.flat, key, ranges, dtype, device, replicated=replicated)
+
+    def column_window(
+        self,
+        key: str,
+        ranges: Sequence[Range],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        written: Scope,
+    ) -> ColumnWindow:
+        """Allocate one segment's resting memory where a rank keeps its column; it writes
+        `written` of it: SHARD, or all of it.
+        """
+        self._prepare(key, ranges, dtype, "by columns")
+        columns, own = self._columns(ranges)
+        inner = self.inside.window(key, columns, dtype, device, replicated=False)
+        return ColumnWindow(self.between, inner, own, is_whole=written is not Scope.SHARD)
+
+    def _prepare(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, kind: str) -> None:
+        """Make `key` known. Raises PlanMismatch where the ranks ask for another key, cut, dtype
+        or placement.
+        """
+        assert self.is_deep and len(ranges) == self.flat.size, (key, ranges, self.flat.size)
+        agree(
+            self.flat.control.exchange,
+            {f"window {key}": f"{list(ranges)} {dtype} {kind}"},
+            call=f"the making of window {key}",
+        )
+        for transport in (self.flat, self.inside, self.between):
+            transport.register(key)
+
+    def _columns(self, ranges: Sequence[Range]) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
+        """Return `_columns_of` this rank's `ranges`."""
+        return _columns_of(self.mesh, self.flat.rank, tuple(ranges))
+
+    def begin_write(self) -> None:
+        """Return when every rank has called it; no gather is under way. See Transport."""
+        self.flat.begin_write()
+        if self.is_deep:
+            self.inside.begin_write()
+
+    # -------------------------------------------------------------------------------------- gathers
+
+    def gathers(
+        self,
+        axes: Sequence[Axis],
+        key: str,
+        local: torch.Tensor,
+        ranges: Sequence[Range],
+        out: torch.Tensor,
+    ) -> list[Start]:
+        """Return the starts of a gather over `axes`, in this order, of what the ranks hold
+        (`local`) in `out`; `ranges` are those of the shares in the whole buffer. Over NODE alone
+        `out` is this rank's column, over LOCAL alone `local` is.
+        """
+        if axes[0] is Axis.FLAT:
+            return [partial(self.flat.all_gather, key, local, ranges, out)]
+        starts: list[Start] = []
+        columns, own = self._columns(ranges)
+        if axes[0] is Axis.NODE:
+            column = out if len(axes) == 1 else out[slice(*columns[self.inside.rank])]
+            starts.append(partial(self.between.all_gather, key, local, own, column))
+            local = column
+        if axes[-1] is Axis.LOCAL:
+            starts.append(partial(self.inside.all_gather, key, local, columns, out))
+        return starts
+
+    @cached_property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes of a gather of every rank's share: those of `routes`."""
+        deep = goes_deep(self.mesh, self.two_level, all_gather, Scope.SHARD, Scope.FULL, 1.0)
+        levels = (Axis.NODE, Axis.LOCAL) if deep else (Axis.FLAT,)
+        return tuple(axis for axis in levels if axis.num_ranks(self.mesh) > 1) or (Axis.FLAT,)
+
+    # -------------------------------------------------------------------------------------- reduces
+
+    def reduce_inside(self, request: ReduceRequest) -> ReduceRequest:
+        """Return what `inside` is asked for in a reduce: each rank takes its column."""
+        return replace(request, ranges=self._columns(request.ranges)[0])
+
+    def node_sum(
+        self,
+        request: ReduceRequest,
+        out: torch.Tensor,
+        *,
+        accumulate: bool,
+        held: torch.Tensor | None,
+    ) -> NodeSum:
+        """Return a reduce in two levels; `held` is an earlier sum of this node (our column), which
+        is added to this one.
+        """
+        _, own = self._columns(request.ranges)
+        of_shards = ReduceRequest(request.key, own, self.hop_dtype, request.codec)
+        return NodeSum(self, request, of_shards, out, held, self._sums, accumulate=accumulate)
+
+    # ------------------------------------------------------------------------------------ all of it
+
+    def follow(self, operation: Follower) -> None:
+        """Serve `operation` until no collective of it is left to start."""
+        serving.register(self)
+        self._followed.append(operation)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a second level is still to be started."""
+        return bool(self._followed)
+
+    def serve(self) -> None:
+        """Start every second level that has become possible."""
+        if self._followed:
+            self._followed = [operation for operation in self._followed if operation.serve()]
+
+    def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None:
+        """Watch for stalls; see Transport."""
+        self.flat.watch(digest, is_idle)
+
+    def progress(self) -> None:
+        """Take note of what has arrived. Never blocks."""
+        for transport in self:
+            transport.progress()
+        self.serve()
+
+    def give_up(self) -> None:
+        """After an exception: leave everything under way; see Transport."""
+        left, self._followed = self._followed, []
+        for operation in left:
+            operation.leave()
+        for transport in self:
+            transport.give_up()
+
+    def abandon(self) -> None:
+        """`give_up` in all, before this rank waits in one of them, and be usable again.
+        Collective.
+        """
+        if self.is_deep:
+            self.give_up()
+        for transport in self:
+            transport.abandon()
+
+    def close(self) -> None:
+        """Release threads, sockets and memory. Idempotent."""
+        serving.unregister(self)
+        self._followed = []
+        for transport in self:
+            transport.close()
+
+
+class NodeSum:
+    """One reduce in two levels: the sum of a node's ranks, and the sum of the nodes."""
+
+    def __init__(
+        self,
+        levels: Levels,
+        request: ReduceRequest,
+        of_shards: ReduceRequest,
+        out: torch.Tensor,
+        held: torch.Tensor | None,
+        sums: Pool,
+        *,
+        accumulate: bool,
+    ) -> None:
+        self._levels = levels
+        self._request = request
+        self._of_shards = of_shards
+        self._out = out
+        self._held = held
+        self._sums = sums
+        self._accumulate = accumulate
+        self._hop: GradBuffer | None = None  # what travels between nodes
+
+    def inside(self, buffer: GradBuffer | None) -> Work:
+        """Start summing the node's buffers; each rank's column of the sum stays here."""
+        request, device = self._of_shards, self._out.device
+        hop = self._levels.between.grad_buffer(
+            request.key, end_of(request.wire_ranges), request.wire_dtype, device
+        )
+        self._hop = hop
+        self._column = hop.data
+        if request.codec is not None:
+            self._column = self._sums.take(end_of(request.ranges), torch.float32, device)
+        of_columns = self._levels.reduce_inside(self._request)
+        return self._levels.inside.reduce(of_columns, buffer, self._column, accumulate=False)
+
+    def between(self) -> Work:
+        """Start summing the nodes' sums; `inside` has been waited for."""
+        assert self._hop is not None, self._request.key
+        if self._held is not None:
+            self._column.add_(self._held)
+        codec, hop = self._of_shards.codec, self._hop
+        if codec is not None:
+            codec.encode(self._column, hop.data)
+            self._sums.give(self._column)
+        self._hop = None
+        return self._levels.between.reduce(
+            self._of_shards, hop, self._out, accumulate=self._accumulate
+        )
+
+    def unused(self) -> None:
+        """`between` never starts: give back what it would have taken."""
+        if self._hop is not None:
+            self._levels.between.return_buffer(self._hop)
+            self._hop = None
+
+
+class ColumnWindow:
+    """A rank's column, in memory that its node's ranks may be able to read where it lies (`inner`).
+
+    Where a rank writes only its shard, `publish` starts bringing the other nodes' shards, and the
+    next gather tells this node when they are here.
+    """
+
+    def __init__(
+        self, between: Transport, inner: Window, ranges: tuple[Range, ...], *, is_whole: bool
+    ) -> None:
+        """`ranges`: of the shards in the column, by node; `is_whole`: a rank writes all of it."""
+        self.key = inner.key
+        self.ranges = ranges
+        self.rest = inner.local
+        self.local = inner.local[slice(*ranges[between.rank])]
+        self.full = inner.full
+        self.aliased = inner.aliased
+        self._between = between
+        self._inner = inner
+        self._is_whole = is_whole
+        self._coming: Work | None = None
+
+    def gather(self, out: torch.Tensor | None = None) -> Work:
+        self.wait_published()
+        return self._inner.gather(out)
+
+    def publish(self) -> None:
+        self.wait_published()
+        if self._is_whole:
+            self._inner.publish()
+        else:
+            self._coming = self._between.all_gather(self.key, self.local, self.ranges, self.rest)
+
+    def wait_published(self) -> None:
+        """Return when what the other nodes have published is here."""
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+            self._inner.publish()
+
+    def close(self) -> None:
+        self._inner.close()
+        self.full, self.local, self.rest = None, torch.empty(0), torch.empty(0)
