@@ -22,7 +22,7 @@ from zeroshard.core.residency import Residency, UnitTraits
 from zeroshard.core.route import Axis, Hop, Kind, routes
 from zeroshard.core.schedule import Meter, Rules, Schedule, grad_pool_bytes, is_ordered
 from zeroshard.core.wire import Formats
-from zeroshard.planner.exact import Placed
+from zeroshard.planner.exact import Placed, made_once
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.training import Training
@@ -62,13 +62,11 @@ class TransportTraits:
         shared = name == "shared_memory" or (name == "auto" and machine.mesh.num_nodes == 1)
         return cls(False, shared, True, not shared, name != "gloo", True, False)
 
-    def schedule(
-        self, traits: Sequence[UnitTraits], cells: Cells, meter: Meter, *, coded: bool
-    ) -> Schedule:
-        """Return the schedule of units with these `traits` in a row of `cells`; `coded`: weights
-        travel encoded.
-        """
-        one_sided, leave = self.alone or self.maps_peers, cells.weight.tier is not Tier.DEVICE
+    def schedule(self, units: Sequence[UnitBytes], cells: Cells, meter: Meter) -> Schedule:
+        """Return the schedule of `units` in a row of `cells`."""
+        traits = made_once(units, lambda unit: UnitTraits.of(cells, unit.full, unit.whole))
+        leave, coded = cells.weight.tier is not Tier.DEVICE, any(unit.encoded for unit in units)
+        one_sided = self.alone or self.maps_peers
         rules = Rules.of(
             traits,
             ordered=is_ordered(one_sided=one_sided, leave=leave, coded=coded),
@@ -114,6 +112,11 @@ class GroupBytes:
     partial: int  # of micro-batches or of a node, on the device
     waits: Scope | None  # ... of which, as a sum that no reduce between ranks has taken
     trained: bool
+
+    @property
+    def resting(self) -> int:
+        """The bytes of its gradient that rest on the device after a micro-batch."""
+        return self.partial if self.waits else self.rest
 
 
 @dataclass(frozen=True)

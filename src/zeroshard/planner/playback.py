@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from zeroshard.core.policy import Policy
-from zeroshard.core.residency import UnitTraits
 from zeroshard.core.schedule import (
     Commands,
     Op,
@@ -123,7 +122,6 @@ class Playback:
         self, laid_out: LaidOut, policy: Policy, training: Training, exchange: TransportTraits
     ) -> None:
         """Begin with an engine that holds no gradient, before its first pass."""
-        cells = policy.default
         sized = partial(
             group_bytes, training=training, exchange=exchange, node_sums=policy.sums_nodes
         )
@@ -132,9 +130,8 @@ class Playback:
         is_coded = any(unit.encoded for unit in units)
         sends_coded = any(group.is_encoded for unit in units for group in unit.groups)
         self.scratch = 0 if exchange.enqueues else CODEC_SCRATCH_BYTES * (is_coded or sends_coded)
-        traits = made_once(units, lambda unit: UnitTraits.of(cells, unit.full, unit.whole))
         self._meter = PlannedMeter()
-        schedule = exchange.schedule(traits, cells, self._meter, coded=is_coded)
+        schedule = exchange.schedule(units, policy.default, self._meter)
         room = pool_bytes(laid_out.model, training)
         self._reduced = Reduced(units, exchange, schedule, self._meter, room)
         self._gathered = _Gathered(units, schedule, self._meter, self._reduced)

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 
 from zeroshard.core.placement import Cell, Cells, Tier
 from zeroshard.core.policy import Policy
-from zeroshard.core.residency import UnitTraits
 from zeroshard.core.route import Hop, Kind, Route, Routes, routes
 from zeroshard.core.schedule import (
     TILE_BUFFERS,
@@ -35,10 +34,9 @@ from zeroshard.core.schedule import (
 from zeroshard.core.wire import Formats
 from zeroshard.planner.buckets import PlannedMeter
 from zeroshard.planner.durations import STEP, Durations
-from zeroshard.planner.exact import DeviceCut, LaidOutGroup, Placed, cells_by_unit, made_once
-from zeroshard.planner.held import TransportTraits, pool_bytes
+from zeroshard.planner.exact import LaidOutGroup, Placed, cells_by_unit, made_once
+from zeroshard.planner.held import GroupBytes, TransportTraits, UnitBytes, group_bytes, pool_bytes
 from zeroshard.planner.lanes import LaneJob, LaneTask
-from zeroshard.planner.training import Training
 
 __all__ = ["Group", "LevelChange", "Program", "UnitWork"]
 
@@ -58,22 +56,14 @@ class Group:
     """A group with its cells, routes and formats."""
 
     one: LaidOutGroup
-    cut: DeviceCut
     cells: Cells
     routes: Routes
     formats: Formats
+    held: GroupBytes
 
     def bytes_of(self, cell: Cell, per_element: float) -> float:
         """Return the bytes of a trained group's state in `cell` on rank 0."""
         return self.one.held(cell, 0) * per_element if self.one.group.trained else 0.0
-
-    @property
-    def resting_bytes(self) -> float:
-        """The bytes of its gradient that rest on the device."""
-        cell, size = self.cells.grad, self.formats.grad.bytes_per_element
-        if cell.tier is Tier.DEVICE:
-            return self.bytes_of(cell, size)
-        return 0.0 if cell.is_partial else self.cut.grad * size  # sums that wait are never cut
 
     def reduce(self, number: int, micro_batches: int) -> Route:
         """Return the reduce of micro-batch `number`: see Routes.step, inside no_sync."""
@@ -91,9 +81,7 @@ class UnitWork:
     backward: LaneTask
     unshard: dict[str, tuple[LaneTask, ...]]  # by phase
     keep: tuple[LaneTask, ...]  # after a forward, for its backward
-    whole_bytes: float  # of its weights, wherever they are
-    gathered_bytes: float  # that gathering takes beyond what rests
-    kept_bytes: float  # of the part kept between forward and backward
+    held: UnitBytes
 
     @property
     def trained(self) -> tuple[Group, ...]:
@@ -119,6 +107,7 @@ class Program:
         self.marks: list[LevelChange] = []
         self._durations = durations
         self._policy = policy
+        self._exchange = TransportTraits.of(durations.machine)
         laid_out, training = durations.laid_out, durations.training
         # of a group that a fraction cuts in two, all leaves
         self.units = made_once(cells_by_unit(laid_out, policy, training), self._make)
@@ -135,15 +124,8 @@ class Program:
         self._pool_bytes = pool_bytes(laid_out.model, training)
 
     def _make_schedule(self, policy: Policy) -> Schedule:
-        durations, cells = self._durations, policy.default
-        traits = [
-            UnitTraits.of(cells, round(unit.gathered_bytes), round(unit.whole_bytes))
-            for unit in self.units
-        ]
-        groups = [group for unit in self.units for group in unit.groups]
-        is_coded = any(group.formats.gather.codec is not None for group in groups)
-        exchange = TransportTraits.of(durations.machine)
-        schedule = exchange.schedule(traits, cells, self._meter, coded=is_coded)
+        units = made_once(self.units, lambda unit: unit.held)
+        schedule = self._exchange.schedule(units, policy.default, self._meter)
         numbers = list(range(len(self.units)))
         schedule.expect("forward", [*numbers, *self._again])
         schedule.expect("backward", [*self._again, *reversed(numbers)])
@@ -163,23 +145,16 @@ class Program:
         self._average()
         self._step()
 
-    def _group(self, one: LaidOutGroup, cut: DeviceCut, cells: Cells, training: Training) -> Group:
-        formats = one.formats(training)
-        mesh = self._durations.laid_out.mesh
-        of = routes(cells, mesh, formats, node_sums=self._policy.sums_nodes)
-        return Group(one, cut, cells, of, formats)
+    def _group(self, placed: Placed) -> Group:
+        (one, _, cells), training = placed, self._durations.training
+        formats, node_sums = one.formats(training), self._policy.sums_nodes
+        of = routes(cells, one.layout.mesh, formats, node_sums=node_sums)
+        held = group_bytes(placed, training, self._exchange, node_sums=node_sums)
+        return Group(one, cells, of, formats, held)
 
     def _make(self, placed: Sequence[Placed]) -> UnitWork:
         durations = self._durations
-        groups = [self._group(*one, durations.training) for one in placed]
-        gathered = kept = whole = 0.0
-        for group in groups:
-            numel, hops = group.one.layout.numel, group.routes.unshard_forward.hops
-            num_bytes = numel * group.formats.weight.bytes_per_element
-            whole += num_bytes
-            if hops and not all(durations.is_mapped(hop, group.cells) for hop in hops):
-                gathered += num_bytes
-            kept += sum(hop.held_bytes(hop.target, numel) for hop in hops if hop.kind is Kind.KEEP)
+        groups = tuple(map(self._group, placed))
         forward = self.tasks(groups, (group.routes.unshard_forward for group in groups))
         backward = self.tasks(groups, (group.routes.unshard_backward for group in groups))
         # what compute keeps for the backward, it copies when it releases the rest
@@ -187,7 +162,7 @@ class Program:
         keep = tuple(task for task in forward if task.lane == "compute")
         ways["backward"] = backward
         compute = durations.compute(groups[0].one.unit)
-        return UnitWork(tuple(groups), *compute, ways, keep, whole, gathered, kept)
+        return UnitWork(groups, *compute, ways, keep, UnitBytes(tuple(one.held for one in groups)))
 
     def tasks(
         self, groups: Iterable[Group], routes: Iterable[Iterable[Hop]]
@@ -261,9 +236,10 @@ class Program:
             sent = self._send(unit.unshard[self._way(number)], number)
         self._gathers[number] = sent[-1:]
         self._meter.live += traits.full_bytes
-        # what is kept whole is copied, which no hop says
-        first = (sent[0], False) if sent else (self._last, True)
-        self._mark(*first, "gathered", unit.gathered_bytes)
+        # what is whole already is copied, which no hop says
+        copied = (self._last, True) if self._last >= 0 else (0, False)
+        first = (sent[0], False) if sent else copied
+        self._mark(*first, "gathered", unit.held.full)
 
     def _way(self, number: int) -> str:
         return "backward" if number in self._columns else "forward"
@@ -273,13 +249,13 @@ class Program:
         if op is Op.KEEP and number not in self._columns:
             for task in unit.keep:
                 self._compute(task, number)
-            self._mark(self._last, True, "kept", unit.kept_bytes)
+            self._mark(self._last, True, "kept", unit.held.column)
             self._columns.add(number)
         elif op is Op.RELEASE and number in self._columns:
-            self._mark(self._last, True, "kept", -unit.kept_bytes)
+            self._mark(self._last, True, "kept", -unit.held.column)
             self._columns.discard(number)
         self._meter.live -= self.schedule.units[number].traits.full_bytes
-        self._mark(self._last, True, "gathered", -unit.gathered_bytes)
+        self._mark(self._last, True, "gathered", -unit.held.full)
 
     def _need(self, number: int, phase: Phase) -> None:
         self._run(self.schedule.need(self.schedule.units[number], phase, keeps=True))
@@ -318,7 +294,7 @@ class Program:
             self._run(schedule.after_backward(schedule.units[number]))
             last = self._reduce(number, routes, buffer)
             for group in unit.trained if micro_batch == 0 else ():
-                self._mark(last, True, "grad", group.resting_bytes)
+                self._mark(last, True, "grad", group.held.resting)
 
     # ------------------------------------------------------------------------------ gradients
 

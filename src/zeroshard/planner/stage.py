@@ -85,14 +85,14 @@ def stage_work(durations: Durations, policy: Policy) -> StageWork:
         tail=LaneTask("compute", "step", tail_s, takes=cores, bound_by="optimizer step")
         if tail_s
         else None,
-        whole_bytes=round(sum(unit.whole_bytes for unit in units if _comes_and_goes(unit))),
-        gathered_bytes=round(sum(unit.gathered_bytes for unit in units)),
+        whole_bytes=sum(unit.held.whole for unit in units if _comes_and_goes(unit)),
+        gathered_bytes=sum(unit.held.full for unit in units),
         tensor_s=durations.tensor_s() / training.micro_batches,
     )
 
 
 def _comes_and_goes(unit: UnitWork) -> bool:
-    return bool(unit.unshard["forward"]) or unit.gathered_bytes > 0
+    return bool(unit.unshard["forward"]) or unit.held.full > 0
 
 
 def _sum(tasks: Iterable[LaneTask]) -> float:
