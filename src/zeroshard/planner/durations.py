@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeroshard.core.placement import Cells, Tier
+from zeroshard.core.placement import Tier
 from zeroshard.core.route import Axis, Hop, Kind, Lane
 from zeroshard.core.wire import Formats
 from zeroshard.planner.beside import ALONE, TensorParallel, activation_bytes
@@ -159,12 +159,14 @@ class Durations:
         """
         return () if self.machine.accelerator else (_CORES,)
 
-    def hop(self, hop: Hop, numel: int, cells: Cells) -> Iterator[LaneTask]:
+    def hop(self, hop: Hop, numel: int, *, mapped: bool) -> Iterator[LaneTask]:
         """Yield what a hop of a buffer of `numel` elements is: a task, and a copy of what has come
-        from other nodes where the device is the host.
+        from other nodes where the device is the host. `mapped`: a gather moves nothing.
         """
-        if hop.axis is not None:
-            yield from self._collective(hop, numel, cells)
+        if mapped and hop.kind is Kind.ALL_GATHER:
+            yield LaneTask(hop.lane, hop.kind.value, 0.0, hop.link_bytes(numel).total)
+        elif hop.axis is not None:
+            yield from self._collective(hop, numel)
         elif hop.kind in (Kind.READ, Kind.WRITE) or hop.lane == "host":
             yield from self._off_device(hop, numel)
         else:
@@ -180,22 +182,8 @@ class Durations:
         seconds = num_bytes / (speeds.memory * speeds.bandwidth_efficiency)
         return LaneTask(lane, name, seconds, takes=self.cores, bound_by=bound_by)
 
-    def is_mapped(self, hop: Hop, cells: Cells) -> bool:
-        """Whether `hop` gathers weights that every rank maps, so that nothing is moved."""
-        return (
-            not self.machine.accelerator
-            and hop.kind is Kind.ALL_GATHER
-            and self.laid_out.mesh.num_nodes == 1
-            and cells.weight.is_sharded
-            and cells.weight.tier is Tier.DEVICE
-            and hop.wire.codec is None
-        )
-
-    def _collective(self, hop: Hop, numel: int, cells: Cells) -> Iterator[LaneTask]:
+    def _collective(self, hop: Hop, numel: int) -> Iterator[LaneTask]:
         speeds, mesh, moved = self.machine.speeds, hop.mesh, hop.link_bytes(numel)
-        if self.is_mapped(hop, cells):
-            yield LaneTask(hop.lane, hop.kind.value, 0.0, moved.total)
-            return
         local, nodes = mesh.node_size - 1, mesh.num_nodes - 1
         latency = {
             Axis.LOCAL: local * speeds.local_latency,

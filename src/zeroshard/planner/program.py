@@ -61,6 +61,11 @@ class Group:
     formats: Formats
     held: GroupBytes
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether every rank maps its weights, so that a gather moves nothing."""
+        return self.cells.weight.is_sharded and not self.held.full
+
     def bytes_of(self, cell: Cell, per_element: float) -> float:
         """Return the bytes of a trained group's state in `cell` on rank 0."""
         return self.one.held(cell, 0) * per_element if self.one.group.trained else 0.0
@@ -172,7 +177,7 @@ class Program:
             task
             for group, route in zip(groups, routes, strict=True)
             for hop in route
-            for task in self._durations.hop(hop, group.one.layout.numel, group.cells)
+            for task in self._durations.hop(hop, group.one.layout.numel, mapped=group.is_mapped)
         )
 
     # ------------------------------------------------------------------------------ enqueueing
