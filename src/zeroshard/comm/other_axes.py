@@ -28,7 +28,7 @@ from zeroshard.comm.gloo_peers import Subgroup
 from zeroshard.comm.plain import gather_bytes
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Traffic
-from zeroshard.core.dims import Place
+from zeroshard.core.dims import MeshPlace
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import PeerLostError, PlanMismatch, StallError, ZeroshardError
 
@@ -96,7 +96,7 @@ class OtherAxes:
     over the mesh.
     """
 
-    def __init__(self, place: Place, size: int, control: _Control) -> None:
+    def __init__(self, place: MeshPlace, size: int, control: _Control) -> None:
         self.place = place
         self.size = size  # the number of data parallel groups
         self._control = control
@@ -104,7 +104,7 @@ class OtherAxes:
     @classmethod
     def none(cls) -> OtherAxes:
         """Return those of a mesh without other axes."""
-        return cls(Place(), 1, ThroughGroups())
+        return cls(MeshPlace(), 1, ThroughGroups())
 
     def connected(self, spec: CommSpec, traffic: Traffic) -> OtherAxes:
         """Return the same with a control plane, whose bytes are counted in `traffic`."""

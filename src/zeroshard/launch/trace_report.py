@@ -98,7 +98,7 @@ class TraceReport:
 
 def analyse(timelines: Sequence[Timeline]) -> TraceReport:
     """Return the figures of the `timelines` of one run, at least one, each of another rank."""
-    steps = [_Steps.of(timeline) for timeline in sorted(timelines, key=lambda one: one.rank)]
+    steps = [_StepSpans.of(timeline) for timeline in sorted(timelines, key=lambda one: one.rank)]
     waits = [one.waits() for one in steps]
     exposed = {
         where: _mean([one.get(where, 0.0) for one in waits])
@@ -170,7 +170,7 @@ def within(timeline: Timeline, begin: float, end: float) -> Timeline:
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _StepSpans:
     """The compute lane of one rank, from the first step's begin to the last one's end."""
 
     timeline: Timeline
@@ -179,7 +179,7 @@ class _Steps:
     end: float
 
     @classmethod
-    def of(cls, timeline: Timeline) -> _Steps:
+    def of(cls, timeline: Timeline) -> _StepSpans:
         spans = step_spans(timeline)
         return cls(timeline, len(spans), spans[0][0], spans[-1][1])
 
@@ -215,7 +215,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _rank_times(
-    steps: Sequence[_Steps], waits: Sequence[Mapping[tuple[str, str], float]]
+    steps: Sequence[_StepSpans], waits: Sequence[Mapping[tuple[str, str], float]]
 ) -> Iterator[RankTimes]:
     on_wires = [sum(s for (_, lane), s in one.items() if lane in _WIRES) for one in waits]
     least, most = min(on_wires), max(on_wires)
@@ -234,7 +234,7 @@ def _peak(timeline: Timeline) -> Mapping[str, float]:
 # ------------------------------------------------------------------ in words
 
 
-def _costs(report: TraceReport, steps: Sequence[_Steps]) -> list[str]:
+def _costs(report: TraceReport, steps: Sequence[_StepSpans]) -> list[str]:
     """Return a sentence for each of the three that cost most."""
     waited = [one.others_s for one in report.ranks]
     others = _mean(waited)
@@ -277,7 +277,7 @@ def _waiting(
     return f"Compute waits for {what}, {_of(report, seconds)}{most}: {hint}."
 
 
-def _late_ranks(report: TraceReport, steps: Sequence[_Steps]) -> str:
+def _late_ranks(report: TraceReport, steps: Sequence[_StepSpans]) -> str:
     late = [one.rank for one in report.ranks if one.is_late]
     if not late:
         return (

@@ -108,7 +108,7 @@ class _Runs:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _InputPlace:
     """Stands for a tensor."""
 
     index: int
@@ -117,7 +117,7 @@ class _Place:
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return _Place(len(tensors) - 1)
+        return _InputPlace(len(tensors) - 1)
     if type(value) in (list, tuple):
         return type(value)(_take_out(item, tensors) for item in value)
     if type(value) is dict:
@@ -131,7 +131,7 @@ def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _put_back(shape: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-    if isinstance(shape, _Place):
+    if isinstance(shape, _InputPlace):
         return tensors[shape.index]
     if type(shape) in (list, tuple):
         return type(shape)(_put_back(item, tensors) for item in shape)

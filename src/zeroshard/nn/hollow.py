@@ -29,7 +29,7 @@ from torch import nn
 
 from zeroshard.core.storage import storage_of
 from zeroshard.errors import StateError
-from zeroshard.nn.tape import Cell, Entry, Place, fingerprint, replay
+from zeroshard.nn.tape import Entry, TapeCell, TapePlace, fingerprint, replay
 from zeroshard.optim.sealed import ANSWERED, SET_DATA, name_of
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
 class Record:
     """The state of one hollow storage."""
 
-    cell: Cell
+    cell: TapeCell
     entry: Entry  # the last that wrote into it
     owner: object | None  # the recorder at work on it; None outside
     pending_writes: int = 0  # since something overwrote the whole of it
@@ -58,17 +58,17 @@ def record_of(tensor: torch.Tensor) -> Record | None:
     return _hollow_storages([storage]).get(storage) if storage is not None else None
 
 
-def place_of(tensor: torch.Tensor, cell: Cell, *, metadata_only: bool = False) -> Place:
+def place_of(tensor: torch.Tensor, cell: TapeCell, *, metadata_only: bool = False) -> TapePlace:
     """Return where `tensor` lies in `cell`."""
     shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
-    return Place(cell, shape, tensor.stride(), offset, tensor.dtype, metadata_only)
+    return TapePlace(cell, shape, tensor.stride(), offset, tensor.dtype, metadata_only)
 
 
-def hollow_out(tensor: torch.Tensor, owner: object) -> tuple[Record, Place]:
+def hollow_out(tensor: torch.Tensor, owner: object) -> tuple[Record, TapePlace]:
     """Release the memory of `tensor`'s storage; it reads as zeros until another entry writes."""
     storage = storage_of(tensor)
     assert storage is not None, tensor.layout
-    cell = Cell(storage.nbytes(), tensor.device)
+    cell = TapeCell(storage.nbytes(), tensor.device)
     place = place_of(tensor, cell)
     storage.resize_(0)
     _RECORDS[storage] = record = Record(cell, Entry(None, outputs=(place,)), owner)

@@ -40,11 +40,11 @@ from zeroshard.nn.hollow import (
     record_of,
 )
 from zeroshard.nn.tape import (
-    Cell,
     Constant,
     Entry,
-    Place,
     Seeded,
+    TapeCell,
+    TapePlace,
     generator_state,
     leaves,
     map_leaves,
@@ -255,7 +255,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._compute(call, arguments, states)
         pairs = [(stand_ins.get(id(tensor)), tensor) for tensor in call.tensors]
         originals = {id(one): tensor for one, tensor in pairs if one is not None}
-        fresh: list[tuple[Record, Place] | None] = []
+        fresh: list[tuple[Record, TapePlace] | None] = []
 
         def real(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or id(leaf) in originals:
@@ -326,7 +326,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return_freed_memory()
             self._freed_bytes = 0
 
-    def _hollowed(self, leaf: Any, call: _Call) -> tuple[Record, Place] | None:
+    def _hollowed(self, leaf: Any, call: _Call) -> tuple[Record, TapePlace] | None:
         """Take the memory of a new large tensor; None for any other."""
         if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
             return None
@@ -356,7 +356,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if call.metadata_only:
-                return place_of(leaf, Cell(0, leaf.device), metadata_only=True)
+                return place_of(leaf, TapeCell(0, leaf.device), metadata_only=True)
             record = call.hollow.get(id(leaf))
             if record is not None:
                 return place_of(leaf, record.cell)
@@ -368,7 +368,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         call: _Call,
         arguments: tuple[Any, Any],
-        fresh: list[tuple[Record, Place] | None],
+        fresh: list[tuple[Record, TapePlace] | None],
         states: dict[torch.device, torch.Tensor],
     ) -> None:
         """Write one entry, and let the storages that it writes lead to it."""

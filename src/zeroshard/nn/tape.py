@@ -29,15 +29,23 @@ import xxhash
 from zeroshard.core.tensor_digest import digest_of
 
 __all__ = [
-    "Cell", "Constant", "Entry", "Place", "Seeded", "fingerprint", "generator_state", "leaves",
-    "map_leaves", "replay",
+    "Constant",
+    "Entry",
+    "Seeded",
+    "TapeCell",
+    "TapePlace",
+    "fingerprint",
+    "generator_state",
+    "leaves",
+    "map_leaves",
+    "replay",
 ]  # fmt: skip
 
 _ORDER = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
+class TapeCell:
     """One storage to be."""
 
     num_bytes: int
@@ -45,10 +53,10 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Place:
+class TapePlace:
     """One strided tensor in a cell; with `metadata_only` only its shape matters."""
 
-    cell: Cell
+    cell: TapeCell
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -76,7 +84,7 @@ class Place:
         device = self.cell.device
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
-    def built(self, memory: dict[Cell, torch.UntypedStorage]) -> torch.Tensor:
+    def built(self, memory: dict[TapeCell, torch.UntypedStorage]) -> torch.Tensor:
         """Return this tensor inside `memory`, which grows by the cell where it was missing."""
         if self.metadata_only:
             tensor = self.temporary()
@@ -116,25 +124,25 @@ class Entry:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     # the new tensors among its results, which are counted flat
-    outputs: tuple[Place | None, ...] = ()
+    outputs: tuple[TapePlace | None, ...] = ()
     needs: tuple[Entry, ...] = ()  # the entries whose effect it reads
     # states of the default generators it draws from
     generators: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     default_dtype: torch.dtype = torch.float32
     order: int = field(default_factory=lambda: next(_ORDER))
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[TapeCell]:
         """Return the cells that it reads or writes."""
         everything = [*leaves((self.args, self.kwargs)), *self.outputs]
-        places = [leaf for leaf in everything if isinstance(leaf, Place)]
+        places = [leaf for leaf in everything if isinstance(leaf, TapePlace)]
         return [place.cell for place in places if not place.metadata_only]
 
-    def run(self, memory: dict[Cell, torch.UntypedStorage]) -> None:
+    def run(self, memory: dict[TapeCell, torch.UntypedStorage]) -> None:
         """Do it on `memory`, to which the cells of its outputs are added."""
         if self.func is None:
             for place in self.outputs:
                 assert place is not None, self
-                flat = Place(place.cell, (place.cell.num_bytes,), (1,), 0, torch.uint8)
+                flat = TapePlace(place.cell, (place.cell.num_bytes,), (1,), 0, torch.uint8)
                 flat.built(memory).zero_()
             return
         for device, state in self.generators.items():
@@ -145,7 +153,7 @@ class Entry:
         def build(leaf: Any) -> Any:
             if isinstance(leaf, Constant):
                 return leaf.tensor
-            if isinstance(leaf, Place):
+            if isinstance(leaf, TapePlace):
                 return leaf.built(memory)
             return leaf.built() if isinstance(leaf, Seeded) else leaf
 
@@ -156,7 +164,9 @@ class Entry:
                 _keep(place, result, memory)
 
 
-def _keep(place: Place, result: torch.Tensor, memory: dict[Cell, torch.UntypedStorage]) -> None:
+def _keep(
+    place: TapePlace, result: torch.Tensor, memory: dict[TapeCell, torch.UntypedStorage]
+) -> None:
     """Take over the memory of `result` where it may lie where it is; else copy it."""
     storage = result.untyped_storage()
     found = (result.stride(), result.storage_offset(), storage.nbytes())
@@ -201,8 +211,8 @@ def history(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def replay(
-    wanted: Mapping[Cell, Entry], homes: Mapping[Cell, torch.UntypedStorage]
-) -> dict[Cell, torch.UntypedStorage]:
+    wanted: Mapping[TapeCell, Entry], homes: Mapping[TapeCell, torch.UntypedStorage]
+) -> dict[TapeCell, torch.UntypedStorage]:
     """Compute the cells `wanted`, each as it is after its entry, and return their memory.
 
     A cell in `homes` is computed in that storage, which has its size; others get memory of their
@@ -250,11 +260,11 @@ def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
 
 def fingerprint(entry: Entry) -> str:
     """Return 16 hexadecimal digits for operations, arguments and generators of `entry`."""
-    numbers: dict[Cell, int] = {}
+    numbers: dict[TapeCell, int] = {}
     digest = xxhash.xxh3_64()
 
     def describe(leaf: Any) -> str:
-        if isinstance(leaf, Place):
+        if isinstance(leaf, TapePlace):
             cell = f"{numbers.setdefault(leaf.cell, len(numbers))} {leaf.cell.num_bytes}"
             return f"{cell} {leaf.shape} {leaf.stride} {leaf.offset} {leaf.dtype}"
         if isinstance(leaf, Constant):
