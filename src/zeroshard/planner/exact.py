@@ -35,7 +35,8 @@ __all__ = [
 ]  # fmt: skip
 
 StateBytes = dict[str, dict[Tier, int]]  # state -> tier -> bytes
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 _RESIDUAL_BYTES = 2  # per element of an encoded gradient: bf16
 
