@@ -1,7 +1,7 @@
 """The project's benchmarks: ``zeroshard bench``, and `slow_wire`.
 
 They lie beside the package, not in it: a checkout has them, an installed wheel does not.
-`zeroshard.launch.bench` finds them.
+`zeroshard.launch.cli` finds them.
 
 `command_line` reads the arguments and `commands` carries them out. `plan` says what is compared,
 `driver` takes the turns, `leader` and `worker` are the processes, `contenders` and `model` are what

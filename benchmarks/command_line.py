@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from benchmarks.plan import CONTENDERS, OFFLOAD_CONTENDERS, OFFLOAD_PARTS, SIZES
-from zeroshard.launch.bench import BENCH
+from zeroshard.launch.cli import BENCH
 from zeroshard.terminal.declared import JSON, Option, Subcommand, count, listed, made, one_of
 
 __all__ = ["add_commands"]

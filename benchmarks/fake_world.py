@@ -31,6 +31,7 @@ from benchmarks.stats import Interval, bootstrap_median
 from benchmarks.tables import grid, publish
 from zeroshard.comm import nccl, select
 from zeroshard.comm.compat import reduce_scatter_single
+from zeroshard.comm.ranks import Ranks
 from zeroshard.comm.transport import Traffic
 from zeroshard.errors import ConfigError
 from zeroshard.terminal.console import progress
@@ -67,26 +68,18 @@ class _Block(nn.Module):
         return residual + hidden
 
 
-class _FakeControl:
+class _FakeControl(Ranks):
     """A control plane whose other ranks say what this one says."""
 
     def __init__(self, *_: Any) -> None:
+        super().__init__(0, dist.get_world_size())
         self.name = "shared_memory"
-        self.rank, self.size = 0, dist.get_world_size()
         self.traffic = Traffic()
         self.stall_timeout_s = 60.0
         self.notices = None
 
     def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
         return [payload] * self.size
-
-    def check_peers(self, what: str) -> None: ...
-
-    def give_up(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @contextmanager

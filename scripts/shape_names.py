@@ -47,7 +47,7 @@ NUMBERS_AT_REST = (
     "state/gradient.py GradientState",
     "runtime/segment.py Segment",
     "runtime/flat_weights.py FlatWeights",
-    "runtime/column.py KeptColumn",
+    "runtime/flat_weights.py KeptColumn",
     "runtime/bucket.py PartialSum",
     "runtime/grad.py Gradient",
     "runtime/rest.py Rest",
@@ -66,19 +66,12 @@ POOLS = (
 )
 # What fails, or differs, on one rank raises on all: the functions that see to it.
 FAILS_ON_ALL = (
-    "comm/agree.py agree",
-    "comm/agree.py failures",
-    "comm/agree.py differing",
+    "comm/ranks.py Ranks.agree",
+    "comm/ranks.py Ranks.together",
     "comm/hand_over.py HandOver.meet",
-    "comm/other_axes.py OtherAxes.share",
-    "comm/other_axes.py OtherAxes.telling",
-    "runtime/access.py Peers.agree",
-    "runtime/decisions.py first_disagreement",
     "runtime/faults.py Faults.agree",
     "runtime/faults.py Faults.noted",
-    "checkpoint/together.py on_all_ranks",
-    "checkpoint/together.py raise_on_all",
-    "checkpoint/together.py first_failure",
+    "runtime/faults.py Faults.together",
 )
 NO_RANKS = ("launch/", "planner/")  # where the same names mean other things
 LET_GO = (  # verbs, as functions and methods begin with them

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -54,6 +55,7 @@ def _disturbed(rank: int, world: int) -> None:
         poisoner, sleeps = Poisoner("cpu"), Counter[str]()
         with (
             poisoner.poisoning(),
+            mock.patch.object(NoStreams, "has_lanes", True),
             slow_lanes(NoStreams, partial(sleeps.update, ["lane"])),
             slow_compute(partial(sleeps.update, ["compute"])),
         ):

@@ -27,6 +27,7 @@ LAYERS = {
     "errors": 0,
     "core": 0,
     "memory": 0,
+    "system": 0,
     "comm": 1,
     "tier": 1,
     "state": 2,
@@ -56,17 +57,20 @@ ENGINE = {room for room, layer in LAYERS.items() if layer < 6}
 STRANGERS = {("comm", "tier"), ("tier", "comm")}  # they meet in state/ and runtime/
 # whose imports are named one by one
 ONLY = {
-    "terminal": {"core", "errors"},
-    "planner": {"core", "errors"},
+    "core": {"errors"},
+    "system": {"errors"},
+    "terminal": {"core", "errors", "system"},
+    "planner": {"core", "errors", "system"},
     # cuts a module as `shard` does, and reads this machine's free memory
     "planner/modules": {
-        "_version", "config", "core", "errors", "hetero", "nn", "planner", "runtime", "tier",
+        "_version", "config", "core", "errors", "hetero", "nn", "planner", "runtime",
+        "system", "tier",
     },
     "planner/printing": {"core", "planner", "planner/modules", "terminal", "zeroshard"},
     "deepspeed": {"config", "deepspeed/keys", "zeroshard"},
     "deepspeed/keys": {"config", "errors"},
     # writes steps, and fills the shards of an engine
-    "formats": {"_version", "checkpoint", "core", "errors", "nn", "runtime", "state"},
+    "formats": {"_version", "checkpoint", "core", "errors", "nn", "runtime", "state", "system"},
     "integrations": {"zeroshard"},
     "integrations/deepspeed": {"deepspeed"},
 }  # fmt: skip
@@ -77,6 +81,12 @@ DOORS = {
     "config/reference.py": {"deepspeed/keys"},  # for the page about its keys
     "sharding/asked.py": {"planner/modules"},  # for policy="auto"
 }
+# `core` decides from what it is given: it meets no other process and no operating system
+IMPURE = re.compile(
+    r"(ctypes|fcntl|glob|io|mmap|multiprocessing|os|pathlib|resource|secrets|select|selectors"
+    r"|shutil|signal|socket|subprocess|tempfile|threading"
+    r"|torch\.(cuda|distributed|multiprocessing))\b"
+)
 
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
 PICKLING_CALLS = {f"{what}_object" for what in ("all_gather", "gather")} | {
@@ -154,6 +164,13 @@ def _violations(tree: ast.AST, file_name: str) -> list[str]:
     return found
 
 
+def _impurities(tree: ast.AST, file_name: str) -> list[str]:
+    """Return the imports and calls by which a file reaches out of its process."""
+    found = [name for name in _imports(tree, file_name) if IMPURE.match(name)]
+    calls = (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return found + [called for called in calls if called == "open" or IMPURE.match(called)]
+
+
 def _loaded(tree: ast.Module) -> ast.Module:
     """The file without its functions and without what is for type checkers alone."""
 
@@ -196,6 +213,15 @@ def test_every_file_has_a_layer() -> None:
 
 def test_modules_import_only_what_lies_below_them() -> None:
     assert [line for name, tree in TREES.items() for line in _violations(tree, name)] == []
+
+
+def test_core_touches_no_process_group_socket_or_file() -> None:
+    assert [
+        f"{name}: {what}"
+        for name, tree in TREES.items()
+        if _room_of(name) == "core"
+        for what in _impurities(tree, name)
+    ] == []
 
 
 def test_what_lies_behind_a_door_is_imported_when_it_is_asked_for() -> None:
@@ -252,7 +278,7 @@ def test_only_the_command_that_finds_the_benchmarks_imports_what_lies_beside_the
         for name, tree in TREES.items()
         for module in _imports(tree, name)
         if module.split(".")[0] in beside
-    } == {"launch/bench.py"}
+    } == {"launch/cli.py"}
 
 
 def test_tests_reach_into_an_engine_through_one_file() -> None:
@@ -287,8 +313,8 @@ def test_every_module_says_what_it_is_and_what_it_offers() -> None:
         ("runtime/unit.py", "from zeroshard.planner import Plan", "beside the engine"),
         ("sharding/asked.py", "from zeroshard.launch import cli", "beside the engine"),
         ("comm/gloo.py", "from zeroshard.tier import store", "never import each other"),
-        ("planner/time.py", "from zeroshard.comm import transport", "may import core, errors only"),
-        ("planner/time.py", "from zeroshard.launch import cli", "may import core, errors only"),
+        ("planner/time.py", "from zeroshard.comm import transport", "core, errors, system only"),
+        ("planner/time.py", "from zeroshard.launch import cli", "core, errors, system only"),
         (
             "integrations/lightning.py",
             "from zeroshard.runtime.engine import Engine",
@@ -311,6 +337,22 @@ def test_the_rules_catch_what_they_forbid(name: str, source: str, complaint: str
 )
 def test_the_rules_allow_what_the_design_allows(name: str, source: str) -> None:
     assert _violations(ast.parse(source), name) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import socket",
+        "from os import environ",
+        "def late():\n    import torch.distributed as dist",
+        "from torch import distributed",
+        "def late(path):\n    return open(path)",
+        "def late():\n    return torch.cuda.device_count()",
+    ],
+)
+def test_the_rule_of_core_catches_what_it_forbids(source: str) -> None:
+    assert _impurities(ast.parse(source), "core/layout.py") != []
+    assert _impurities(ast.parse("import torch\nfrom math import prod"), "core/layout.py") == []
 
 
 def test_the_hook_rule_tells_modules_from_optimizers() -> None:

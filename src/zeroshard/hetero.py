@@ -14,19 +14,18 @@ everywhere. Cost: under two seconds for "auto", two exchanges of text for "memor
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.agree import through
-from zeroshard.core.host_memory import HostMemory
+from zeroshard.comm.ranks import Ranks
+from zeroshard.system.host_memory import HostMemory
 
 __all__ = ["Cluster", "RankFacts", "free_memory", "measure", "resolved"]
 
@@ -130,11 +129,7 @@ def free_memory(device: torch.device) -> int:
 def _gathered(
     group: dist.ProcessGroup | None, device: torch.device, *, rates: bool, own_bytes: int = 0
 ) -> Cluster:
-    exchange = through(group)
-
-    def of_all(own: Any) -> list[Any]:
-        return [json.loads(one) for one in exchange(json.dumps(own).encode(), _CALL)]
-
+    of_all = partial(Ranks.through(group).share, call=_CALL)
     free, place = free_memory(device), _memory_of(device)
     everyone = of_all((free, place, own_bytes))  # before anybody is busy with the rest
     sharing = Counter(where for _, where, _ in everyone)

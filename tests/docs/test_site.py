@@ -18,7 +18,7 @@ from scripts.docs_site.messages import ERRORS, messages
 from scripts.docs_site.pages import ROOT, generated_pages
 from tests.support.harness import ROOT as TREE
 from zeroshard import errors
-from zeroshard.launch import bench, options
+from zeroshard.launch import cli, options
 from zeroshard.launch.cli import build_parsers
 from zeroshard.launch.supervisor import CONTRACT_EXIT_CODES
 
@@ -132,7 +132,7 @@ def _parse(command: str) -> None:
         options.parse_run(run_parser, words[1:])
         return
     if words[:1] == ["bench"]:
-        bench.add_commands(bench_parser)
+        cli.add_benchmarks(bench_parser)
     parser.parse_args(words)
 
 

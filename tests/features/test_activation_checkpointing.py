@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import zeroshard as zs
 from tests.support import inside
+from tests.support.activations import using
 from tests.support.endless_link import Endless
 from tests.support.family_training import STAGES, compare
 from tests.support.harness import run_ranks
@@ -31,9 +32,9 @@ from tests.support.training import ROWS, Block, Net, batch, make_model, train, t
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import ConfigError, StateError, StorageError
-from zeroshard.nn import activation_store, inputs
-from zeroshard.nn.activation_store import ActivationStore, activation_store_for
 from zeroshard.nn.checkpointing import checkpoint, checkpoint_blocks, uncheckpoint_blocks
+from zeroshard.runtime import activation_store, shelf
+from zeroshard.runtime.activation_store import ActivationStore, activation_store_for
 from zeroshard.tier.host import HostStore
 
 TIERS = ("device", "host", "disk")
@@ -44,7 +45,7 @@ WIDTH = 64  # activations of [32, 64] fp32 are 8 KiB
 @pytest.fixture
 def host() -> Iterator[ActivationStore]:
     """A host store of the test's own."""
-    with activation_store.using(ActivationStore(HostStore(CPU), CPU)) as store:
+    with using(ActivationStore(HostStore(CPU), CPU)) as store:
         yield store
 
 
@@ -336,9 +337,9 @@ def test_the_inputs_and_nothing_else_are_put_away(
     host: ActivationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed: list[tuple[int, ...]] = []
-    pack = inputs.Call.pack
+    pack = shelf.Shelf.pack
     monkeypatch.setattr(
-        inputs.Call,
+        shelf.Shelf,
         "pack",
         lambda self, tensor: (packed.append(tuple(tensor.shape)), pack(self, tensor))[1],
     )
@@ -480,7 +481,7 @@ def test_one_tensor_that_many_calls_are_given_is_stored_once_until_it_is_written
     y = checkpoint(lambda a, b: torch.tanh(a + b), y, shared, tier="host")
     assert host.used == 8 * one
     y.sum().backward()
-    assert all(len(known) <= 2 for known in inputs._stored.values())
+    assert all(len(known) <= 2 for known in shelf._stored.values())
 
 
 def test_inside_another_checkpoint_inputs_are_not_put_away(
@@ -586,7 +587,7 @@ class _Failed:
 
 def test_the_read_of_the_call_before_starts_before_a_call_is_computed_again() -> None:
     store = Recording()
-    with activation_store.using(ActivationStore(store, CPU)):
+    with using(ActivationStore(store, CPU)):
 
         def call(fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(lambda h: (store.events.append("run"), fn(h))[1], x, tier="host")
@@ -637,7 +638,7 @@ def test_an_input_travels_while_other_calls_compute(overlaps: bool) -> None:
             tier="host",
         )
 
-    with activation_store.using(ActivationStore(HostStore(CPU, link=link), CPU)):
+    with using(ActivationStore(HostStore(CPU, link=link), CPU)):
         model = Stack(6, call)
         first = gradients(model, lambda: model(activation()))
     model = Stack(6)
@@ -653,7 +654,7 @@ def test_an_input_travels_while_other_calls_compute(overlaps: bool) -> None:
 
 def test_a_link_slower_than_compute_holds_back_the_forward_instead_of_the_memory() -> None:
     # a copy ends where it is waited for
-    with activation_store.using(ActivationStore(HostStore(CPU, link=Held()), CPU)) as store:
+    with using(ActivationStore(HostStore(CPU, link=Held()), CPU)) as store:
         census, counts = Census(), []
         x = activation()
         for _ in range(10):
@@ -701,7 +702,7 @@ def test_an_input_written_to_while_its_copy_is_under_way_is_refused_in_backward(
     landed: bool,
 ) -> None:
     link, leaf = Held(), torch.randn(32, WIDTH, requires_grad=True)
-    with activation_store.using(ActivationStore(HostStore(CPU, link=link), CPU)) as store:
+    with using(ActivationStore(HostStore(CPU, link=link), CPU)) as store:
         x = leaf * 1
         y = checkpoint(lambda h: torch.tanh(h) * 2, x, tier="host").sum()
         link.go = landed
@@ -724,7 +725,7 @@ def test_an_input_written_to_while_its_copy_is_under_way_is_refused_in_backward(
 @pytest.mark.parametrize("fail", ["storage", "start", "write", "read"])
 def test_a_tier_that_fails_says_so_and_leaves_nothing(fail: str) -> None:
     recording = Recording()
-    with activation_store.using(ActivationStore(recording, CPU)) as store:
+    with using(ActivationStore(recording, CPU)) as store:
         recording.fail = fail
         with pytest.raises(StorageError):
             x = activation()
@@ -818,7 +819,7 @@ def _partitioned(rank: int, world: int, tier: str) -> dict[str, Any]:
     """
     store = ActivationStore(HostStore(CPU), CPU)
     out: dict[str, Any] = {}
-    with activation_store.using(store):
+    with using(store):
         group = dist.group.WORLD
         weight = torch.randn(
             333, 333, generator=torch.Generator().manual_seed(0), requires_grad=True
@@ -933,7 +934,7 @@ def _at_every_row(rank: int, world: int) -> dict[str, list[str]]:
         "zero3 on gloo": {"comm": zs.Comm(transport="gloo")}
     }
     found = {}
-    with activation_store.using(ActivationStore(HostStore(CPU), CPU)) as store:
+    with using(ActivationStore(HostStore(CPU), CPU)) as store:
         for name, option in options.items():
             found[name] = train(
                 rank, name.split()[0], 3, model=_checkpointed, **option
@@ -952,7 +953,7 @@ def test_checkpointed_blocks_train_to_ddps_bits_in_every_row() -> None:
 def _switched(rank: int, world: int, transport: str) -> list[list[torch.Tensor]]:
     """Return losses and weights at stage 3, switched on and off between steps or never."""
     runs = []
-    with activation_store.using(ActivationStore(HostStore(CPU), CPU)):
+    with using(ActivationStore(HostStore(CPU), CPU)):
         for switches in (False, True):
             model = _wide()
             optimizer = two_groups(model)

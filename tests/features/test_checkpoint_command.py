@@ -24,7 +24,7 @@ from zeroshard.checkpoint.steps import list_steps, read_manifest
 from zeroshard.errors import CheckpointError
 from zeroshard.formats import READERS
 from zeroshard.formats.export import FORMATS
-from zeroshard.launch import checkpoint, cli
+from zeroshard.launch import checkpoint_command, cli
 
 ENVIRONMENT = {
     name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")
@@ -430,7 +430,9 @@ def test_what_is_left_out_is_said_on_stderr(
 
 
 def test_the_choices_are_the_formats_that_exist() -> None:
-    assert checkpoint.EXPORTS == FORMATS and ("auto", *READERS) == checkpoint.IMPORTS
+    assert (
+        checkpoint_command.EXPORTS == FORMATS and ("auto", *READERS) == checkpoint_command.IMPORTS
+    )
 
 
 # ------------------------------------------------------------------ errors

@@ -35,11 +35,11 @@ from tests.support.elastic_runs import (
 from tests.support.harness import RankError, run_ranks
 from tests.support.launched import PROGRAM
 from zeroshard.checkpoint import kept as kept_steps
-from zeroshard.core.keeper import Keeper, KeptPart, newest, note_of, partners, read_note
 from zeroshard.launch.elastic import dead_ranks, killed_ranks, loss_of, source, visible_devices
 from zeroshard.launch.keeper import KeeperServer
-from zeroshard.launch.reports import Outcome
+from zeroshard.launch.outcome import Outcome
 from zeroshard.launch.supervisor import Failure
+from zeroshard.system.keeper_client import Keeper, KeptPart, newest, note_of, partners, read_note
 
 PART = KeptPart("/runs/gpt", "writer", "nonce", step=7, world=2, rank=0, file_bytes=100)
 
@@ -468,7 +468,7 @@ def test_a_host_that_cannot_hold_what_it_fetches_is_told_on_all(tmp_path: Path) 
 
 LIMITED = """
 import os, resource, sys, time
-from zeroshard.core.keeper import Keeper, KeptPart, note_of
+from zeroshard.system.keeper_client import Keeper, KeptPart, note_of
 from zeroshard.errors import CheckpointError
 from zeroshard.launch.keeper import KeeperServer
 

@@ -17,11 +17,12 @@ from torch import nn
 
 import zeroshard as zs
 from benchmarks.fake_world import fake_world
+from tests.support.activations import using
 from tests.support.lane_sanitizer import LaneSanitizer
 from zeroshard import memory
 from zeroshard.comm.transport import Work
-from zeroshard.nn.activation_store import ActivationStore, using
 from zeroshard.runtime import gradients
+from zeroshard.runtime.activation_store import ActivationStore
 from zeroshard.runtime.gradients import Reduction
 from zeroshard.runtime.segment import Segment
 from zeroshard.tier.host import HostStore

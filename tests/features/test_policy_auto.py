@@ -22,12 +22,12 @@ import torch
 import zeroshard as zs
 from tests.support.harness import run_ranks
 from tests.support.training import make_model, take_steps
-from zeroshard.core.host_memory import HostMemory
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import ROWS
 from zeroshard.errors import ConfigError, PlanMismatch
 from zeroshard.planner import PlannedRow, make_plan
 from zeroshard.planner.modules import auto, shape_of_module
+from zeroshard.system.host_memory import HostMemory
 
 GB = 10**9
 UNREAD = "/no/such/cache"  # what the user's doctor has measured decides nothing here

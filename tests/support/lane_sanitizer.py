@@ -43,9 +43,8 @@ from torch.utils._pytree import tree_leaves
 from tests.support.pretended_device import PretendedDevice, Timeline, site_of_caller
 from zeroshard import memory
 from zeroshard.comm import codec, nccl
-from zeroshard.nn import activation_store
 from zeroshard.optim import runner
-from zeroshard.runtime import segment
+from zeroshard.runtime import activation_store, segment
 from zeroshard.runtime.streams import Event, Lane, NoStreams
 from zeroshard.sharding import api
 from zeroshard.state import gradient, reduction
@@ -113,7 +112,7 @@ class _Operations(TorchDispatchMode):
 class _Streams(NoStreams):
     """Streams of the sanitizer: those of an engine, or, with a prefix, of an activation store."""
 
-    enqueues = True
+    enqueues = has_lanes = True
 
     def __init__(self, time: Timeline, prefix: str = "") -> None:
         super().__init__()
@@ -181,7 +180,7 @@ class LaneSanitizer(Timeline):
             (api, "make_streams", lambda _: _Streams(self)),
             (activation_store, "make_streams", lambda _: _Streams(self, "activation ")),
             (codec, "_scratch", scratch),
-            (nccl.NcclTransport, "_async_op", False),
+            (nccl, "host_waits", lambda device: False),
             (host, "host_memory", partial(self._host_memory, host.host_memory)),
             (runner, "ThreadPoolExecutor", device.pool),
         ]

@@ -14,11 +14,10 @@ import torch
 
 from tests.support.transports import CPU, Spec, length, made, opened, values
 from tests.unit.comm.test_ordered import bits, naive_sum
-from zeroshard.comm.agree import agree
 from zeroshard.comm.transport import GradBuffer, ReduceRequest, Transport
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh
-from zeroshard.errors import PlanMismatch, StateError
+from zeroshard.errors import PlanMismatch, StateError, StorageError
 
 LINKS = ("shared_memory", "gloo", "nccl", "local")
 
@@ -428,14 +427,13 @@ def abandon_forgets_what_was_under_way(rank: int, world_size: int, spec: Spec) -
 
 def comparison_names_the_first_difference(rank: int, world_size: int, spec: Spec) -> None:
     with opened(spec, rank) as transport:
-        agree(transport.control.exchange, {"units": "ab12", "policy": "cd34"}, call="agree()")
+        transport.control.agree({"units": "ab12", "policy": "cd34"}, "agree()")
         if world_size == 1:
             return
         try:
-            agree(
-                transport.control.exchange,
+            transport.control.agree(
                 {"units": "ab12", "policy": "cd34" if rank else "ffff", "last": str(rank)},
-                call="agree()",
+                "agree()",
             )
         except PlanMismatch as error:
             assert (
@@ -445,6 +443,20 @@ def comparison_names_the_first_difference(rank: int, world_size: int, spec: Spec
             )
         else:
             raise AssertionError("no PlanMismatch")
+        transport.control.exchange(b"")
+
+
+def what_fails_on_one_rank_fails_on_all(rank: int, world_size: int, spec: Spec) -> None:
+    with opened(spec, rank) as transport:
+        try:
+            with transport.control.together("together()", "writing", refusal=StorageError):
+                if rank == world_size - 1:
+                    raise OSError("disk on fire")
+        except StorageError as error:
+            at = "" if rank == world_size - 1 else f"rank {world_size - 1}: "
+            assert str(error) == f"{at}writing: OSError: disk on fire"
+        else:
+            raise AssertionError("no StorageError")
         transport.control.exchange(b"")
 
 
@@ -491,6 +503,7 @@ CASES = [
     buffers_return_to_the_pool,
     abandon_forgets_what_was_under_way,
     comparison_names_the_first_difference,
+    what_fails_on_one_rank_fails_on_all,
     closing_twice_is_closing_once,
     dropping_it_leaves_no_thread,
 ]

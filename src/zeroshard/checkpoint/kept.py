@@ -7,7 +7,7 @@ reads one.
             save that is whole . a host gets the parts that it lacks from one that has them
 
 The pieces are those of a save, in the same format, with the same hashes; the memory is an anonymous
-file whose descriptor the launcher holds (``core/keeper.py``).
+file whose descriptor the launcher holds (``system/keeper_client.py``).
 
 Invariant: of two slots, the one that is written is never that of the last save that is whole: all
 ranks have finished a slot before any begins the other. Every rank loads the same save, and verifies
@@ -27,7 +27,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -39,14 +39,14 @@ from zeroshard.checkpoint.pipeline_stages import unite
 from zeroshard.checkpoint.rank_part import Stateful, collect, divide
 from zeroshard.checkpoint.shard_files import write_shard
 from zeroshard.checkpoint.steps import os_errors
-from zeroshard.checkpoint.together import on_all_ranks, raise_on_all
 from zeroshard.comm import memfd
 from zeroshard.comm.copies import Copies
-from zeroshard.core.keeper import Keeper, KeptPart, newest, note_of, partners, read_note
-from zeroshard.core.launched import keeper_address
+from zeroshard.comm.launched import keeper_address
+from zeroshard.comm.mesh_ranks import MeshRanks
+from zeroshard.comm.ranks import Meeting
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.runtime.access import Ranks
 from zeroshard.runtime.engine import Engine, states_of
+from zeroshard.system.keeper_client import Keeper, KeptPart, newest, note_of, partners, read_note
 
 __all__ = [
     "Holdings", "Keeping", "KeptStep", "copies_of", "local_keeper", "newest_kept_step",
@@ -86,7 +86,7 @@ def telling_keeper() -> Iterator[None]:
 def copies_of(engine: Engine) -> Copies:
     """Return a connection for files between the ranks of `engine`. Collective."""
     everyone = states_of(engine).everyone
-    ranks = [int(answer) for answer in everyone.exchange(str(dist.get_rank()).encode(), _CALL)]
+    ranks = everyone.share(dist.get_rank(), _CALL)
     return Copies(ranks, lambda payload: everyone.exchange(payload, _CALL))
 
 
@@ -184,12 +184,15 @@ class Keeping:
         self._engine = engine
         self._redundancy = redundancy
         self._memory: _KeptMemory | None = None
-        self._found_by: Ranks | None = None  # the ranks that have looked for it
+        self._found_by: MeshRanks | None = None  # the ranks that have looked for it
 
     @property
-    def _ranks(self) -> Ranks:
+    def _ranks(self) -> MeshRanks:
         """All ranks of the mesh, as the engine lies now."""
         return states_of(self._engine).everyone
+
+    def _together(self, what: str) -> AbstractContextManager[Meeting]:
+        return self._ranks.together(_CALL, what, refusal=CheckpointError)
 
     def begin(self) -> bool:
         """Return whether there is memory that outlives the ranks. Collective."""
@@ -205,16 +208,15 @@ class Keeping:
         """
         memory = self._memory
         assert memory is not None
-        with on_all_ranks(self._engine, _CALL, f"step {step} cannot be collected"):
+        with self._together(f"step {step} cannot be collected"):
             self._refuse_other_engine(memory.directory)
             part = collect(self._engine, states, extra, frozen=frozen)
         unite(self._engine, part)
         divide(self._engine, part)
-        nonce = self._ranks.exchange(secrets.token_hex(8).encode(), _CALL)[0].decode()
+        nonce = self._ranks.share(secrets.token_hex(8), _CALL)[0]
         rank, world = self._ranks.rank, self._ranks.size
-        kept = KeptPart(memory.directory, memory.writer, nonce, step, world, rank, 0)
         note = b""
-        with on_all_ranks(self._engine, _CALL, f"step {step} cannot be kept"):
+        with self._together(f"step {step} cannot be kept"):
             slot = memory.slot(rank)
             metadata = {"format": "zeroshard", "rank": str(rank), "step": str(step)}
             name = Path(shard_name(rank, world))
@@ -222,7 +224,8 @@ class Keeping:
             index = part.index(file, tensors)
             if rank == 0:
                 index["heading"] = part.heading(self._engine, step)
-            note = note_of(replace(kept, file_bytes=file.bytes), json.dumps(index).encode())
+            place = (memory.directory, memory.writer, nonce, step, world, rank, file.bytes)
+            note = note_of(KeptPart(*place), json.dumps(index).encode())
             if memory.copies is None:
                 slot.seal(note)
         if memory.copies is not None:
@@ -248,8 +251,8 @@ class Keeping:
 
     def _find_memory(self) -> _KeptMemory | None:
         keeper = local_keeper()
-        mine = json.dumps(["" if keeper is None else keeper.address, secrets.token_hex(8)])
-        answers = [json.loads(one) for one in self._ranks.exchange(mine.encode(), _CALL)]
+        mine = ["" if keeper is None else keeper.address, secrets.token_hex(8)]
+        answers = self._ranks.share(mine, _CALL)
         homes = [home for home, _ in answers]
         if keeper is None or not all(homes):
             if self._ranks.rank == 0:
@@ -275,9 +278,8 @@ class Keeping:
     def _send(self, memory: _KeptMemory, copies: Copies, slot: _KeptFiles, note: bytes) -> None:
         """Send our part to the partner, take those of the wards, then seal all of them."""
         assert memory.partner is not None
-        sizes = json.dumps([os.fstat(slot.file).st_size, len(note)]).encode()
-        everyone = [json.loads(one) for one in self._ranks.exchange(sizes, _CALL)]
-        with on_all_ranks(self._engine, _CALL, "no memory for copies of other hosts"):
+        everyone = self._ranks.share([os.fstat(slot.file).st_size, len(note)], _CALL)
+        with self._together("no memory for copies of other hosts"):
             theirs = {rank: memory.slot(rank) for rank in memory.wards}
             notes = {rank: memfd.create(everyone[rank][1]) for rank in memory.wards}
             for rank, copy in theirs.items():
@@ -294,7 +296,7 @@ class Keeping:
             copy.seal(os.pread(notes[rank], everyone[rank][1], 0))
             os.close(notes[rank])
         os.close(own)
-        raise_on_all(self._engine, None, _CALL)  # nobody begins the next before all have sealed
+        self._ranks.exchange(b"", _CALL)  # nobody begins the next before all have sealed
 
 
 # ------------------------------------------------------------------ zs.load
@@ -349,7 +351,7 @@ class KeptStep:
         everyone: Sequence[Holdings],
         rank: int,
         make_copies: Callable[[], AbstractContextManager[Copies]],
-        together: Callable[[], AbstractContextManager[None]],
+        together: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """Copy to this host the parts that it lacks. Collective, as are `make_copies`, and the end
         of `together`, which raises on every rank what fails on one.

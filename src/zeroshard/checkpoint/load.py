@@ -10,7 +10,6 @@ time, first to be verified.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -36,7 +35,6 @@ from zeroshard.checkpoint.rank_part import RNG, Stateful, check_arguments
 from zeroshard.checkpoint.step_loader import StepLoader
 from zeroshard.checkpoint.step_reader import StepReader
 from zeroshard.checkpoint.steps import list_steps, remember_steps
-from zeroshard.checkpoint.together import first_failure, on_all_ranks
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
 from zeroshard.runtime.engine import Engine, states_of
 
@@ -150,25 +148,22 @@ class _Candidate:
     def fetch(self, engine: Engine) -> None:
         """Copy to this host the parts that it lacks. Collective."""
         if self.kept is not None:
-            rank, what = states_of(engine).everyone.rank, f"step {self.step} cannot be fetched"
-            together = partial(on_all_ranks, engine, "zs.load()", f"{what} from memory")
-            self.kept.fetch(self.held, rank, partial(copies_of, engine), together)
+            ranks = states_of(engine).everyone
+            what = f"step {self.step} cannot be fetched from memory"
+            together = partial(ranks.together, "zs.load()", what, refusal=CheckpointError)
+            self.kept.fetch(self.held, ranks.rank, partial(copies_of, engine), together)
 
 
 def _candidates(directory: Path, engine: Engine, step: int | None) -> list[_Candidate]:
     """Return the steps to try, first choice last. Rank 0's list of those on disk counts: others
     may see a prune.
     """
-    steps, held = list[int](), Holdings("", [])
-    everyone = states_of(engine).everyone
-    with on_all_ranks(engine, "zs.load()", f"{directory} cannot be listed"):
-        held = Holdings.of(directory)
-        if everyone.rank == 0:
-            steps = list(list_steps(directory))
-    mine = json.dumps({"steps": steps, "held": asdict(held)}).encode()
-    answers = [json.loads(one) for one in everyone.exchange(mine, "zs.load()")]
-    all_held = [_HOLDINGS.validate_python(one["held"]) for one in answers]
-    found = [_Candidate(directory, number) for number in answers[0]["steps"]]
+    ranks, what = states_of(engine).everyone, f"{directory} cannot be listed"
+    with ranks.together("zs.load()", what, refusal=CheckpointError) as meeting:
+        held = asdict(Holdings.of(directory))
+        meeting.give([list(list_steps(directory)) if ranks.rank == 0 else [], held])
+    all_held = [_HOLDINGS.validate_python(one) for _, one in meeting.answers]
+    found = [_Candidate(directory, number) for number in meeting.answers[0][0]]
     kept = KeptStep.find(directory, all_held)
     if kept is not None:
         found.append(_Candidate(directory, kept.step, kept, all_held))
@@ -185,9 +180,10 @@ def _load_step(
 ) -> Restored:
     directory, step = candidate.directory, candidate.step
     candidate.fetch(engine)
+    ranks, what = states_of(engine).everyone, f"step {step} in {directory} cannot be read"
     with ExitStack() as stack:
         # also for invalid values, a disk that fails, no memory
-        with on_all_ranks(engine, "zs.load()", f"step {step} in {directory} cannot be read"):
+        with ranks.together("zs.load()", what, refusal=CheckpointError) as meeting:
             trimmer = states_of(engine).trimmer
             saved = StepReader(candidate.found(), stack, trimmer, verify=verify)
             reading = StepLoader(saved, engine, wanted)
@@ -202,14 +198,15 @@ def _load_step(
                     " is lost since a tier failed: load all of it"
                 )
             reading.read()
-        mine = saved.text_hash.encode()
-        if len(set(states_of(engine).everyone.exchange(mine, "zs.load()"))) > 1:
+            meeting.give(saved.text_hash)
+        if len(set(meeting.answers)) > 1:
             raise CheckpointError(
                 f"the ranks see different checkpoints under {directory}: is it on storage that all"
                 " ranks share?"
             )
-        _apply(reading, engine)
-        if states_of(engine).everyone.rank == 0:
+        with ranks.together("zs.load()", refusal=StorageError):  # where a tier fails on any
+            reading.apply()
+        if ranks.rank == 0:
             _note(candidate)
             _tell_differing(candidate, reading.differed, saved.manifest.world)
         skipped = reading.misfits + reading.skipped
@@ -252,20 +249,6 @@ def _tell_differing(candidate: _Candidate, differed: list[str], world: int) -> N
         ", ".join(told),
         seeded,
     )
-
-
-def _apply(reading: StepLoader, engine: Engine) -> None:
-    """Load what was read. Raises on every rank of the mesh where a tier fails on any."""
-    error: StorageError | None = None
-    try:
-        reading.apply()
-    except StorageError as failed:  # on every rank of its data parallel group
-        error = failed
-    told = first_failure(engine, error, "zs.load()")
-    if error is not None:
-        raise error
-    if told is not None:
-        raise StorageError(told)
 
 
 class _NoSuchStep(CheckpointError):

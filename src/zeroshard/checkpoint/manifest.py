@@ -38,8 +38,8 @@ from pydantic import (
 )
 
 from zeroshard.core.boxes import Box, check_boxes
-from zeroshard.core.untrusted import is_deeper
 from zeroshard.errors import CheckpointError
+from zeroshard.system.safe_files import is_deeper
 
 __all__ = [
     "BUFFER", "CHUNK_BYTES", "FORMAT", "ITEMSIZE", "SHARD_NAME", "STATE", "VALUE", "VERSION",

@@ -90,9 +90,8 @@ def names_elsewhere(engine: Engine, call: str) -> set[str]:
     every = mine | experts.divided()
     if not states.everyone.places:
         return every - mine
-    told = json.dumps(sorted(every) if engine.rank == 0 else [])
-    answers = states.everyone.exchange(told.encode(), call)
-    return {name for answer in answers for name in json.loads(answer)} - mine
+    told = states.everyone.share(sorted(every) if engine.rank == 0 else [], call)
+    return {name for names in told for name in names} - mine
 
 
 def rank_there(engine: Engine, world: int, places: Sequence[str]) -> int | None:
@@ -163,9 +162,9 @@ def _refuse_other_numbers(
         if entry.parameter in names:
             kinds = sums.setdefault(entry.parameter, {})
             kinds[entry.kind] = kinds.get(entry.kind, 0) + _sum(entry, numbers)
-    mine = json.dumps([states_of(engine).everyone.stage, sums]).encode()
+    everyone = states_of(engine).everyone
     total: dict[tuple[str, str], dict[str, int]] = {}  # by stage and name, of each kind
-    for stage, found in map(json.loads, states_of(engine).everyone.exchange(mine, _CALL)):
+    for stage, found in everyone.share([everyone.stage, sums], _CALL):
         for name, kinds in found.items():
             held = total.setdefault((stage, name), {})
             for kind, number in kinds.items():

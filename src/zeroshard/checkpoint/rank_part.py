@@ -249,8 +249,7 @@ def divide(engine: Engine, part: RankPart) -> None:
     """
     ranks = states_of(engine).everyone
     mine = {name: _fingerprint(*pair) for name, pair in part.encoded.items()}
-    answers = ranks.exchange(json.dumps(mine).encode(), "zs.save()")
-    everyone = [json.loads(answer) for answer in answers]
+    everyone = ranks.share(mine, "zs.save()")
     named = [sorted(name for name in one if not name.startswith(BUFFER)) for one in everyone]
     for rank, names in enumerate(named):
         if names != named[0]:

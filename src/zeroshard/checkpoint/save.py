@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,19 +45,17 @@ from zeroshard.checkpoint.steps import (
     step_path,
     working_path,
 )
-from zeroshard.checkpoint.together import first_failure, on_all_ranks, raise_on_all
+from zeroshard.comm.mesh_ranks import MeshRanks
+from zeroshard.comm.ranks import Meeting
 from zeroshard.errors import (
     CheckpointError,
     ConfigError,
     PeerLostError,
     PlanMismatch,
-    StallError,
     StateError,
     StorageError,
-    ZeroshardError,
 )
 from zeroshard.memory import Pages
-from zeroshard.runtime.access import Ranks
 from zeroshard.runtime.engine import Engine, states_of
 
 __all__ = ["Saver", "end_saves", "save"]
@@ -164,7 +162,7 @@ class Saver:
         _savers.setdefault(engine, weakref.WeakSet()).add(self)
 
     @property
-    def _ranks(self) -> Ranks:
+    def _ranks(self) -> MeshRanks:
         """All ranks of the mesh, as the engine lies now: a repartition may have changed them."""
         return states_of(self._engine).everyone
 
@@ -232,12 +230,14 @@ class Saver:
         try:
             states_of(self._engine).check_open()  # else this rank has left in a repartition
             while not job.tried.wait(_LOOK_S):
-                self._ranks.check("a save in the background")
+                self._ranks.check_peers("a save in the background")
             if together:
-                job.failure_elsewhere = first_failure(self._engine, job.failure, "zs.save()")
+                mine = None if job.failure is None else f"rank {job.rank}: {job.failure}"
+                told = self._ranks.share(mine, "zs.save()")
+                job.failure_elsewhere = next((text for text in told if text is not None), None)
             while self._writer is not None and self._writer.is_alive():
                 self._writer.join(_LOOK_S)
-                self._ranks.check("a save in the background")
+                self._ranks.check_peers("a save in the background")
         except (PeerLostError, StateError) as error:
             if isinstance(error, PeerLostError):
                 self._hurry.set()
@@ -263,14 +263,17 @@ class Saver:
 
     def _agree_on(self, step: int, call: str) -> None:
         """Raise PlanMismatch if the ranks save different steps, ConfigError for an invalid one."""
-        steps = self._ranks.exchange(repr(step).encode(), call)
+        steps = self._ranks.share(repr(step), call)
         if len(set(steps)) > 1:
-            said = ", ".join(f"rank {rank} step={text.decode()}" for rank, text in enumerate(steps))
+            said = ", ".join(f"rank {rank} step={text}" for rank, text in enumerate(steps))
             raise PlanMismatch(
                 f"{call} is called with different steps: {said}. Give every rank the same step"
             )
         if type(step) is not int or step < 0:
             raise ConfigError(f"step={step!r} is not a number of steps")
+
+    def _together(self, call: str, what: str = "") -> AbstractContextManager[Meeting]:
+        return self._ranks.together(call, what, refusal=CheckpointError)
 
     def _begin(self, job: _SaveJob) -> None:
         """Copy the state and start writing; the other ranks learn of a copy that failed later."""
@@ -291,25 +294,26 @@ class Saver:
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
-        raise_on_all(self._engine, failure, "zs.save()")
+        self._ranks.agree({}, "zs.save()", error=failure, refusal=CheckpointError)
 
     def _prepare(self, step: int, extra: Any) -> _SaveJob:
         engine = self._engine
         self._finish_step("zs.save()")
-        with on_all_ranks(engine, "zs.save()", f"step {step} cannot be collected"):
+        with self._together("zs.save()", f"step {step} cannot be collected"):
             part = collect(engine, self._states, extra, frozen=self._frozen)
         unite(engine, part)
         divide(engine, part)
         rank, num_ranks = self._ranks.rank, self._ranks.size
         metadata = {"format": "zeroshard", "rank": str(rank), "step": str(step)}
-        size = str(shard_bytes(part.stored, metadata)).encode()
-        num_bytes, nonce = sum(map(int, self._ranks.exchange(size, "zs.save()"))), ""
+        num_bytes = sum(self._ranks.share(shard_bytes(part.stored, metadata), "zs.save()"))
         with ExitStack() as stack:
-            with on_all_ranks(engine, "zs.save()", f"step {step} cannot be begun"):
-                if self._ranks.rank == 0:
-                    nonce = self._open(step, num_bytes, stack)
-            nonce = self._ranks.exchange(nonce.encode(), "zs.save()")[0].decode()
-            path = working_path(self.directory, step, nonce)
+            with self._together("zs.save()", f"step {step} cannot be begun") as meeting:
+                if rank == 0:
+                    nonce = secrets.token_hex(4)
+                    with os_errors(f"{self.directory} cannot be written"):
+                        stack.enter_context(begin_step(self.directory, step, nonce, num_bytes))
+                    meeting.give(nonce)
+            path = working_path(self.directory, step, meeting.answers[0])
             background = self._background and not self._rests_on_disk()
             return _SaveJob(
                 step, rank, num_ranks, background, part, metadata, path, stack.pop_all()
@@ -326,26 +330,14 @@ class Saver:
 
     def _finish_step(self, call: str) -> None:
         """Return when no step is under way; raise on every rank where that fails on any."""
-        states, error = states_of(self._engine), None
-        try:
+        states = states_of(self._engine)
+        with self._together(call):
             if states.is_lost:
                 raise CheckpointError(f"what rests must not be saved: {states.unsaved}")
             try:
                 states.finish_step()
             except StorageError as failed:  # on every rank of its data parallel group
                 raise CheckpointError(f"what rests cannot be saved: {failed}") from failed
-        except (PeerLostError, StallError):
-            raise  # who waits for us hears of it in the same way
-        except ZeroshardError as refused:
-            error = refused
-        raise_on_all(self._engine, error, call)
-
-    def _open(self, step: int, num_bytes: int, stack: ExitStack) -> str:
-        """On rank 0: lock, clean up, check space, make the hidden directory; return its nonce."""
-        nonce = secrets.token_hex(4)
-        with os_errors(f"{self.directory} cannot be written"):
-            stack.enter_context(begin_step(self.directory, step, nonce, num_bytes))
-        return nonce
 
     def _copied(self, stored: list[Stored]) -> list[Stored]:
         """Copy tensors into the staging memory of this saver."""
@@ -402,7 +394,7 @@ class Saver:
         # we write nothing more: once all have tried, rank 0 may remove the directory
         job.tried.set()
         if not job.background:
-            raise_on_all(self._engine, job.failure, "zs.save()")
+            self._ranks.agree({}, "zs.save()", error=job.failure, refusal=CheckpointError)
         elif job.failure is not None:
             if job.rank == 0:
                 with suppress(CheckpointError, OSError):

@@ -28,7 +28,6 @@ from zeroshard.checkpoint.rank_part import (
     whole_parts,
 )
 from zeroshard.checkpoint.step_reader import StepReader
-from zeroshard.checkpoint.together import raise_on_all
 from zeroshard.checkpoint.values import common_part, decode
 from zeroshard.core.boxes import Span
 from zeroshard.core.part import Part
@@ -253,7 +252,9 @@ class StepLoader:
                 f" {refused}"
             )
         try:
-            raise_on_all(self._engine, error, "zs.load()")
+            states_of(self._engine).everyone.agree(
+                {}, "zs.load()", error=error, refusal=CheckpointError
+            )
         except CheckpointError as told:
             stuck = [
                 f"states[{name!r}]"

@@ -20,8 +20,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from zeroshard.checkpoint.manifest import MAX_BYTES, SHARD_NAME, Manifest
-from zeroshard.core.untrusted import NotReadable, open_descriptor
 from zeroshard.errors import CheckpointError
+from zeroshard.system.safe_files import NotReadable, open_descriptor
 
 __all__ = [
     "MANIFEST", "SLACK_BYTES", "STEP_NAME", "begin_step", "check_files", "commit", "list_steps",

@@ -75,28 +75,22 @@ def _check_file(
         path, replace(file, bytes=size), chunk_bytes=manifest.chunk_bytes, verify=False
     ) as reader:
         for entry in tensors:
-            if file.header_bytes + entry.offset + entry.num_bytes > size:
-                yield _damage(path, entry, f"{path} ends before the end of {_tensor(entry)}")
-            else:
-                yield from _check_tensor(reader, entry)
+            yield from _check_tensor(reader, entry, size - file.header_bytes)
             progress(entry.num_bytes)
 
 
-def _check_tensor(reader: ShardReader, entry: TensorEntry) -> Iterator[Damage]:
-    path = reader.path
+def _check_tensor(reader: ShardReader, entry: TensorEntry, data_bytes: int) -> Iterator[Damage]:
+    """Yield the damage of a tensor in a file with so many bytes of data."""
+    path, tensor, refused = reader.path, describe_range(entry, 0, entry.num_bytes), False
     try:
-        for what in reader.check(entry):
-            yield _damage(path, entry, f"{path} is damaged: {what}")
+        if entry.offset + entry.num_bytes > data_bytes:
+            found = [f"{path} ends before the end of {tensor}"]
+        else:
+            found = [f"{path} is damaged: {what}" for what in reader.check(entry)]
     except CheckpointError as error:
-        yield _damage(path, entry, f"{error} ({_tensor(entry)})", unreadable=_refused(error))
-
-
-def _damage(path: Path, entry: TensorEntry, what: str, *, unreadable: bool = False) -> Damage:
-    return Damage(path.name, what, entry.parameter, entry.kind, unreadable)
-
-
-def _tensor(entry: TensorEntry) -> str:
-    return describe_range(entry, 0, entry.num_bytes)
+        found, refused = [f"{error} ({tensor})"], _refused(error)
+    for what in found:
+        yield Damage(path.name, what, entry.parameter, entry.kind, refused)
 
 
 def _refused(error: CheckpointError) -> bool:

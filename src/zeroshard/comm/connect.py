@@ -38,7 +38,7 @@ def make_control(subgroup: Subgroup, spec: CommSpec, traffic: Traffic) -> PeerCo
     if spec.name != "gloo":
         meeting = make(hosts, spec.mesh, Traffic(), stall_timeout_s=patient_s)
         try:
-            hosts = find_hosts(subgroup.rank, meeting.exchange_quietly, call="shard()")
+            hosts = find_hosts(meeting, "shard()")
         finally:
             meeting.close()
     if hosts.problems and spec.name != "nccl":

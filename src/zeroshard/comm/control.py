@@ -21,6 +21,7 @@ from zeroshard.comm.dispatcher import Dispatcher, given_up
 from zeroshard.comm.gloo_peers import Connections, GlooPeers, Subgroup, Transfer
 from zeroshard.comm.links import Kind, Links
 from zeroshard.comm.notices import Notices
+from zeroshard.comm.ranks import Ranks
 from zeroshard.comm.rendezvous import HostGroups
 from zeroshard.comm.transport import Traffic
 from zeroshard.core.placement import Mesh
@@ -99,7 +100,7 @@ class Operation:
         return self.is_over()
 
 
-class PeerControl:
+class PeerControl(Ranks):
     """The control plane of one rank of `subgroup`.
 
     `connections` are gloo's; `mesh` says which bytes of `traffic` come
@@ -117,7 +118,8 @@ class PeerControl:
         notices: Notices | None = None,
         stall_timeout_s: float,
     ) -> None:
-        self.rank, self.size, self.members = subgroup.rank, subgroup.size, subgroup.members
+        super().__init__(subgroup.rank, subgroup.size)
+        self.members = subgroup.members
         host = hosts.group_of(self.rank)
         self.near = [rank for rank in host if rank != self.rank]
         self.far = [rank for rank in range(self.size) if rank not in host]
@@ -162,6 +164,11 @@ class PeerControl:
             "exchange", {rank: len(parts[rank]) for rank in range(self.size) if rank != self.rank}
         )
         return parts
+
+    @property
+    def quietly(self) -> Ranks:
+        """The same ranks; their exchanges are not counted."""
+        return Ranks(self.rank, self.size, self.exchange_quietly)
 
     def exchange_quietly(self, payload: bytes, call: str) -> list[bytes]:
         """Exchange what is not the engine's payload, and so is not counted."""

@@ -15,13 +15,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.agree import Exchange, agree, through
 from zeroshard.comm.along import group_along, ranks_along
-from zeroshard.comm.other_axes import OtherAxes, ThroughGroups
+from zeroshard.comm.mesh_ranks import AlongAxes
 from zeroshard.comm.own_mesh import OwnMesh, check_meshes, meet
+from zeroshard.comm.ranks import Ranks
 from zeroshard.core.dims import Dims
-from zeroshard.core.mpi import rank_variables
 from zeroshard.errors import ConfigError
+from zeroshard.system.mpi import rank_variables
 
 __all__ = ["Seat", "seat_of"]
 
@@ -34,7 +34,7 @@ class Seat:
 
     group: dist.ProcessGroup | None  # its data parallel ranks; None: it is the only one
     dims: Dims
-    axes: OtherAxes
+    axes: AlongAxes
     mesh: DeviceMesh | None = None  # as it was given
     own: tuple[OwnMesh, ...] = ()  # of parameters that some of these ranks hold
 
@@ -47,6 +47,11 @@ class Seat:
     def size(self) -> int:
         """The number of these ranks."""
         return 1 if self.group is None else self.group.size()
+
+    @property
+    def ranks(self) -> Ranks:
+        """These ranks, before there is a transport."""
+        return Ranks.through(self.group)
 
 
 def seat_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = None) -> Seat:
@@ -66,17 +71,17 @@ def seat_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = Non
     if asked or known:  # else the comparison of options that follows tells
         described = "none" if mesh is None else "" if dims is None else dims.describe()
         report = {"mesh": described, "mesh_of": "; ".join(one.describe() for one in asked)}
-        agree(_members(mesh), report, call="shard()", error=error, remedy=_ALL)
+        _members(mesh).agree(report, "shard()", error=error, remedy=_ALL)
     if error is not None:
         raise error
     assert dims is not None  # else that has raised
     if mesh is None:
-        group, axes = _everyone(), OtherAxes.none()
+        group, axes = _everyone(), AlongAxes()
     else:
-        peers = ThroughGroups([mesh.get_group(index) for index in dims.beside])
-        axes = OtherAxes(dims.place(mesh.get_coordinate()), dims.num_groups, peers)
+        peers = Ranks.through(*(mesh.get_group(index) for index in dims.beside))
+        axes = AlongAxes(dims.places, dims.place(mesh.get_coordinate()), peers)
         group = _data_group(mesh, dims)
-    with axes.telling("shard()"):
+    with axes.together("shard()"):
         return Seat(group, dims, axes, mesh, meet(asked, group))
 
 
@@ -102,13 +107,13 @@ def _dims_of(mesh: Any, dp: Sequence[str] | str | None) -> Dims:
     return Dims.of(mesh.mesh_dim_names, mesh.shape, dp)
 
 
-def _members(mesh: DeviceMesh | None) -> Exchange:
-    """Return the exchange of all ranks of `mesh`, along groups that do not depend on its names: of
-    the whole job that of ranks without a mesh.
+def _members(mesh: DeviceMesh | None) -> Ranks:
+    """Return all ranks of `mesh`, along groups that do not depend on its names: of the whole job
+    those without a mesh.
     """
     if mesh is None or mesh.size() == dist.get_world_size():
-        return through(_everyone())
-    return ThroughGroups([mesh.get_group(index) for index in range(mesh.ndim)]).exchange
+        return Ranks.through(_everyone())
+    return Ranks.through(*(mesh.get_group(index) for index in range(mesh.ndim)))
 
 
 def _everyone() -> dist.ProcessGroup | None:

@@ -18,14 +18,13 @@ accelerator go through the host: this is done between two steps, and seldom.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.agree import Exchange, through
 from zeroshard.comm.plain import on_cpu
+from zeroshard.comm.ranks import Ranks
 from zeroshard.core.layout import Range
 from zeroshard.core.repartition import overlap
 from zeroshard.errors import StateError
@@ -43,8 +42,8 @@ class HandOver:
     """The ranks of an old and a new layout together: those of `group` (None: this one)."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.rank = 0 if group is None else group.rank()
-        self.exchange: Exchange = through(group)
+        self.ranks = Ranks.through(group)
+        self.rank = self.ranks.rank
         self._group = None if group is None or group.size() == 1 else on_cpu(group)
         self._members = [0] if group is None else dist.get_process_group_ranks(group)
 
@@ -84,8 +83,7 @@ class HandOver:
         """Come to the next state, or to the end because of an exception, for the `reason` (that of
         another rank: ""). Collective; raises HandOverError where another rank has `ended`.
         """
-        mine = json.dumps([ended, reason]).encode()
-        answers = [json.loads(answer) for answer in self.exchange(mine, _CALL)]
+        answers = self.ranks.share([ended, reason], _CALL)
         ranks = [rank for rank, (has_ended, _) in enumerate(answers) if has_ended]
         others = [rank for rank in ranks if rank != self.rank]
         if others:

@@ -30,7 +30,6 @@ from typing import Protocol
 import torch
 
 from zeroshard.comm import serving
-from zeroshard.comm.agree import agree
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import GradBuffer, ReduceRequest, Transport, Window, Work
@@ -169,11 +168,8 @@ class Levels:
         or placement.
         """
         assert self.is_deep and len(ranges) == self.flat.size, (key, ranges, self.flat.size)
-        agree(
-            self.flat.control.exchange,
-            {f"window {key}": f"{list(ranges)} {dtype} {kind}"},
-            call=f"the making of window {key}",
-        )
+        told = {f"window {key}": f"{list(ranges)} {dtype} {kind}"}
+        self.flat.control.agree(told, f"the making of window {key}")
         for transport in (self.flat, self.inside, self.between):
             transport.register(key)
 

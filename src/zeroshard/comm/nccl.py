@@ -111,6 +111,8 @@ class NcclTransport:
         self.ordered = bool(spec.ordered)
         self._group = group
         self._device = device
+        # whether the host waits for collectives; else the current stream orders them
+        self._async_op = host_waits(device)
         self._mesh = spec.mesh
         self._pool = Pool(spec.pool_bytes)
         self._temporaries = Pool(spec.pool_bytes)
@@ -140,11 +142,6 @@ class NcclTransport:
 
     def register(self, key: str) -> None: ...
 
-    @property
-    def _async_op(self) -> bool:
-        """Whether the host waits for collectives; else the current stream orders them."""
-        return self._device.type == "cpu"
-
     def all_gather(
         self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
     ) -> Work:
@@ -161,9 +158,8 @@ class NcclTransport:
             if own.data_ptr() != local.data_ptr():
                 own.copy_(local)
             works = self._each(self._send_share, out, ranges)
-        return self._started(
-            NativeWork(self, f"gather of {key}", works, lambda: None, [local, out], is_gather=True)
-        )
+        what, under_way = f"gather of {key}", self._under_way
+        return NativeWork(self.control, under_way, what, works, None, [local, out], is_gather=True)
 
     def grad_buffer(
         self, key: str, numel: int, dtype: torch.dtype, device: torch.device
@@ -229,7 +225,9 @@ class NcclTransport:
             self._pool.give(data)
 
         alive, what = [data, arrived, out], f"reduce of {request.key}"
-        return self._started(NativeWork(self, what, works, finish, alive, is_gather=False))
+        return NativeWork(
+            self.control, self._under_way, what, works, finish, alive, is_gather=False
+        )
 
     def _all_to_all(
         self, data: torch.Tensor, arrived: torch.Tensor, ranges: Sequence[Range]
@@ -267,15 +265,6 @@ class NcclTransport:
                 start(data[slice(*ranges[owner])], owner)
         return []  # the current stream orders them
 
-    def _started(self, work: NativeWork) -> NativeWork:
-        self._under_way.append(work)
-        return work
-
-    def untrack(self, work: NativeWork) -> None:
-        """Stop tracking `work`, which has ended."""
-        if work in self._under_way:
-            self._under_way.remove(work)
-
     def begin_write(self) -> None:
         for work in [work for work in self._under_way if work.is_gather]:
             work.wait()
@@ -306,7 +295,7 @@ class NcclTransport:
     def give_up(self) -> None:
         left, self._under_way = self._under_way, []
         # a collective that was enqueued cannot be recalled; every rank enqueued the same ones
-        for work in left:
+        for work in list(left):
             work.release()
         self.control.give_up()
 
@@ -323,21 +312,24 @@ class NcclTransport:
 
 class NativeWork:
     """Collectives under way, None for those that the stream orders, and what remains to be done
-    after them.
+    after them. It is in the list `under_way` until they have ended.
     """
 
     def __init__(
         self,
-        transport: NcclTransport,
+        control: PeerControl,
+        under_way: list[NativeWork],
         what: str,
         works: list[Any],
-        after: Callable[[], None],
+        after: Callable[[], None] | None,
         alive: list[torch.Tensor],
         *,
         is_gather: bool,
     ) -> None:
         self.is_gather = is_gather
-        self._transport = transport
+        self._control = control
+        self._under_way = under_way
+        under_way.append(self)
         self._what = what
         self._works = list(filter(None, works))
         self._after = after
@@ -349,11 +341,11 @@ class NativeWork:
         """Let the current stream wait for the collectives and do the rest on it."""
         if not self._is_finished:
             for work in self._works:
-                await_native(work, self._what, self._transport.control)
-            self._after()
+                await_native(work, self._what, self._control)
+            if self._after is not None:
+                self._after()
             self._is_finished, self._finished = True, mark(self._alive[0].device)
             self.release()
-            self._transport.untrack(self)
 
     def wait(self) -> None:
         self.complete()
@@ -364,8 +356,15 @@ class NativeWork:
         return self._is_finished or all(work.is_completed() for work in self._works)
 
     def release(self) -> None:
-        """Release what the collectives used."""
-        self._works, self._alive, self._after = [], [], lambda: None
+        """Release what the collectives used; they have ended."""
+        self._works, self._alive, self._after = [], [], None
+        if self in self._under_way:
+            self._under_way.remove(self)
+
+
+def host_waits(device: torch.device) -> bool:
+    """Whether the host waits for collectives on `device`; else its streams order them."""
+    return device.type == "cpu"
 
 
 def await_native(work: Any, what: str, control: PeerControl) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from zeroshard.comm.matching import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
+from zeroshard.comm.ranks import Ranks
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import DoneWork, GradBuffer, ReduceRequest, Traffic, Work
 from zeroshard.core.digest import Digest
@@ -19,18 +20,6 @@ from zeroshard.core.layout import Range
 from zeroshard.memory import Pool
 
 __all__ = ["OneProcess"]
-
-
-class _Alone:
-    """A Control without peers."""
-
-    rank = 0
-    size = 1
-
-    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
-        return [payload]
-
-    def check_peers(self, what: str) -> None: ...
 
 
 class OneProcess:
@@ -43,7 +32,7 @@ class OneProcess:
         self.one_sided = True
         self.keyed = True
         self.traffic = Traffic() if traffic is None else traffic
-        self.control = _Alone()
+        self.control = Ranks()
         self.stall_timeout_s = spec.stall_timeout_s
         self._pool = Pool(spec.pool_bytes)
 

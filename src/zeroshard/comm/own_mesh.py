@@ -11,7 +11,6 @@ Invariant: a group is a part of the data parallel ranks. The process groups are 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.agree import through
 from zeroshard.comm.along import group_along, ranks_along
+from zeroshard.comm.ranks import Ranks
 from zeroshard.core.dims import shared_dims
 from zeroshard.core.holders import Holders
 from zeroshard.errors import ConfigError
@@ -114,8 +113,8 @@ def meet(asked: Sequence[Asked], group: dist.ProcessGroup | None) -> tuple[OwnMe
     if not asked:
         return ()
     everyone = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-    mine = json.dumps([(one.place(), one.ranks()) for one in asked]).encode()
-    answers = [json.loads(answer) for answer in through(group)(mine, call="shard()")]
+    mine = [(one.place(), one.ranks()) for one in asked]
+    answers = Ranks.through(group).share(mine, "shard()")
     own = []
     for index, one in enumerate(asked):
         placed = sorted({(answer[index][0], tuple(answer[index][1])) for answer in answers})

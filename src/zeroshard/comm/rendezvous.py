@@ -11,7 +11,6 @@ and a socket per pair, once.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
@@ -19,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeroshard.comm import memfd
-from zeroshard.comm.agree import Exchange, failures
 from zeroshard.comm.links import peer_credentials, send_record
+from zeroshard.comm.ranks import Ranks
 
 __all__ = ["HostGroups", "boot_id", "find_hosts"]
 
@@ -52,12 +51,13 @@ def boot_id() -> str:
     return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino}"
 
 
-def find_hosts(rank: int, exchange: Exchange, *, call: str) -> HostGroups:
-    """Find the ranks of this host and connect to them. Collective over `exchange`; never raises
-    on one rank only.
+def find_hosts(ranks: Ranks, call: str) -> HostGroups:
+    """Find those of `ranks` on this host and connect to them. Collective; never raises on one
+    rank only.
     """
+    rank = ranks.rank
     listener, own = _introduce()
-    everyone = [json.loads(text) for text in exchange(json.dumps(own).encode(), call)]
+    everyone = ranks.share(own, call)
     sockets: dict[int, socket.socket] = {}
     report: dict[str, str] = {}  # rank we could not connect to -> why
     for peer in range(rank):
@@ -70,8 +70,7 @@ def find_hosts(rank: int, exchange: Exchange, *, call: str) -> HostGroups:
                 sockets[peer] = _connect(everyone[peer]["name"], rank, everyone[peer]["token"])
             except OSError as error:
                 report[str(peer)] = str(error)
-    reports = [json.loads(text) for text in exchange(json.dumps(report).encode(), call)]
-    found = HostGroups(*_agree(everyone, reports))
+    found = HostGroups(*_agree(everyone, ranks.share(report, call)))
     mine = found.group_of(rank)
     trouble = ""
     try:
@@ -81,7 +80,7 @@ def find_hosts(rank: int, exchange: Exchange, *, call: str) -> HostGroups:
     finally:
         if listener is not None:
             listener.close()
-    troubles = [*failures(exchange, trouble, call=call).values()]
+    troubles = [text for text in ranks.share(trouble, call) if text]
     if troubles:
         found.groups, found.problems = (
             [[peer] for peer in range(len(everyone))],

@@ -25,9 +25,9 @@ import weakref
 from collections.abc import Callable, Mapping
 
 from zeroshard.comm.control import PeerControl, Plane
+from zeroshard.comm.launched import end_process
 from zeroshard.comm.notices import Notices
 from zeroshard.core.digest import Digest, Entered
-from zeroshard.core.launched import end_process
 from zeroshard.errors import StallError
 
 __all__ = ["StallWatch", "every"]

@@ -33,12 +33,13 @@ from typing import Protocol
 import torch
 
 from zeroshard.comm.codec import Codec
+from zeroshard.comm.ranks import Ranks
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range
 from zeroshard.core.work import DoneWork, Work
 
 __all__ = [
-    "Control", "DoneWork", "GradBuffer", "ReduceRequest", "Traffic", "Transport", "Window", "Work",
+    "DoneWork", "GradBuffer", "ReduceRequest", "Traffic", "Transport", "Window", "Work",
 ]  # fmt: skip
 
 
@@ -137,26 +138,6 @@ class Traffic:
         self.between.clear()
 
 
-class Control(Protocol):
-    """How the ranks of one group agree: small messages, which never touch a device."""
-
-    rank: int
-    size: int
-
-    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
-        """Give every rank's `payload` (any sizes, small) to every rank, in rank order. Blocking;
-        serves peers meanwhile.
-
-        `call` names the call of the program, as errors show it. Raises PlanMismatch, on every rank,
-        where other ranks are in another call.
-        """
-
-    def check_peers(self, what: str) -> None:
-        """Raise PeerLostError, saying that it was during `what`, where another rank is known to
-        have ended. Never blocks.
-        """
-
-
 class Transport(Protocol):
     """How the ranks of one group exchange bytes. Made collectively, with the same arguments on
     every rank.
@@ -173,8 +154,8 @@ class Transport(Protocol):
     stall_timeout_s: float
 
     @property
-    def control(self) -> Control:
-        """The control plane of the same ranks."""
+    def control(self) -> Ranks:
+        """The same ranks, for small messages, which never touch a device."""
 
     def window(
         self,

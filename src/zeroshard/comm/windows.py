@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 import torch
 
 from zeroshard.comm import memfd
-from zeroshard.comm.agree import agree, failures
 from zeroshard.comm.control import Operation, PeerControl, Plane
 from zeroshard.comm.gloo_peers import ALL_GATHER, Transfer
 from zeroshard.comm.links import Kind, Message
@@ -113,7 +112,7 @@ class Windows(Plane):
         ranges, call = tuple(ranges), f"the making of window {key}"
         cut = hashlib.blake2b(str(list(ranges)).encode(), digest_size=8).hexdigest()
         kind = f"{dtype}, {'replicated' if replicated else 'sharded'}, cut {cut}"
-        agree(self.control.exchange_quietly, {f"window {key}": kind}, call=call)
+        self.control.quietly.agree({f"window {key}": kind}, call)
         self.control.messages.register(key)
         serial = self._num_windows
         self._num_windows += 1
@@ -206,13 +205,14 @@ class Windows(Plane):
         the descriptors then.
         """
         call = f"the making of window {key}"
-        short = failures(self.control.exchange_quietly, reason, call=call)
+        reasons = self.control.quietly.share(reason, call)
+        short = [rank for rank, text in enumerate(reasons) if text]
         if short:
             for memory in memories:
                 memory.close()
             raise ConfigError(
                 f"window {key}: no shared memory for {num_bytes} bytes on rank(s)"
-                f" {sorted(short)} ({next(iter(short.values()))})"
+                f" {short} ({reasons[short[0]]})"
             )
 
     def epoch_of(self, serial: int, rank: int) -> int:

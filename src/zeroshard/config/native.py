@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from zeroshard.config.option_sections import Comm, LossScale, Offload, State, check_shares
+from zeroshard.config.option_sections import Comm, LossScale, Offload, State
 from zeroshard.config.strict import Strict, one_line
 from zeroshard.config.strict_json import nearest, parse_json, read_json
 from zeroshard.core.accumulation import budget_bytes
@@ -26,6 +26,7 @@ from zeroshard.core.batch_shares import check_batch_shares, unequal
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
 from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
+from zeroshard.core.shares import check_shares
 from zeroshard.core.sizes import any_of
 from zeroshard.core.wire import CODEC_BITS
 from zeroshard.errors import ConfigError

@@ -10,8 +10,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from zeroshard.core.untrusted import NotReadable, check_depth, read_file
 from zeroshard.errors import ConfigError
+from zeroshard.system.safe_files import NotReadable, check_depth, read_file
 
 __all__ = ["flattened", "nearest", "parse_json", "read_json"]
 

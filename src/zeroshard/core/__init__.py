@@ -1,1 +1,1 @@
-"""Pure data and arithmetic: no process group, stream or file is touched below this package."""
+"""Pure data and arithmetic: no process group, stream, socket or file is touched in this package."""

@@ -15,7 +15,7 @@ compared, where the files hold several.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha256
 from math import prod
@@ -36,11 +36,11 @@ from zeroshard.checkpoint.rank_part import (
 from zeroshard.checkpoint.spans import copy_common
 from zeroshard.core.boxes import Span
 from zeroshard.core.part import Part
-from zeroshard.core.untrusted import NotReadable, open_file, read_json
 from zeroshard.errors import CheckpointError
 from zeroshard.nn.deferred import allocate
 from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.state.local import local_of, part_of
+from zeroshard.system.safe_files import NotReadable, open_file, read_json
 
 __all__ = ["LoadReport", "load_pretrained", "open_tensors"]
 
@@ -81,32 +81,23 @@ def load_pretrained(
     model = target.module if isinstance(target, Engine) else target
     experts = Experts.of(target) if isinstance(target, Engine) else Experts(model, {})
     with ExitStack() as stack:
-        error: CheckpointError | None = None
-        renamed = ""
-        try:
+        together: AbstractContextManager[Any] = nullcontext()
+        if isinstance(target, Engine):
+            together = states_of(target).peers.together("zs.load_pretrained()")
+        with together as meeting:
             files = _TensorFiles(Path(directory), rename or (lambda name: name), stack)
-            renamed = files.digest()
             found = _match(model, files, report, experts)
+            both = {"missing": report.missing, "unexpected": report.unexpected}
             if strict and (report.missing or report.unexpected):
-                found_wrong = {"missing": report.missing, "unexpected": report.unexpected}
-                parts = [f"{what} {_some(names)}" for what, names in found_wrong.items() if names]
+                parts = [f"{what} {_some(names)}" for what, names in both.items() if names]
                 raise CheckpointError(
                     f"{directory} does not fit {type(model).__name__}: {'; '.join(parts)};"
                     " strict=False loads what fits"
                 )
-        except CheckpointError as refused:
-            error = refused
-        if isinstance(target, Engine):
-            both = {"missing": report.missing, "unexpected": report.unexpected}
             own = experts.divided()  # of these each rank misses others
-            states_of(target).peers.agree(
-                {what: ", ".join(n for n in names if n not in own) for what, names in both.items()}
-                | {"names of the tensors, digest": renamed},
-                error,
-                "zs.load_pretrained()",
-            )
-        elif error is not None:
-            raise error
+            said = {what: ", ".join(n for n in both[what] if n not in own) for what in both}
+            if meeting is not None:
+                meeting.compare(said | {"names of the tensors, digest": files.digest()})
         with torch.no_grad():
             for buffer, name in found.buffers:
                 files.fill(name, buffer)

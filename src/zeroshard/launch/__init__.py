@@ -2,11 +2,11 @@
 
 Reading order: ``cli.py`` (commands and exit codes), ``options.py`` (what ``zeroshard run`` takes),
 ``run.py`` (the launcher, on ``torch.distributed.run``), ``supervisor.py`` (which rank failed
-first), ``worker.py`` (what stands between the launcher and a script), ``reports.py`` (how a job
-ended, in words). On several hosts ``hosts.py`` starts one such launcher on each, through
-``on_host.py``; the ranks meet in ``many_hosts.py``. ``doctor.py`` prints what ``machine_facts.py``
-finds and ``probes.py`` measures. Options and tables are those of ``zeroshard.terminal``;
-``zeroshard plan`` is ``planner/printing``.
+first), ``worker.py`` (what stands between the launcher and a script), ``outcome.py`` (how a job
+ended, in words). On several hosts ``hosts.py`` starts one such launcher on each, over a
+``connection.py`` to ``on_host.py``. Launchers meet by ``agent_rendezvous.py``. ``doctor.py`` prints
+what ``machine_facts.py`` finds and ``probes.py`` measures. Options and tables are those
+of ``zeroshard.terminal``; ``zeroshard plan`` is ``planner/printing``.
 
 Invariant: ``--help``, ``--version`` and usage errors never import torch.
 """

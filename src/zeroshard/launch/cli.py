@@ -10,25 +10,36 @@ import argparse
 import signal
 import sys
 import traceback
+from importlib.util import find_spec
+from pathlib import Path
 
 from zeroshard._version import __version__
 from zeroshard.errors import ZeroshardError
-from zeroshard.launch import bench, checkpoint, config, doctor, generate, report
+from zeroshard.launch import checkpoint_command, config, doctor, generate, report
 from zeroshard.launch.options import RUN, parse_run
 from zeroshard.planner.printing import plan_command
 from zeroshard.terminal.console import note
 from zeroshard.terminal.declared import LineParser, Option, Subcommand, UsageError
 
-__all__ = ["build_parsers", "explain", "main"]
+__all__ = ["BENCH", "add_benchmarks", "build_parsers", "explain", "main"]
 
 PROGRAM = Subcommand(
     "zeroshard", "", "zeroshard run --nproc 2 examples/train_gpt.py",
     (Option("--debug", "show the traceback of an error of ours"),),
     description="ZeRO for PyTorch: plan, launch, checkpoints, measure.",
 )  # fmt: skip
+COMMAND_LINE = "command_line.py"  # tells our benchmarks from another package of this name
+MISSING = (
+    "bench: the benchmarks are not part of the installed package: run it in a checkout of"
+    " zeroshard's repository, where `make bench` sets up all it needs"
+)
+BENCH = Subcommand(
+    "bench", "measure this library beside the others",
+    "zeroshard bench step --sizes medium --contenders zero3,fsdp2",
+)  # fmt: skip
 COMMANDS = (
-    RUN, plan_command.command(doctor.this_machine), checkpoint.COMMAND, config.COMMAND,
-    doctor.COMMAND, report.COMMAND, generate.COMMAND, bench.BENCH,
+    RUN, plan_command.command(doctor.this_machine), checkpoint_command.COMMAND, config.COMMAND,
+    doctor.COMMAND, report.COMMAND, generate.COMMAND, BENCH,
 )  # fmt: skip
 EXIT_USAGE, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
 
@@ -61,7 +72,7 @@ def _dispatch(arguments: list[str]) -> int:
         leave(launch(options))
     # only now: most installations have no benchmarks, and most commands need none
     if [word for word in arguments if not word.startswith("-")][:1] == ["bench"]:
-        bench.add_commands(bench_parser)
+        add_benchmarks(bench_parser)
     parsed = parser.parse_args(arguments)
     if parsed.command is None:
         parser.print_help(sys.stderr)
@@ -95,3 +106,27 @@ def explain(error: BaseException) -> tuple[int, str]:
         # torch's handlers outlive its agent: between two starts of a job, or at its end
         return 128 + int(number), f"ended by {signal.Signals(number).name}"
     return EXIT_INTERNAL, f"internal error, {type(error).__name__}: {error} (--debug shows where)"
+
+
+def add_benchmarks(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmarks' commands to the parser of ``zeroshard bench``.
+
+    Benchmarks lie beside the package, in ``benchmarks/`` of a checkout, not in an installed wheel.
+    Those beside this package are taken, else those that ``import benchmarks`` finds. Raises
+    UsageError where there are none.
+    """
+    root = Path(__file__).resolve().parents[3]
+    if (root / "benchmarks" / COMMAND_LINE).is_file():
+        if sys.path[0] != str(root):
+            sys.path.insert(0, str(root))
+    elif not _has_benchmarks():
+        raise UsageError(MISSING)
+    from benchmarks import command_line
+
+    command_line.add_commands(parser)
+
+
+def _has_benchmarks() -> bool:
+    found = find_spec("benchmarks")
+    places = found.submodule_search_locations or [] if found else []
+    return any((Path(place) / COMMAND_LINE).is_file() for place in places)

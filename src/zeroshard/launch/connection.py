@@ -1,4 +1,11 @@
-"""One host of ``zeroshard run --hostfile``: its ssh process, what it writes, what is known of it.
+"""One host of ``zeroshard run --hostfile``: its ssh process, its state, and the wire format.
+
+To the host go lines of JSON. From the host, whose standard output carries this and nothing else,
+comes a greeting and then frames: one byte that says what it is, four that say how long, the bytes
+(`OUT` and `ERR`: output of the job; `NOTE`: JSON). A shell's greeting before ours is passed over.
+
+Text of the system's (arguments, paths, the environment) is bytes; it becomes str as UTF-8 with
+surrogateescape, whatever the locales of both sides are, so that all bytes come back as they went.
 
 Invariant: a host whose connection ends has ended its part of the job, or ends it now. No torch
 here.
@@ -9,22 +16,80 @@ from __future__ import annotations
 import json
 import os
 import re
+import selectors
 import signal
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any
 
-from zeroshard.launch import wire
 from zeroshard.launch.hostfile import Host
-from zeroshard.launch.reports import Outcome
+from zeroshard.launch.outcome import Outcome
 from zeroshard.launch.supervisor import Failure
 
-__all__ = ["EXIT_IO", "Connection", "HostLoss"]
+__all__ = [
+    "ERR", "EXIT_IO", "GREETING", "NOTE", "OUT", "Connection", "Frames", "HostLoss", "frame",
+    "from_text", "line", "to_text",
+]  # fmt: skip
 
 EXIT_IO = 74
+GREETING = b"\n\x01zeroshard 1\n"
+OUT, ERR, NOTE = b"o", b"e", b"n"
+_HEAD = struct.Struct("!cI")
+_MAX_FRAME = 1 << 26
+_MAX_BEFORE = 1 << 16
+
+
+def to_text(data: bytes | str) -> str:
+    """Return bytes of the system's, or a str that Python made of them, as text for JSON."""
+    return os.fsencode(data).decode("utf-8", "surrogateescape")
+
+
+def from_text(text: str) -> str:
+    """Return what `to_text` was given, as Python shows it on this host."""
+    return os.fsdecode(text.encode("utf-8", "surrogateescape"))
+
+
+def line(message: Any) -> bytes:
+    """Return a message to the host."""
+    return json.dumps(message).encode("ascii") + b"\n"
+
+
+def frame(kind: bytes, data: bytes) -> bytes:
+    """Return a frame from the host."""
+    return _HEAD.pack(kind, len(data)) + data
+
+
+class Frames:
+    """Takes the bytes of a host as they come, and gives whole frames."""
+
+    def __init__(self) -> None:
+        self._unread = b""
+        self.greeted = False
+
+    def feed(self, data: bytes) -> list[tuple[bytes, bytes]]:
+        """Return the frames that are complete by now. Raises ValueError for bytes of others."""
+        self._unread += data
+        if not self.greeted:
+            before, found, rest = self._unread.partition(GREETING)
+            if not found:
+                if len(before) > _MAX_BEFORE:
+                    raise ValueError("its shell writes too much before the command")
+                return []
+            self.greeted, self._unread = True, rest
+        frames = []
+        while len(self._unread) >= _HEAD.size:
+            kind, length = _HEAD.unpack_from(self._unread)
+            if kind not in (OUT, ERR, NOTE) or length > _MAX_FRAME:
+                raise ValueError("it sent bytes that are not of zeroshard's protocol")
+            if len(self._unread) < _HEAD.size + length:
+                break
+            frames.append((kind, self._unread[_HEAD.size : _HEAD.size + length]))
+            self._unread = self._unread[_HEAD.size + length :]
+        return frames
 
 
 @dataclass(frozen=True)
@@ -60,9 +125,19 @@ class _Lines:
 
 
 class Connection:
-    """The ssh process of one host, and what is known of the host."""
+    """The ssh process of one host, and what is known of the host. It serves its own descriptors in
+    the loop of `selector`, whose keys hold the function to call. `tell_port` gets the note with the
+    port of the first host.
+    """
 
-    def __init__(self, host: Host, command: list[str], orders: bytes) -> None:
+    def __init__(
+        self,
+        host: Host,
+        command: list[str],
+        orders: bytes,
+        selector: selectors.BaseSelector,
+        tell_port: Callable[[Mapping[str, Any]], None],
+    ) -> None:
         self.host = host
         self.outcome: Outcome | None = None
         self.loss: HostLoss | None = None
@@ -72,38 +147,39 @@ class Connection:
         self._asked_to_end = False
         self._error = ""
         self._complaints = b""  # ssh's own
-        self._orders = bytearray(orders)
-        self._frames = wire.Frames()
+        self._orders = bytearray()
+        self._frames = Frames()
         self._outputs = {
-            wire.OUT: _Lines(host.name, sys.stdout.buffer),
-            wire.ERR: _Lines(host.name, sys.stderr.buffer),
+            OUT: _Lines(host.name, sys.stdout.buffer),
+            ERR: _Lines(host.name, sys.stderr.buffer),
         }
+        self._selector, self._tell_port = selector, tell_port
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
+        self._process = process = subprocess.Popen(
             # not in our group: the terminal's Ctrl-C is passed on, and must not cut the line
             command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, bufsize=0
         )  # fmt: skip
-        self.pidfd = os.pidfd_open(self.process.pid)
-        for stream in (self.stdin, self.stdout, self.stderr):
-            os.set_blocking(stream, False)
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stderr is not None
+        self._streams = (process.stdin, process.stdout, process.stderr)
+        self._stdin, self._stdout, self._stderr = (stream.fileno() for stream in self._streams)
+        for stream in self._streams:
+            os.set_blocking(stream.fileno(), False)
+        self._pidfd = os.pidfd_open(process.pid)
+        self._serve(self._stdout, self._read_frames)
+        self._serve(self._stderr, self._read_complaints)
+        self._serve(self._pidfd, self._end)
+        self._send(orders)
 
-    @property
-    def stdin(self) -> int:
-        """The descriptor to which orders are written."""
-        assert self.process.stdin is not None
-        return self.process.stdin.fileno()
+    def _serve(self, descriptor: int, serve: Callable[[], object]) -> None:
+        event = selectors.EVENT_WRITE if descriptor == self._stdin else selectors.EVENT_READ
+        if descriptor not in self._selector.get_map():
+            self._selector.register(descriptor, event, serve)
 
-    @property
-    def stdout(self) -> int:
-        """The descriptor of the host's frames."""
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
-
-    @property
-    def stderr(self) -> int:
-        """The descriptor of ssh's own messages."""
-        assert self.process.stderr is not None
-        return self.process.stderr.fileno()
+    def _ignore(self, *descriptors: int) -> None:
+        for descriptor in descriptors:
+            if descriptor in self._selector.get_map():
+                self._selector.unregister(descriptor)
 
     @property
     def has_failed(self) -> bool:
@@ -116,47 +192,73 @@ class Connection:
         return self.is_open and not self._frames.greeted
 
     @property
-    def has_orders(self) -> bool:
-        """Whether orders wait to be written."""
-        return self.is_open and bool(self._orders)
+    def waits(self) -> bool:
+        """Whether its part of the job has ended, and it could begin another."""
+        return self.is_open and self.exit_code is not None and self.loss is None
 
     def order(self, order: Mapping[str, Any]) -> None:
         """Have an order written."""
         self._asked_to_end = self._asked_to_end or "end" in order or "signal" in order
-        self._orders += wire.line(order)
+        self._send(line(order))
 
-    def write_orders(self) -> None:
+    def begin_again(self, host: Host, orders: Mapping[str, Any]) -> None:
+        """Have the host start a launcher once more, for the slots that `host` still has."""
+        self.host, self.outcome, self.exit_code = host, None, None
+        self._asked_to_end, self._error = False, ""
+        self.order({"again": {**orders, "whole": self.kept["whole"]}})
+
+    def _send(self, orders: bytes) -> None:
+        if self.is_open:
+            self._orders += orders
+            self._serve(self._stdin, self._write)
+
+    def _write(self) -> None:
         """Write as much of the orders as ssh takes now."""
         try:
-            count = os.write(self.stdin, self._orders[: 1 << 16])
+            del self._orders[: os.write(self._stdin, self._orders[: 1 << 16])]
         except BlockingIOError:
             return
         except BrokenPipeError:  # ssh has ended, which is noticed by itself
             self._orders.clear()
-            return
-        del self._orders[:count]
+        if not self._orders:
+            self._ignore(self._stdin)
 
-    def read(self, descriptor: int) -> list[dict[str, Any]] | None:
-        """Pass on output; return the notes of the host, None at the end of the stream."""
+    def _read(self, descriptor: int) -> bytes:
+        """Return what there is to read, b"" for nothing."""
         try:
             data = os.read(descriptor, 1 << 16)
         except BlockingIOError:
-            return []
+            return b""
         if not data:
-            return None
-        if descriptor == self.stderr:
-            self._complaints = (self._complaints + data)[-(1 << 14) :]
-            return []
-        notes = []
-        for kind, content in self._frames.feed(data):
-            if kind == wire.NOTE:
-                notes.append(json.loads(content))
-            else:
-                self._outputs[kind].write(content)
-        return notes
+            self._ignore(descriptor)
+        return data
 
-    def note(self, note: Mapping[str, Any]) -> None:
+    def _read_complaints(self) -> bool:
+        """Take ssh's own messages; return whether there were some."""
+        data = self._read(self._stderr)
+        self._complaints = (self._complaints + data)[-(1 << 14) :]
+        return bool(data)
+
+    def _read_frames(self) -> bool:
+        """Pass on output and take notes; return whether there was something to read."""
+        data = self._read(self._stdout)
+        try:
+            frames = self._frames.feed(data)
+            notes = [json.loads(content) for kind, content in frames if kind == NOTE]
+        except ValueError as error:
+            self.lose(f"cannot be understood: {error}")
+            return False
+        for kind, content in frames:
+            if kind != NOTE:
+                self._outputs[kind].write(content)
+        for note in notes:
+            self._note(note)
+        return bool(data)
+
+    def _note(self, note: Mapping[str, Any]) -> None:
         """Take a note of the host's."""
+        if "port" in note:
+            self._tell_port(note)
         if "failures" in note:
             self.outcome = Outcome.from_json(note, self.host.name)
         self.kept = note.get("kept", self.kept)
@@ -183,23 +285,18 @@ class Connection:
         self.loss = HostLoss(time.monotonic(), reason, code)
 
     def lose(self, reason: str) -> None:
-        """Note that nothing more will come from this host, and why."""
+        """Note that nothing more will come from this host, and why; end the connection."""
         self.loss = self.loss or HostLoss(time.monotonic(), f"{self.host.name} {reason}", EXIT_IO)
+        self.close()
 
-    @property
-    def waits(self) -> bool:
-        """Whether its part of the job has ended, and it could begin another."""
-        return self.is_open and self.exit_code is not None and self.loss is None
-
-    def begin_again(self, host: Host, orders: Mapping[str, Any]) -> None:
-        """Have the host start a launcher once more, for the slots that `host` still has."""
-        self.host, self.outcome, self.exit_code = host, None, None
-        self._asked_to_end, self._error = False, ""
-        self.order({"again": {**orders, "whole": self.kept["whole"]}})
-
-    def end(self) -> None:
-        """Take the end of the ssh process."""
-        self.process.wait()
+    def _end(self) -> None:
+        """ssh has ended: take what is left to read, then the end."""
+        for read in (self._read_complaints, self._read_frames):
+            while self.is_open and read():
+                pass
+        if not self.is_open:
+            return
+        self._process.wait()
         said = self._complaints.decode("utf-8", "replace").strip().splitlines()
         why = f": {said[-1].strip()}" if said else ""
         if not self._frames.greeted and not self._asked_to_end:
@@ -213,11 +310,11 @@ class Connection:
         if not self.is_open:
             return
         self.is_open = False
+        self._ignore(self._stdin, self._stdout, self._stderr, self._pidfd)
         for output in self._outputs.values():
             output.close()
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            assert stream is not None
+        for stream in self._streams:
             stream.close()
-        if self.process.poll() is None:
-            self.process.terminate()
-        os.close(self.pidfd)
+        if self._process.poll() is None:
+            self._process.terminate()
+        os.close(self._pidfd)

@@ -2,9 +2,10 @@
 
 The launcher ends what is left of the group and starts the script again with fewer ranks, which
 resume by themselves: from memory that the launcher has kept for them (``keeper.py``), else from the
-newest checkpoint. ``elastic_hosts.py`` does the same on several hosts.
+newest checkpoint. `launch` does so on one host; on several `go_on` says which hosts are left.
 
-Invariant: the number of ranks falls with each start, so a script that always fails ends.
+Invariant: the number of ranks falls with each start, so a script that always fails ends. No torch
+here, but to count the devices of one host.
 """
 
 from __future__ import annotations
@@ -16,23 +17,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zeroshard.core.keeper import KeptPart, newest
 from zeroshard.launch import worker
+from zeroshard.launch.connection import Connection
+from zeroshard.launch.hostfile import Host
 from zeroshard.launch.keeper import KeeperServer
 from zeroshard.launch.options import ELASTIC, RunOptions
-from zeroshard.launch.reports import Outcome, say
+from zeroshard.launch.outcome import Outcome, say
 from zeroshard.launch.supervisor import (
     CONTRACT_EXIT_CODES,
     SIGNALS_OF_A_CONSEQUENCE,
     Failure,
 )
+from zeroshard.system.keeper_client import KeptPart, newest
 
 __all__ = [
-    "Loss", "dead_ranks", "killed_ranks", "launch", "loss_of", "say_again", "say_too_few",
-    "source", "visible_devices",
+    "Loss", "dead_ranks", "go_on", "killed_ranks", "launch", "loss_of", "source",
+    "visible_devices",
 ]  # fmt: skip
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
+_REFUSED = (2, 3)  # the command line or the configuration is wrong on a host
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,9 @@ def launch(options: RunOptions, run_ranks: Callable[[RunOptions], tuple[Outcome,
                 return outcome.exit_code
             loss = loss_of(outcome, dead, num_ranks - len(dead), num_ranks)
             if loss.left < least:
-                say_too_few(loss, least)
+                _say_too_few(loss, least)
                 return outcome.exit_code
-            keeper.whole = say_again(loss, [keeper.summary()])
+            keeper.whole = _say_again(loss, [keeper.summary()])
             _leave_devices(dead, num_ranks)
             options = replace(options, nproc=str(loss.left), elastic=min(least, loss.left))
     finally:
@@ -122,7 +126,7 @@ def _how_they_died(first: Failure, dead: Iterable[int]) -> str:
     return f"{first.name}{more} died, {first.how}{hint}"
 
 
-def say_again(loss: Loss, summaries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def _say_again(loss: Loss, summaries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Say who has died, who goes on, and from where, by what the keepers of all hosts hold; return
     the newest step in memory of each directory.
     """
@@ -131,7 +135,7 @@ def say_again(loss: Loss, summaries: Sequence[Mapping[str, Any]]) -> dict[str, i
     return _whole(summaries)
 
 
-def say_too_few(loss: Loss, least: int) -> None:
+def _say_too_few(loss: Loss, least: int) -> None:
     """Say why the job ends."""
     line = f"{loss.reason}: {loss.left} rank(s) are left, and {ELASTIC}={least} needs {least}"
     say("\n".join(filter(None, [line, loss.details.rstrip()])))
@@ -160,6 +164,49 @@ def _whole(summaries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
             by_directory.setdefault(raw["directory"], []).append(KeptPart(**raw))
     found = {directory: newest(parts) for directory, parts in by_directory.items()}
     return {directory: save[0] for directory, save in found.items() if save is not None}
+
+
+def go_on(
+    connections: Sequence[Connection], outcome: Outcome, least: int
+) -> list[tuple[Connection, Host]] | None:
+    """Return the hosts that go on, with the slots that they still have; none where they are too
+    few. Either is said. None where nobody has died by whom the job could go on.
+
+    A host whose connection has ended is gone, with its memory; so is one whose last rank has died.
+    The others keep their connection and their guard, which holds the memory of its host.
+    """
+    lost = [connection for connection in connections if not connection.waits]
+    if any(one.loss is not None and one.loss.code in _REFUSED for one in lost):
+        return None
+    dead = killed_ranks(outcome) if lost else dead_ranks(outcome)
+    if not dead and (outcome.stalled or not lost):
+        return None
+    left, first_rank = list[tuple[Connection, Host]](), 0
+    for connection in connections:
+        host = connection.host
+        slots = [slot for place, slot in enumerate(host.slots) if first_rank + place not in dead]
+        first_rank += len(host.slots)
+        if slots and connection not in lost:
+            left.append((connection, replace(host, slots=tuple(slots))))
+    loss = _loss_of_hosts(lost, outcome, dead, sum(len(host.slots) for _, host in left), first_rank)
+    if loss.left < least:
+        _say_too_few(loss, least)
+        return []
+    whole = _say_again(loss, [connection.kept for connection, _ in left])
+    for connection, _ in left:
+        connection.kept["whole"] = whole
+    return left
+
+
+def _loss_of_hosts(
+    lost: Sequence[Connection], outcome: Outcome, dead: set[int], left: int, of: int
+) -> Loss:
+    losses = [one.loss for one in lost if one.loss is not None]
+    if losses:
+        return Loss(min(losses, key=lambda one: one.at).reason, left, of)
+    if not dead:
+        return Loss(f"{lost[0].host.name} has left", left, of)
+    return loss_of(outcome, dead, left, of)
 
 
 def visible_devices(visible: Sequence[str], num_ranks: int, dead: Iterable[int]) -> list[str]:

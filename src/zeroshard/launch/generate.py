@@ -78,7 +78,7 @@ def _generate(arguments: argparse.Namespace) -> int:
             generation.cache_implementation, generation.use_cache = None, True
         with progress("weights", is_quiet=os.environ.get("RANK", "0") != "0") as bar:
             engine = _load(model.config, arguments, prefetch_bytes)
-            run = _Generation(engine, model, generation, prompts, kv_bytes, bar.advance)
+            run = _GenerateRun(engine, model, generation, prompts, kv_bytes, bar.advance)
             mine = _shares(len(prompts.ids), engine.rank, engine.world, run.batch(arguments.batch))
             num_tokens = generation.max_new_tokens
             bar.begin("tokens", num_tokens and len(mine) * (num_tokens + 1))
@@ -170,7 +170,7 @@ def _shares(num_prompts: int, rank: int, world: int, batch: int | None) -> list[
 
 
 @dataclass(frozen=True)
-class _Generation:
+class _GenerateRun:
     """Generation for some prompts on this rank."""
 
     engine: zs.Engine

@@ -1,8 +1,9 @@
 """``zeroshard run --hostfile``: one launcher on each host over ssh, and one end for all of them.
 
 Each host gets the same fixed command. All that is the user's (arguments, environment, directory)
-goes through the connection's standard input as JSON (``wire.py``), so that no shell reads it. The
-other side is ``on_host.py``. Ranks are numbered in the order of the hostfile.
+goes through the connection's standard input as JSON, so that no shell reads it. ``connection.py``
+is one host seen from here, ``on_host.py`` the other side. Ranks are numbered in the order of the
+hostfile.
 
 Invariant: a host whose connection ends has ended its part of the job, or ends it now; and when one
 part fails, all are ended. The first failure is that of the whole job: the hosts send their
@@ -16,7 +17,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import select
 import selectors
 import shlex
 import signal
@@ -27,11 +27,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from zeroshard.launch import elastic_hosts, hostfile, wire
-from zeroshard.launch.connection import Connection
+from zeroshard.launch import elastic, hostfile
+from zeroshard.launch.connection import Connection, line, to_text
 from zeroshard.launch.hostfile import Host
-from zeroshard.launch.options import HostChoice, Place, RunOptions, UsageError
-from zeroshard.launch.reports import Outcome, say
+from zeroshard.launch.options import HostChoice, HostPlace, RunOptions, UsageError
+from zeroshard.launch.outcome import Outcome, say
 from zeroshard.launch.supervisor import SIGNAL_LEAD_S, blame_order, blame_time
 
 __all__ = ["COMMAND", "beginning", "launch_on_hosts", "sent_environment"]
@@ -71,7 +71,7 @@ def launch_on_hosts(options: RunOptions, choice: HostChoice) -> int:
     except ValueError as error:
         raise UsageError(f"--ssh {choice.ssh}: {error}") from None
     sent_environment(os.environ, choice.export)  # refuses before anything is started
-    return _Job(options, choice, hosts).run()
+    return _HostsJob(options, choice, hosts).run()
 
 
 def sent_environment(environ: Mapping[str, str], export: Sequence[str]) -> dict[str, str]:
@@ -95,7 +95,7 @@ def sent_environment(environ: Mapping[str, str], export: Sequence[str]) -> dict[
     }
 
 
-class _Job:
+class _HostsJob:
     """The connections to all hosts, from the first to the last of them."""
 
     def __init__(self, options: RunOptions, choice: HostChoice, hosts: Sequence[Host]) -> None:
@@ -111,17 +111,13 @@ class _Job:
         self._end_by, self._tell_at = math.inf, self._begin + TELL_S
         self._is_ending = False
         self._has_told = False  # why the job ends
-        self._connections = [
-            _connect(options, choice, hosts, node_rank) for node_rank in range(len(hosts))
-        ]
+        self._connections = [self._connect(hosts, node_rank) for node_rank in range(len(hosts))]
         self._first = self._connections[0]
 
     def run(self) -> int:
         """Return the exit code when all hosts have ended."""
         try:
             with _wakeup(self._selector, self._take_signals):
-                for connection in self._connections:
-                    self._register(connection)
                 while not self._is_over() or self._go_on():
                     self._turn()
         finally:
@@ -141,13 +137,13 @@ class _Job:
         """Begin again without what has died, where ``--elastic`` says so; return whether."""
         if self._options.elastic is None or self._ended_by is not None:
             return False
-        left = elastic_hosts.go_on(self._connections, self._outcome(), self._options.elastic)
+        left = elastic.go_on(self._connections, self._outcome(), self._options.elastic)
         self._has_told = left is not None and not left
         if not left:
             return False
         for connection in self._connections:
-            if connection.is_open and connection not in [one for one, _ in left]:
-                self._forget(connection)
+            if connection not in [one for one, _ in left]:
+                connection.close()
         hosts = [host for _, host in left]
         choice = replace(self._choice, master_addr=self._address(left[0][0]))
         for node_rank, (connection, host) in enumerate(left):
@@ -157,23 +153,29 @@ class _Job:
         self._is_ending, self._end_by, self._begin = False, math.inf, time.monotonic()
         return True
 
+    def _connect(self, hosts: Sequence[Host], node_rank: int) -> Connection:
+        """Start ssh to a host, with the orders for it."""
+        choice, host = self._choice, hosts[node_rank]
+        environment = sent_environment(os.environ, choice.export) | _devices(host)
+        orders = beginning([sys.executable, "-P", "-m", "zeroshard.launch.on_host"], environment)
+        orders += line(_orders(self._options, choice, hosts, node_rank))
+        command = [*shlex.split(choice.ssh), *SSH_OPTIONS, "--", host.name, COMMAND]
+        try:
+            return Connection(host, command, orders, self._selector, self._tell_port)
+        except OSError as error:
+            raise UsageError(f"--ssh {command[0]}: {error.strerror}") from None
+
+    def _tell_port(self, note: Mapping[str, Any]) -> None:
+        """Tell all hosts but the first the port at which it listens."""
+        for other in self._connections[1:]:
+            other.order(note)
+
     def _address(self, first: Connection) -> str | None:
         """Return the address of the first host that the line names, if that host is still there."""
         return self._choice.master_addr if first is self._first else None
 
-    def _register(self, connection: Connection) -> None:
-        for descriptor in (connection.stdout, connection.stderr):
-            reading = _bind(self._read, connection, descriptor)
-            self._selector.register(descriptor, selectors.EVENT_READ, reading)
-        ending = _bind(self._end, connection)
-        self._selector.register(connection.pidfd, selectors.EVENT_READ, ending)
-
     def _turn(self) -> None:
         """Wait for something to do, and do it."""
-        for connection in self._connections:
-            if connection.has_orders and connection.stdin not in self._selector.get_map():
-                writing = _bind(self._write, connection)
-                self._selector.register(connection.stdin, selectors.EVENT_WRITE, writing)
         until = min(self._end_by, self._look_for_silent_hosts())
         patience = None if until == math.inf else max(until - time.monotonic(), 0.0)
         for key, _ in self._selector.select(patience):
@@ -185,7 +187,6 @@ class _Job:
             for connection in self._connections:
                 if not self._has_ended(connection):
                     connection.lose("does not answer")
-                    self._forget(connection)
 
     def _look_for_silent_hosts(self) -> float:
         """Say which hosts have not begun, and give up those that have not for too long; return
@@ -198,7 +199,6 @@ class _Job:
                     f"has not begun within {GREETING_S:g} s: ssh runs, but no answer has come (see"
                     f" whether `{self._choice.ssh} {connection.host.name} true` ends)"
                 )
-                self._forget(connection)
         waited_for = [one for one in silent if one.is_open]
         if waited_for and now >= self._tell_at:
             names = ", ".join(one.host.name for one in waited_for)
@@ -208,57 +208,6 @@ class _Job:
             return math.inf
         ends = [one.begun_at + GREETING_S for one in silent]  # past, of those given up just now
         return min(self._tell_at, *ends)
-
-    def _write(self, connection: Connection) -> None:
-        connection.write_orders()
-        if not connection.has_orders:
-            self._selector.unregister(connection.stdin)
-
-    def _read(self, connection: Connection, descriptor: int) -> bool:
-        """Take what there is to read; return whether there was something."""
-        try:
-            notes = connection.read(descriptor)
-        except ValueError as error:
-            connection.lose(f"cannot be understood: {error}")
-            self._forget(connection)
-            return False
-        if notes is None:
-            if descriptor in self._selector.get_map():
-                self._selector.unregister(descriptor)
-            return False
-        for note in notes:
-            connection.note(note)
-            if "port" in note:
-                for other in self._connections[1:]:
-                    other.order(note)
-        return True
-
-    def _end(self, connection: Connection) -> None:
-        """Take what is left to read, then the end."""
-        for descriptor in (connection.stderr, connection.stdout):
-            while connection.is_open and self._has_data(descriptor):
-                if not self._read(connection, descriptor):
-                    break
-        if connection.is_open:
-            self._unregister(connection)
-            connection.end()
-
-    @staticmethod
-    def _has_data(descriptor: int) -> bool:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        return any(event & select.POLLIN for _, event in poll.poll(0))
-
-    def _forget(self, connection: Connection) -> None:
-        self._unregister(connection)
-        connection.close()
-
-    def _unregister(self, connection: Connection) -> None:
-        for descriptor in (
-            connection.stdin, connection.stdout, connection.stderr, connection.pidfd,
-        ):  # fmt: skip
-            if descriptor in self._selector.get_map():
-                self._selector.unregister(descriptor)
 
     def _end_others(self) -> None:
         """End every part of the job, since one has failed."""
@@ -305,31 +254,16 @@ class _Job:
         return outcome.exit_code
 
 
-def _connect(
-    options: RunOptions, choice: HostChoice, hosts: Sequence[Host], node_rank: int
-) -> Connection:
-    """Start ssh to a host, with the orders for it."""
-    host = hosts[node_rank]
-    environment = sent_environment(os.environ, choice.export) | _devices(host)
-    orders = beginning([sys.executable, "-P", "-m", "zeroshard.launch.on_host"], environment)
-    orders += wire.line(_orders(options, choice, hosts, node_rank))
-    command = [*shlex.split(choice.ssh), *SSH_OPTIONS, "--", host.name, COMMAND]
-    try:
-        return Connection(host, command, orders)
-    except OSError as error:
-        raise UsageError(f"--ssh {command[0]}: {error.strerror}") from None
-
-
 def _orders(
     options: RunOptions, choice: HostChoice, hosts: Sequence[Host], node_rank: int
 ) -> dict[str, Any]:
     """Return what a host's guard starts its launcher with."""
     master = choice.master_addr or hosts[0].name
-    place = Place(node_rank, len(hosts), wire.to_text(master), choice.master_port)
+    place = HostPlace(node_rank, len(hosts), to_text(master), choice.master_port)
     own = replace(options, hosts=None, standalone=False, nproc=str(len(hosts[node_rank].slots)))
     data = asdict(own)
-    data["script"] = wire.to_text(options.script)
-    data["args"] = [wire.to_text(argument) for argument in options.args]
+    data["script"] = to_text(options.script)
+    data["args"] = [to_text(argument) for argument in options.args]
     return {"options": data, "place": asdict(place)}
 
 
@@ -344,9 +278,9 @@ def beginning(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
     """
     if "\n" in command[0]:
         raise UsageError(f"the path of the interpreter, {command[0]!r}, has a line end")
-    texts = {wire.to_text(name): wire.to_text(text) for name, text in environment.items()}
-    job = [wire.to_text(os.getcwd()), [wire.to_text(word) for word in command], texts]
-    return os.fsencode(command[0]) + b"\n" + wire.line(job)
+    texts = {to_text(name): to_text(text) for name, text in environment.items()}
+    job = [to_text(os.getcwd()), [to_text(word) for word in command], texts]
+    return os.fsencode(command[0]) + b"\n" + line(job)
 
 
 def _joined(connections: Sequence[Connection]) -> Outcome:
@@ -357,10 +291,6 @@ def _joined(connections: Sequence[Connection]) -> Outcome:
         left = sorted((one for two in outcomes for one in two.left), key=lambda one: one.at)
         failures = [*left, *failures]
     return Outcome(failures, stalled=any(outcome.stalled for outcome in outcomes))
-
-
-def _bind(function: Callable[..., object], *arguments: Any) -> Callable[[], object]:
-    return lambda: function(*arguments)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Keep memory for the ranks of this host, so that it outlives them.
 
 Runs as a thread of the launcher, or on several hosts of each host's guard. It holds the descriptors
-of anonymous files that ranks have filled, by slot; ``core/keeper.py`` is the ranks' side and says
-what they ask. It reads the notes of parts and never their content.
+of anonymous files that ranks have filled, by slot; ``system/keeper_client.py`` is the ranks' side
+and says what they ask. It reads the notes of parts and never their content.
 
 Invariant: only processes of this user are answered. A request that is not understood ends its
 connection and changes nothing. At the limit of open files, which is raised first, ranks are told
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from zeroshard.core.keeper import MAX_RECORD, KeptPart, read_note
+from zeroshard.system.keeper_client import MAX_RECORD, KeptPart, read_note
 
 __all__ = ["KeeperServer"]
 
@@ -35,7 +35,7 @@ _FULL_PAUSE_S = 0.05
 _MOST_FILES = 1 << 16  # two for each part that is kept here
 
 
-class _Files:
+class _PartFiles:
     """A part's two files, as descriptors."""
 
     def __init__(self, number: int, directory: str, writer: str, files: list[int]) -> None:
@@ -62,7 +62,7 @@ class KeeperServer:
         # by directory: the newest step that was whole on all hosts when the ranks were started
         self.whole: dict[str, int] = {}
         self._saved: dict[str, int] = {}  # by directory: the newest step that is known on disk
-        self._files: dict[tuple[Any, ...], _Files] = {}  # by slot
+        self._files: dict[tuple[Any, ...], _PartFiles] = {}  # by slot
         self._count = 0
         self._lock = threading.Lock()
         _raise_limit()
@@ -163,7 +163,7 @@ class KeeperServer:
 
     def _put(self, slot: tuple[Any, ...], files: list[int]) -> None:
         self._count += 1
-        new = _Files(self._count, slot[0], slot[1], files)
+        new = _PartFiles(self._count, slot[0], slot[1], files)
         old, self._files[slot] = self._files.get(slot), new
         if old is not None:
             old.close()

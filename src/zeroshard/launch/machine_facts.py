@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard._version import __version__
-from zeroshard.core.host_memory import HostMemory
+from zeroshard.system.host_memory import HostMemory
 
 __all__ = ["PACKAGES", "facts", "find_missing", "find_problems"]
 

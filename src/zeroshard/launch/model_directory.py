@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroshard.core.untrusted import NotReadable, read_json
 from zeroshard.errors import ZeroshardError
+from zeroshard.system.safe_files import NotReadable, read_json
 from zeroshard.terminal.declared import UsageError
 
 __all__ = ["ModelDirectory", "Prompts", "end_tokens", "looks_at_lengths", "refusals"]

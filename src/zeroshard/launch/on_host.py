@@ -24,9 +24,10 @@ import sys
 import time
 from typing import Any
 
-from zeroshard.launch import cli, network, wire
+from zeroshard.launch import cli, network
+from zeroshard.launch.connection import ERR, GREETING, NOTE, OUT, frame, from_text, line
 from zeroshard.launch.keeper import KeeperServer
-from zeroshard.launch.options import Place, RunOptions, UsageError, check_target
+from zeroshard.launch.options import HostPlace, RunOptions, UsageError, check_target
 from zeroshard.launch.worker import KEEPER, die_with
 
 __all__ = ["main"]
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> None:
     if argv == [LAUNCH]:
         _launch()
     with contextlib.suppress(BrokenPipeError):  # the caller is gone
-        _send(wire.GREETING)
+        _send(GREETING)
         orders = _Orders()
         job = orders.wait_for("options")
         if job is not None:
@@ -55,9 +56,9 @@ def _launch() -> None:
 
     job = json.loads(sys.stdin.buffer.readline())
     die_with(job["guard"])
-    place = Place(**job["place"])
-    options = {**job["options"], "script": wire.from_text(job["options"]["script"])}
-    options["args"] = [wire.from_text(argument) for argument in options["args"]]
+    place = HostPlace(**job["place"])
+    options = {**job["options"], "script": from_text(job["options"]["script"])}
+    options["args"] = [from_text(argument) for argument in options["args"]]
     try:
         check_target(options["kind"], options["script"])
         code = launch(RunOptions(**{**options, "place": place}))
@@ -77,7 +78,7 @@ def _send(data: bytes) -> None:
 
 
 def _note(note: Any) -> None:
-    _send(wire.frame(wire.NOTE, json.dumps(note).encode()))
+    _send(frame(NOTE, json.dumps(note).encode()))
 
 
 class _Orders:
@@ -165,7 +166,7 @@ def _guard_one(job: dict[str, Any], orders: _Orders, keeper: KeeperServer | None
         os.close(descriptor)
     assert child.stdin is not None
     with child.stdin as stdin, contextlib.suppress(BrokenPipeError):
-        stdin.write(wire.line(job))
+        stdin.write(line(job))
     try:
         return _Guard(child, report, orders).watch(keeper)
     finally:
@@ -179,7 +180,7 @@ class _Guard:
     def __init__(self, child: subprocess.Popen[bytes], report: int, orders: _Orders) -> None:
         assert child.stdout is not None and child.stderr is not None
         self._child = child
-        self._outputs = {child.stdout.fileno(): wire.OUT, child.stderr.fileno(): wire.ERR}
+        self._outputs = {child.stdout.fileno(): OUT, child.stderr.fileno(): ERR}
         self._report_fd = report
         self._report = b""
         self._orders = orders
@@ -230,7 +231,7 @@ class _Guard:
         if descriptor == self._report_fd:
             self._report += data
         else:
-            _send(wire.frame(self._outputs[descriptor], data))
+            _send(frame(self._outputs[descriptor], data))
         return True
 
     def _obey(self, order: dict[str, Any]) -> None:

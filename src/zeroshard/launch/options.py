@@ -16,13 +16,13 @@ import sys
 from dataclasses import dataclass, field
 from functools import partial
 
-from zeroshard.core.mpi import read_task
-from zeroshard.core.slurm import read_step
+from zeroshard.system.mpi import read_task
+from zeroshard.system.slurm import read_step
 from zeroshard.terminal.declared import LineParser, Option, Subcommand, UsageError, made
 
 __all__ = [
-    "ELASTIC", "REFUSED", "RUN", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "HostChoice", "LineParser",
-    "Place", "RunOptions", "UsageError", "add_run_options", "check_least", "check_target",
+    "ELASTIC", "REFUSED", "RUN", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "HostChoice", "HostPlace",
+    "LineParser", "RunOptions", "UsageError", "add_run_options", "check_least", "check_target",
     "parse_run",
 ]  # fmt: skip
 
@@ -89,7 +89,7 @@ class HostChoice:
 
 
 @dataclass(frozen=True)
-class Place:
+class HostPlace:
     """This launcher's place among those of several hosts. `listener` is the socket of the first
     host where it is open already, and `report` a pipe for the outcome, both descriptors.
     """
@@ -118,7 +118,7 @@ class RunOptions:
     stall_s: float | None = None
     debug: bool = False
     hosts: HostChoice | None = None  # start launchers there
-    place: Place | None = None  # this is one of them
+    place: HostPlace | None = None  # this is one of them
     # when a rank dies go on with the others, down to so many; None: end
     elastic: int | None = None
     as_deepspeed: bool = False  # `import deepspeed` is zeroshard's stand-in in the ranks
@@ -283,7 +283,7 @@ def _host_choice(given: argparse.Namespace, named: list[str]) -> HostChoice | No
     return made(HostChoice, given, ssh=ssh, export=export, master_port=port)
 
 
-def _launched_place(given: argparse.Namespace, named: list[str]) -> Place | None:
+def _launched_place(given: argparse.Namespace, named: list[str]) -> HostPlace | None:
     """Return the place of this launcher, where ``mpirun`` or ``srun`` has started one on each of
     several hosts and the line says nothing else.
     """
@@ -292,7 +292,7 @@ def _launched_place(given: argparse.Namespace, named: list[str]) -> Place | None
     return _mpi_place(given) or _slurm_place(given)
 
 
-def _slurm_place(given: argparse.Namespace) -> Place | None:
+def _slurm_place(given: argparse.Namespace) -> HostPlace | None:
     step = read_step(os.environ)
     if step is None or step.num_tasks == 1:
         return None
@@ -304,10 +304,10 @@ def _slurm_place(given: argparse.Namespace) -> Place | None:
             " variables"
         )
     address, port = given.master_addr or step.nodes[0], _port(given.master_port) or step.port
-    return Place(step.node_rank, step.num_nodes, address, port)
+    return HostPlace(step.node_rank, step.num_nodes, address, port)
 
 
-def _mpi_place(given: argparse.Namespace) -> Place | None:
+def _mpi_place(given: argparse.Namespace) -> HostPlace | None:
     task = read_task(os.environ)
     if task is None or task.num_tasks == 1:
         return None
@@ -324,7 +324,7 @@ def _mpi_place(given: argparse.Namespace) -> Place | None:
             f"mpirun has started one task on each of {task.num_tasks} hosts, and does not say which"
             " is the first: --master-addr HOST"
         )
-    return Place(task.rank, task.num_tasks, address, _port(given.master_port) or task.port)
+    return HostPlace(task.rank, task.num_tasks, address, _port(given.master_port) or task.port)
 
 
 def _hint_at_order(options: list[tuple[str, str | None]], rest: list[str]) -> None:

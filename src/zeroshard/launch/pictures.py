@@ -5,7 +5,7 @@ imported when a picture is drawn.
                   hatched, waits are red, all panels have one axis of milliseconds
     memory.png    the bytes of one rank by state, one on the other
 
-Timelines come cut to what is to be seen (trace_report.py: within).
+Timelines come cut to what is to be seen (trace_figures.py: within).
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from zeroshard.core.drafts import replacing
 from zeroshard.core.timeline import LANES, Event, Timeline
-from zeroshard.core.untrusted import printable
+from zeroshard.system.safe_files import printable, replacing
 
 __all__ = ["draw_lanes", "draw_memory"]
 

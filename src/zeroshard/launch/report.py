@@ -4,7 +4,7 @@
     zeroshard report traces --json              the figures, for programs; no pictures
     zeroshard report traces --predicted FILE    a simulated timeline above the measured one
 
-The figures are those of trace_report.py, the pictures those of pictures.py, of the last whole step.
+The figures are those of timeline.py, the pictures those of pictures.py, of the last whole step.
 Without matplotlib the text is printed, and one line says what to install.
 """
 
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeroshard.core.timeline import Timeline
-from zeroshard.core.untrusted import read_json
-from zeroshard.launch.trace_report import TraceReport, analyse, step_spans, within
+from zeroshard.launch.trace_figures import TraceReport, analyse, step_spans, within
+from zeroshard.system.safe_files import read_json
 from zeroshard.terminal.console import Table, note, print_json, say
 from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError
 

@@ -9,9 +9,9 @@ A signal to the launcher is passed on to the ranks, which then have ``SIGNAL_GRA
 TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to save. Their exit code is the job's if it is one of the contract
 (75: saved, queue me again), else that is 128 + signal. A second Ctrl-C ends them at once.
 
-On one host everything is bound to loopback (``one_host.py``). With a hostfile (``hosts.py``) or
-under Slurm one such launcher runs on each host (``many_hosts.py``). Neither unpickles anything;
-torch's own rendezvous, where it is asked for, does (SECURITY.md).
+On one host everything is bound to loopback. With a hostfile (``hosts.py``) or under Slurm one such
+launcher runs on each host. How they meet (``agent_rendezvous.py``) unpickles nothing; torch's own
+rendezvous, where it is asked for, does (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from zeroshard.launch import elastic, network, worker
 from zeroshard.launch.leftovers import Janitor
-from zeroshard.launch.options import Place, RunOptions, UsageError, check_least
-from zeroshard.launch.reports import Outcome, report_restart, report_stall, say
-from zeroshard.launch.settings import settings_for
+from zeroshard.launch.options import HostPlace, RunOptions, UsageError, check_least
+from zeroshard.launch.outcome import Outcome, report_restart, report_stall, say
 from zeroshard.launch.supervisor import Failure, Supervisor
 
-__all__ = ["SIGNAL_GRACE_S", "launch", "leave", "run_ranks"]
+__all__ = ["SIGNAL_GRACE_S", "Setting", "launch", "leave", "run_ranks", "settings_for"]
 
 # torchrun's own, and Slurm's and Kubernetes' for torchrun; after a failure the Supervisor's counts
 SIGNAL_GRACE_S = 30
+# torch reads the second, older name too
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def launch(options: RunOptions) -> int:
@@ -137,10 +139,8 @@ def _torchrun_arguments(torchrun: Any, options: RunOptions, directory: str) -> A
         torchrun.parse_min_max_nnodes(arguments.nnodes)
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from None
-    if options.place is not None:
-        _place_among_hosts(arguments, options.place)
-    elif options.standalone:
-        _place_on_this_host(arguments, options.port)
+    if options.place is not None or options.standalone:
+        _place(arguments, options.place, options.port)
     # torch replaces ${local_rank} and halves every $$ in the arguments; doubled dollars come out as
     # they went in.
     arguments.training_script_args = [
@@ -149,28 +149,24 @@ def _torchrun_arguments(torchrun: Any, options: RunOptions, directory: str) -> A
     return arguments
 
 
-def _place_on_this_host(arguments: Any, port: int) -> None:
-    from zeroshard.launch import one_host
+def _place(arguments: Any, place: HostPlace | None, port: int) -> None:
+    """Have the agents of the job meet at `place`, or this one alone on loopback, at `port`."""
+    from zeroshard.launch import agent_rendezvous as rendezvous
 
-    one_host.register()
-    arguments.standalone, arguments.nnodes = False, "1"
-    arguments.rdzv_backend, arguments.rdzv_id = one_host.BACKEND, secrets.token_hex(8)
-    arguments.rdzv_endpoint = f"{one_host.LOOPBACK}:{port}"
-    arguments.local_addr = arguments.local_addr or one_host.LOOPBACK
-
-
-def _place_among_hosts(arguments: Any, place: Place) -> None:
-    from zeroshard.launch import many_hosts
-
-    if arguments.max_restarts:
+    if place is not None and arguments.max_restarts:
         raise UsageError(
             "--max-restarts is for one host: on several, queue the job again and load its last"
             " checkpoint"
         )
-    many_hosts.register(place)
-    arguments.standalone, arguments.nnodes = False, str(place.num_nodes)
-    arguments.rdzv_backend, arguments.rdzv_id = many_hosts.BACKEND, "zeroshard"
-    arguments.rdzv_endpoint = f"{place.master_addr}:{place.master_port}"
+    rendezvous.register(place)
+    arguments.standalone, arguments.rdzv_backend = False, rendezvous.BACKEND
+    arguments.nnodes, arguments.rdzv_id = "1", secrets.token_hex(8)
+    arguments.rdzv_endpoint = f"{rendezvous.LOOPBACK}:{port}"
+    if place is None:
+        arguments.local_addr = arguments.local_addr or rendezvous.LOOPBACK
+    else:
+        arguments.nnodes, arguments.rdzv_id = str(place.num_nodes), "zeroshard"
+        arguments.rdzv_endpoint = f"{place.master_addr}:{place.master_port}"
 
 
 def _default_nproc() -> str:
@@ -203,6 +199,38 @@ def _set_environment(
         # else ranks that start again find the addresses of those before them in the agent's store,
         # and cannot connect
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An environment variable of ranks, its value, and the reason in a line."""
+
+    name: str
+    value: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}: {self.reason}"
+
+
+def settings_for(environ: Mapping[str, str], *, num_ranks: int) -> Iterator[Setting]:
+    """Yield the settings that suit `num_ranks` ranks on this machine and that `environ` lacks.
+
+    Nothing is set for malloc: no step of ours has been measured to gain from it.
+    """
+    if "OMP_NUM_THREADS" not in environ:
+        cores = len(os.sched_getaffinity(0))
+        reason = f"{cores} core(s) for {num_ranks} rank(s)"
+        yield Setting("OMP_NUM_THREADS", str(max(cores // num_ranks, 1)), reason)
+    if not any(name in environ for name in _ALLOCATOR) and _has_cuda():
+        reason = "CUDA memory that fragments less"
+        yield Setting(_ALLOCATOR[0], "expandable_segments:True", reason)
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.version.cuda is not None and torch.cuda.device_count() > 0
 
 
 def _silence_torch_launcher() -> None:

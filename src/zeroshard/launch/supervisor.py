@@ -135,7 +135,7 @@ def exit_code_of(failure: Failure) -> int:
 
 
 @dataclass
-class _Watched:
+class _WatchedRank:
     """One rank of one generation, that is of one start of the whole group."""
 
     rank: int
@@ -168,7 +168,7 @@ class _Stall:
         self._tell = tell
         self._told_of: float | None = None  # the last heartbeat before it
 
-    def is_new(self, ranks: list[_Watched]) -> bool:
+    def is_new(self, ranks: list[_WatchedRank]) -> bool:
         """Whether the `ranks`, all alive, have stalled since it was told last."""
         beats = [watched.pulse.last_beat() for watched in ranks]
         last = max(watched.pulse.last_sign() for watched in ranks)
@@ -236,7 +236,7 @@ class Supervisor:
         self._on_restart = on_restart
         self._stall = _Stall(stall_s, on_stall)
         self._interrupts = _Interrupts()
-        self._watched: dict[int, _Watched] = {}  # by process id
+        self._watched: dict[int, _WatchedRank] = {}  # by process id
         self._generation = 0
         self._restart_count = 0
         self._unread = b""
@@ -318,14 +318,14 @@ class Supervisor:
         if self._failures_of(generation, {}):
             end_sessions(watched.pid for watched in self._ranks_of(generation))
 
-    def _ranks_of(self, generation: int) -> list[_Watched]:
+    def _ranks_of(self, generation: int) -> list[_WatchedRank]:
         return [one for one in self._watched.values() if one.generation == generation]
 
     def knows(self, pid: int) -> bool:
         """Whether the process announced itself."""
         return pid in self._watched
 
-    def _describe(self, watched: _Watched, status: int | None) -> Failure:
+    def _describe(self, watched: _WatchedRank, status: int | None) -> Failure:
         report = self._report_of(watched.pid)
         at = watched.failed_at if watched.failed_at is not None else watched.ended_at
         if "exit_code" in report and (status is None or status < 0):
@@ -389,7 +389,7 @@ class Supervisor:
             for watched in ranks:
                 watched.end_by = time.monotonic()
 
-    def _ask_for_stacks(self, ranks: list[_Watched]) -> None:
+    def _ask_for_stacks(self, ranks: list[_WatchedRank]) -> None:
         answers = stacks_of([watched.pulse for watched in ranks])
         for watched, stacks in zip(ranks, answers, strict=True):
             watched.stacks = stacks
@@ -410,7 +410,7 @@ class Supervisor:
                 watched.failed_at = event["failed_at"]
                 self._note_failure(watched, self._report_of(watched.pid))
 
-    def _note_failure(self, failed: _Watched, report: dict[str, object]) -> None:
+    def _note_failure(self, failed: _WatchedRank, report: dict[str, object]) -> None:
         if report.get("stalled"):
             peers = [one for one in self._ranks_of(failed.generation) if one is not failed]
             self._ask_for_stacks([one for one in peers if one.alive])
@@ -435,12 +435,12 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
             pulse = Pulse(self.directory, pid, pidfd, shows=shows)
-            watched = _Watched(rank, self._generation, pid, pidfd, pulse)
+            watched = _WatchedRank(rank, self._generation, pid, pidfd, pulse)
             # other threads iterate over the old one
             self._watched = {**self._watched, pid: watched}
             self._selector.register(watched.pidfd, selectors.EVENT_READ, watched)
 
-    def _record_end(self, watched: _Watched) -> None:
+    def _record_end(self, watched: _WatchedRank) -> None:
         watched.ended_at = time.monotonic()
         self._selector.unregister(watched.pidfd)
         with contextlib.suppress(ChildProcessError):  # the agent reaped it first, see failures()
@@ -457,7 +457,7 @@ class Supervisor:
                 watched.end_by = time.monotonic() + self.grace_s
 
     @staticmethod
-    def _kill(watched: _Watched) -> None:
+    def _kill(watched: _WatchedRank) -> None:
         if watched.alive:
             watched.ended_by_us = True
             with contextlib.suppress(ProcessLookupError):

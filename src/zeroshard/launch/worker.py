@@ -10,7 +10,7 @@ per rank. It
   with the exception's exit code;
 5. announces a script that ends well, too: the others may still wait for this rank.
 
-It keeps a file with the time of the rank's last heartbeat (``core/launched.py``), and writes the
+It keeps a file with the time of the rank's last heartbeat (``comm/launched.py``), and writes the
 stacks of all threads to another on `STACKS_SIGNAL`. The launcher prints the traceback, last.
 
 Invariant: an end is announced *before* anything is torn down, so its time is earlier than that of
@@ -48,7 +48,7 @@ LAUNCHER_PID = "ZEROSHARD_RUN_PID"
 MEETING = "ZEROSHARD_RUN_MEETING"
 KEEPER = "ZEROSHARD_RUN_KEEPER"
 AS_DEEPSPEED = "ZEROSHARD_RUN_AS_DEEPSPEED"
-MODULE = "zeroshard_launched"  # as core/launched.py looks for it
+MODULE = "zeroshard_launched"  # as comm/launched.py looks for it
 PR_SET_PDEATHSIG = 1
 STACKS_SIGNAL = signal.SIGRTMIN + 9  # no user's, no library's that we know of
 TIME = struct.Struct("<d")  # CLOCK_MONOTONIC; 0: no heartbeat yet
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> None:
 
 
 class _Launched:
-    """The rank's view of its launcher, for core/launched.py."""
+    """The rank's view of its launcher, for comm/launched.py."""
 
     directory = ""
     meeting: str | None = None
@@ -106,7 +106,7 @@ class _Launched:
 
 
 def meeting_file() -> str | None:
-    """See core/launched.py."""
+    """See comm/launched.py."""
     if _Launched.meeting is None:
         return None
     _Launched.num_meetings += 1
@@ -114,7 +114,7 @@ def meeting_file() -> str | None:
 
 
 def keeper_address() -> str | None:
-    """See core/launched.py."""
+    """See comm/launched.py."""
     return _Launched.keeper
 
 

@@ -4,7 +4,7 @@
                                  backward: run fn again from them
 
     tier="host", "disk"          P_a+cpu, and ZeRO-Infinity's section 5.1.2: the inputs leave the
-                                 device (nn/activation_store.py)
+                                 device (runtime/activation_store.py)
     partition=group              P_a: of each input only this rank's 1/T stays; in backward the
                                  ranks of the group gather it
 
@@ -14,7 +14,8 @@ pair of saved-tensor hooks around it sees the inputs and nothing else.
     forward     pack each input: [slice it,] start its copy to the tier
     backward    start the reads of the previous call, wait for this one's, [gather,] run fn again
 
-nn/inputs.py says which inputs leave. Tensors in containers other than list, tuple and dict stay.
+runtime/shelf.py says which inputs leave. Tensors in containers other than list, tuple and dict
+stay.
 
 Invariant: the same bits as without. Inside another checkpoint inputs are recomputed by that one and
 stay. Cost: fn twice; one copy of the inputs each way; the inputs of two calls on the device.
@@ -33,15 +34,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.nn.inputs import Call, Rest, unpack
+from zeroshard.runtime.shelf import RestPlace, Shelf
+from zeroshard.runtime.trees import is_cache
 from zeroshard.runtime.units import UnitSpec, find_blocks
 
 __all__ = ["checkpoint", "checkpoint_blocks", "uncheckpoint_blocks"]
 
 _MARK = "_zeroshard_checkpoint"  # in the instance dictionary of a block
+_TENSOR = object()  # stands for a tensor among the arguments
 
 
 def checkpoint(
@@ -61,18 +65,20 @@ def checkpoint(
     a key-value cache among the inputs, which running twice would fill twice; StorageError where the
     tier is full or fails.
     """
-    return _call(Rest.of(tier, partition, disk_path), fn, args, kwargs)
+    return _call(RestPlace.of(tier, partition, disk_path), fn, args, kwargs)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # as for torch's: only fn is to be compiled
-def _call(rest: Rest, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(
+    place: RestPlace, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     tensors: list[torch.Tensor] = []
     run = _Runs(fn, args, kwargs, tensors)
     hooks: AbstractContextManager[Any] = nullcontext()
-    if rest.is_elsewhere and not _is_recomputed():
-        hooks = saved_tensors_hooks(Call(rest).pack, unpack)
+    if place.is_elsewhere and not _is_recomputed():
+        hooks = saved_tensors_hooks(Shelf(place).pack, Shelf.unpack)
     with hooks:
         return torch_checkpoint(run, *tensors, use_reentrant=False)
 
@@ -99,45 +105,27 @@ class _Runs:
     ) -> None:
         self._fn = fn
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._shape = _take_out((args, kwargs), tensors)
+        self._leaves, self._spec = tree_flatten(
+            (args, kwargs), is_leaf=lambda value: type(value) not in (list, tuple, dict)
+        )
+        for place, leaf in enumerate(self._leaves):
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(leaf)
+                self._leaves[place] = _TENSOR
+            elif is_cache(leaf):
+                raise ConfigError(
+                    f"a checkpointed function was given a {type(leaf).__name__}, which would be"
+                    " filled twice: call the model with use_cache=False"
+                )
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         given, self._given = self._given, None
-        args, kwargs = _put_back(self._shape, tensors) if given is None else given
+        if given is None:
+            coming = iter(tensors)
+            leaves = [next(coming) if leaf is _TENSOR else leaf for leaf in self._leaves]
+            given = tree_unflatten(leaves, self._spec)
+        args, kwargs = given
         return self._fn(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class _InputPlace:
-    """Stands for a tensor."""
-
-    index: int
-
-
-def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _InputPlace(len(tensors) - 1)
-    if type(value) in (list, tuple):
-        return type(value)(_take_out(item, tensors) for item in value)
-    if type(value) is dict:
-        return {key: _take_out(item, tensors) for key, item in value.items()}
-    if hasattr(value, "get_seq_length") and hasattr(value, "update"):
-        raise ConfigError(
-            f"a checkpointed function was given a {type(value).__name__}, which would be filled"
-            " twice: call the model with use_cache=False"
-        )
-    return value
-
-
-def _put_back(shape: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-    if isinstance(shape, _InputPlace):
-        return tensors[shape.index]
-    if type(shape) in (list, tuple):
-        return type(shape)(_put_back(item, tensors) for item in shape)
-    if type(shape) is dict:
-        return {key: _put_back(item, tensors) for key, item in shape.items()}
-    return shape
 
 
 # --------------------------------------------------------------------------------- a model's blocks
@@ -147,7 +135,7 @@ def _put_back(shape: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
 class _Checkpointed:
     """The settings of a checkpointed block."""
 
-    rest: Rest
+    place: RestPlace
     inner: Callable[..., Any] | None  # a ``forward`` that the block had in its instance dictionary
 
     def __deepcopy__(self, memo: Any) -> _Checkpointed:
@@ -171,7 +159,7 @@ def checkpoint_blocks(
     counts its forwards (batch norm's running statistics) counts twice. Raises ConfigError, with
     nothing changed, where no block is found and where one is checkpointed already.
     """
-    rest = Rest.of(tier, partition, disk_path)
+    place = RestPlace.of(tier, partition, disk_path)
     found = find_blocks(model, blocks, option="blocks")
     if not found:
         raise ConfigError(f"{type(model).__name__} has no repeated blocks: say which with blocks=")
@@ -181,7 +169,7 @@ def checkpoint_blocks(
                 f"block {name!r} is checkpointed already: call uncheckpoint_blocks() first"
             )
     for _, module in found:
-        module.__dict__[_MARK] = _Checkpointed(rest, module.__dict__.get("forward"))
+        module.__dict__[_MARK] = _Checkpointed(place, module.__dict__.get("forward"))
         # a method: copy.deepcopy() binds it to the copy
         module.__dict__["forward"] = MethodType(_forward, module)
     return [name for name, _ in found]
@@ -213,4 +201,4 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Stand for the forward of a checkpointed block."""
     known: _Checkpointed = self.__dict__[_MARK]
     forward = partial(type(self).forward, self) if known.inner is None else known.inner
-    return _call(known.rest, forward, args, kwargs)
+    return _call(known.place, forward, args, kwargs)

@@ -33,13 +33,13 @@ from zeroshard.nn.tape import Entry, TapeCell, TapePlace, fingerprint, replay
 from zeroshard.optim.sealed import ANSWERED, SET_DATA, name_of
 
 __all__ = [
-    "Record", "adopt_all", "end_recording", "fill", "fill_storages", "fingerprint_of", "hollow_out",
-    "inflated", "place_of", "record_of",
+    "HollowRecord", "adopt_all", "end_recording", "fill", "fill_storages", "fingerprint_of",
+    "hollow_out", "inflated", "place_of", "record_of",
 ]  # fmt: skip
 
 
 @dataclass(eq=False)
-class Record:
+class HollowRecord:
     """The state of one hollow storage."""
 
     cell: TapeCell
@@ -49,10 +49,12 @@ class Record:
     guarded: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
 
 
-_RECORDS: weakref.WeakKeyDictionary[torch.UntypedStorage, Record] = weakref.WeakKeyDictionary()
+_RECORDS: weakref.WeakKeyDictionary[torch.UntypedStorage, HollowRecord] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def record_of(tensor: torch.Tensor) -> Record | None:
+def record_of(tensor: torch.Tensor) -> HollowRecord | None:
     """Return the record of a hollow tensor, None for any other."""
     storage = storage_of(tensor)
     return _hollow_storages([storage]).get(storage) if storage is not None else None
@@ -64,14 +66,14 @@ def place_of(tensor: torch.Tensor, cell: TapeCell, *, metadata_only: bool = Fals
     return TapePlace(cell, shape, tensor.stride(), offset, tensor.dtype, metadata_only)
 
 
-def hollow_out(tensor: torch.Tensor, owner: object) -> tuple[Record, TapePlace]:
+def hollow_out(tensor: torch.Tensor, owner: object) -> tuple[HollowRecord, TapePlace]:
     """Release the memory of `tensor`'s storage; it reads as zeros until another entry writes."""
     storage = storage_of(tensor)
     assert storage is not None, tensor.layout
     cell = TapeCell(storage.nbytes(), tensor.device)
     place = place_of(tensor, cell)
     storage.resize_(0)
-    _RECORDS[storage] = record = Record(cell, Entry(None, outputs=(place,)), owner)
+    _RECORDS[storage] = record = HollowRecord(cell, Entry(None, outputs=(place,)), owner)
     return record, place
 
 
@@ -115,7 +117,7 @@ def fill_storages(
 
 def _hollow_storages(
     candidates: Iterable[torch.UntypedStorage | None],
-) -> dict[torch.UntypedStorage, Record]:
+) -> dict[torch.UntypedStorage, HollowRecord]:
     known = [one for one in candidates if one is not None and one in _RECORDS]
     return {storage: _RECORDS[storage] for storage in known if storage.nbytes() == 0}
 
@@ -166,7 +168,7 @@ def end_recording(owner: object, *, compute: bool) -> None:
     fill_storages(storage for storage in mine if storage not in resting)
 
 
-def _guard(tensor: torch.Tensor, record: Record) -> None:
+def _guard(tensor: torch.Tensor, record: HollowRecord) -> None:
     tensor.__class__ = _guard_class(type(tensor))
     record.guarded.append(weakref.ref(tensor))
 
@@ -179,7 +181,7 @@ def _guarded(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _take_guards_off(record: Record) -> None:
+def _take_guards_off(record: HollowRecord) -> None:
     for reference in record.guarded:
         tensor: Any = reference()
         # it may have been given other memory since

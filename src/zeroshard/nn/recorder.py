@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard.core.storage import storage_of
 from zeroshard.memory.heap import return_freed_memory
 from zeroshard.nn.hollow import (
-    Record,
+    HollowRecord,
     fill,
     fill_storages,
     hollow_out,
@@ -117,7 +117,7 @@ def _empty_as(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-class _Call:
+class _RecordedCall:
     """One operation on its way through the recorder."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(func, torch._ops.OpOverload):  # control flow operators
             fill(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
             return func(*args, **kwargs)
-        call = _Call(func, args, kwargs)
+        call = _RecordedCall(func, args, kwargs)
         fill_storages(leaf for leaf in args if isinstance(leaf, torch.UntypedStorage))
         if not call.hollow or call.metadata_only:
             return self._create(call)
@@ -225,7 +225,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func.decompose(*args, **kwargs)
         return self._record(call)
 
-    def _create(self, call: _Call) -> Any:
+    def _create(self, call: _RecordedCall) -> Any:
         """Run an operation on real tensors or none; release the memory of large new results."""
         states, arguments = call.states(), self._describe(call) if call.traits.is_random else None
         result = call.func(*call.args, **call.kwargs)
@@ -238,7 +238,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._freed(sum(new[1].cell.num_bytes for new in fresh if new is not None))
         return result
 
-    def _record(self, call: _Call) -> Any:
+    def _record(self, call: _RecordedCall) -> Any:
         """An operation that reads or writes hollow tensors."""
         if call.writes_real or (call.reads_large and call.written):
             return self._do_at_once(call)
@@ -255,7 +255,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._compute(call, arguments, states)
         pairs = [(stand_ins.get(id(tensor)), tensor) for tensor in call.tensors]
         originals = {id(one): tensor for one, tensor in pairs if one is not None}
-        fresh: list[tuple[Record, TapePlace] | None] = []
+        fresh: list[tuple[HollowRecord, TapePlace] | None] = []
 
         def real(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or id(leaf) in originals:
@@ -269,13 +269,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(call, arguments, fresh, states)
         return result
 
-    def _do_at_once(self, call: _Call) -> Any:
+    def _do_at_once(self, call: _RecordedCall) -> Any:
         """Fill its arguments, and run it."""
         fill(call.hollow_tensors)
         return call.func(*call.args, **call.kwargs)
 
     def _compute(
-        self, call: _Call, arguments: tuple[Any, Any], states: dict[torch.device, torch.Tensor]
+        self,
+        call: _RecordedCall,
+        arguments: tuple[Any, Any],
+        states: dict[torch.device, torch.Tensor],
     ) -> Any:
         """Run an operation whose results depend on values; release the large ones' memory."""
         if call.written:
@@ -286,7 +289,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(call, arguments, fresh, states)
         return result
 
-    def _values(self, call: _Call) -> dict[int, torch.Tensor]:
+    def _values(self, call: _RecordedCall) -> dict[int, torch.Tensor]:
         """Return the values of its hollow arguments, by id; small ones are filled for good."""
         fill([t for t in call.hollow_tensors if call.hollow[id(t)].cell.num_bytes < LARGE_BYTES])
         records = [(t, record_of(t)) for t in call.hollow_tensors]
@@ -295,7 +298,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._freed(sum(storage.nbytes() for storage in memory.values()))
         return {id(t): place_of(t, record.cell).within(memory[record.cell]) for t, record in large}
 
-    def _drawn(self, call: _Call) -> dict[int, torch.Tensor] | None:
+    def _drawn(self, call: _RecordedCall) -> dict[int, torch.Tensor] | None:
         """Return memory for a draw that reads no values, None where it does read some."""
         if call.traits.name not in _DRAWS or len(call.tensors) != 1:
             return None
@@ -304,7 +307,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {id(target): place_of(target, call.hollow[id(target)].cell).temporary()}
 
     @staticmethod
-    def _shapes(call: _Call, stand_ins: dict[int, torch.Tensor]) -> Any:
+    def _shapes(call: _RecordedCall, stand_ins: dict[int, torch.Tensor]) -> Any:
         """Run it on meta tensors; None if that fails, or would reshape an argument."""
         options = {"device": torch.device("meta")} if call.kwargs.get("device") is not None else {}
         try:
@@ -326,7 +329,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return_freed_memory()
             self._freed_bytes = 0
 
-    def _hollowed(self, leaf: Any, call: _Call) -> tuple[Record, TapePlace] | None:
+    def _hollowed(self, leaf: Any, call: _RecordedCall) -> tuple[HollowRecord, TapePlace] | None:
         """Take the memory of a new large tensor; None for any other."""
         if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
             return None
@@ -340,14 +343,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return hollow_out(leaf, self)
 
     @staticmethod
-    def _covers(tensor: torch.Tensor, call: _Call) -> bool:
+    def _covers(tensor: torch.Tensor, call: _RecordedCall) -> bool:
         """Whether `tensor` is the whole of its storage, and no other argument reads that."""
         record = call.hollow[id(tensor)]
         readers = [t for t in call.tensors if t is tensor or call.hollow.get(id(t)) is record]
         return len(readers) == 1 and place_of(tensor, record.cell).covers_cell
 
     @staticmethod
-    def _describe(call: _Call) -> tuple[Any, Any]:
+    def _describe(call: _RecordedCall) -> tuple[Any, Any]:
         """Return its arguments by value, as they are before it runs."""
 
         def describe(leaf: Any) -> Any:
@@ -366,9 +369,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(
         self,
-        call: _Call,
+        call: _RecordedCall,
         arguments: tuple[Any, Any],
-        fresh: list[tuple[Record, TapePlace] | None],
+        fresh: list[tuple[HollowRecord, TapePlace] | None],
         states: dict[torch.device, torch.Tensor],
     ) -> None:
         """Write one entry, and let the storages that it writes lead to it."""

@@ -29,16 +29,8 @@ import xxhash
 from zeroshard.core.tensor_digest import digest_of
 
 __all__ = [
-    "Constant",
-    "Entry",
-    "Seeded",
-    "TapeCell",
-    "TapePlace",
-    "fingerprint",
-    "generator_state",
-    "leaves",
-    "map_leaves",
-    "replay",
+    "Constant", "Entry", "Seeded", "TapeCell", "TapePlace", "fingerprint", "generator_state",
+    "leaves", "map_leaves", "replay",
 ]  # fmt: skip
 
 _ORDER = itertools.count()

@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zeroshard.core.untrusted import NotReadable, from_json, read_file
 from zeroshard.errors import ConfigError
 from zeroshard.planner.model import Decoder, ModelShape, Shape, pack_units
+from zeroshard.system.safe_files import NotReadable, from_json, read_file
 
 __all__ = ["is_known", "positions_of", "read_config", "shape_of_config"]
 

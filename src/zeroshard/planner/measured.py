@@ -23,9 +23,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from zeroshard.core.untrusted import read_json
 from zeroshard.errors import ConfigError
 from zeroshard.planner.machine import Machine, Speeds, nearest_preset
+from zeroshard.system.safe_files import read_json
 
 __all__ = ["busy", "cache_file", "machine_of", "read", "write"]
 

@@ -14,10 +14,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from zeroshard.core.untrusted import NotReadable, open_file
 from zeroshard.errors import ConfigError
 from zeroshard.planner.families import is_known, read_config, shape_of_config
 from zeroshard.planner.model import ModelShape, Shape, pack_units
+from zeroshard.system.safe_files import NotReadable, open_file
 
 __all__ = ["read_model"]
 

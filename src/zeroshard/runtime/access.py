@@ -17,12 +17,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zeroshard.comm.agree import agree
-from zeroshard.comm.everyone import Everyone
-from zeroshard.comm.transport import Control
+from zeroshard.comm.mesh_ranks import MeshRanks
+from zeroshard.comm.ranks import Ranks
 from zeroshard.core.part import Part
 from zeroshard.core.placement import Tier
-from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
+from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.memory.heap import Trimmer
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer
@@ -36,47 +35,9 @@ from zeroshard.runtime.reports import Accounts
 from zeroshard.runtime.rest import Rest, RestingPiece
 from zeroshard.runtime.weights import Weights
 
-__all__ = ["Peers", "Ranks", "StateAccess"]
+__all__ = ["StateAccess"]
 
 _DELAYED = "delayed_steps"
-
-
-class Peers:
-    """Ranks of one engine, for messages beside its collectives."""
-
-    def __init__(self, states: StateAccess, control: Control) -> None:
-        self._states = states
-        self._control = control
-        self.rank, self.size = control.rank, control.size
-
-    def exchange(self, payload: bytes, call: str) -> list[bytes]:
-        """Return every rank's `payload`, in rank order. Collective; PlanMismatch, on every rank,
-        where other ranks are in another `call`.
-        """
-        self._states.check_open()
-        return self._control.exchange(payload, call)
-
-    def agree(self, report: Mapping[str, str], error: ZeroshardError | None, call: str) -> None:
-        """Raise on every rank where one has an `error` or another `report`, which would
-        otherwise be a hang on the others. Collective.
-        """
-        self._states.check_open()
-        agree(self._control.exchange, report, call=call, error=error)
-
-    def check(self, during: str) -> None:
-        """Raise PeerLostError, saying what it was `during`, where another rank is known to have
-        ended.
-        """
-        self._control.check_peers(during)
-
-
-class Ranks(Peers):
-    """All ranks of the mesh."""
-
-    def __init__(self, states: StateAccess, everyone: Everyone) -> None:
-        super().__init__(states, everyone)
-        self.places = everyone.places  # of each, by number; () where all are data parallel
-        self.stage = everyone.axes.place.stage  # where others have other parameters: "pp=1"
 
 
 class StateAccess:
@@ -103,10 +64,20 @@ class StateAccess:
         self.transport = context.transport
         self._sharded: ShardedOptimizer | None = None
         self.accounts = Accounts(weights.units, context)
-        self.peers = Peers(self, context.transport.control)  # the data parallel ranks
-        self.everyone = Ranks(self, context.everyone)
         self.is_closed = False
         self.following: Following | None = None  # the last one
+
+    @property
+    def peers(self) -> Ranks:
+        """The data parallel ranks, for messages beside the engine's collectives."""
+        self.check_open()
+        return self._context.transport.control
+
+    @property
+    def everyone(self) -> MeshRanks:
+        """All ranks of the mesh, for the same."""
+        self.check_open()
+        return self._context.everyone
 
     def attach(self, sharded: ShardedOptimizer) -> None:
         """Take note of the optimizer, whose state is one of ours."""
@@ -162,10 +133,9 @@ class StateAccess:
 
         Collective; raises StorageError on every rank.
         """
-        with self._faults.noted(lost=True):
+        with self._faults.together(lost=True):
             if self._sharded is not None:
                 self._sharded.set_states(set_state)
-        self._faults.agree()
 
     def finish_step(self) -> None:
         """Return when no step is under way, and one that was taken late is in the weights.
@@ -297,9 +267,8 @@ class StateAccess:
         that was there may be cut off or damaged. Collective; raises StorageError on every rank.
         """
         if everything and self._faults.is_suspect:
-            with self._faults.noted(lost=True):
+            with self._faults.together(lost=True):
                 self._renew()
-            self._faults.agree()
         yield
         if everything:
             self._faults.repaired()

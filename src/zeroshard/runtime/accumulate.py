@@ -41,7 +41,7 @@ from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.micro_batches import MicroBatch, this_micro_batch
 from zeroshard.runtime.recomputed import is_checkpointed
 from zeroshard.runtime.sections import Section, sections_of
-from zeroshard.runtime.shelf import Shelf
+from zeroshard.runtime.shelf import RestPlace, Shelf
 from zeroshard.runtime.stages import Stages
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weighting import weighed
@@ -77,15 +77,15 @@ class Accumulate:
         hooks: Hooks,
         context: Context,
         scaler: LossScaler | None,
-        shelf: Callable[[], Shelf],
+        place: RestPlace,
     ) -> None:
-        """`shelf` makes a place where the inputs of one visit are kept."""
+        """`place` is where the inputs of visits rest."""
         self._loop = hooks.loop
         self._weights, self._backward = hooks.loop.weights, hooks.loop.backward
         self._watch = hooks.watch_outputs
         self._device = context.device
         self._scaler = scaler
-        self._shelf = shelf
+        self._place = place
         cut = sections_of(hooks.model, hooks.plans, self._weights.units)
         self._sections, self._around = cut.sections, cut.around
         self._trained = [unit for unit in self._weights.units if unit.trainable]
@@ -152,7 +152,8 @@ class Accumulate:
                 " again for each micro-batch by itself: pass use_reentrant=False, or leave the"
                 " checkpoint out"
             )
-        visit = Visit(section, forward, (args, kwargs), self._shelf(), self._device)
+        shelf = Shelf(self._place, chained=False)
+        visit = Visit(section, forward, (args, kwargs), shelf, self._device)
         here.pause(visit)
         return visit.outputs()
 

@@ -16,14 +16,13 @@ assigned; else one small exchange per step, and a copy and a digest of each.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from zeroshard.comm.transport import Control
+from zeroshard.comm.ranks import Ranks
 from zeroshard.core.digest import holders
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import PlanMismatch, StateError
@@ -62,7 +61,7 @@ class _Taken:
 class AssignedGradients:
     """The assigned gradients of one engine that a step is to take."""
 
-    def __init__(self, leaves: Leaves, decisions: Decisions, control: Control) -> None:
+    def __init__(self, leaves: Leaves, decisions: Decisions, control: Ranks) -> None:
         self._leaves = leaves
         self._decisions = decisions
         self._control = control
@@ -129,10 +128,7 @@ class AssignedGradients:
         digests, self._digests = self._digests, {}
         if not digests:
             return
-        answers = [
-            json.loads(answer)
-            for answer in self._control.exchange(json.dumps(digests).encode(), ASSIGNED)
-        ]
+        answers = self._control.share(digests, ASSIGNED)
         for name in digests:
             told = [answer[name].split() for answer in answers]
             if len({group for group, _ in told}) < len({tuple(one) for one in told}):

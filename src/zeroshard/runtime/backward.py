@@ -257,7 +257,11 @@ class Backward:
             self._take_any(leaf)
             return
         parameter.grad = None
-        bucket.add(index, grad)
+        if bucket.seen[index]:
+            bucket.views[index].add_(grad)
+        else:
+            bucket.views[index].copy_(grad)
+            bucket.seen[index] = True
         del grad  # as in `_take_any`
         path.used[index] = True
         key = id(parameter)

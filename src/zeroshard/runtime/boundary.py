@@ -31,7 +31,7 @@ from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.micro_batches import Autocast
 from zeroshard.runtime.sections import Section
 from zeroshard.runtime.shelf import Shelf
-from zeroshard.runtime.trees import tensors_within
+from zeroshard.runtime.trees import is_cache, tensors_within
 from zeroshard.runtime.weighting import silence
 
 __all__ = ["Visit"]
@@ -54,7 +54,7 @@ class Visit:
         self._shelf = shelf
         self._device = device
         self._autocast = Autocast(device)
-        self._leaves, self._spec = tree_flatten(inputs, is_leaf=_is_cache)
+        self._leaves, self._spec = tree_flatten(inputs, is_leaf=is_cache)
         self._refuse_caches()
         # by place among the leaves: the edge of an input through which its gradient goes on
         self._edges = {
@@ -237,7 +237,7 @@ class Visit:
 
     def _refuse_caches(self) -> None:
         for leaf in self._leaves:
-            if _is_cache(leaf):
+            if is_cache(leaf):
                 raise ConfigError(
                     f"module {self.section.name!r} was given a {type(leaf).__name__}, which"
                     " engine.accumulate() would fill twice: call the model with use_cache=False"
@@ -304,10 +304,6 @@ def _is_float(leaf: Any) -> bool:
 
 def _needs_gradient(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and not isinstance(tensor, nn.Parameter)
-
-
-def _is_cache(leaf: Any) -> bool:
-    return hasattr(leaf, "get_seq_length") and hasattr(leaf, "update")
 
 
 def _equal(

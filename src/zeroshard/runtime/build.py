@@ -273,11 +273,10 @@ def _reserve(
     rank is then a StorageError on every one.
     """
     made: dict[Tier, dict[str, Storage]] = {tier: {} for tier in context.tiering.stores}
-    with context.faults.noted():
+    with context.faults.together():
         for plan in plans:
             for key, numel, dtype, tier in _storages_of(plan, splits[plan.key], context):
                 made[tier][key] = context.tiering.stores[tier].allocate(key, numel, dtype)
-    context.faults.agree()
     return {
         tier: _Reserved(context.tiering.stores[tier], storages) for tier, storages in made.items()
     }

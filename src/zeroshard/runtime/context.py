@@ -18,9 +18,8 @@ from torch import nn
 
 from zeroshard.comm.codec import DTYPES as CODED
 from zeroshard.comm.codec import Codec
-from zeroshard.comm.everyone import Everyone
 from zeroshard.comm.levels import Levels
-from zeroshard.comm.other_axes import OtherAxes
+from zeroshard.comm.mesh_ranks import AlongAxes, MeshRanks
 from zeroshard.comm.quantized import Codecs
 from zeroshard.comm.transport import Transport
 from zeroshard.comm.transports import Transports
@@ -90,7 +89,7 @@ class Context:
     dtypes: Dtypes
     levels: Levels
     mesh: Mesh
-    everyone: Everyone
+    everyone: MeshRanks
     holders: Holders  # of these parameters, among all data parallel ranks
     streams: Streams
     meter: MemoryCounter
@@ -128,8 +127,8 @@ class Context:
         self.tiering.close()
 
     @property
-    def axes(self) -> OtherAxes:
-        """What the data parallel groups tell each other."""
+    def axes(self) -> AlongAxes:
+        """This rank's peers in the other data parallel groups."""
         return self.everyone.axes
 
     @property

@@ -14,15 +14,12 @@ at every option of every group per step; options are encoded again only where on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 
-from zeroshard.core.digest import holders
-
-__all__ = ["Decisions", "first_disagreement"]
+__all__ = ["Decisions"]
 
 _NOT_OURS = ("params", "param_names")
 
@@ -102,16 +99,6 @@ class Decisions:
                 "\n".join(f"{name} = {value}" for name, value in self._options.items())
             )
         return self._digest
-
-
-def first_disagreement(everyone: Sequence[Mapping[str, str]]) -> tuple[str, str] | None:
-    """Return the first decision that differs between ranks and who decided what, or None."""
-    names = list(dict.fromkeys(name for one in everyone for name in one))
-    for name in names:
-        values = [one.get(name, "nothing") for one in everyone]
-        if len(set(values)) > 1:
-            return name, holders(values)
-    return None
 
 
 def _look(value: Any) -> Any:

@@ -23,7 +23,7 @@ from torch import nn
 
 from zeroshard.core.policy import Policy
 from zeroshard.core.sizes import parse_bytes
-from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
+from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.optim.sharded import ShardedOptimizer, check_parameters
 from zeroshard.optim.shards import Tile
 from zeroshard.runtime.access import StateAccess
@@ -38,6 +38,7 @@ from zeroshard.runtime.relayout import let_go
 from zeroshard.runtime.repartition import StepTiles
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, describe_bytes
 from zeroshard.runtime.rest import RestingPiece
+from zeroshard.runtime.shelf import RestPlace
 from zeroshard.runtime.stages import roots_of
 from zeroshard.runtime.trace import tracing
 from zeroshard.runtime.unit import Unit
@@ -170,20 +171,18 @@ class Engine(Assembly):
                 " or shard a second model"
             )
         check_parameters(optimizer, named_parameters_once(self.module))
-        with self._context.faults.noted(lost=True):
+        with self._context.faults.together(lost=True):
             for unit in self._weights.units:
                 for segment in unit.trainable:
                     if segment.master is None:
                         make_master(segment, unit.cells, self._context)
                         segment.fill_master()
-        self._context.faults.agree()
         tiles = StepTiles(self._weights.units, self._context)
         settings = step_settings(self._context, self._weights.units)
         sharded = ShardedOptimizer(optimizer, self._loop, *settings)
-        with self._context.faults.noted(lost=True):
-            sharded.attach(tiles.all)
         try:
-            self._context.faults.agree()
+            with self._context.faults.together(lost=True):
+                sharded.attach(tiles.all)
         except StorageError:
             sharded.detach()
             raise
@@ -267,8 +266,8 @@ class Engine(Assembly):
         self._states.check_open(trained=True)
         following = self._states.following
         check_accumulate(self._hooks, followed=following is not None and following.is_on)
-        shelf = self._context.tiering.shelves(tier, disk_path)
-        return Accumulate(self._hooks, self._context, self._scaler, shelf).run(
+        place = RestPlace.of(tier, None, disk_path)
+        return Accumulate(self._hooks, self._context, self._scaler, place).run(
             list(batches), loss_fn
         )
 
@@ -325,21 +324,18 @@ class Engine(Assembly):
         of other stages, a second one, or a budget below one stage or without effect.
         """
         self._states.check_open()
-        error: ZeroshardError | None = None
-        report = {
-            "schedule": type(schedule).__name__,
-            "budget": repr(budget),
-            "no_sync": str(no_sync),
-        }
-        try:
+        peers = self._states.peers
+        with self._context.axes.together(_FOLLOW) as along, peers.together(_FOLLOW) as meeting:
             following = _follower(self, schedule, budget, no_sync)
-            report["n_microbatches"] = str(schedule._n_microbatches)
-            report["scale_grads"] = str(schedule.scale_grads)
-        except ZeroshardError as refused:
-            error = refused
-        with self._context.axes.telling(_FOLLOW):
-            self._states.peers.agree(report, error, _FOLLOW)
-        self._context.axes.share(None, _FOLLOW, common=report)
+            report = {
+                "schedule": type(schedule).__name__,
+                "budget": repr(budget),
+                "no_sync": str(no_sync),
+                "n_microbatches": str(schedule._n_microbatches),
+                "scale_grads": str(schedule.scale_grads),
+            }
+            along.compare(report)
+            meeting.compare(report)
         self._states.follow(following)
         return following
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from zeroshard.comm.agree import failures
 from zeroshard.comm.transport import Transport
 from zeroshard.errors import PlanMismatch, StateError, StorageError
 
@@ -79,6 +78,13 @@ class Faults:
         except StorageError as error:
             self.note(error, lost=lost)
 
+    @contextmanager
+    def together(self, *, lost: bool = False) -> Iterator[None]:
+        """`agree` at the end of the body. Collective."""
+        with self.noted(lost=lost):
+            yield
+        self.agree()
+
     @property
     def unsaved(self) -> str | None:
         """Why what rests here must not be saved, if so: told or not."""
@@ -96,11 +102,9 @@ class Faults:
             self.note(error, lost=lost)
         own, loses = self._error, self._loses
         self._error, self._loses = None, False
-        told = failures(
-            self._transport.control.exchange,
-            None if own is None else f"{'!' if loses else '?'}{own}",
-            call="the exchange of tier errors",
-        )
+        mine = "" if own is None else f"{'!' if loses else '?'}{own}"
+        answers = self._transport.control.exchange(mine.encode(), "the exchange of tier errors")
+        told = {rank: answer.decode() for rank, answer in enumerate(answers) if answer}
         if not told:
             return
         self.is_suspect = True

@@ -14,7 +14,7 @@ on every rank and in every row. Division by the number of ranks comes after the 
 number that is not finite is skipped on every rank, its masters and moments untouched.
 
 Where the mesh has other axes, each data parallel group agrees so and then tells the others, who add
-its sum of squares to theirs and skip what it has to skip (comm/other_axes.py).
+its sum of squares to theirs and skip what it has to skip (comm/mesh_ranks.py).
 
 Invariant: idempotent until the next backward. Cost: one small exchange per step, one more for a
 norm, one more after steps whose backwards all ran inside ``no_sync``; the first two once more along
@@ -23,25 +23,24 @@ the other axes.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from zeroshard.comm.launched import heartbeat
+from zeroshard.comm.ranks import Meeting
 from zeroshard.core.digest import Digest, first_difference, holders
-from zeroshard.core.launched import heartbeat
 from zeroshard.errors import PlanMismatch, StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.accumulation import UNKNOWN, total_weight
 from zeroshard.runtime.assigned import AssignedGradients
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.context import Context
-from zeroshard.runtime.decisions import first_disagreement
 from zeroshard.runtime.grad import Gradient
 from zeroshard.state.reduction import read_squares
 
@@ -115,6 +114,7 @@ class Finalizer:
         self._backward = backward
         self._transport = context.transport
         self._axes = context.axes
+        self._everyone = context.everyone
         self._probe = context.streams.probe
         self._digest = digest
         self._scaler = scaler
@@ -155,7 +155,7 @@ class Finalizer:
             self._assigned.replace_sums()
             backward.accumulation.assign(scaled=self._scaler is not None)
         divisor = self._divisor()
-        with self._axes.telling(_STEP):
+        with self._axes.together(_STEP) as meeting:
             answers = self._average_and_compare(divisor)
             if True in {answer.unreduced for answer in answers}:
                 backward.flush()
@@ -167,7 +167,8 @@ class Finalizer:
                 [one.weight for one in answers],
                 shared=backward.share is not None,
             )
-        culprits = self._culprits(answers, united, weight)
+            self._tell(meeting, answers, united, weight)
+        culprits = [bad for bad in meeting.answers if bad]
         if weight is not None:
             self._divide(weight)
         if self._assigned.store(divisor, weight):
@@ -291,24 +292,24 @@ class Finalizer:
             self._backward.seal()
         return united
 
-    def _culprits(self, answers: Sequence[_Answer], united: int, weight: float | None) -> list[str]:
-        """Return the segments whose averages are not finite, one of every group that has any.
-        Raises PlanMismatch where groups are in different steps, and where replicas have done
+    def _tell(
+        self, meeting: Meeting, answers: Sequence[_Answer], united: int, weight: float | None
+    ) -> None:
+        """Tell the other groups of a segment whose average is not finite, where this one has any.
+        PlanMismatch at the end where groups are in different steps, and where replicas have done
         different things or have gradients of different parameters, or weights.
         """
         scale = 1.0 if self._scaler is None else self._scaler.scale
-        found = self._axes.share(
-            self._axes.name(next((answer.bad for answer in answers if answer.bad), "")),
-            _STEP,
-            common={"the step": str(self._digest.step), "the loss scale": str(scale)},
-            alike={
-                "what was reduced": f"{self._digest.reduced():016x}",
-                "what was decided": f"{answers[0].decisions:016x}",
-                "the parameters with gradients": f"{united.bit_count()} ({hash(united):x})",
-                "the weights of the losses": str(weight),
-            },
-        )
-        return [bad for bad in found if bad]
+        bad = next((answer.bad for answer in answers if answer.bad), "")
+        meeting.give(self._axes.name(bad) if bad else "")
+        meeting.compare({"the step": str(self._digest.step), "the loss scale": str(scale)})
+        alike = {
+            "what was reduced": f"{self._digest.reduced():016x}",
+            "what was decided": f"{answers[0].decisions:016x}",
+            "the parameters with gradients": f"{united.bit_count()} ({hash(united):x})",
+            "the weights of the losses": str(weight),
+        }
+        meeting.compare(alike, self._axes.replicas)
 
     def _refuse(self) -> None:
         """Send what the digests stand for, and raise PlanMismatch about the first difference.
@@ -316,12 +317,7 @@ class Finalizer:
         """
         step, count = self._digest.step, self._backward.accumulation.micro_batches
         mine = [step, count, self._backward.decisions.items(), self._digest.log()]
-        answers = [
-            json.loads(answer)
-            for answer in self._transport.control.exchange(
-                json.dumps(mine).encode(), "the comparison of steps"
-            )
-        ]
+        answers = self._transport.control.share(mine, "the comparison of steps")
         steps, micro_batches, decided, logs = zip(*answers, strict=True)
         if len(set(steps)) > 1:  # a fault let some ranks step and others not
             shown = holders([f"step {step}" for step in steps])
@@ -338,13 +334,14 @@ class Finalizer:
                 f" {step} ({shown}): accumulate as many micro-batches and call zero_grad() at the"
                 " same places on every rank, or use engine.join() where data is uneven"
             )
-        differs = first_disagreement(decided)
-        if differs is not None:
-            raise PlanMismatch(
-                f"{differs[0]} differs between ranks in step {step} ({differs[1]}): set it alike on"
-                " every rank; a scheduler or condition that looks at the loss needs the same loss"
-                " on every rank (average it first)"
-            )
+        for name in dict.fromkeys(name for one in decided for name in one):
+            values = [one.get(name, "nothing") for one in decided]
+            if len(set(values)) > 1:
+                raise PlanMismatch(
+                    f"{name} differs between ranks in step {step} ({holders(values)}): set it alike"
+                    " on every rank; a scheduler or condition that looks at the loss needs the same"
+                    " loss on every rank (average it first)"
+                )
         position, entries = first_difference(logs)
         raise PlanMismatch(
             f"the ranks did different things in step {step}; the first difference is number"
@@ -389,13 +386,10 @@ class Finalizer:
         Either may be empty. Collective; only after a bad step.
         """
         bad = next(filter(None, (path.summed.first_bad() for path in self._backward.paths)), "")
-        own = f"{bad}\n{self._backward.saved.read_released or ''}".encode()
-        answers = [
-            answer.decode().split("\n") for answer in self._transport.control.exchange(own, _BAD)
-        ]
-        firsts = [next(filter(None, names), "") for names in zip(*answers, strict=True)]
-        groups = self._axes.share([self._axes.name(name) for name in firsts], _BAD)
-        bad, released = (next(filter(None, names), "") for names in zip(*groups, strict=True))
+        released = self._backward.saved.read_released or ""
+        mine = [self._axes.name(name) for name in (bad, released)]
+        answers = self._everyone.share(mine, _BAD)
+        bad, released = (next(filter(None, names), "") for names in zip(*answers, strict=True))
         return bad, released
 
     def norm(self, max_norm: float = math.inf) -> torch.Tensor:
@@ -403,12 +397,19 @@ class Finalizer:
         number on every rank, which will be clipped to `max_norm`.
         """
         self.finalize()
-        with self._axes.telling(_NORM):
+        with self._axes.together(_NORM) as meeting:
             # on an accelerator, of averages that have been scaled since they were read
             if asked := [one for path in self._backward.paths for one in path.summed.asked()]:
                 read_squares(asked)
             local = [path.summed.squares(path.in_norm) for path in self._backward.paths]
             self._faults.agree()
+            meeting.give(self._sum_of_squares(local))
+            meeting.compare({"max_norm of clip_grad_norm_()": repr(max_norm)})
+        total = float(sum(meeting.answers))  # replicas count in one group
+        return torch.tensor(total, dtype=torch.float64).sqrt().to(torch.float32)
+
+    def _sum_of_squares(self, local: Sequence[Mapping[int, float]]) -> float:
+        """Return the sum of the ranks' squares, in rank order, of which every path has `local`."""
         size, paths = self._transport.size, self._backward.paths
         if local and size > 1 and all(len(values) == size for values in local):
             # every rank holds all sums
@@ -416,13 +417,9 @@ class Finalizer:
         else:
             ranks = [path.summed.rank for path in paths]
             own = sum((values[rank] for rank, values in zip(ranks, local, strict=True)), 0.0)
-            sums = [
-                struct.unpack("<d", answer)[0]
-                for answer in self._transport.control.exchange(struct.pack("<d", own), _NORM)
-            ]
-        said = {"max_norm of clip_grad_norm_()": repr(max_norm)}
-        total = self._axes.add(sum(sums), _NORM, common=said)
-        return torch.tensor(total, dtype=torch.float64).sqrt().to(torch.float32)
+            answers = self._transport.control.exchange(struct.pack("<d", own), _NORM)
+            sums = [struct.unpack("<d", answer)[0] for answer in answers]
+        return float(sum(sums))
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the averaged gradient so that its norm is at most `max_norm`; return the norm

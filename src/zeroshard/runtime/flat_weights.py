@@ -88,7 +88,7 @@ class KeptColumn:
         self.key = f"{key}.column"  # of its gather
         self._span = span
         self._codec = codec
-        self._is_wanted = is_wanted
+        self.is_wanted = is_wanted
         # the encoded column of what is gathered now
         self._arrived: torch.Tensor | None = None
 
@@ -106,7 +106,7 @@ class KeptColumn:
         """Keep the column of the gathered weights `full`: as it has arrived, where they travel
         encoded.
         """
-        if not self._is_wanted or self.tensor is not None:
+        if not self.is_wanted or self.tensor is not None:
             return
         if self._codec is not None and self._arrived is None:
             return
@@ -177,8 +177,8 @@ class FlatWeights:
             is_wanted=any(hop.kind is Kind.KEEP for hop in self.routes.unshard_forward),
         )
         self.context = context  # of the ranks that have these parameters
-        # the gather that was built last: its route, the buffers that it fills and sends, its steps
-        self._built: tuple[Route, torch.Tensor, torch.Tensor, Sequence[Step]] | None = None
+        # a plain gather, with the buffer that it fills and the memory at rest
+        self._built: tuple[torch.Tensor, torch.Tensor | None, Sequence[Step]] | None = None
 
     def _make_window(self, context: Context, written: Scope) -> tuple[Window, torch.Tensor]:
         """Make the window; return it and what of it rests here."""
@@ -257,14 +257,19 @@ class FlatWeights:
         """
         if self.is_local:
             return self._mapped
-        route, here = self._start(raw)
-        if self.codec is not None or self.reads_first:  # buffers between hops
-            return tuple(_Gather(self, route, here).steps())
-        built = self._built
-        if built is None or not (built[0] is route and built[1] is self.full and built[2] is here):
-            steps = tuple(_Gather(self, route, here).steps())
-            self._built = built = (route, self.full, here, steps)
-        return built[3]
+        if not self._is_plain or raw:
+            return tuple(_Gather(self, *self._start(raw)).steps())
+        built, out, rest = self._built, self.buffer.tensor, self.rest.tensor
+        if built is None or built[0] is not out or built[1] is not rest:
+            steps = tuple(_Gather(self, *self._start(raw)).steps())
+            self._built = built = (out, rest, steps)
+        return built[2]
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether every gather of this buffer is the same: from memory that stays, as it rests."""
+        keeps = self.codec is not None or self.column.is_wanted
+        return not keeps and not self.reads_first and self.coded_rest is None
 
     @cached_property
     def _mapped(self) -> Sequence[Step]:
@@ -324,11 +329,13 @@ class FlatWeights:
         `for_backward`: it is gathered again with the same numbers; where the policy says so, its
         column stays (None: a column that is here stays).
         """
-        if for_backward is False:
-            self.column.release()
-        elif for_backward:
-            self.column.keep(self.buffer.tensor)
-        self.column.end_gather()
+        column = self.column
+        if column.is_wanted and for_backward:
+            column.keep(self.buffer.tensor)
+        elif column.is_wanted and for_backward is False:
+            column.release()
+        if column.is_wanted:
+            column.end_gather()
         if not self.buffer.is_ours:
             return 0
         self.context.meter.remove(self.full_bytes)
@@ -379,7 +386,7 @@ class _Gather:
                     yield Step(start, told=partial(self._gathering, hop))
             elif kind is Kind.ENCODE:
                 yield Step(self._encode, "here")
-            elif kind is Kind.KEEP and flat.codec is not None:
+            elif kind is Kind.KEEP:
                 yield Step(self._keep, "here")
             elif kind is Kind.DECODE:
                 yield Step(self._decode, "here")

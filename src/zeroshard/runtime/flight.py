@@ -71,7 +71,8 @@ class Flight:
         if self._is_going:
             return  # a step that is being started waits, and serves us meanwhile
         self._is_going = True
-        streams, lane, has_started, has_levels = self._streams, self._lane, False, False
+        streams, has_started, has_levels = self._streams, False, False
+        lane = self._lane if streams.has_lanes else None
         recording = streams.probe.recording
         if fork and lane is not None:
             streams.fork(lane)

@@ -173,8 +173,11 @@ class Gradient:
         try:
             yield
         except StorageError as error:
-            resting.lose(error)
-            self._note(error)
+            self._lose(resting, error)
+
+    def _lose(self, resting: GradientState, error: StorageError) -> None:
+        resting.lose(error)
+        self._note(error)
 
     def _changing(self) -> GradientState | None:
         """Return the numbers, if there are any, to change them: a step under way has read them."""
@@ -244,10 +247,11 @@ class Gradient:
             self._divided_by = divisor
             if divisor != 1.0:
                 resting.pending.append(("div", divisor))
-        finite = False
-        with self._losing(resting):
-            finite = resting.settle() and all(map(math.isfinite, self._squares.values()))
-        return finite
+        try:
+            return resting.settle() and all(map(math.isfinite, self._squares.values()))
+        except StorageError as error:
+            self._lose(resting, error)
+            return False
 
     def divide(self, weight: float) -> None:
         """Divide all that rests here by the sum of weights, after `gather_averages`, once."""
@@ -350,10 +354,11 @@ class Gradient:
             return 0.0
         if (start, stop) in self._squares:
             return self._squares[start, stop]
-        squares = float("nan")
-        with self._losing(resting):
-            squares = resting.squares(start, stop)
-        return squares
+        try:
+            return resting.squares(start, stop)
+        except StorageError as error:
+            self._lose(resting, error)
+            return float("nan")
 
     def is_finite(self, start: int, stop: int) -> bool:
         """Whether a range holds neither NaN nor infinity."""
@@ -361,10 +366,11 @@ class Gradient:
             return True
         if (start, stop) in self._squares:
             return math.isfinite(self._squares[start, stop])
-        finite = False
-        with self._losing(resting):
-            finite = resting.is_finite(start, stop)
-        return finite
+        try:
+            return resting.is_finite(start, stop)
+        except StorageError as error:
+            self._lose(resting, error)
+            return False
 
     def first_bad(self) -> str | None:
         """Return the name of the first parameter here whose averaged gradient is not finite."""

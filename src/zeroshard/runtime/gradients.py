@@ -48,6 +48,10 @@ class Reduction:
     # other memory of it: an accelerator's allocator would give it away while the lane still uses it
     uses: Sequence[object]
 
+    def release_bucket(self) -> None:
+        """Hold the bucket no longer."""
+        self.buffer = self.loan = None
+
 
 class GradientPath:
     """The gradients of one trainable segment."""
@@ -245,7 +249,7 @@ class GradientPath:
         coded = self.bucket.encode(going.buffer)
         if not self._streams.enqueues:
             self._meter.end_loan(going.loan)
-            going.buffer = going.loan = None
+            going.release_bucket()
         return reduce(buffer=coded)
 
     def _operation(self, axis: Axis) -> Operation:

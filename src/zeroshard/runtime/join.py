@@ -19,7 +19,6 @@ rank. Cost: one small exchange per event.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -76,12 +75,7 @@ class Join:
         """Tell the others; return what the lowest rank with data does next, None when no rank
         has any.
         """
-        events = [
-            json.loads(answer)
-            for answer in self._transport.control.exchange(
-                json.dumps(event).encode(), "engine.join()"
-            )
-        ]
+        events = self._transport.control.share(event, "engine.join()")
         going_on = [other for other in events if other != [_ENDED]]
         names = [other[0] for other in events]
         if len(set(names) - {_ENDED}) > 1:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zeroshard.core.host_memory import numbers_of
 from zeroshard.core.placement import Tier
 from zeroshard.errors import StorageError
 from zeroshard.runtime.engine import Engine, living_engines, open_engines, states_of
 from zeroshard.runtime.reports import MemoryReport, describe_bytes
+from zeroshard.system.host_memory import numbers_of
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.comm.agree import agree
-from zeroshard.core.launched import heartbeat
+from zeroshard.comm.launched import heartbeat
 from zeroshard.core.residency import Residency, Use
 from zeroshard.core.schedule import Phase, Until
 from zeroshard.errors import StateError, StorageError
@@ -309,8 +308,7 @@ class Loop:
             self.check_states()
         except StateError as error:
             refused = error
-        exchange = self._context.transport.control.exchange
-        agree(exchange, {"call": call}, call=call, error=refused)
+        self._context.transport.control.agree({"call": call}, call, error=refused)
         with self._rest.rewriting():
             yield
 

@@ -13,7 +13,6 @@ rank's pieces alone are read and written, joined, and nothing is sent.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -176,14 +175,12 @@ class ParameterStates:
     def _check_key(self, optimizer: torch.optim.Optimizer, key: str) -> None:
         """Raise StateError on every rank where one rank's state lacks `key`."""
         keys = [optimizer.state.get(shard.tensor, {}).keys() for shard in self._shards()]
-        held = sorted({str(one) for names in keys if key not in names for one in names})
-        lacks = any(key not in names for names in keys)
-        answers = self._states.peers.exchange(json.dumps([lacks, held]).encode(), _CALL)
-        for rank_lacks, names in map(json.loads, answers):
-            if rank_lacks:
+        with self._states.peers.together(_CALL, refusal=StateError):
+            if any(key not in names for names in keys):
+                held = sorted({str(one) for names in keys if key not in names for one in names})
                 raise StateError(
                     f"the optimizer has no state {key!r} of this parameter; it has"
-                    f" {', '.join(map(repr, names)) or 'none before its first step'}"
+                    f" {', '.join(map(repr, held)) or 'none before its first step'}"
                 )
 
     def _read(self, pieces: Iterable[_Piece], local: bool) -> torch.Tensor | None:
@@ -192,8 +189,7 @@ class ParameterStates:
     def _whole(self, pieces: list[_Piece]) -> torch.Tensor | None:
         """Return the whole tensor that the ranks' `pieces` are; None where no rank has any."""
         ranges = [(piece.start, piece.stop) for piece in pieces]
-        answers = self._states.peers.exchange(json.dumps(ranges).encode(), _CALL)
-        everyone = [json.loads(answer) for answer in answers]
+        everyone = self._states.peers.share(ranges, _CALL)
         if not any(everyone):
             return None
         param, here = self._param, local_of(self._param)

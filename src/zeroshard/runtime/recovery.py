@@ -19,7 +19,6 @@ Cost: one small exchange per reset and load. What it does not do: undo a step.
 
 from __future__ import annotations
 
-import json
 import logging
 
 from zeroshard.core.digest import Digest, holders
@@ -48,7 +47,7 @@ class Recovery:
         self._faults = context.faults
         self._digest = digest
         self._transport = context.transport
-        self._axes = context.axes
+        self._everyone = context.everyone
 
     def begin_step(self) -> None:
         """Masters may be written from here on, and are not published yet."""
@@ -64,10 +63,8 @@ class Recovery:
         """
         taken = 0 if optimizer is None else optimizer.taken
         cut_off, self._in_step = self._in_step, False
-        mine = [self._digest.step, taken, cut_off]
-        answers = self._transport.control.exchange(json.dumps(mine).encode(), call)
-        groups = self._axes.share([json.loads(answer) for answer in answers], call)
-        steps, finished, cuts = zip(*(each for group in groups for each in group), strict=True)
+        answers = self._everyone.share([self._digest.step, taken, cut_off], call)
+        steps, finished, cuts = zip(*answers, strict=True)
         self._digest.advance(max(steps))
         if optimizer is None or not (any(cuts) or len(set(finished)) > 1):
             return False

@@ -17,12 +17,11 @@ and state on the wire, every `verify_every` steps; of sharded state, too, where 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import torch
 
-from zeroshard.comm.agree import Groups, agree
+from zeroshard.comm.ranks import Groups
 from zeroshard.comm.transport import Transport
 from zeroshard.core.placement import Scope
 from zeroshard.core.tensor_digest import digest_of, placed_sum
@@ -61,24 +60,25 @@ def compare_replicas(
     if optimizer is not None and units and not units[0].cells.optim.is_sharded:
         named |= _state_digests(optimizer)
     _compare_columns(units, optimizer, transport)
-    agree(transport.control.exchange, named, call=_CALL, remedy=_REMEDY, within=within)
+    transport.control.agree(named, _CALL, remedy=_REMEDY, within=within)
 
 
 def verify_replicas(weights: Weights, optimizer: ShardedOptimizer | None, context: Context) -> None:
     """Raise PlanMismatch, on every rank of the mesh, naming the first unit whose replicated weights
     or optimizer state differ between data parallel ranks, or along other axes; collective.
     """
-    with context.axes.telling(_CALL):
+    axes = context.axes
+    with axes.together(_CALL) as meeting:
         compare_replicas(weights, optimizer, context.transport)
-    places = context.everyone.places
-    if not places:
+        if axes.size > 1:
+            sums = _sums(weights.units, optimizer)
+            meeting.give(context.transport.control.share(sums, _CALL))  # of this group's ranks
+    if axes.size == 1:
         return
-    place, sums = context.axes.place, _sums(weights.units, optimizer)
-    mine = json.dumps([place.stage, place.text, sums])
     total: dict[str, dict[str, dict[str, int]]] = {}  # by stage, group and name
-    for stage, group, sums in map(json.loads, context.everyone.exchange(mine.encode(), _CALL)):
-        held = total.setdefault(stage, {}).setdefault(group, {})
-        for name, number in sums.items():
+    for place, ranks in zip(axes.places, meeting.answers, strict=True):
+        held = total.setdefault(place.stage, {}).setdefault(place.text, {})
+        for name, number in (item for sums in ranks for item in sums.items()):
             held[name] = (held.get(name, 0) + number) % (1 << 64)
     for groups in total.values():
         (first, expected), *others = groups.items()
@@ -153,10 +153,7 @@ def _compare_columns(
         return
     if optimizer is not None and units[0].cells.optim.scope is Scope.NODE_SHARD:
         named |= _state_digests(optimizer)
-    answers = [
-        json.loads(answer)
-        for answer in transport.control.exchange(json.dumps(named).encode(), _CALL)
-    ]
+    answers = transport.control.share(named, _CALL)
     for name in named:
         for column in columns[name]:
             digest = answers[column[0]].get(name)

@@ -53,6 +53,7 @@ class Streams(Protocol):
 
     # whether what follows on a lane comes after what was started there; else the host waits
     enqueues: bool
+    has_lanes: bool  # False: everything is in program order, and no call does anything
     # where a trace is told of what the engine does once per unit
     probe: Probe
 
@@ -94,7 +95,7 @@ def make_streams(device: torch.device | str) -> Streams:
 class NoStreams:
     """One lane, in program order: nothing to wait for and nothing to check. Events are None."""
 
-    enqueues = False
+    enqueues = has_lanes = False
     # may be entered any number of times at once
     _here: AbstractContextManager[None] = nullcontext()
 
@@ -126,7 +127,7 @@ class AcceleratorStreams:
     by other user streams is the user's to order, as with any PyTorch module.
     """
 
-    enqueues = True
+    enqueues = has_lanes = True
     device: torch.device
     _lanes: dict[Lane, torch.cuda.Stream]  # all but compute
     _user: torch.cuda.Stream | None  # the stream that was current when a lane was entered

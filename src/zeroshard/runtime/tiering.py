@@ -16,7 +16,6 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.schedule import STAGING_BYTES
 from zeroshard.core.split import splits
 from zeroshard.memory.heap import Trimmer
-from zeroshard.runtime.shelf import Here, Shelves
 from zeroshard.tier.link import Direct, Link
 from zeroshard.tier.store import Store
 
@@ -39,7 +38,6 @@ class Tiering:
     automatic: bool = False  # the optimizer's fraction follows what is measured
     least: float = 0.0  # of that fraction: what the device has no room for
     delayed_update: int | None = None  # steps before updates are applied one step late; None: never
-    shelves: Shelves = lambda tier, path: Here  # for engine.accumulate()'s activations
 
     @cached_property
     def trimmer(self) -> Trimmer:

@@ -43,7 +43,6 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm.control import Operation as Collective
-from zeroshard.core.drafts import replacing
 from zeroshard.core.placement import Tier
 from zeroshard.core.recording import Operation, Probe, Stamp
 from zeroshard.core.timeline import LANES, WAIT, Event, Timeline
@@ -55,6 +54,7 @@ from zeroshard.runtime.levels import Levels
 from zeroshard.runtime.reports import Accounts
 from zeroshard.runtime.streams import AcceleratorStreams
 from zeroshard.runtime.unit import Unit
+from zeroshard.system.safe_files import replacing
 
 __all__ = ["Clock", "DeviceClock", "HostClock", "Trace", "tracing"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["tensors_in", "tensors_within"]
+__all__ = ["is_cache", "tensors_in", "tensors_within"]
 
 _MOST_OBJECTS = 1000  # that `tensors_within` looks into: an object may lead to all there is
 _ATOMS = (
@@ -26,6 +26,11 @@ _ATOMS = (
     torch.Size,
     nn.Module,
 )
+
+
+def is_cache(value: Any) -> bool:
+    """Whether `value` is a key-value cache, which a second run of a forward would fill twice."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -173,6 +173,11 @@ class Unit:
         return [segment for segment in self.segments if segment.has_news]
 
     @cached_property
+    def _steps_elsewhere(self) -> bool:
+        """Whether weights may be on their way here from a step on another tier."""
+        return any(segment.flat.context.tiering.away for segment in self.segments)
+
+    @cached_property
     def _may_have_no_news(self) -> bool:
         return any(segment.grad is None and segment.flat.replicated for segment in self.segments)
 
@@ -181,14 +186,15 @@ class Unit:
         without a codec.
         """
         for segment in self.segments:
-            if not segment.flat.is_local:
+            if self._steps_elsewhere and not segment.flat.is_local:
                 segment.wait_uploads()
             name = segment.seen.lost_at_rest(strict=self._strict)
             if name is not None:
                 raise _lost(name, "while it was released")
         if self.residency.state is not UnitState.RESTING:
             raise self._cannot("start a gather")
-        flats = [segment.outgoing() for segment in self.gathered_segments]
+        segments = self.gathered_segments if self._may_have_no_news else self.segments
+        flats = [segment.outgoing() for segment in segments]
         moves = False
         for flat in flats:
             flat.take_memory()
@@ -208,7 +214,7 @@ class Unit:
         the weights is where peers wait for it.
         """
         assert self._flight is not None, self
-        for segment in self.segments:
+        for segment in self.segments if self._steps_elsewhere else ():
             segment.wait_uploads()
         return self._flight
 

@@ -10,12 +10,12 @@ lost in silence.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
-from zeroshard.comm.agree import agree
+from zeroshard.comm.mesh_ranks import AlongAxes
 from zeroshard.core.part import Part
 from zeroshard.core.residency import Use
 from zeroshard.core.tensor_digest import digest_of
@@ -119,10 +119,7 @@ class Whole:
         segments = [segment for unit in units for segment in unit.segments]
         contexts = {name: one.flat.context for one in segments for name in one.names}
         after = [digest_of(value) for value in values.values()]
-        answers = [
-            answer.decode().split(",")
-            for answer in control.exchange(",".join(after).encode(), _CALL)
-        ]
+        answers = control.share(after, _CALL)
         changed = control.exchange(bytes(a != b for a, b in zip(after, before, strict=True)), _CALL)
         edits: dict[str, bool] = {}
         for position, (name, value) in enumerate(values.items()):
@@ -154,18 +151,19 @@ class Whole:
         """
         if not self._has_replicas:
             return set(self._keep_edits(units, values, before))
-        with self._axes.telling(_CALL):
-            edits = self._keep_edits(units, values, before)
         parts = _parts_of(units)
-        alike = {
-            f"parameter {name}": digest_of(value)
-            for name, value in values.items()
-            if not parts[name].axes
-        }
-        told = self._axes.share(edits, _CALL, alike=alike)
+        with self._axes.together(_CALL) as meeting:
+            edits = self._keep_edits(units, values, before)
+            meeting.give(edits)
+            alike = {
+                f"parameter {name}": digest_of(value)
+                for name, value in values.items()
+                if not parts[name].axes
+            }
+            meeting.compare(alike, self._axes.replicas)
         for name in (name for name in values if parts[name].axes):
-            by_one = [one[name] for one in told if name in one]
-            if any(by_one) and len(by_one) < len(told):
+            by_one = [one[name] for one in meeting.answers if name in one]
+            if any(by_one) and len(by_one) < len(meeting.answers):
                 raise StateError(
                     f"parameter {name!r} is a DTensor and was edited on one rank alone, which has a"
                     " part of it: edit it on every rank"
@@ -184,13 +182,13 @@ class Whole:
             for name in segment.names
             if segment.flat.context.holders.differ
         }
-        exchange = self._transports.main.flat.control.exchange
-        with self._axes.telling(_LOAD) if self._has_replicas else nullcontext():
-            agree(exchange, loaded, call=_LOAD, remedy=_SAME, within=within)
-        if self._has_replicas:
+        axes = self._axes if self._has_replicas else AlongAxes()
+        control = self._transports.main.flat.control
+        with axes.together(_LOAD) as meeting:
+            control.agree(loaded, _LOAD, remedy=_SAME, within=within)
             parts = zip(loaded, _parts_of([unit]).values(), strict=True)
             alike = {one: loaded[one] for one, part in parts if not part.axes}
-            self._axes.share(None, _LOAD, alike=alike)
+            meeting.compare(alike, axes.replicas)
         self.store_unit(unit, copies)
 
     def store_unit(

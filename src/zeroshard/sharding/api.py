@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -19,17 +20,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.agree import agree, through
 from zeroshard.comm.device_mesh import Seat, seat_of
-from zeroshard.comm.everyone import Everyone
+from zeroshard.comm.launched import meeting_file
+from zeroshard.comm.mesh_ranks import MeshRanks
 from zeroshard.comm.own_mesh import OwnMesh
+from zeroshard.comm.ranks import Ranks
 from zeroshard.comm.select import make_levels
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Transport
 from zeroshard.config import Config, ShardOptions, build_config
 from zeroshard.core.holders import Holders
-from zeroshard.core.launched import meeting_file
-from zeroshard.core.mpi import rank_variables
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.schedule import grad_pool_bytes
@@ -40,7 +40,6 @@ from zeroshard.nn.deferred import (
     deferred_init,
     materialize,
 )
-from zeroshard.nn.inputs import shelves
 from zeroshard.runtime.balance import first_fraction
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.context import Options
@@ -54,6 +53,7 @@ from zeroshard.sharding.asked import Asked, Call, compared, told_by_id, understo
 from zeroshard.sharding.repartition import Repartition
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceMemory
+from zeroshard.system.mpi import rank_variables
 from zeroshard.tier.link import link_of
 from zeroshard.tier.store import Store
 from zeroshard.tier.stores import make_store
@@ -201,7 +201,7 @@ def _make_context(
         stall_timeout_s=settings.stall_timeout_s,
         pool_bytes=_pool_bytes(asked, ""),
     )
-    with seat.axes.telling("shard()"):
+    with seat.axes.together("shard()"):
         tiering = _make_tiering(asked, model, seat.group, device)
         levels = make_levels(seat.group, device, spec)
     transport = levels.flat
@@ -212,28 +212,34 @@ def _make_context(
         dtypes=asked.dtypes,
         levels=levels,
         mesh=asked.mesh,
-        everyone=Everyone(transport.control, axes),
+        everyone=MeshRanks(transport.control, axes),
         holders=Holders.everyone(transport.size, transport.rank),
         streams=make_streams(device),
         meter=MemoryCounter(),
         memory=DeviceMemory(device, Pages(), tiering.link),
         faults=Faults(transport, active=bool(tiering.away), differing=told),
-        options=Options(
-            strict=settings.strict,
-            verify_every=settings.verify_every,
-            broadcast_buffers=settings.broadcast_buffers,
-            clip_norm=settings.gradient_clipping,
-            loss_scaler=settings.loss_scaler(),
-            trains=trains,
-            codecs=settings.comm.codecs(),
-            batch_shares=settings.unequal_shares(asked.mesh.size),
-            shares=asked.shares,
-        ),
+        options=_make_options(asked, trains=trains),
         prepare=lambda tensors: _prepare(tensors, transport, sync_from),
         tiering=tiering,
     )
     own = {one.pattern: _own_context(one, context, asked, spec) for one in seat.own}
     return replace(context, own=own)
+
+
+def _make_options(asked: Asked, *, trains: bool) -> Options:
+    """Return what the user wants done beside what the policy says."""
+    settings = asked.settings
+    return Options(
+        strict=settings.strict,
+        verify_every=settings.verify_every,
+        broadcast_buffers=settings.broadcast_buffers,
+        clip_norm=settings.gradient_clipping,
+        loss_scaler=settings.loss_scaler(),
+        trains=trains,
+        codecs=settings.comm.codecs(),
+        batch_shares=settings.unequal_shares(asked.mesh.size),
+        shares=asked.shares,
+    )
 
 
 def _own_context(own: OwnMesh, whole: Context, asked: Asked, spec: CommSpec) -> Context:
@@ -266,26 +272,20 @@ def _make_tiering(
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     link = link_of(device) if offload.link is None else offload.link
     stores: dict[Tier, Store] = {}
-    error: StorageError | None = None
-    try:
-        for tier in {*offload.away.values()} - {Tier.DEVICE}:
-            stores[tier] = make_store(
-                tier,
-                device,
-                disk_path=offload.disk_path,
-                rank=rank,
-                verify=offload.verify,
-                link=link,
-            )
-    except StorageError as failed:
-        error = failed
-    if leaving:  # on any rank
-        try:
-            agree(through(group), {}, call="shard()", error=error, refusal=StorageError)
-        except StorageError:
-            for store in stores.values():
-                store.close()
-            raise
+    ranks = Ranks.through(group) if leaving else Ranks()  # leaving on any rank
+    with ExitStack() as stack:
+        with ranks.together("shard()", refusal=StorageError):
+            for tier in {*offload.away.values()} - {Tier.DEVICE}:
+                stores[tier] = make_store(
+                    tier,
+                    device,
+                    disk_path=offload.disk_path,
+                    rank=rank,
+                    verify=offload.verify,
+                    link=link,
+                )
+                stack.callback(stores[tier].close)
+        stack.pop_all()
     fractions, automatic, least = offload.fractions(), offload.fraction == "auto", 0.0
     if automatic:
         share = 1 / world if asked.shares is None else float(asked.shares[rank])
@@ -300,7 +300,6 @@ def _make_tiering(
         staging_bytes=offload.staging_bytes or Tiering.staging_bytes,
         automatic=automatic,
         delayed_update=offload.delayed_update,
-        shelves=shelves,
     )
 
 

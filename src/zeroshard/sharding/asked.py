@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.comm.agree import REMEDY, Groups, agree, differing, through
 from zeroshard.comm.device_mesh import Seat
+from zeroshard.comm.ranks import Groups
 from zeroshard.config import AUTO, Config
 from zeroshard.core.accumulation import least_budget, resting_whole
+from zeroshard.core.digest import holders
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import dtype_name
@@ -27,11 +28,11 @@ from zeroshard.nn.deferred import (
     fingerprint_of,
     refuse_inside,
 )
-from zeroshard.nn.placed import check_dtensors
 from zeroshard.runtime.build import Dtypes, compute_dtypes, gradient_bytes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
 from zeroshard.sharding.checks import (
     check_codecs,
+    check_dtensors,
     check_model,
     check_nodes,
     check_own_meshes,
@@ -44,6 +45,7 @@ from zeroshard.state.local import local_of, part_of, whole_shape
 __all__ = ["Asked", "Call", "asked_again", "compared", "told_by_id", "understood"]
 
 _log = logging.getLogger("zeroshard")
+_REMEDY = "Build the same model with the same options on every rank (same seed), or use sync_from=0"
 
 # settings that must be the same on every rank
 _COMPARED = (
@@ -94,24 +96,41 @@ def compared(asked: Asked | None, error: ZeroshardError | None, seat: Seat) -> d
 
     Raises this rank's `error`, another's, or PlanMismatch where they ask for something else.
     """
-    exchange = through(seat.group)
-    with seat.axes.telling("shard()"):
+    ranks = seat.ranks
+    with seat.axes.together("shard()") as meeting:
         report = {} if asked is None else asked.settings_report | asked.report
         within = {} if asked is None else asked.within
-        agree(exchange, report, call="shard()", error=error, remedy=REMEDY, within=within)
-    assert asked is not None  # else that has raised
-    values, differences = asked.values, {}
-    if values:
-        differences = differing(exchange, values, call="shard()", within=within)
-    alike = {name: text for name, text in values.items() if name not in differences}
-    alike |= asked.report
-    alike = {name: text for name, text in alike.items() if name not in asked.parts}
-    if within:  # what peers are told is the same on all ranks of the group
-        mine = json.dumps([alike.pop(name) for name in within if name in alike]).encode()
-        everything = b"".join(exchange(mine, call="shard()"))
-        alike["initial values of parameters with a mesh of their own"] = _hash(everything)
-    seat.axes.share(None, "shard()", common=asked.settings_report, alike=alike)
+        ranks.agree(report, "shard()", error=error, remedy=_REMEDY, within=within)
+        assert asked is not None  # else that has raised
+        values, differences = asked.values, {}
+        if values:
+            differences = _differing(ranks.share(values, "shard()"), within)
+        alike = {name: text for name, text in values.items() if name not in differences}
+        alike |= asked.report
+        alike = {name: text for name, text in alike.items() if name not in asked.parts}
+        if within:  # what peers are told is the same on all ranks of the group
+            mine = [alike.pop(name) for name in within if name in alike]
+            everything = json.dumps(ranks.share(mine, "shard()")).encode()
+            alike["initial values of parameters with a mesh of their own"] = _hash(everything)
+        meeting.compare(asked.settings_report)
+        meeting.compare(alike, seat.axes.replicas)
     return differences
+
+
+def _differing(
+    everyone: Sequence[Mapping[str, str]], within: Mapping[str, Groups]
+) -> dict[str, str]:
+    """Return the entries that are not the same on every rank (or `within` groups of ranks), with
+    who holds what; all have the same names.
+    """
+    found: dict[str, str] = {}
+    all_ranks = (tuple(range(len(everyone))),)
+    for name in everyone[0]:
+        for ranks in within.get(name, all_ranks):
+            texts = [everyone[rank][name] for rank in ranks]
+            if len(set(texts)) > 1:
+                found.setdefault(name, holders(texts, ranks))
+    return found
 
 
 def understood(
@@ -146,21 +165,16 @@ def _facts(call: Call, settings: Config) -> list[dict[str, Any]]:
     from zeroshard.planner.modules.auto import facts  # and with it the planner, for nobody else
 
     seat = call.seat
-    exchange, error, own = through(seat.group), None, {}
-    try:
+    together = seat.ranks.together("shard()", remedy=_REMEDY)
+    with seat.axes.together("shard()"), together as meeting:
+        meeting.compare(call.first_report() | {"policy": AUTO})  # as _settings_report begins
         if seat.dims.others or seat.own:
             raise ConfigError("policy='auto' plans data parallel ranks alone, and this mesh has"
                               " other axes or mesh_of: name a row")  # fmt: skip
         refuse_inside("shard()")
         check_model(call.model, call.optimizer)
-        own = facts(call.model, settings, seat.size)
-    except ZeroshardError as refused:
-        error = refused
-    report = call.first_report() | {"policy": AUTO}  # as _settings_report begins
-    with seat.axes.telling("shard()"):
-        agree(exchange, report, call="shard()", error=error, remedy=REMEDY)
-        everyone = exchange(json.dumps(own).encode(), "shard()")
-    return [json.loads(one) for one in everyone]
+        meeting.give(facts(call.model, settings, seat.size))
+    return meeting.answers
 
 
 def _measured(call: Call, settings: Config) -> tuple[float, ...]:
@@ -172,16 +186,12 @@ def _measured(call: Call, settings: Config) -> tuple[float, ...]:
 
     assert isinstance(settings.shares, str)
     model, seat = call.model, call.seat
-    error, report = None, call.first_report()
-    try:
-        check_per_rank(settings, seat.size, seat)
-        refuse_inside("shard()")
-        check_model(model, call.optimizer)
-        report |= _shares_report(settings, seat)
-    except ZeroshardError as refused:
-        error = refused
-    with seat.axes.telling("shard()"):
-        agree(through(seat.group), report, call="shard()", error=error, remedy=REMEDY)
+    with seat.axes.together("shard()"):
+        with seat.ranks.together("shard()", remedy=_REMEDY) as meeting:
+            check_per_rank(settings, seat.size, seat)
+            refuse_inside("shard()")
+            check_model(model, call.optimizer)
+            meeting.compare(call.first_report() | _shares_report(settings, seat))
         named = [p for p in model.parameters() if fingerprint_of(p) is None]
         own_bytes = sum(local_of(p).nbytes for p in named)
         device = next(model.parameters()).device
@@ -403,7 +413,7 @@ def _initial(name: str) -> str:
 
 def told_by_id(model: nn.Module, differences: Mapping[str, str]) -> dict[int, str]:
     """Return, by parameter id, the error message for values that differ between ranks."""
-    remedy = f"{REMEDY}, or give it values with zs.load_pretrained() before its first use"
+    remedy = f"{_REMEDY}, or give it values with zs.load_pretrained() before its first use"
     named = named_parameters_once(model).items()
     keys = {_initial(name): id(parameter) for name, parameter in named}
     return {

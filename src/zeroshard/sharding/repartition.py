@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.checkpoint.save import end_saves
 from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.hand_over import HandOver, HandOverError
+from zeroshard.comm.ranks import Ranks
 from zeroshard.config import AUTO, Config, build_config
 from zeroshard.core.digest import first_difference, holders
 from zeroshard.core.placement import Tier
@@ -128,18 +129,15 @@ class Repartition:
 
     def _agree_on_call(self, engine: Engine, changes: Mapping[str, Any]) -> ZeroshardError | None:
         """Return why the old ranks refuse, the same on all of them. Collective over them."""
-        error: ZeroshardError | None = None
-        try:
-            self._check_call(engine, changes)
-        except ZeroshardError as refused:
-            error = refused
-        if self._is_away:
-            return error
         mesh = changes.get("mesh")
         asked = mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh
         try:
-            states_of(engine).peers.agree({"mesh": str(asked)}, error, _CALL)
-            states_of(engine).finish_step()
+            ranks = Ranks() if self._is_away else states_of(engine).peers
+            with ranks.together(_CALL) as meeting:
+                self._check_call(engine, changes)
+                meeting.compare({"mesh": str(asked)})
+            if not self._is_away:
+                states_of(engine).finish_step()
         except (CheckpointError, ConfigError, PlanMismatch, StateError, StorageError) as refused:
             return refused
         return None
@@ -231,23 +229,19 @@ class Repartition:
         """Return what every rank says of itself. Raises, on every rank, for a refusal of any, and
         where the states of the new ranks cannot come from these ranks.
         """
-        settings: dict[str, Any] = {}
-        if refusal is None:
-            try:
-                settings = self._settings_json(changes)
-            except ConfigError as refused:
-                refusal = refused
-        mine: dict[str, Any] = {
-            "error": None if refusal is None else str(refusal),
-            "ranks": None if self._is_away else self._ranks,
-            "rank": _rank(),
-            "model": _model_digest(self._asked),
-            "averages": len(averages_of(engine)),
-            "settings": settings,
-        }
-        answers = hand_over.exchange(json.dumps(mine).encode(), _CALL)
-        told: list[dict[str, Any]] = [json.loads(answer) for answer in answers]
-        _refuse(refusal, [one["error"] for one in told])
+        with hand_over.ranks.together(_CALL) as meeting:
+            if refusal is not None:
+                raise refusal
+            meeting.give(
+                {
+                    "ranks": None if self._is_away else self._ranks,
+                    "rank": _rank(),
+                    "model": _model_digest(self._asked),
+                    "averages": len(averages_of(engine)),
+                    "settings": self._settings_json(changes),
+                }
+            )
+        told: list[dict[str, Any]] = meeting.answers
         held = [one["ranks"] for one in told if one["ranks"] is not None]
         here = {one["rank"] for one in told}
         if not held:
@@ -289,54 +283,45 @@ class Repartition:
         changes: Mapping[str, Any],
     ) -> _Ready | None:
         """Make the new layout's transports and stores on its ranks. Raises on every rank."""
-        asked, error = self._asked_anew(engine, seat, told, changes)
-        report = None if asked is None else asked.settings_report
-        mine = json.dumps([None if error is None else str(error), report]).encode()
-        answers = [json.loads(one) for one in hand_over.exchange(mine, _CALL)]
-        _refuse(error, [failure for failure, _ in answers])
-        _compare([found for _, found in answers if found is not None])
+        with hand_over.ranks.together(_CALL) as meeting:
+            asked = None if seat is None else self._asked_anew(engine, seat, told, changes)
+            meeting.give(None if asked is None else asked.settings_report)
+        _compare([found for found in meeting.answers if found is not None])
         ready: _Ready | None = None
-        failure: ZeroshardError | None = None
-        if asked is not None and seat is not None:
-            try:
-                ready = self._ready(engine, _measured(engine, asked, seat, changes), seat)
-            except (ConfigError, StorageError) as refused:
-                failure = refused
-        failures = hand_over.exchange(b"" if failure is None else str(failure).encode(), _CALL)
-        if any(failures) and ready is not None:
-            ready.close()
-        _refuse(failure, [answer.decode() for answer in failures])
+        try:
+            with hand_over.ranks.together(_CALL):
+                if asked is not None and seat is not None:
+                    ready = self._ready(engine, _measured(engine, asked, seat, changes), seat)
+        except ZeroshardError:
+            if ready is not None:
+                ready.close()
+            raise
         return ready
 
     def _asked_anew(
         self,
         engine: Engine,
-        seat: Seat | None,
+        seat: Seat,
         told: Sequence[dict[str, Any]],
         changes: Mapping[str, Any],
-    ) -> tuple[Asked | None, ZeroshardError | None]:
-        if seat is None:
-            return None, None
-        try:
-            settings = self._asked.common
-            if self._is_away:
-                first = next(one for one in told if one["ranks"] is not None)
-                settings = _settings(settings, first["settings"])
-            settings = _settings(settings, changes)
-            if isinstance(settings.shares, str) and "shares" not in changes and "mesh" in changes:
-                raise ConfigError(
-                    f"shares={settings.shares!r} was measured on other ranks: pass shares= again"
-                )
-            asked = asked_again(self._asked, engine.module, settings, seat)
-            away = [cells.optim.tier for cells in asked.settings.resolved_policy().all_cells]
-            if averages_of(engine) and set(away) != {Tier.DEVICE}:
-                raise ConfigError(
-                    "zs.EMA keeps an average beside masters on the device: leave offload.optimizer"
-                    " there, or drop the average first"
-                )
-        except ZeroshardError as refused:
-            return None, refused
-        return asked, None
+    ) -> Asked:
+        settings = self._asked.common
+        if self._is_away:
+            first = next(one for one in told if one["ranks"] is not None)
+            settings = _settings(settings, first["settings"])
+        settings = _settings(settings, changes)
+        if isinstance(settings.shares, str) and "shares" not in changes and "mesh" in changes:
+            raise ConfigError(
+                f"shares={settings.shares!r} was measured on other ranks: pass shares= again"
+            )
+        asked = asked_again(self._asked, engine.module, settings, seat)
+        away = [cells.optim.tier for cells in asked.settings.resolved_policy().all_cells]
+        if averages_of(engine) and set(away) != {Tier.DEVICE}:
+            raise ConfigError(
+                "zs.EMA keeps an average beside masters on the device: leave offload.optimizer"
+                " there, or drop the average first"
+            )
+        return asked
 
     def _ready(self, engine: Engine, asked: Asked, seat: Seat) -> _Ready:
         trains = parts_of(engine).sharded is not None
@@ -378,23 +363,23 @@ class _Move:
         if self._ready is not None:
             trains = self._parts.sharded is not None
             facts.wanted = wanted(self._ready.planned, trains=trains)
-        known, error = None, None
-        if some_come_back and self._departure is not None:
-            try:
-                known = carried(self._engine)
-            except CheckpointError as odd:  # an option of a param group without a form
-                error = ConfigError(str(odd))
-        mine = [None if error is None else str(error), facts.to_json(), known]
-        answers = self._hand_over.exchange(json.dumps(mine).encode(), _CALL)
-        everyone = [json.loads(answer) for answer in answers]
-        failures = [failure for failure, _, _ in everyone]
-        if any(failures) and self._ready is not None:
-            self._ready.close()
-        _refuse(error, failures)
-        self._facts = [Facts(**found) for _, found, _ in everyone]
+        try:
+            with self._hand_over.ranks.together(_CALL) as meeting:
+                stays = some_come_back and self._departure is not None
+                try:
+                    known = carried(self._engine) if stays else None
+                except CheckpointError as odd:  # an option of a param group without a form
+                    raise ConfigError(str(odd)) from odd
+                meeting.give([facts.to_json(), known])
+        except ZeroshardError:
+            if self._ready is not None:
+                self._ready.close()
+            raise
+        everyone = meeting.answers
+        self._facts = [Facts(**found) for found, _ in everyone]
         if some_come_back:
-            self._carried = everyone[self._first][2]
-            states = [one[2]["generators"] for one in everyone if one[2] is not None]
+            self._carried = everyone[self._first][1]
+            states = [one[1]["generators"] for one in everyone if one[1] is not None]
             if any(state != states[0] for state in states):
                 self._carried["generators"] = None
 
@@ -468,8 +453,8 @@ class _Move:
                 error = failed
         if self._departure is not None:
             error = self._departure.error or error
-        answers = self._hand_over.exchange(b"" if error is None else str(error).encode(), _CALL)
-        found = next((answer.decode() for answer in answers if answer), None)
+        told = self._hand_over.ranks.share(None if error is None else str(error), _CALL)
+        found = next((text for text in told if text is not None), None)
         if found is None:
             return
         if self._ready is not None:
@@ -521,15 +506,6 @@ def _compare(reports: Sequence[Mapping[str, str]]) -> None:
             f"the ranks disagree, first about {name!r}: {holders(found)}. Pass the same options on"
             " every rank"
         )
-
-
-def _refuse(own: ZeroshardError | None, reasons: Sequence[str | None]) -> None:
-    """Raise this rank's `own` error, or another rank's."""
-    if own is not None:
-        raise own
-    for rank, reason in enumerate(reasons):
-        if reason:
-            raise PlanMismatch(f"rank {rank} refused: {reason}")
 
 
 def _overlap_in_part(old: Sequence[int], new: Sequence[int]) -> bool:

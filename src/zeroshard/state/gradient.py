@@ -50,7 +50,9 @@ class GradientState(State):
     ) -> None:
         """Sums of range `own` arrive here; `idle` takes the memory of another tier in the end."""
         super().__init__(*parts)
-        self.lost = lost
+        self.lost: StorageError | None = None
+        if lost is not None:
+            self.lose(lost)
         self.pending: list[tuple[str, float]] = []  # ("div", 2.0), ("mul", 0.3)
         self.passed = RunningSum()  # of a rest on another tier: all that has arrived
         self._own = own
@@ -62,11 +64,6 @@ class GradientState(State):
         self._to_add: list[tuple[torch.Tensor, Work, torch.Tensor]] = []
 
     @property
-    def on_device(self) -> bool:
-        """Whether all of it is one device tensor: `whole`."""
-        return self.lost is None and super().on_device
-
-    @property
     def is_read_late(self) -> bool:
         """Whether a read of it waits for what is enqueued on an accelerator."""
         return self.on_device and reads_wait(self.whole)
@@ -74,10 +71,11 @@ class GradientState(State):
     def lose(self, error: StorageError) -> None:
         """It holds no gradient any more."""
         self.lost = self.lost or error
+        self.on_device = False
 
     def replace(self, tensor: torch.Tensor) -> None:
         """Rest in `tensor`, which holds the same numbers or will."""
-        self.parts = (DeviceStorage(tensor),)
+        self._rest((DeviceStorage(tensor),))
 
     def lend(self, wait: Callable[[], None]) -> None:
         """Let a step that goes on by itself read it; `wait` returns when the step has done so."""

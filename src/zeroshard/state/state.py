@@ -93,7 +93,7 @@ class State:
 
     def __init__(self, *parts: Storage) -> None:
         assert len({part.dtype for part in parts}) == 1, parts
-        self.parts = parts
+        self._rest(parts)
         self.dtype = parts[0].dtype
         self.numel = sum([part.numel for part in parts])
 
@@ -105,26 +105,21 @@ class State:
         near = [] if tensor is None else [DeviceStorage(tensor, link)]
         return cls(*near, *([] if away is None else [away]))
 
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        """The part on the device [split], if there is one."""
-        first = self.parts[0]
-        return first.tensor if isinstance(first, DeviceStorage) else None
+    def _rest(self, parts: tuple[Storage, ...]) -> None:
+        """Rest in `parts`. What is asked often is worked out here."""
+        self.parts = parts
+        first = parts[0]
+        # the part on the device [split], if there is one
+        self.tensor = first.tensor if isinstance(first, DeviceStorage) else None
+        # whether all of it is one device tensor: `whole`
+        self.on_device = self.tensor is not None and len(parts) == 1
+        # whether any of it rests on another tier than the device
+        self.rests_elsewhere = any(part.tier is not Tier.DEVICE for part in parts)
 
     @property
     def split(self) -> int:
         """How many of the first elements lie in a device tensor."""
         return 0 if self.tensor is None else self.tensor.numel()
-
-    @property
-    def on_device(self) -> bool:
-        """Whether all of it is one device tensor: `whole`."""
-        return len(self.parts) == 1 and isinstance(self.parts[0], DeviceStorage)
-
-    @property
-    def rests_elsewhere(self) -> bool:
-        """Whether any of it rests on another tier than the device."""
-        return [part for part in self.parts if part.tier is not Tier.DEVICE] != []
 
     @property
     def is_encoded(self) -> bool:
@@ -140,9 +135,8 @@ class State:
     @property
     def whole(self) -> torch.Tensor:
         """The tensor [numel] of a state that is one."""
-        first = self.parts[0]
-        assert isinstance(first, DeviceStorage) and len(self.parts) == 1, "part of it rests away"
-        return first.tensor
+        assert self.tensor is not None and len(self.parts) == 1, "part of it rests away"
+        return self.tensor
 
     @property
     def away(self) -> Storage | None:
@@ -224,7 +218,7 @@ class State:
                 part.renew(store)
             elif part.tier is store.tier:
                 other = store.allocate(part.key, part.numel, part.dtype)
-                self.parts = tuple(other if old is part else old for old in self.parts)
+                self._rest(tuple(other if old is part else old for old in self.parts))
                 part.close()
 
     def close(self) -> None:
@@ -235,7 +229,7 @@ class State:
     def release(self) -> None:
         """Give back all memory, whoever refers to the state: its numbers rest elsewhere."""
         self.close()
-        self.parts = (DeviceStorage(torch.empty(0, dtype=self.dtype)),)
+        self._rest((DeviceStorage(torch.empty(0, dtype=self.dtype)),))
 
 
 def move(source: State, target: State, start: int = 0) -> None:

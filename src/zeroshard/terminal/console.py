@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.core.untrusted import printable
+from zeroshard.system.safe_files import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -10,6 +10,7 @@ import json
 import math
 import random
 import time
+import tracemalloc
 from itertools import pairwise
 from typing import Any
 
@@ -526,6 +527,27 @@ def test_what_is_no_manifest_at_all_is_refused(text: bytes) -> None:
 def test_other_json_with_a_right_hash_is_refused(raw: Any) -> None:
     with pytest.raises(CheckpointError, match="is not a zeroshard checkpoint"):
         Manifest.parse(sealed(raw), "there")
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"tensors": [{}] * 50_000},
+        {"files": [{}] * 50_000},
+        {"parameters": {f"{i}": {} for i in range(50_000)}},
+    ],
+    ids=lambda section: next(iter(section)),
+)
+def test_the_first_wrong_entry_of_many_ends_the_reading(section: dict[str, Any]) -> None:
+    """Every error of 50,000 entries would take 100 MB."""
+    text = sealed(example() | section)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="is missing"):
+            Manifest.parse(text, "there")
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_random_json_in_place_of_whole_sections_is_refused() -> None:

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from tests.support.harness import ROOT
 from zeroshard._version import __version__
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.launch import bench, cli
+from zeroshard.launch import cli
 from zeroshard.launch.options import UsageError
 
 PROGRAM = str(Path(sys.executable).parent / "zeroshard")
@@ -114,7 +114,7 @@ def test_the_help_of_every_command_fits_a_screen_and_shows_an_example(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     parser, _, bench_parser = cli.build_parsers()
-    bench.add_commands(bench_parser)
+    cli.add_benchmarks(bench_parser)
     found = list(_parsers(parser))
     assert len(found) >= 17
     for one in found:

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.launched import stub_ssh
-from zeroshard.launch import connection, hosts, network, wire
+from zeroshard.launch import connection, hosts, network
 from zeroshard.launch.cli import build_parsers
 from zeroshard.launch.options import UsageError, parse_run
-from zeroshard.launch.reports import Outcome
+from zeroshard.launch.outcome import Outcome
 from zeroshard.launch.supervisor import Failure
 
 MARK = "it-was-run"
@@ -80,20 +80,24 @@ def test_the_command_for_a_host_is_the_same_for_every_job() -> None:
 @given(st.binary())
 def test_text_of_the_systems_is_bytes(data: bytes) -> None:
     data = data.replace(b"\0", b"")
-    text = json.loads(wire.line(wire.to_text(data)))
-    assert os.fsencode(wire.from_text(text)) == data
+    text = json.loads(connection.line(connection.to_text(data)))
+    assert os.fsencode(connection.from_text(text)) == data
 
 
 @given(
-    st.binary(max_size=20).filter(lambda before: wire.GREETING not in before + wire.GREETING[:-1]),
-    st.lists(st.tuples(st.sampled_from([wire.OUT, wire.ERR, wire.NOTE]), st.binary())),
+    st.binary(max_size=20).filter(
+        lambda before: connection.GREETING not in before + connection.GREETING[:-1]
+    ),
+    st.lists(
+        st.tuples(st.sampled_from([connection.OUT, connection.ERR, connection.NOTE]), st.binary())
+    ),
     st.lists(st.integers(1, 30), min_size=1),
 )
 def test_frames_are_read_however_they_are_cut(
     before: bytes, frames: list[tuple[bytes, bytes]], cuts: list[int]
 ) -> None:
-    data = before + wire.GREETING + b"".join(wire.frame(*one) for one in frames)
-    reader, found = wire.Frames(), []
+    data = before + connection.GREETING + b"".join(connection.frame(*one) for one in frames)
+    reader, found = connection.Frames(), []
     while data:
         size = cuts[len(data) % len(cuts)]
         found += reader.feed(data[:size])
@@ -102,11 +106,12 @@ def test_frames_are_read_however_they_are_cut(
 
 
 @pytest.mark.parametrize(
-    "data", [b"x" * (1 << 17), wire.GREETING + b"?\0\0\0\0", wire.GREETING + b"o\xff\0\0\0"]
+    "data",
+    [b"x" * (1 << 17), connection.GREETING + b"?\0\0\0\0", connection.GREETING + b"o\xff\0\0\0"],
 )
 def test_bytes_of_others_are_an_error(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"its shell|protocol"):
-        wire.Frames().feed(data)
+        connection.Frames().feed(data)
 
 
 def test_a_host_gets_the_variables_of_the_libraries_and_no_secret() -> None:

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from zeroshard.launch import settings
-from zeroshard.launch.settings import settings_for
+from zeroshard.launch import run
+from zeroshard.launch.run import settings_for
 
 
 def _lines(environ: dict[str, str], num_ranks: int = 1) -> list[str]:
@@ -15,7 +15,7 @@ def _lines(environ: dict[str, str], num_ranks: int = 1) -> list[str]:
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_has_cuda", lambda: False)
+    monkeypatch.setattr(run, "_has_cuda", lambda: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert _lines({}, 3) == ["OMP_NUM_THREADS=2: 8 core(s) for 3 rank(s)"]
     assert _lines({}, 100)[0].startswith("OMP_NUM_THREADS=1:")
@@ -25,7 +25,7 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_segments_expand_on_cuda_unless_the_user_has_set_the_allocator(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settings, "_has_cuda", lambda: True)
+    monkeypatch.setattr(run, "_has_cuda", lambda: True)
     threads = {"OMP_NUM_THREADS": "5"}
     assert _lines(threads) == [
         "PYTORCH_ALLOC_CONF=expandable_segments:True: CUDA memory that fragments less"

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.core import launched
+from zeroshard.comm import launched
 from zeroshard.launch import worker
 
 LOOK = """
@@ -171,7 +171,7 @@ def test_errors_of_ours_end_with_their_own_code(tmp_path: Path) -> None:
 
 def test_a_stall_that_no_program_can_raise_is_reported_by_another_thread(tmp_path: Path) -> None:
     text = (
-        "import threading, time\nfrom zeroshard.core.launched import end_process\n"
+        "import threading, time\nfrom zeroshard.comm.launched import end_process\n"
         "from zeroshard.errors import StallError\nerror = StallError('rank 1 did not come')\n"
         "threading.Thread(target=end_process, args=(error,)).start()\ntime.sleep(60)\n"
     )

@@ -27,7 +27,6 @@ from torch import nn
 
 from zeroshard._version import __version__
 from zeroshard.config import Config, Offload
-from zeroshard.core.host_memory import HostMemory
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import ROWS, Policy
 from zeroshard.core.precision import dtype_name
@@ -38,6 +37,7 @@ from zeroshard.planner import Machine, Plan, Training, make_plan, measured
 from zeroshard.planner.machine import Speeds, nearest_preset
 from zeroshard.planner.modules import shape_of_module
 from zeroshard.planner.rows import candidates, describe_row
+from zeroshard.system.host_memory import HostMemory
 from zeroshard.tier.swapdir import free_bytes
 
 __all__ = ["RESERVE", "decide", "facts"]

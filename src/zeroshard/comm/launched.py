@@ -44,7 +44,7 @@ def _nobody_listens() -> None: ...
 
 
 def keeper_address() -> str | None:
-    """Return where the keeper of this host is asked (``core/keeper.py``); None: it has none."""
+    """Return where the keeper of this host is asked (keeper_client.py); None: it has none."""
     launcher = _launcher()
     return None if launcher is None else launcher.keeper_address()
 

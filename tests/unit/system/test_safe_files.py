@@ -1,4 +1,6 @@
-"""Files and text of other people: what cannot be read is one reason, and soon."""
+"""Files and text of other people: what cannot be read is one reason, and soon. Files that are
+written whole or not at all, and never through a link.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.core.untrusted import NotReadable, check_depth, printable, read_file, read_json
+from zeroshard.system import safe_files
+from zeroshard.system.safe_files import (
+    NotReadable,
+    check_depth,
+    printable,
+    read_file,
+    read_json,
+    replacing,
+)
 
 
 def test_a_regular_file_is_read_also_through_a_link(tmp_path: Path) -> None:
@@ -65,3 +75,42 @@ def test_text_is_printed_without_what_a_terminal_obeys() -> None:
     assert printable("\x1b[31mred\x07\r\x7f\x9b") == r"\x1b[31mred\x07\r\x7f\x9b"
     assert printable("\u202eabc\u2066\u2028") == r"\u202eabc\u2066\u2028"
     assert printable("\ud800").encode() == rb"\ud800"
+
+
+def test_a_file_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with replacing(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(RuntimeError, match="midway"), replacing(path) as file:
+        file.write(b"new")
+        raise RuntimeError("midway")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_links_at_the_name_and_at_the_draft_are_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "file"
+    victim.write_text("precious")
+    path.symlink_to(victim)
+    with replacing(path) as file:
+        file.write(b"new")
+    assert victim.read_text() == "precious" and not path.is_symlink()
+    monkeypatch.setattr(safe_files.secrets, "token_hex", lambda num_bytes: "guessed")
+    for target in (victim, tmp_path / "not there"):
+        (tmp_path / ".file.guessed").symlink_to(target)
+        with pytest.raises(FileExistsError), replacing(path) as file:
+            file.write(b"other")
+        assert (tmp_path / ".file.guessed").is_symlink()
+        (tmp_path / ".file.guessed").unlink()
+    assert victim.read_text() == "precious" and path.read_text() == "new"
+    assert not (tmp_path / "not there").exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.core.host_memory import HostMemory
+from zeroshard.system.host_memory import HostMemory
 
 GIB = 1 << 30
 

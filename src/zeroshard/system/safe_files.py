@@ -1,4 +1,4 @@
-"""Files and text that other people wrote.
+"""Files and text that other people wrote, and files that are written whole or not at all.
 
 A file is read only where it is a regular one (a read of a pipe waits, and opening a device may act
 on it), up to a number of bytes. JSON has at most `DEPTH` levels, since what reads it later calls
@@ -7,20 +7,28 @@ itself for each. Text is printed without the characters that a terminal obeys.
 Every error is a `NotReadable`, whose text is a reason in one line, without the file's name: the
 caller raises an error of its own that names file and remedy. Links are followed, as caches of
 models are made of them; `open_descriptor` can refuse them.
+
+A file is written through a draft beside it, also into a directory in which others can write. Nobody
+can know the draft's name before, and it is made anew (``O_EXCL``), so that a link that waits there
+is never written through. Moving the draft to its place replaces a link of that name, and not the
+file that the link points to.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import stat
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 __all__ = [
     "DEPTH", "NotReadable", "check_depth", "from_json", "is_deeper", "open_descriptor", "open_file",
-    "printable", "read_file", "read_json",
+    "printable", "read_file", "read_json", "replacing",
 ]  # fmt: skip
 
 DEPTH = 100
@@ -104,6 +112,24 @@ def is_deeper(data: object, depth: int) -> bool:
         inside = (one.values() if isinstance(one, dict) else one for one in level)
         level = [child for one in inside for child in one if isinstance(child, dict | list)]
     return bool(level)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file for bytes that has the name `path` where the block ends well, and is removed
+    where it does not. Raises OSError.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(draft, flags, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+        draft.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
 
 
 def printable(text: str) -> str:

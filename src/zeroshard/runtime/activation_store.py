@@ -23,8 +23,7 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -40,7 +39,7 @@ from zeroshard.runtime.streams import Streams, make_streams
 from zeroshard.tier.store import Storage, Store
 from zeroshard.tier.stores import make_store
 
-__all__ = ["ActivationStore", "SavedActivation", "activation_store_for", "size_class", "using"]
+__all__ = ["ActivationStore", "SavedActivation", "activation_store_for", "size_class"]
 
 _MOST_LEAVING = 2  # calls whose sources may still be here while another one's begin to leave
 _MOST_STORES = 8
@@ -120,10 +119,9 @@ class SavedActivation:
 
     def __del__(self) -> None:
         if hasattr(self, "_leaving"):  # else its copy never started
-            tensors = (self._source, self._arrival)
-            flights = zip((self._leaving, self._arriving), tensors, strict=True)
-            waited = [flight for flight, tensor in flights if tensor is not None]
-            self._store.returned.append((self._storage, waited, tensors))
+            pairs = ((self._leaving, self._source), (self._arriving, self._arrival))
+            waited = [(flight, tensor) for flight, tensor in pairs if tensor is not None]
+            self._store.returned.append((self._storage, waited))
 
 
 class ActivationStore:
@@ -137,7 +135,7 @@ class ActivationStore:
         self.used = 0  # bytes of storages that hold a saved activation
         self.most_used = 0
         # of saved activations that ended, perhaps in the garbage collector: `collect` takes them
-        self.returned: deque[tuple[Storage, list[Flight | None], object]] = deque()
+        self.returned: deque[tuple[Storage, list[tuple[Flight | None, torch.Tensor]]]] = deque()
         self._idle: dict[int, list[Storage]] = {}  # by size
         # by call, oldest first
         self._leaving: deque[tuple[object, list[weakref.ref[SavedActivation]]]] = deque()
@@ -205,11 +203,11 @@ class ActivationStore:
     def collect(self) -> None:
         """Take back the storages of saved activations that have ended."""
         while self.returned:
-            storage, flights, _ = self.returned.popleft()
+            storage, waited = self.returned.popleft()
             try:
-                for flight in flights:
-                    if flight is not None:
-                        flight.wait()
+                for flight, _ in waited:
+                    assert flight is not None
+                    flight.wait()
             except StorageError:  # a storage whose write failed stays lost
                 self.close_storage(storage)
             else:
@@ -265,23 +263,6 @@ def _make_room() -> None:
             f"checkpointed inputs rest in {_MOST_STORES} places already ({', '.join(places)}): use"
             " fewer values of disk_path"
         )
-
-
-@contextmanager
-def using(
-    store: ActivationStore, tier: Tier = Tier.HOST, disk_path: str | None = None
-) -> Iterator[ActivationStore]:
-    """Have `store` stand for the program's own one inside the context; it is closed at the end."""
-    key = (tier, store.device, disk_path or "")
-    before = _stores.get(key)
-    _stores[key] = store
-    try:
-        yield store
-    finally:
-        store.close()
-        _stores.pop(key)
-        if before is not None:
-            _stores[key] = before
 
 
 @atexit.register

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.core.slurm import SlurmStep, expand, rank_variables, read_step
 from zeroshard.errors import ConfigError
+from zeroshard.system.slurm import SlurmStep, expand, rank_variables, read_step
 
 STEP = {
     "SLURM_STEP_ID": "3",

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroshard.core import slurm
-from zeroshard.core.slurm import FIRST_PORT, NUM_PORTS
 from zeroshard.errors import ConfigError
+from zeroshard.system import slurm
+from zeroshard.system.slurm import FIRST_PORT, NUM_PORTS
 
 __all__ = ["MpiTask", "rank_variables", "read_task"]
 

@@ -1,0 +1,242 @@
+"""Ranks that act together: an error on one rank alone is a hang on the others, in their next
+collective. So what fails, or differs, on one of them is raised on all.
+
+    ranks.share(value, call)                 every rank's value, on every rank
+    ranks.agree({"policy": "zero2"}, call)   the same on every rank, or PlanMismatch on every rank
+    with ranks.together(call) as meeting:    done on every rank, or an error on every rank
+
+All of it goes through one `exchange` of bytes: a control plane's (comm/control.py), or that of
+process groups (`Ranks.through`) while there is no control plane. `call` names the call of the
+program, as errors show it.
+
+Invariant: every rank leaves `agree` and `together` in the same way: with all answers, or with an
+error. Cost: one exchange each, of a few bytes where there is nothing to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch.distributed as dist
+
+from zeroshard.comm.plain import gather_bytes
+from zeroshard.core.digest import first_difference, holders
+from zeroshard.errors import PeerLostError, PlanMismatch, StallError, ZeroshardError
+
+__all__ = ["Exchange", "Groups", "Meeting", "Ranks"]
+
+Exchange = Callable[[bytes, str], list[bytes]]  # payload, call -> every rank's payload, in order
+Groups = tuple[tuple[int, ...], ...]  # of ranks, inside which something is the same
+_EVERYWHERE: Mapping[str, Groups] = {}
+
+
+@dataclass
+class Meeting:
+    """What a rank says at the end of `Ranks.together`, and what all ranks have said."""
+
+    value: Any = None
+    answers: list[Any] = field(default_factory=list)  # after the end: every rank's value
+    report: dict[str, str] = field(default_factory=dict)
+    within: dict[str, Groups] = field(default_factory=dict)
+
+    def give(self, value: Any) -> None:
+        """Give all ranks this rank's `value`, anything JSON holds, at the end."""
+        self.value = value
+
+    def compare(self, report: Mapping[str, str], within: Groups | None = None) -> None:
+        """At the end, raise PlanMismatch unless `report` is the same on every rank, or inside each
+        of the groups `within`.
+        """
+        self.report |= report
+        if within is not None:
+            self.within |= dict.fromkeys(report, within)
+
+
+class Ranks:
+    """The ranks that one rank acts together with, itself included."""
+
+    def __init__(self, rank: int = 0, size: int = 1, exchange: Exchange | None = None) -> None:
+        self.rank, self.size = rank, size
+        self._exchange = exchange  # None: this is the only rank
+
+    @classmethod
+    def through(cls, *groups: dist.ProcessGroup | None) -> Ranks:
+        """Return the ranks along process `groups`, in the order of their mesh: each rank is in one
+        of every axis. Without a group: this one rank.
+        """
+        known = [group for group in groups if group is not None]
+        rank = 0
+        for group in known:
+            rank = rank * group.size() + group.rank()
+
+        def exchange(payload: bytes, call: str) -> list[bytes]:
+            parts = gather_bytes(known[-1], payload)
+            for group in reversed(known[:-1]):
+                parts = [part for row in gather_bytes(group, _joined(parts)) for part in _cut(row)]
+            return parts
+
+        size = prod(group.size() for group in known)
+        return cls(rank, size, exchange if known else None)
+
+    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
+        """Give every rank's `payload` (any sizes, small) to every rank, in rank order. Blocking;
+        a control plane serves peers meanwhile, and raises PlanMismatch, on every rank, where other
+        ranks are in another `call`.
+        """
+        return [payload] if self._exchange is None else self._exchange(payload, call)
+
+    def share(self, value: Any, call: str) -> list[Any]:
+        """Give every rank's `value`, anything JSON holds, to every rank, in rank order."""
+        return [json.loads(answer) for answer in self.exchange(json.dumps(value).encode(), call)]
+
+    def agree(
+        self,
+        report: Mapping[str, str],
+        call: str,
+        *,
+        error: Exception | None = None,
+        value: Any = None,
+        remedy: str = "",
+        refusal: type[ZeroshardError] = PlanMismatch,
+        within: Mapping[str, Groups] = _EVERYWHERE,
+    ) -> list[Any]:
+        """Return every rank's `value` where all have sent the same `report` and none an `error`.
+        Entries of the names `within` are the same inside each of these groups of ranks.
+
+        Raises this rank's own `error` if it has one, a `refusal` with the first other rank's, or
+        PlanMismatch naming the first difference and who holds what, with the caller's `remedy`.
+        """
+        everyone = []
+        if self.size > 1:
+            failure = None if error is None else str(error)
+            everyone = self.exchange(_packed(report, within, failure, value), call)
+        if error is not None:
+            raise error
+        if not everyone:
+            return [value]
+        answers = [_unpacked(answer) for answer in everyone]
+        for rank, (_, _, failure, _) in enumerate(answers):
+            if failure is not None:
+                raise refusal(self._told(rank, failure, refusal))
+        everywhere, inside, _, values = zip(*answers, strict=True)
+        self._compare(everywhere, None, remedy)
+        for groups in dict.fromkeys(within.values()):
+            # names that this rank has not are those of other ranks: compared in their groups
+            chosen = [
+                [entry for entry in entries if within.get(_name(entry), groups) == groups]
+                for entries in inside
+            ]
+            self._compare(chosen, groups, remedy)
+        return list(values)
+
+    @contextmanager
+    def together(
+        self,
+        call: str,
+        what: str = "",
+        *,
+        refusal: type[ZeroshardError] = PlanMismatch,
+        remedy: str = "",
+    ) -> Iterator[Meeting]:
+        """Raise on every rank where the body fails on any: this rank's own error, or else a
+        `refusal` with the first other rank's. At the end the ranks meet as in `agree`, about what
+        the body has left in the `Meeting`.
+
+        Errors of the body are ZeroshardErrors; with `what`, which is being done, any Exception,
+        and what is no `refusal` becomes the cause of one. Of a lost peer and a stall who waits for
+        this rank hears in the same way.
+        """
+        meeting = Meeting()
+        try:
+            yield meeting
+        except (PeerLostError, StallError):
+            raise
+        except Exception as failed:
+            if not what and not isinstance(failed, ZeroshardError):
+                raise
+            told = None
+            if what and not isinstance(failed, refusal):
+                told = refusal(f"{what}: {type(failed).__name__}: {failed}")
+            if self.size > 1:
+                with suppress(ZeroshardError):
+                    self.exchange(_packed({}, {}, str(told or failed), None), call)
+            if told is None:
+                raise
+            raise told from failed
+        meeting.answers = self.agree(
+            meeting.report,
+            call,
+            value=meeting.value,
+            remedy=remedy,
+            refusal=refusal,
+            within=meeting.within,
+        )
+
+    def check_peers(self, what: str) -> None:
+        """Raise PeerLostError, saying that it was during `what`, where another rank is known to
+        have ended. Never blocks.
+        """
+
+    def give_up(self) -> None:
+        """After an exception: leave everything under way. The other ranks' waits for this one
+        raise StateError. Never blocks.
+        """
+
+    def abandon(self) -> None:
+        """`give_up`, meet the other ranks, which must come, too, and be usable again."""
+
+    def close(self) -> None:
+        """Release sockets and threads."""
+
+    def _told(self, rank: int, failure: str, refusal: type[ZeroshardError]) -> str:
+        """Return what the `refusal` says of another rank's failure."""
+        return f"rank {rank}{' refused' if refusal is PlanMismatch else ''}: {failure}"
+
+    def _compare(
+        self, reports: Sequence[Sequence[str]], groups: Groups | None, remedy: str
+    ) -> None:
+        for ranks in groups or (tuple(range(self.size)),):
+            position, entries = first_difference([reports[rank] for rank in ranks])
+            if len(set(entries)) > 1:
+                rank = next(rank for rank in ranks if position < len(reports[rank]))
+                name, inside = _name(reports[rank][position]), groups is not None
+                said = self._difference(name, entries, ranks, inside=inside)
+                raise PlanMismatch(f"{said}. {remedy}".rstrip(". "))
+
+    def _difference(
+        self, name: str, entries: Sequence[str], ranks: Sequence[int], *, inside: bool
+    ) -> str:
+        """Say which of `ranks` hold what: of all, or `inside` of a group of them."""
+        return f"the ranks disagree, first about {name!r}: {holders(entries, ranks)}"
+
+
+def _name(entry: str) -> str:
+    return entry.split(" = ")[0]
+
+
+def _packed(
+    report: Mapping[str, str], within: Mapping[str, Groups], failure: str | None, value: Any
+) -> bytes:
+    """Return what one rank says in `agree`; nothing, where it has nothing to say."""
+    if not report and failure is None and value is None:
+        return b""
+    everywhere = [f"{name} = {text}" for name, text in report.items() if name not in within]
+    inside = [f"{name} = {text}" for name, text in report.items() if name in within]
+    return json.dumps([everywhere, inside, failure, value]).encode()
+
+
+def _unpacked(answer: bytes) -> Any:
+    return json.loads(answer) if answer else [[], [], None, None]
+
+
+def _joined(parts: Sequence[bytes]) -> bytes:
+    return json.dumps([part.decode("latin-1") for part in parts]).encode()
+
+
+def _cut(row: bytes) -> list[bytes]:
+    return [part.encode("latin-1") for part in json.loads(row)]
