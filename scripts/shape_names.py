@@ -62,7 +62,7 @@ POOLS = (
     "tier/staging.py Staging",
     "tier/transfer.py Scratch",
     "optim/runner.py _Buffers",
-    "planner/buckets.py _Pool",
+    "planner/buckets.py _PlannedPool",
 )
 # What fails, or differs, on one rank raises on all: the functions that see to it.
 FAILS_ON_ALL = (

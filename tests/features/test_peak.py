@@ -29,7 +29,7 @@ from zeroshard.planner import ModelShape
 from zeroshard.planner.closed_form import closed_form
 from zeroshard.planner.durations import Durations
 from zeroshard.planner.exact import LaidOut, rest_bytes
-from zeroshard.planner.held import Exchange
+from zeroshard.planner.held import TransportTraits
 from zeroshard.planner.modules import shape_of_module, shape_with_activations
 from zeroshard.planner.modules.activations import trace_activations
 from zeroshard.planner.peak import peak_bytes
@@ -244,7 +244,7 @@ def _predicted(way: Way, case: Case) -> tuple[int, int]:
     laid_out = LaidOut(replace(shape, trace=trace), machine.mesh, training.align)
     policy = with_budget(laid_out, ROWS[case.row].tiered(*case.tiers), training)
     assert bool(policy.units) == bool(case.whole)
-    exchange = Exchange.of(machine, way.transport)
+    exchange = TransportTraits.of(machine, way.transport)
     rest = rest_bytes(laid_out, policy, training)
     peak = peak_bytes(laid_out, policy, machine, training, rest, exchange=exchange)
     playback = Playback(laid_out, policy, training, exchange)

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from zeroshard.config.reading import nearest, parse_json, read_json
-from zeroshard.config.sections import Comm, LossScale, Offload, State
+from zeroshard.config.option_sections import Comm, LossScale, Offload, State
 from zeroshard.config.strict import Strict, one_line
+from zeroshard.config.strict_json import nearest, parse_json, read_json
 from zeroshard.core.accumulation import budget_bytes
 from zeroshard.core.batch_shares import check_batch_shares, unequal
 from zeroshard.core.placement import Scope, Tier

@@ -18,7 +18,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, JsonSchema
 from pydantic_core import CoreSchema
 
 from zeroshard.config.native import AUTO, Config
-from zeroshard.config.sections import Comm, ErrorFeedback, LossScale, Offload
+from zeroshard.config.option_sections import Comm, ErrorFeedback, LossScale, Offload
 from zeroshard.core.policy import ROWS, STAGES
 from zeroshard.core.precision import PRECISIONS
 

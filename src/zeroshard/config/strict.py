@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 
-from zeroshard.config.reading import nearest
+from zeroshard.config.strict_json import nearest
 from zeroshard.errors import ConfigError
 
 __all__ = ["Strict", "kinds", "one_line"]

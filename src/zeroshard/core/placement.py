@@ -23,14 +23,12 @@ __all__ = [
     "Cell",
     "Cells",
     "Mesh",
-    "Move",
     "OtherAxis",
     "Placement",
     "Portion",
     "Scope",
     "Tier",
     "TierName",
-    "moves",
 ]
 
 
@@ -61,14 +59,6 @@ class Scope(IntEnum):
     # R S: 1/local, the shards of the ranks with one local index (a column); on one node SHARD
     NODE_SHARD = 1
     FULL = 2  # R R
-
-
-class Move(Enum):
-    """A collective, or the free local cut, along one axis."""
-
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    SLICE = "slice"
 
 
 @dataclass(frozen=True)
@@ -258,24 +248,3 @@ class Cells:
                 " other nodes have stepped would have to be written there after every step; take"
                 " mics, or zero3"
             )
-
-
-_MOVES: dict[tuple[Placement, Placement], tuple[Move, ...]] = {
-    (Placement.SHARD, Placement.REPLICATE): (Move.ALL_GATHER,),
-    (Placement.PARTIAL, Placement.SHARD): (Move.REDUCE_SCATTER,),
-    (Placement.PARTIAL, Placement.REPLICATE): (Move.REDUCE_SCATTER, Move.ALL_GATHER),
-    (Placement.REPLICATE, Placement.SHARD): (Move.SLICE,),
-}
-
-
-def moves(source: Placement, target: Placement) -> tuple[Move, ...]:
-    """Return the steps that lead from `source` to `target` along one axis.
-
-    Raises ValueError for a move that does not exist: a partial sum cannot be made from a finished
-    one.
-    """
-    if source is target:
-        return ()
-    if (source, target) not in _MOVES:
-        raise ValueError(f"no way leads from {source.name} to {target.name}")
-    return _MOVES[source, target]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.config.native import Config, build_config
-from zeroshard.config.reading import flattened, nearest, read_json
 from zeroshard.config.reference import SECTIONS, options
+from zeroshard.config.strict_json import flattened, nearest, read_json
 from zeroshard.deepspeed.file import read_deepspeed
 from zeroshard.deepspeed.keys.findings import Finding, is_deepspeed
 from zeroshard.errors import ConfigError

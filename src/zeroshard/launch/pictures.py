@@ -5,7 +5,7 @@ imported when a picture is drawn.
                   hatched, waits are red, all panels have one axis of milliseconds
     memory.png    the bytes of one rank by state, one on the other
 
-Timelines come cut to what is to be seen (timeline.py: within).
+Timelines come cut to what is to be seen (trace_figures.py: within).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from zeroshard.core.placement import Scope
 from zeroshard.core.schedule import Op, Schedule
-from zeroshard.planner.held import Exchange, GroupBytes, UnitBytes
+from zeroshard.planner.held import GroupBytes, TransportTraits, UnitBytes
 
 __all__ = ["PlannedMeter", "Reduced"]
 
@@ -37,7 +37,7 @@ class PlannedMeter:
 
 
 @dataclass(eq=False)
-class _Buffer:
+class _PooledBuffer:
     num_bytes: int
     lent: bool = True
     loan: _Reduce | None = None  # the last reduce that it was lent for
@@ -49,14 +49,14 @@ class _Reduce:
 
     key: tuple[int, int]  # unit, group
     num_bytes: int
-    buffer: _Buffer | None  # None: the gradient rests in it, or is encoded first
-    others: list[_Buffer] = field(default_factory=list)  # of what arrives
+    buffer: _PooledBuffer | None  # None: the gradient rests in it, or is encoded first
+    others: list[_PooledBuffer] = field(default_factory=list)  # of what arrives
     twice: bool = False  # its memory has been lent again
     turn: int = 0  # number of the hand-over
     arrived: bool = False  # its sum is formed
 
 
-class _Pool:
+class _PlannedPool:
     """Memory that is lent and comes back, as comm/slots.py and memory.py: Pool keep it.
 
     `limit` None: twice the largest buffer asked for.
@@ -64,7 +64,7 @@ class _Pool:
 
     def __init__(self, limit: int | None, page: int) -> None:
         self._given, self._page = limit, page
-        self._buffers: list[_Buffer] = []
+        self._buffers: list[_PooledBuffer] = []
         self._largest = 0
         self.num_bytes = 0
 
@@ -72,7 +72,7 @@ class _Pool:
     def _limit(self) -> int:
         return 2 * self._largest if self._given is None else self._given
 
-    def take(self, num_bytes: int, *, spill: bool = False) -> _Buffer | None:
+    def take(self, num_bytes: int, *, spill: bool = False) -> _PooledBuffer | None:
         """Lend a buffer; None where there is no room for one, unless it may `spill`."""
         wanted = max(-(-num_bytes // self._page), 1) * self._page
         self._largest = max(self._largest, wanted)
@@ -89,7 +89,7 @@ class _Pool:
             self.num_bytes -= buffer.num_bytes
         if self._buffers and self.num_bytes + wanted > self._limit and not spill:
             return None
-        made = _Buffer(wanted)
+        made = _PooledBuffer(wanted)
         self._buffers.append(made)
         self.num_bytes += wanted
         return made
@@ -103,7 +103,7 @@ class Reduced:
     def __init__(
         self,
         units: list[UnitBytes],
-        exchange: Exchange,
+        exchange: TransportTraits,
         schedule: Schedule,
         meter: PlannedMeter,
         pool_bytes: int,
@@ -111,9 +111,12 @@ class Reduced:
         self._units, self._exchange, self._meter = units, exchange, meter
         self._schedule = schedule
         page = 4096 if exchange.pages else 64
-        self.pool = _Pool(pool_bytes, page)
+        self.pool = _PlannedPool(pool_bytes, page)
         # slices that arrive; of two levels the sums between them, slices of those, and decoded
-        self._others = [_Pool(pool_bytes, 64), *(_Pool(None, of) for of in (page, 64, 64))]
+        self._others = [
+            _PlannedPool(pool_bytes, 64),
+            *(_PlannedPool(None, of) for of in (page, 64, 64)),
+        ]
         self.own = 0  # bytes of buckets that are encoded before they are sent
         self.passed = 0  # ... and of what came and went during the last event
         self._open: dict[tuple[int, int], _Reduce] = {}

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from zeroshard.planner.activation_trace import ActivationTrace, Moment
 from zeroshard.planner.model import Decoder, ModelShape, UnitShape
-from zeroshard.planner.trace import ActivationTrace, Moment
 from zeroshard.planner.training import Training
 
 __all__ = ["closed_form", "kept_bytes", "layer_bytes", "logit_bytes"]

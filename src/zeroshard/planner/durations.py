@@ -28,18 +28,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeroshard.core.placement import Cells, Tier
+from zeroshard.core.placement import Tier
 from zeroshard.core.route import Axis, Hop, Kind, Lane
 from zeroshard.core.wire import Formats
 from zeroshard.planner.beside import ALONE, TensorParallel, activation_bytes
 from zeroshard.planner.exact import LaidOut
-from zeroshard.planner.lanes import Task
+from zeroshard.planner.lanes import COMPUTE, LaneTask
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.training import Training
 
-__all__ = ["COMPUTE", "STEP", "TENSOR", "Durations"]
+__all__ = ["STEP", "TENSOR", "Durations"]
 
-COMPUTE, STEP, TENSOR = "compute", "optimizer step", "tensor parallelism"
+STEP, TENSOR = "optimizer step", "tensor parallelism"
 _LINKS = {"local": "links inside nodes", "network": "links between nodes"}
 _LATENCY, _HOST_LINK, _HOST, _DISK = "latency of collectives", "host link", "host memory", "disk"
 _CORES = "cores"  # the resource; an accelerator's compute shares none
@@ -103,15 +103,15 @@ class Durations:
         model = self.laid_out.model
         return 1.0 if model.used_numel is None else model.used_numel / model.numel
 
-    def compute(self, unit: int) -> tuple[Task, Task]:
+    def compute(self, unit: int) -> tuple[LaneTask, LaneTask]:
         """Return the forward and the backward of `unit`; without seconds where the model's FLOPs
         are not known (``ModelShape.is_timed``).
         """
         model = self.laid_out.model
         forward, backward = self._of_tokens(unit) if model.tokenwise else model.counted(unit)
 
-        def task(name: str, flops: float, waits: float) -> Task:
-            return Task("compute", name, flops / self._flops + waits, takes=self.cores)
+        def task(name: str, flops: float, waits: float) -> LaneTask:
+            return LaneTask("compute", name, flops / self._flops + waits, takes=self.cores)
 
         ahead, back = self._all_reduces[unit]
         return task("forward", forward, ahead), task("backward", backward, back)
@@ -159,12 +159,14 @@ class Durations:
         """
         return () if self.machine.accelerator else (_CORES,)
 
-    def hop(self, hop: Hop, numel: int, cells: Cells) -> Iterator[Task]:
+    def hop(self, hop: Hop, numel: int, *, mapped: bool) -> Iterator[LaneTask]:
         """Yield what a hop of a buffer of `numel` elements is: a task, and a copy of what has come
-        from other nodes where the device is the host.
+        from other nodes where the device is the host. `mapped`: a gather moves nothing.
         """
-        if hop.axis is not None:
-            yield from self._collective(hop, numel, cells)
+        if mapped and hop.kind is Kind.ALL_GATHER:
+            yield LaneTask(hop.lane, hop.kind.value, 0.0, hop.link_bytes(numel).total)
+        elif hop.axis is not None:
+            yield from self._collective(hop, numel)
         elif hop.kind in (Kind.READ, Kind.WRITE) or hop.lane == "host":
             yield from self._off_device(hop, numel)
         else:
@@ -172,28 +174,16 @@ class Durations:
             moved = elements * (4 + hop.wire.bytes_per_element)  # from or to fp32, at most
             yield self.in_memory(hop.lane, hop.kind.value, moved)
 
-    def in_memory(self, lane: Lane, name: str, num_bytes: float, bound_by: str = COMPUTE) -> Task:
+    def in_memory(
+        self, lane: Lane, name: str, num_bytes: float, bound_by: str = COMPUTE
+    ) -> LaneTask:
         """Return the task of reading and writing `num_bytes` of the device's memory."""
         speeds = self.machine.speeds
         seconds = num_bytes / (speeds.memory * speeds.bandwidth_efficiency)
-        return Task(lane, name, seconds, takes=self.cores, bound_by=bound_by)
+        return LaneTask(lane, name, seconds, takes=self.cores, bound_by=bound_by)
 
-    def is_mapped(self, hop: Hop, cells: Cells) -> bool:
-        """Whether `hop` gathers weights that every rank maps, so that nothing is moved."""
-        return (
-            not self.machine.accelerator
-            and hop.kind is Kind.ALL_GATHER
-            and self.laid_out.mesh.num_nodes == 1
-            and cells.weight.is_sharded
-            and cells.weight.tier is Tier.DEVICE
-            and hop.wire.codec is None
-        )
-
-    def _collective(self, hop: Hop, numel: int, cells: Cells) -> Iterator[Task]:
+    def _collective(self, hop: Hop, numel: int) -> Iterator[LaneTask]:
         speeds, mesh, moved = self.machine.speeds, hop.mesh, hop.link_bytes(numel)
-        if self.is_mapped(hop, cells):
-            yield Task(hop.lane, hop.kind.value, 0.0, moved.total)
-            return
         local, nodes = mesh.node_size - 1, mesh.num_nodes - 1
         latency = {
             Axis.LOCAL: local * speeds.local_latency,
@@ -212,11 +202,11 @@ class Durations:
         if moved.inside:
             takes += self.cores
         seconds = latency + times[slowest]
-        yield Task(hop.lane, hop.kind.value, seconds, moved.total, takes, bound_by)
+        yield LaneTask(hop.lane, hop.kind.value, seconds, moved.total, takes, bound_by)
         if moved.between and self.cores:  # out of one socket, and into another
             yield self.in_memory(hop.lane, "copy", 4 * moved.between)
 
-    def _off_device(self, hop: Hop, numel: int) -> tuple[Task, ...]:
+    def _off_device(self, hop: Hop, numel: int) -> tuple[LaneTask, ...]:
         """Return a read, a write, or what the host adds and casts."""
         moved = hop.tier_bytes(numel)
         disk = Tier.DISK in (hop.source.tier, hop.target.tier)
@@ -226,7 +216,9 @@ class Durations:
             return (self.on_host(hop.kind.value, 4 * held, moved.read + moved.write),)
         return self.transfer(hop.lane, hop.kind.value, moved.read + moved.write, disk=disk)
 
-    def transfer(self, lane: Lane, name: str, num_bytes: float, *, disk: bool) -> tuple[Task, ...]:
+    def transfer(
+        self, lane: Lane, name: str, num_bytes: float, *, disk: bool
+    ) -> tuple[LaneTask, ...]:
         """Return a copy of `num_bytes` between this rank's device, the host and the disk; of the
         disk, where the device is the host, the cores' part of it by itself.
         """
@@ -240,17 +232,17 @@ class Durations:
         latency = speeds.disk_latency if disk else speeds.host_latency
         seconds = latency + times[slowest] / speeds.bandwidth_efficiency
         if not disk:
-            return (Task(lane, name, seconds, num_bytes, self.cores, slowest),)
+            return (LaneTask(lane, name, seconds, num_bytes, self.cores, slowest),)
         worked = min(num_bytes * speeds.disk_core_s, seconds) if self.cores else 0.0
-        moved = Task(lane, name, seconds - worked, num_bytes, ("disk",), slowest)
-        work = Task(lane, "copy", worked, takes=self.cores, bound_by=_DISK)
+        moved = LaneTask(lane, name, seconds - worked, num_bytes, ("disk",), slowest)
+        work = LaneTask(lane, "copy", worked, takes=self.cores, bound_by=_DISK)
         return (moved, work) if worked else (moved,)
 
-    def arrive(self, hop: Hop, numel: int) -> Task:
+    def arrive(self, hop: Hop, numel: int) -> LaneTask:
         """Return the pass over a sum that `hop` has written to another tier."""
         return self.in_memory(hop.lane, "sum", hop.held_bytes(hop.target, numel))
 
-    def on_host(self, name: str, num_bytes: float, on_disk: float = 0.0) -> Task:
+    def on_host(self, name: str, num_bytes: float, on_disk: float = 0.0) -> LaneTask:
         """Return the task of the host's cores that read and write `num_bytes` of its memory, and
         `on_disk` of the disk.
         """
@@ -259,11 +251,11 @@ class Durations:
         bound_by = _DISK if there > here else STEP if name == "step" else _HOST
         takes = (*self.cores, *(("disk",) if on_disk else ()))
         seconds = max(here, there) / speeds.bandwidth_efficiency
-        return Task("host", name, seconds, on_disk, takes, bound_by)
+        return LaneTask("host", name, seconds, on_disk, takes, bound_by)
 
     # ------------------------------------------------------------------------------ gradients, step
 
-    def grad_copy(self, numel: int, formats: Formats) -> Task:
+    def grad_copy(self, numel: int, formats: Formats) -> LaneTask:
         """Return the copy of gradients into the buffer that is reduced."""
         sizes = formats.weight.bytes_per_element + formats.reduce.plain.bytes_per_element
         return self.in_memory("compute", "copy", numel * sizes)

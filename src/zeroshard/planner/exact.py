@@ -12,12 +12,13 @@ At rest means between the micro-batches of a step, where the gradient rests, too
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from zeroshard.core.cost import LinkBytes
-from zeroshard.core.layout import ALIGN, Layout
+from zeroshard.core.layout import ALIGN, Layout, Piece
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.resting import AtRest, is_weight, num_shared
@@ -29,13 +30,31 @@ from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
 from zeroshard.planner.training import Training
 
 __all__ = [
-    "Cut", "LaidOut", "LaidOutGroup", "Placed", "StateBytes", "cells_by_unit", "placed",
-    "rest_bytes", "staged_routes", "step_routes", "traffic_bytes",
+    "DeviceCut", "LaidOut", "LaidOutGroup", "Placed", "StateBytes", "cells_by_unit", "made_once",
+    "placed", "rest_bytes", "staged_routes", "step_routes", "sum_by_tier", "traffic_bytes",
 ]  # fmt: skip
 
 StateBytes = dict[str, dict[Tier, int]]  # state -> tier -> bytes
+T = TypeVar("T")
+R = TypeVar("R")
 
 _RESIDUAL_BYTES = 2  # per element of an encoded gradient: bf16
+
+
+def sum_by_tier(states: Iterable[Mapping[Tier, int]]) -> dict[Tier, int]:
+    """Return the bytes of several states together on each tier."""
+    every = list(states)
+    return {tier: sum(by_tier.get(tier, 0) for by_tier in every) for tier in Tier}
+
+
+def made_once(things: Iterable[T], make: Callable[[T], R]) -> list[R]:
+    """Return what `make` makes of each of `things`: of those that are one object, once."""
+    made: dict[int, R] = {}
+    every = list(things)
+    for one in every:
+        if id(one) not in made:
+            made[id(one)] = make(one)
+    return [made[id(one)] for one in every]
 
 
 @dataclass(frozen=True)
@@ -51,11 +70,11 @@ class LaidOutGroup:
         """Return the elements of a state in `cell` that `rank` holds, padding included."""
         return self.layout.held(rank, cell)
 
-    def steps(self, cell: Cell, rank: int) -> bool:
-        """Whether any part of a parameter is in what `rank` holds of a state in `cell`: it may be
-        padding alone.
+    def pieces(self, cell: Cell, rank: int) -> Sequence[Piece]:
+        """Return the parts of parameters in what `rank` holds of a state in `cell`: none where that
+        is padding alone.
         """
-        return bool(self.layout.pieces_in(self.layout.span(rank, self.layout.scope(cell))))
+        return self.layout.pieces_in(self.layout.span(rank, self.layout.scope(cell)))
 
     def formats(self, training: Training) -> Formats:
         """Return the formats of the group's states: frozen weights may rest packed."""
@@ -65,7 +84,7 @@ class LaidOutGroup:
 
 
 @dataclass(frozen=True)
-class Cut:
+class DeviceCut:
     """How many of the first elements of a group's states rest on the device of a rank; of the
     weights that it rests, and of what it steps.
     """
@@ -75,7 +94,7 @@ class Cut:
     optim: int
 
 
-Placed = tuple[LaidOutGroup, Cut, Cells]
+Placed = tuple[LaidOutGroup, DeviceCut, Cells]
 
 
 @dataclass(frozen=True)
@@ -149,8 +168,8 @@ def placed(laid_out: LaidOut, policy: Policy, training: Training, rank: int = 0)
         groups = [
             (replace(one, count=1), policy.cells(unit.name)) for unit, of in units for one in of
         ]
-    count: Counter[tuple[object, Cut, Cells]] = Counter()
-    first: dict[tuple[object, Cut, Cells], LaidOutGroup] = {}
+    count: Counter[tuple[object, DeviceCut, Cells]] = Counter()
+    first: dict[tuple[object, DeviceCut, Cells], LaidOutGroup] = {}
     cuts = _cuts([one for one, _ in groups], policy.default, training, rank)
     for (one, cells), cut in zip(groups, cuts, strict=True):
         key = ((one.unit, one.group.dtype, one.group.trained), cut, cells)
@@ -167,7 +186,7 @@ def cells_by_unit(
     """
     groups = [one for unit in laid_out.by_unit for one in unit]
     cuts = iter(_cuts(groups, policy.default, training, 0))
-    made: dict[tuple[int, tuple[Cut, ...], str], tuple[Placed, ...]] = {}
+    made: dict[tuple[int, tuple[DeviceCut, ...], str], tuple[Placed, ...]] = {}
     kinds = zip(laid_out.alike, laid_out.model.units, laid_out.by_unit, strict=True)
     for kind, unit, of in kinds:
         own = tuple(next(cuts) for _ in of)
@@ -180,7 +199,7 @@ def cells_by_unit(
 
 def _cuts(
     groups: Sequence[LaidOutGroup], cells: Cells, training: Training, rank: int
-) -> Iterator[Cut]:
+) -> Iterator[DeviceCut]:
     """Yield where `rank`'s states of `groups`, those of all units in order, are cut."""
     trained = [one for one in groups if one.group.trained]
 
@@ -192,7 +211,7 @@ def _cuts(
     weights = split(cells.weight, [one.held(cells.weight, rank) for one in groups])
     pairs = iter(zip(split(cells.grad, stepped), split(cells.optim, stepped), strict=True))
     for one, weight in zip(groups, weights, strict=True):
-        yield Cut(weight, *(next(pairs) if one.group.trained else (0, 0)))
+        yield DeviceCut(weight, *(next(pairs) if one.group.trained else (0, 0)))
 
 
 def rest_bytes(laid_out: LaidOut, policy: Policy, training: Training, rank: int = 0) -> StateBytes:
@@ -226,7 +245,7 @@ def _column(one: LaidOutGroup, cells: Cells, training: Training, rank: int) -> i
 
 
 def _group_bytes(
-    one: LaidOutGroup, cut: Cut, cells: Cells, training: Training, rank: int
+    one: LaidOutGroup, cut: DeviceCut, cells: Cells, training: Training, rank: int
 ) -> StateBytes:
     """Return the bytes of one group, by state and tier."""
     formats = one.formats(training)
@@ -249,7 +268,7 @@ def _group_bytes(
         # one of a node's ranks stays on the device, where they add to it
         tier = Tier.DEVICE if scope is Scope.NODE_SHARD else cells.grad.tier
         out["grad"] = {tier: _bytes(one.held(cells.grad, rank), formats.grad)}
-    elif one.steps(cells.optim, rank):
+    elif one.pieces(cells.optim, rank):
         # held by those of the pieces: one of padding alone is gone at once
         out["grad"] = _in_two(cut.grad, stepped, cells.grad.tier, formats.grad)
     if training.error_feedback and not _sums_in_place(one, cut, cells, training):
@@ -258,7 +277,7 @@ def _group_bytes(
     return out
 
 
-def _sums_in_place(one: LaidOutGroup, cut: Cut, cells: Cells, training: Training) -> bool:
+def _sums_in_place(one: LaidOutGroup, cut: DeviceCut, cells: Cells, training: Training) -> bool:
     """Whether a single rank never encodes the group's gradients: autograd's first go straight to
     where they rest, and no second sum follows in a step (runtime/gradients.py).
     """
@@ -310,7 +329,7 @@ def _routed(
     for one, cut, cells in placed(laid_out, policy, training, rank):
         here, formats = _whole_cells(one, cut, cells, rank), one.formats(training)
         of = routes(here, laid_out.mesh, formats, node_sums=policy.sums_nodes)
-        if not one.steps(cells.optim, rank):
+        if not one.pieces(cells.optim, rank):
             of = replace(of, average=Route(of.average.name, ()))
         yield one, of
 
@@ -333,7 +352,7 @@ def _unit_routes(
         yield from [of.unshard_backward] * (again + is_reached)
 
 
-def _whole_cells(one: LaidOutGroup, cut: Cut, cells: Cells, rank: int = 0) -> Cells:
+def _whole_cells(one: LaidOutGroup, cut: DeviceCut, cells: Cells, rank: int = 0) -> Cells:
     """Return the cells with the device as the tier of each state that rests there as a whole on
     `rank`.
     """

@@ -5,7 +5,7 @@ The data parallel part is planned as ever (exact.py, peak.py), on the parameters
 the last rank are planned: the first has most layers, most micro-batches in flight and the
 embedding, the last one the output layer and the logits; the one that takes more of the device is
 shown. Without a pipeline the step is simulated unit by unit (simulate.py), with one stage by stage
-(pipeline.py).
+(pipeline_time.py).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from zeroshard.core.placement import Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.planner.axes import Grid
 from zeroshard.planner.beside import TensorParallel, activation_bytes, send_seconds
-from zeroshard.planner.checkpoint import checkpoint_bytes
 from zeroshard.planner.closed_form import kept_bytes
 from zeroshard.planner.cuts import cut_stages, cut_tensors
 from zeroshard.planner.durations import Durations
-from zeroshard.planner.exact import LaidOut, StateBytes, rest_bytes, traffic_bytes
+from zeroshard.planner.exact import LaidOut, StateBytes, made_once, rest_bytes, traffic_bytes
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.peak import InFlight, Peak, peak_bytes
-from zeroshard.planner.pipeline import Pipeline, PipelineTime, phases, placed_actions, room
+from zeroshard.planner.pipeline_time import Pipeline, PipelineTime, phases, placed_actions, room
+from zeroshard.planner.saving import checkpoint_bytes
 from zeroshard.planner.simulate import step_time
 from zeroshard.planner.stage import StageWork, stage_work
 from zeroshard.planner.training import Training
@@ -97,11 +97,8 @@ class GridPlan:
     @cached_property
     def _laid_out(self) -> list[LaidOut]:
         """Every stage; those that are alike are one object."""
-        first: dict[int, LaidOut] = {}
-        for stage in self.stages:
-            if id(stage) not in first:
-                first[id(stage)] = LaidOut(stage, self.share.mesh, self.training.align)
-        return [first[id(stage)] for stage in self.stages]
+        mesh, align = self.share.mesh, self.training.align
+        return made_once(self.stages, lambda stage: LaidOut(stage, mesh, align))
 
     def _own(self, rank: int) -> range:
         """The stages of a rank."""
@@ -209,13 +206,12 @@ class GridPlan:
 
     def saved_bytes(self) -> int:
         """Return the bytes of a checkpoint that all ranks write: every element once."""
-        found: dict[int, int] = {}
-        stages = cut_stages(self.model, self.grid.stages)
-        for stage in stages:
-            if id(stage) not in found:
-                laid_out = LaidOut(stage, Mesh(1, 1), self.training.align)
-                found[id(stage)] = checkpoint_bytes(laid_out, self.training)
-        return sum(found[id(stage)] for stage in stages)
+
+        def of_stage(stage: ModelShape) -> int:
+            laid_out = LaidOut(stage, Mesh(1, 1), self.training.align)
+            return checkpoint_bytes(laid_out, self.training)
+
+        return sum(made_once(cut_stages(self.model, self.grid.stages), of_stage))
 
     # ------------------------------------------------------------------------------ time
 
@@ -237,8 +233,7 @@ class GridPlan:
         weights take between nodes, once each way.
         """
         grid, m = self.grid, self.grid.micro_batches
-        by_kind = {id(one): one.compute_s() / m for one in self._durations}
-        stages = [by_kind[id(one)] for one in self._durations]
+        stages = made_once(self._durations, lambda one: one.compute_s() / m)
         ranks = [sum(stages[stage] for stage in self._own(rank)) for rank in range(grid.pp)]
         fill = (grid.pp - 1) * min(stages)
         computing = m * max(ranks) + (fill / 3 if grid.schedule.splits_backwards else fill)
@@ -252,11 +247,8 @@ class GridPlan:
 
     def _works(self, policy: Policy) -> Sequence[StageWork]:
         if policy not in self._worked:
-            made: dict[int, StageWork] = {}
-            for one in self._durations:
-                if id(one) not in made:
-                    made[id(one)] = stage_work(one, policy)
-            self._worked[policy] = [made[id(one)] for one in self._durations]
+            works = made_once(self._durations, lambda one: stage_work(one, policy))
+            self._worked[policy] = works
         return self._worked[policy]
 
     def step(self, policy: Policy) -> StepSeconds:

@@ -18,21 +18,30 @@ from functools import cached_property
 
 from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Cells, Scope, Tier
-from zeroshard.core.residency import UnitTraits
+from zeroshard.core.residency import Residency, UnitTraits
 from zeroshard.core.route import Axis, Hop, Kind, routes
-from zeroshard.core.schedule import Rules, is_ordered
+from zeroshard.core.schedule import Meter, Rules, Schedule, grad_pool_bytes, is_ordered
 from zeroshard.core.wire import Formats
-from zeroshard.planner.exact import Placed
+from zeroshard.planner.exact import Placed, made_once
 from zeroshard.planner.machine import Machine
+from zeroshard.planner.model import ModelShape
 from zeroshard.planner.training import Training
 
-__all__ = ["CODEC_SCRATCH_BYTES", "Exchange", "GroupBytes", "Sums", "UnitBytes", "group_bytes"]
+__all__ = [
+    "CODEC_SCRATCH_BYTES",
+    "GroupBytes",
+    "Sums",
+    "TransportTraits",
+    "UnitBytes",
+    "group_bytes",
+    "pool_bytes",
+]  # fmt: skip
 
 CODEC_SCRATCH_BYTES = 6 << 18  # of a host's thread that encodes, for ever: comm/codec.py
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TransportTraits:
     """How ranks meet, as far as memory goes (comm/select.py)."""
 
     alone: bool  # one rank: nothing to exchange
@@ -44,7 +53,7 @@ class Exchange:
     enqueues: bool  # the host runs ahead of the device
 
     @classmethod
-    def of(cls, machine: Machine, name: str = "auto") -> Exchange:
+    def of(cls, machine: Machine, name: str = "auto") -> TransportTraits:
         """Return what `machine` takes, or a CPU's transport called `name`."""
         if machine.gpus == 1:
             return cls(True, True, True, False, False, False, machine.accelerator)
@@ -53,18 +62,26 @@ class Exchange:
         shared = name == "shared_memory" or (name == "auto" and machine.mesh.num_nodes == 1)
         return cls(False, shared, True, not shared, name != "gloo", True, False)
 
-    def rules(self, traits: Sequence[UnitTraits], *, leave: bool, coded: bool) -> Rules:
-        """Return the rules of a schedule of units with these `traits`: some weights `leave` the
-        device, or travel `coded`.
-        """
+    def schedule(self, units: Sequence[UnitBytes], cells: Cells, meter: Meter) -> Schedule:
+        """Return the schedule of `units` in a row of `cells`."""
+        traits = made_once(units, lambda unit: UnitTraits.of(cells, unit.full, unit.whole))
+        leave, coded = cells.weight.tier is not Tier.DEVICE, any(unit.encoded for unit in units)
         one_sided = self.alone or self.maps_peers
-        return Rules.of(
+        rules = Rules.of(
             traits,
             ordered=is_ordered(one_sided=one_sided, leave=leave, coded=coded),
             keyed=self.keyed,
             enqueues=self.enqueues,
             alone=self.alone,
         )
+        return Schedule([Residency(at, one) for at, one in enumerate(traits)], rules, meter)
+
+
+def pool_bytes(model: ModelShape, training: Training) -> int:
+    """Return the bytes of a transport's gradient buffers."""
+    dtypes = {group.dtype for unit in model.units for group in unit.groups}
+    widest = max(training.formats(dtype).reduce.plain.bytes_per_element for dtype in dtypes)
+    return grad_pool_bytes(max(unit.numel for unit in model.units), round(widest))
 
 
 @dataclass(frozen=True)
@@ -96,12 +113,22 @@ class GroupBytes:
     waits: Scope | None  # ... of which, as a sum that no reduce between ranks has taken
     trained: bool
 
+    @property
+    def resting(self) -> int:
+        """The bytes of its gradient that rest on the device after a micro-batch."""
+        return self.partial if self.waits else self.rest
+
 
 @dataclass(frozen=True)
 class UnitBytes:
     """A unit's groups."""
 
     groups: tuple[GroupBytes, ...]
+
+    @cached_property
+    def whole(self) -> int:
+        """The bytes of the weights."""
+        return sum(group.whole for group in self.groups)
 
     @cached_property
     def full(self) -> int:
@@ -120,7 +147,7 @@ class UnitBytes:
 
 
 def group_bytes(
-    placed: Placed, training: Training, exchange: Exchange, *, node_sums: bool
+    placed: Placed, training: Training, exchange: TransportTraits, *, node_sums: bool
 ) -> GroupBytes:
     """Return the bytes of one group on rank 0; `node_sums`: see ``core.route.routes``."""
     (one, cut, cells), layout = placed, placed[0].layout
@@ -161,7 +188,7 @@ def group_bytes(
     )
 
 
-def _is_here(layout: Layout, cells: Cells, formats: Formats, exchange: Exchange) -> bool:
+def _is_here(layout: Layout, cells: Cells, formats: Formats, exchange: TransportTraits) -> bool:
     """Whether what rests is read as a whole without gathering: not what travels or rests encoded,
     which is decoded into memory of its own.
     """
@@ -177,7 +204,9 @@ def _encoding(hop: Hop, numel: int) -> int:
     return round(hop.held_bytes(hop.target, numel)) if is_new else 0
 
 
-def _sums(layout: Layout, formats: Formats, reduces: Sequence[Hop], exchange: Exchange) -> Sums:
+def _sums(
+    layout: Layout, formats: Formats, reduces: Sequence[Hop], exchange: TransportTraits
+) -> Sums:
     mesh, wire = layout.mesh, formats.reduce.bytes_per_element
     sent = round(layout.numel * wire)
     own = layout.ranges[0][1] - layout.ranges[0][0]

@@ -8,27 +8,29 @@ want the same resource, the one that could start earlier goes first, then the on
 earlier. Nothing is interrupted.
 
 Cost: a few microseconds per job. Bytes and seconds come from durations.py, the order of jobs from
-program.py and pipeline.py.
+program.py and pipeline_time.py.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal
 
 from zeroshard.core.route import Lane
 
-__all__ = ["AnyLane", "Job", "JobTimes", "Task", "run"]
+__all__ = ["COMPUTE", "AnyLane", "JobTimes", "LaneJob", "LaneTask", "longest", "run"]
+
+COMPUTE = "compute"  # what bounds a task that computes
 
 AnyLane = Lane | Literal["send ahead", "send back"]  # to the next stage, and to the one before
 _Queue = tuple[int, str]  # a rank's lane, or a resource of it
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class LaneTask:
     """What a lane does, once for each of many equal units."""
 
     lane: AnyLane
@@ -36,14 +38,14 @@ class Task:
     duration: float  # seconds
     num_bytes: float = 0.0  # moved
     takes: tuple[str, ...] = ()  # resources that other lanes take, too
-    bound_by: str = "compute"  # what would have to be faster
+    bound_by: str = COMPUTE  # what would have to be faster
 
 
 @dataclass(slots=True)
-class Job:
+class LaneJob:
     """A task of one unit; `needs` are the numbers of jobs that are over before it starts."""
 
-    task: Task
+    task: LaneTask
     unit: str
     needs: tuple[int, ...] = ()
     rank: int = 0
@@ -53,7 +55,7 @@ class Job:
 class JobTimes:
     """When each of `jobs` starts, and the job for which it has waited last (-1: for none)."""
 
-    jobs: Sequence[Job]
+    jobs: Sequence[LaneJob]
     starts: Sequence[float]
     causes: Sequence[int]
 
@@ -66,11 +68,42 @@ class JobTimes:
         """When the last job ends."""
         return max(map(self.stop, range(len(self.jobs))), default=0.0)
 
+    def waits(self, numbers: Iterable[int]) -> Iterator[tuple[float, float, int]]:
+        """Yield when a lane with the jobs `numbers` had nothing to do: start, stop, and the job
+        that waited.
+        """
+        idle_from = 0.0
+        for number in numbers:
+            if self.starts[number] > idle_from:
+                yield idle_from, self.starts[number], number
+            idle_from = self.stop(number)
+
+    def waited_for(
+        self, start: float, stop: float, cause: int
+    ) -> Iterator[tuple[int, float, float]]:
+        """Yield the jobs that took the time from `start` to `stop`, and from when to when each did:
+        back from `cause` along what each has waited for.
+        """
+        while stop > start and cause >= 0:
+            begin = max(start, self.starts[cause])
+            yield cause, begin, stop
+            stop, cause = begin, self.causes[cause]
+
+
+def longest(shares: Mapping[str, float], total: float) -> str:
+    """Return what bounds `total` seconds, of which these are `shares`: compute where it is at least
+    half, else what takes most of the rest.
+    """
+    others = {name: seconds for name, seconds in shares.items() if name != COMPUTE}
+    if not others or 2 * shares[COMPUTE] >= total:
+        return COMPUTE
+    return max(others, key=lambda name: others[name])
+
 
 class _Lanes:
     """The state of a schedule under way."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self, jobs: Sequence[LaneJob]) -> None:
         self.jobs = jobs
         self.starts = [0.0] * len(jobs)
         self.causes = [-1] * len(jobs)
@@ -155,7 +188,7 @@ class _Lanes:
         return ranks
 
 
-def run(jobs: Sequence[Job]) -> JobTimes:
+def run(jobs: Sequence[LaneJob]) -> JobTimes:
     """Return when each job starts. On a lane, jobs run in their order in `jobs`."""
     lanes = _Lanes(jobs)
     lanes.run()

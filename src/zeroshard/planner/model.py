@@ -19,7 +19,7 @@ from functools import cached_property
 from zeroshard.core.resting import packed, unit_limit
 from zeroshard.core.sizes import parse_count
 from zeroshard.errors import ConfigError
-from zeroshard.planner.trace import ActivationTrace
+from zeroshard.planner.activation_trace import ActivationTrace
 from zeroshard.planner.training import Training
 
 __all__ = [

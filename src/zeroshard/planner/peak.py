@@ -3,7 +3,7 @@ every event of the step, not maximum to maximum.
 
     each micro-batch, forward and backward     weights and optimizer states at rest, gradients that
                                                rest so far, the engine's buffers (playback.py) and
-                                               activations (trace.py)
+                                               activations (activation_trace.py)
     optimizer.step()                           weights and optimizer states at rest, the gradients
                                                of what a rank steps, and the optimizer's temporaries
 
@@ -17,16 +17,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zeroshard.core.placement import Cell, Tier
+from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.schedule import STAGING_BYTES
+from zeroshard.planner.activation_trace import ActivationTrace
 from zeroshard.planner.closed_form import closed_form
-from zeroshard.planner.exact import LaidOut, LaidOutGroup, StateBytes
-from zeroshard.planner.held import Exchange
+from zeroshard.planner.exact import LaidOut, StateBytes, sum_by_tier
+from zeroshard.planner.held import TransportTraits
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.playback import Instant, Playback
-from zeroshard.planner.trace import ActivationTrace
 from zeroshard.planner.training import Training
 
 __all__ = ["InFlight", "Peak", "peak_bytes", "trace_of"]
@@ -75,7 +75,7 @@ def peak_bytes(
     training: Training,
     rest: StateBytes,
     *,
-    exchange: Exchange | None = None,
+    exchange: TransportTraits | None = None,
     held: InFlight | None = None,
 ) -> Peak:
     """Return the most bytes of one rank during a step, those of the device by what they hold.
@@ -86,9 +86,9 @@ def peak_bytes(
     trace = trace_of(laid_out.model, training)
     if held is not None:
         trace = trace.above(held.activations)
-    meets = Exchange.of(machine) if exchange is None else exchange
+    meets = TransportTraits.of(machine) if exchange is None else exchange
     playback = Playback(laid_out, policy, training, meets)
-    resting = {tier: sum(by_tier.get(tier, 0) for by_tier in rest.values()) for tier in Tier}
+    resting = sum_by_tier(rest.values())
     at_rest = resting[Tier.DEVICE] - rest["grad"].get(Tier.DEVICE, 0)
     states = at_rest + trace.buffers + playback.scratch
 
@@ -154,7 +154,7 @@ def _optimizer_bytes(
     for one in laid_out.groups:
         if not one.group.trained:
             continue
-        pieces = _pieces(one, cell)
+        pieces = [piece.numel for piece in one.pieces(cell, 0)]
         numel, largest = sum(pieces), max([largest, *pieces])
         casts = training.formats(one.group.dtype)
         total += one.count * numel * ((casts.grad != casts.master) + (adam and machine.accelerator))
@@ -173,16 +173,10 @@ def _host_bytes(laid_out: LaidOut, policy: Policy, machine: Machine, training: T
     # the denominators of one parameter, with the gradients of a tile in the dtype of the master
     trained = [one for one in laid_out.groups if one.group.trained]
     tiles = [min(_TILE, one.held(cells.optim, 0)) for one in trained]
-    pieces = [min(_TILE, max(_pieces(one, cells.optim), default=0)) for one in trained]
+    pieces = [min(_TILE, piece.numel) for one in trained for piece in one.pieces(cells.optim, 0)]
     last = [one for one in laid_out.by_unit[-1] if one.group.trained]
     first = sum(min(_TILE, one.held(cells.optim, 0)) for one in last)
     formats = training.formats(None)
     cast = 4 * max(tiles, default=0) if formats.grad != formats.master else 0
     adam = training.optimizer == "adam"
     return max(round(training.moment_bytes * first), cast + 8 * adam * max(pieces, default=0))
-
-
-def _pieces(one: LaidOutGroup, cell: Cell) -> list[int]:
-    """Return the elements of every parameter's part that this rank steps."""
-    span = one.layout.span(0, one.layout.scope(cell))
-    return [piece.numel for piece in one.layout.pieces_in(span)]

@@ -1,5 +1,5 @@
 """What the engine itself takes during a step beyond what rests: its schedule (core/schedule),
-executed on bytes at the events of a pass (trace.py).
+executed on bytes at the events of a pass (activation_trace.py).
 
     gathered      units in use and ahead of use, within the budget; what a row keeps between forward
                   and backward
@@ -21,20 +21,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
-from zeroshard.core.residency import Residency, UnitTraits
 from zeroshard.core.schedule import (
     Commands,
     Op,
     Phase,
     Schedule,
-    grad_pool_bytes,
 )
+from zeroshard.planner.activation_trace import ActivationTrace, Moment
 from zeroshard.planner.buckets import PlannedMeter, Reduced
-from zeroshard.planner.exact import LaidOut, cells_by_unit
-from zeroshard.planner.held import CODEC_SCRATCH_BYTES, Exchange, UnitBytes, group_bytes
-from zeroshard.planner.trace import ActivationTrace, Moment
+from zeroshard.planner.exact import LaidOut, cells_by_unit, made_once
+from zeroshard.planner.held import (
+    CODEC_SCRATCH_BYTES,
+    TransportTraits,
+    UnitBytes,
+    group_bytes,
+    pool_bytes,
+)
 from zeroshard.planner.training import Training
 
 __all__ = ["Instant", "Playback"]
@@ -116,33 +119,21 @@ class Playback:
     """The engine's memory over passes of one model in one row."""
 
     def __init__(
-        self, laid_out: LaidOut, policy: Policy, training: Training, exchange: Exchange
+        self, laid_out: LaidOut, policy: Policy, training: Training, exchange: TransportTraits
     ) -> None:
         """Begin with an engine that holds no gradient, before its first pass."""
-        cells, model = policy.default, laid_out.model
-        placed = list(cells_by_unit(laid_out, policy, training))
         sized = partial(
             group_bytes, training=training, exchange=exchange, node_sums=policy.sums_nodes
         )
-        known = {id(unit): unit for unit in placed}
-        made = {key: UnitBytes(tuple(map(sized, unit))) for key, unit in known.items()}
-        units = [made[id(unit)] for unit in placed]
-        dtypes = {group.dtype for unit in model.units for group in unit.groups}
-        widest = max(training.formats(dtype).reduce.plain.bytes_per_element for dtype in dtypes)
-        away = cells.weight.tier is not Tier.DEVICE
+        placed = cells_by_unit(laid_out, policy, training)
+        units = made_once(placed, lambda unit: UnitBytes(tuple(map(sized, unit))))
         is_coded = any(unit.encoded for unit in units)
         sends_coded = any(group.is_encoded for unit in units for group in unit.groups)
         self.scratch = 0 if exchange.enqueues else CODEC_SCRATCH_BYTES * (is_coded or sends_coded)
-        traits = {
-            key: UnitTraits.of(cells, unit.full, sum(group.whole for group in unit.groups))
-            for key, unit in made.items()
-        }
-        rules = exchange.rules(list(traits.values()), leave=away, coded=is_coded)
-        pool_bytes = grad_pool_bytes(max(unit.numel for unit in model.units), round(widest))
         self._meter = PlannedMeter()
-        residencies = [Residency(number, traits[id(unit)]) for number, unit in enumerate(placed)]
-        schedule = Schedule(residencies, rules, self._meter)
-        self._reduced = Reduced(units, exchange, schedule, self._meter, pool_bytes)
+        schedule = exchange.schedule(units, policy.default, self._meter)
+        room = pool_bytes(laid_out.model, training)
+        self._reduced = Reduced(units, exchange, schedule, self._meter, room)
         self._gathered = _Gathered(units, schedule, self._meter, self._reduced)
 
     @property

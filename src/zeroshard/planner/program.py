@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 
 from zeroshard.core.placement import Cell, Cells, Tier
 from zeroshard.core.policy import Policy
-from zeroshard.core.residency import Residency, UnitTraits
 from zeroshard.core.route import Hop, Kind, Route, Routes, routes
 from zeroshard.core.schedule import (
     TILE_BUFFERS,
@@ -31,20 +30,19 @@ from zeroshard.core.schedule import (
     Op,
     Phase,
     Schedule,
-    grad_pool_bytes,
 )
 from zeroshard.core.wire import Formats
+from zeroshard.planner.buckets import PlannedMeter
 from zeroshard.planner.durations import STEP, Durations
-from zeroshard.planner.exact import Cut, LaidOutGroup, cells_by_unit
-from zeroshard.planner.held import Exchange
-from zeroshard.planner.lanes import Job, Task
-from zeroshard.planner.training import Training
+from zeroshard.planner.exact import LaidOutGroup, Placed, cells_by_unit, made_once
+from zeroshard.planner.held import GroupBytes, TransportTraits, UnitBytes, group_bytes, pool_bytes
+from zeroshard.planner.lanes import LaneJob, LaneTask
 
-__all__ = ["Group", "Mark", "Program", "Unit"]
+__all__ = ["Group", "LevelChange", "Program", "UnitWork"]
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class LevelChange:
     """Memory of the device, taken (or given back) where a job starts or, `at_stop`, ends."""
 
     job: int
@@ -58,22 +56,19 @@ class Group:
     """A group with its cells, routes and formats."""
 
     one: LaidOutGroup
-    cut: Cut
     cells: Cells
     routes: Routes
     formats: Formats
+    held: GroupBytes
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether every rank maps its weights, so that a gather moves nothing."""
+        return self.cells.weight.is_sharded and not self.held.full
 
     def bytes_of(self, cell: Cell, per_element: float) -> float:
         """Return the bytes of a trained group's state in `cell` on rank 0."""
         return self.one.held(cell, 0) * per_element if self.one.group.trained else 0.0
-
-    @property
-    def resting_bytes(self) -> float:
-        """The bytes of its gradient that rest on the device."""
-        cell, size = self.cells.grad, self.formats.grad.bytes_per_element
-        if cell.tier is Tier.DEVICE:
-            return self.bytes_of(cell, size)
-        return 0.0 if cell.is_partial else self.cut.grad * size  # sums that wait are never cut
 
     def reduce(self, number: int, micro_batches: int) -> Route:
         """Return the reduce of micro-batch `number`: see Routes.step, inside no_sync."""
@@ -83,17 +78,15 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitWork:
     """What one kind of unit does."""
 
     groups: tuple[Group, ...]
-    forward: Task
-    backward: Task
-    unshard: dict[str, tuple[Task, ...]]  # by phase
-    keep: tuple[Task, ...]  # after a forward, for its backward
-    whole_bytes: float  # of its weights, wherever they are
-    gathered_bytes: float  # that gathering takes beyond what rests
-    kept_bytes: float  # of the part kept between forward and backward
+    forward: LaneTask
+    backward: LaneTask
+    unshard: dict[str, tuple[LaneTask, ...]]  # by phase
+    keep: tuple[LaneTask, ...]  # after a forward, for its backward
+    held: UnitBytes
 
     @property
     def trained(self) -> tuple[Group, ...]:
@@ -111,30 +104,18 @@ class Unit:
         return any(group.cells.optim.tier is not Tier.DEVICE for group in self.trained)
 
 
-@dataclass
-class _JobMeter:
-    """Bytes of gathered weights and of buckets."""
-
-    live: int = 0
-
-
 class Program:
     """The jobs of one step, and the memory that they take beside what rests."""
 
     def __init__(self, durations: Durations, policy: Policy) -> None:
-        self.jobs: list[Job] = []
-        self.marks: list[Mark] = []
+        self.jobs: list[LaneJob] = []
+        self.marks: list[LevelChange] = []
         self._durations = durations
         self._policy = policy
+        self._exchange = TransportTraits.of(durations.machine)
         laid_out, training = durations.laid_out, durations.training
-        made: dict[int, Unit] = {}
-        self.units: list[Unit] = []
-        placed = list(cells_by_unit(laid_out, policy, training))
-        for kind, groups in zip(laid_out.alike, placed, strict=True):
-            # one that a fraction cuts in two leaves as a whole
-            if id(groups) not in made:
-                made[id(groups)] = self._make(kind, [self._group(*one, training) for one in groups])
-            self.units.append(made[id(groups)])
+        # of a group that a fraction cuts in two, all leaves
+        self.units = made_once(cells_by_unit(laid_out, policy, training), self._make)
         uses = [(number, unit.uses) for number, unit in enumerate(laid_out.model.units)]
         # to which a forward comes again at its end, and a backward first
         self._again = [number for number, times in uses for _ in range(times - 1)]
@@ -143,27 +124,13 @@ class Program:
         self._gathers: dict[int, list[int]] = {}  # unit -> the last job of its gather
         self._columns: set[int] = set()  # units of which a part is kept for their backward
         self._reduces: dict[int, tuple[int, int]] = {}  # unit -> its bucket, the last job
-        self._meter = _JobMeter()
+        self._meter = PlannedMeter()
         self.schedule = self._make_schedule(policy)
-        largest = max((unit.numel for unit in laid_out.model.units), default=0)
-        formats = [group.formats.reduce.plain for unit in self.units for group in unit.groups]
-        widest = max((form.bytes_per_element for form in formats), default=0)
-        self._pool_bytes = grad_pool_bytes(largest, round(widest))
+        self._pool_bytes = pool_bytes(laid_out.model, training)
 
     def _make_schedule(self, policy: Policy) -> Schedule:
-        durations, cells = self._durations, policy.default
-        traits = [
-            UnitTraits.of(cells, round(unit.gathered_bytes), round(unit.whole_bytes))
-            for unit in self.units
-        ]
-        groups = [group for unit in self.units for group in unit.groups]
-        rules = Exchange.of(durations.machine).rules(
-            traits,
-            leave=cells.weight.tier is not Tier.DEVICE,
-            coded=any(group.formats.gather.codec is not None for group in groups),
-        )
-        residencies = [Residency(number, one) for number, one in enumerate(traits)]
-        schedule = Schedule(residencies, rules, self._meter)
+        units = made_once(self.units, lambda unit: unit.held)
+        schedule = self._exchange.schedule(units, policy.default, self._meter)
         numbers = list(range(len(self.units)))
         schedule.expect("forward", [*numbers, *self._again])
         schedule.expect("backward", [*self._again, *reversed(numbers)])
@@ -183,54 +150,57 @@ class Program:
         self._average()
         self._step()
 
-    def _group(self, one: LaidOutGroup, cut: Cut, cells: Cells, training: Training) -> Group:
-        formats = one.formats(training)
-        mesh = self._durations.laid_out.mesh
-        of = routes(cells, mesh, formats, node_sums=self._policy.sums_nodes)
-        return Group(one, cut, cells, of, formats)
+    def _group(self, placed: Placed) -> Group:
+        (one, _, cells), training = placed, self._durations.training
+        formats, node_sums = one.formats(training), self._policy.sums_nodes
+        of = routes(cells, one.layout.mesh, formats, node_sums=node_sums)
+        held = group_bytes(placed, training, self._exchange, node_sums=node_sums)
+        return Group(one, cells, of, formats, held)
 
-    def _make(self, number: int, groups: Sequence[Group]) -> Unit:
+    def _make(self, placed: Sequence[Placed]) -> UnitWork:
         durations = self._durations
-        gathered = kept = whole = 0.0
-        for group in groups:
-            numel, hops = group.one.layout.numel, group.routes.unshard_forward.hops
-            num_bytes = numel * group.formats.weight.bytes_per_element
-            whole += num_bytes
-            if hops and not all(durations.is_mapped(hop, group.cells) for hop in hops):
-                gathered += num_bytes
-            kept += sum(hop.held_bytes(hop.target, numel) for hop in hops if hop.kind is Kind.KEEP)
+        groups = tuple(map(self._group, placed))
         forward = self.tasks(groups, (group.routes.unshard_forward for group in groups))
         backward = self.tasks(groups, (group.routes.unshard_backward for group in groups))
         # what compute keeps for the backward, it copies when it releases the rest
         ways = {"forward": tuple(task for task in forward if task.lane != "compute")}
         keep = tuple(task for task in forward if task.lane == "compute")
         ways["backward"] = backward
-        compute = durations.compute(number)
-        return Unit(tuple(groups), *compute, ways, keep, whole, gathered, kept)
+        compute = durations.compute(groups[0].one.unit)
+        return UnitWork(groups, *compute, ways, keep, UnitBytes(tuple(one.held for one in groups)))
 
-    def tasks(self, groups: Iterable[Group], routes: Iterable[Iterable[Hop]]) -> tuple[Task, ...]:
+    def tasks(
+        self, groups: Iterable[Group], routes: Iterable[Iterable[Hop]]
+    ) -> tuple[LaneTask, ...]:
         """Return the tasks of one route for each group."""
         return tuple(
             task
             for group, route in zip(groups, routes, strict=True)
             for hop in route
-            for task in self._durations.hop(hop, group.one.layout.numel, group.cells)
+            for task in self._durations.hop(hop, group.one.layout.numel, mapped=group.is_mapped)
         )
 
     # ------------------------------------------------------------------------------ enqueueing
 
-    def _add(self, task: Task, unit: int, needs: Iterable[int]) -> int:
+    def _add(self, task: LaneTask, unit: int, needs: Iterable[int]) -> int:
         name = self._durations.laid_out.model.units[unit].name if unit >= 0 else ""
-        self.jobs.append(Job(task, name, tuple(need for need in needs if need >= 0)))
+        self.jobs.append(LaneJob(task, name, tuple(need for need in needs if need >= 0)))
         return len(self.jobs) - 1
 
-    def _compute(self, task: Task, unit: int, needs: Iterable[int] = ()) -> int:
+    def _compute(self, task: LaneTask, unit: int, needs: Iterable[int] = ()) -> int:
         """Enqueue `task` on compute, after what compute has joined."""
         self._last = self._add(task, unit, (*self._joined, *needs))
         self._joined.clear()
         return self._last
 
-    def _send(self, tasks: Iterable[Task], unit: int, needs: Iterable[int] = ()) -> list[int]:
+    def reduce_tasks(self, group: Group, route: Route) -> list[LaneTask]:
+        """Return the tasks of one reduce, with the copy of the gradient where no cast is it."""
+        tasks = list(self.tasks([group], [route]))
+        if all(hop.lane != "compute" for hop in route):
+            tasks.insert(0, self._durations.grad_copy(group.one.layout.numel, group.formats))
+        return tasks
+
+    def _send(self, tasks: Iterable[LaneTask], unit: int, needs: Iterable[int] = ()) -> list[int]:
         """Enqueue `tasks` one after another, after what compute was given; return their jobs."""
         sent: list[int] = []
         before = (*needs, *self._joined, self._last)
@@ -242,7 +212,7 @@ class Program:
 
     def _mark(self, job: int, at_stop: bool, state: str, num_bytes: float) -> None:
         if num_bytes:
-            self.marks.append(Mark(job, at_stop, state, num_bytes))
+            self.marks.append(LevelChange(job, at_stop, state, num_bytes))
 
     # ------------------------------------------------------------------------------ the schedule
 
@@ -271,9 +241,10 @@ class Program:
             sent = self._send(unit.unshard[self._way(number)], number)
         self._gathers[number] = sent[-1:]
         self._meter.live += traits.full_bytes
-        # what is kept whole is copied, which no hop says
-        first = (sent[0], False) if sent else (self._last, True)
-        self._mark(*first, "gathered", unit.gathered_bytes)
+        # what is whole already is copied, which no hop says
+        copied = (self._last, True) if self._last >= 0 else (0, False)
+        first = (sent[0], False) if sent else copied
+        self._mark(*first, "gathered", unit.held.full)
 
     def _way(self, number: int) -> str:
         return "backward" if number in self._columns else "forward"
@@ -283,13 +254,13 @@ class Program:
         if op is Op.KEEP and number not in self._columns:
             for task in unit.keep:
                 self._compute(task, number)
-            self._mark(self._last, True, "kept", unit.kept_bytes)
+            self._mark(self._last, True, "kept", unit.held.column)
             self._columns.add(number)
         elif op is Op.RELEASE and number in self._columns:
-            self._mark(self._last, True, "kept", -unit.kept_bytes)
+            self._mark(self._last, True, "kept", -unit.held.column)
             self._columns.discard(number)
         self._meter.live -= self.schedule.units[number].traits.full_bytes
-        self._mark(self._last, True, "gathered", -unit.gathered_bytes)
+        self._mark(self._last, True, "gathered", -unit.held.full)
 
     def _need(self, number: int, phase: Phase) -> None:
         self._run(self.schedule.need(self.schedule.units[number], phase, keeps=True))
@@ -328,11 +299,11 @@ class Program:
             self._run(schedule.after_backward(schedule.units[number]))
             last = self._reduce(number, routes, buffer)
             for group in unit.trained if micro_batch == 0 else ():
-                self._mark(last, True, "grad", group.resting_bytes)
+                self._mark(last, True, "grad", group.held.resting)
 
     # ------------------------------------------------------------------------------ gradients
 
-    def _open_bucket(self, unit: Unit, routes: Sequence[Route]) -> int:
+    def _open_bucket(self, unit: UnitWork, routes: Sequence[Route]) -> int:
         """Take a unit's gradient buffer; return its bytes: none where nothing leaves compute."""
         buffer = sum(
             group.one.layout.numel * group.formats.reduce.plain.bytes_per_element
@@ -357,11 +328,8 @@ class Program:
         self._run(self.schedule.reduces.before((number, 0)))
         last = on_lane = self._last
         for group, route in zip(self.units[number].trained, routes, strict=True):
-            tasks = list(self.tasks([group], [route]))
-            numel = group.one.layout.numel
+            tasks, numel = self.reduce_tasks(group, route), group.one.layout.numel
             tasks += [self._durations.arrive(hop, numel) for hop in route if hop.kind is Kind.WRITE]
-            if all(hop.lane != "compute" for hop in route):  # no cast, which would be the copy
-                tasks.insert(0, self._durations.grad_copy(numel, group.formats))
             for last in self._send(tasks, number):
                 on_lane = last if self.jobs[last].task.lane == "reduce" else on_lane
         self._mark(on_lane, True, "buckets", -buffer)
@@ -409,7 +377,7 @@ class Program:
             ]
             self._send(self.tasks(unit.trained, hops), number, steps[-1:])
 
-    def _stepped_bytes(self, unit: Unit) -> tuple[float, float]:
+    def _stepped_bytes(self, unit: UnitWork) -> tuple[float, float]:
         """Return the bytes of the masters and moments of this rank, and of their gradients."""
         cell, state = self._policy.default.optim, 4.0 + self._durations.training.moment_bytes
         grads = (

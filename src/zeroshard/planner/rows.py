@@ -9,12 +9,12 @@ from typing import Any
 from zeroshard.core.cost import LinkBytes
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import ROWS, Policy
-from zeroshard.planner.checkpoint import checkpoint_bytes, checkpoint_times
-from zeroshard.planner.exact import LaidOut, StateBytes, rest_bytes, traffic_bytes
+from zeroshard.planner.exact import LaidOut, StateBytes, rest_bytes, sum_by_tier, traffic_bytes
 from zeroshard.planner.grid import GridPlan, RankPlan, StepSeconds
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.peak import peak_bytes
-from zeroshard.planner.pipeline import PipelineTime
+from zeroshard.planner.pipeline_time import PipelineTime
+from zeroshard.planner.saving import checkpoint_bytes, checkpoint_times
 from zeroshard.planner.simulate import step_time
 from zeroshard.planner.training import Training
 from zeroshard.planner.whole_gradients import with_budget
@@ -30,6 +30,7 @@ __all__ = [
     "rest_fits",
     "short_of",
     "takes",
+    "tiers_of",
 ]
 
 _DEVICE, _HOST, _DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
@@ -98,6 +99,13 @@ class PlannedRow:
         out = asdict(self)
         spread, _ = out.pop("spread"), out.pop("time")
         return {**out, "step_s": self.step_s, **spread}
+
+
+def tiers_of(policy: Policy) -> dict[str, str]:
+    """Return the tier of each state of a row, by the names that a plan prints."""
+    cells = policy.default
+    states = {"weight": cells.weight, "grad": cells.grad, "optimizer": cells.optim}
+    return {state: cell.tier.value for state, cell in states.items()}
 
 
 def candidates(machine: Machine) -> Iterator[Policy]:
@@ -171,17 +179,16 @@ def _row(
     time: StepSeconds,
 ) -> PlannedRow:
     """Return the line of data parallel ranks on `machine`."""
-    cells, peak = policy.default, sizes.peak
+    peak = sizes.peak
     files = checkpoint_times(sizes.laid_out, policy, machine, training)
     short = short_of(peak.by_tier, machine)
     model, tokens = sizes.laid_out.model, training.tokens * training.micro_batches * machine.gpus
     bound_by = time.bound_by if model.is_timed else "not known"
-    states = {"weight": cells.weight, "grad": cells.grad, "optimizer": cells.optim}
-    rest = sizes.rest.values()
+    rest = sum_by_tier(sizes.rest.values())
     return PlannedRow(
         row=policy.name,
-        tiers={state: cell.tier.value for state, cell in states.items()},
-        rest_bytes={tier.value: sum(by_tier.get(tier, 0) for by_tier in rest) for tier in Tier},
+        tiers=tiers_of(policy),
+        rest_bytes={tier.value: num_bytes for tier, num_bytes in rest.items()},
         peak_bytes=peak.by_tier,
         parts=peak.parts,
         traffic_bytes={"local": round(links.inside), "node": round(links.between)},
@@ -222,9 +229,8 @@ def rest_fits(rests: Iterable[StateBytes], machine: Machine) -> bool:
     between micro-batches.
     """
     states = [[by for name, by in one.items() if name != "grad"] for one in rests]
-    least = {
-        tier.value: max(sum(by.get(tier, 0) for by in rest) for rest in states) for tier in Tier
-    }
+    sums = [sum_by_tier(one) for one in states]
+    least = {tier.value: max(one[tier] for one in sums) for tier in Tier}
     return short_of(least, machine) is None
 
 

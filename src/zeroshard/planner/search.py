@@ -30,6 +30,7 @@ from zeroshard.planner.rows import (
     rest_fits,
     short_of,
     takes,
+    tiers_of,
 )
 from zeroshard.planner.training import Training
 
@@ -175,5 +176,4 @@ def _fastest(plan: GridPlan, fits: Iterable[tuple[Policy, RankPlan]]) -> Planned
 
 def _leaves(policy: Policy) -> bool:
     """Whether any state leaves the device."""
-    cells = policy.default
-    return any(cell.tier is not Tier.DEVICE for cell in (cells.weight, cells.grad, cells.optim))
+    return set(tiers_of(policy).values()) != {Tier.DEVICE.value}

@@ -19,9 +19,9 @@ from zeroshard.core.policy import Policy
 from zeroshard.core.route import Lane
 from zeroshard.core.timeline import WAIT, Event, Level, Timeline
 from zeroshard.planner.beside import ALONE, TensorParallel
-from zeroshard.planner.durations import COMPUTE, TENSOR, Durations
+from zeroshard.planner.durations import TENSOR, Durations
 from zeroshard.planner.exact import LaidOut, rest_bytes
-from zeroshard.planner.lanes import JobTimes, run
+from zeroshard.planner.lanes import COMPUTE, JobTimes, longest, run
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.program import Program
 from zeroshard.planner.training import Training
@@ -41,10 +41,7 @@ class StepTime:
     @property
     def bound_by(self) -> str:
         """Compute where it is at least half of the step, else what takes most of the rest."""
-        others = {name: seconds for name, seconds in self.shares.items() if name != COMPUTE}
-        if not others or 2 * self.shares[COMPUTE] >= self.total:
-            return COMPUTE
-        return max(others, key=lambda name: others[name])
+        return longest(self.shares, self.total)
 
 
 def simulate(laid_out: LaidOut, policy: Policy, machine: Machine, training: Training) -> Timeline:
@@ -115,10 +112,8 @@ def _step_time(durations: Durations, policy: Policy) -> StepTime:
         if job.task.lane == "compute":
             add(job.task.bound_by, job.task.duration)
     for start, stop, cause, _ in _waits(schedule):
-        while stop > start:  # back along what each job has waited for
-            begin = max(start, schedule.starts[cause])
-            add(schedule.jobs[cause].task.bound_by, stop - begin)
-            stop, cause = begin, schedule.causes[cause]
+        for number, begin, end in schedule.waited_for(start, stop, cause):
+            add(schedule.jobs[number].task.bound_by, end - begin)
     return StepTime(schedule.total, shares)
 
 
@@ -126,15 +121,12 @@ def _waits(schedule: JobTimes) -> list[tuple[float, float, int, str]]:
     """Return when compute had nothing to do: start, stop, the job waited for, and the unit that
     waits ("" at the end of the step).
     """
-    waits: list[tuple[float, float, int, str]] = []
-    idle_from = 0.0
-    for number, job in enumerate(schedule.jobs):
-        if job.task.lane != "compute":
-            continue
-        start = schedule.starts[number]
-        if start > idle_from:
-            waits.append((idle_from, start, schedule.causes[number], job.unit))
-        idle_from = schedule.stop(number)
+    on_compute = [at for at, job in enumerate(schedule.jobs) if job.task.lane == "compute"]
+    waits = [
+        (start, stop, schedule.causes[number], schedule.jobs[number].unit)
+        for start, stop, number in schedule.waits(on_compute)
+    ]
+    idle_from = schedule.stop(on_compute[-1]) if on_compute else 0.0
     total = schedule.total
     if total > idle_from:
         last = max(range(len(schedule.jobs)), key=schedule.stop)

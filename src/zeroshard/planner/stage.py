@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from zeroshard.core.policy import Policy
 from zeroshard.planner.durations import Durations
-from zeroshard.planner.lanes import AnyLane, Job, Task, run
-from zeroshard.planner.program import Program, Unit
+from zeroshard.planner.exact import made_once
+from zeroshard.planner.lanes import AnyLane, LaneJob, LaneTask, run
+from zeroshard.planner.program import Program, UnitWork
 
 __all__ = ["StageWork", "stage_work"]
 
@@ -29,12 +31,14 @@ __all__ = ["StageWork", "stage_work"]
 class StageWork:
     """The tasks of one stage; None: nothing to do."""
 
-    compute: Mapping[str, Task]  # by computation, of any micro-batch
+    compute: Mapping[str, LaneTask]  # by computation, of any micro-batch
     copies: tuple[float, float, float]  # seconds of compute after a backward; see `reduce`
-    unshard: Mapping[str, Task | None]  # before a "forward" or a "backward"
-    publish: Task | None
-    reduce: tuple[Task | None, Task | None, Task | None]  # first, other, last micro-batch
-    tail: Task | None
+    unshard: Mapping[str, LaneTask | None]  # before a "forward" or a "backward"
+    publish: LaneTask | None
+    reduce: tuple[
+        LaneTask | None, LaneTask | None, LaneTask | None
+    ]  # first, other, last micro-batch
+    tail: LaneTask | None
     whole_bytes: int  # of weights that do not rest whole: what is gathered and released
     gathered_bytes: int  # what that takes beyond what rests; none of weights that ranks map
     tensor_s: float  # of a micro-batch's computations: all-reduces along ``tp``
@@ -52,24 +56,24 @@ def stage_work(durations: Durations, policy: Policy) -> StageWork:
     names = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weights"}
     cores = durations.cores
     last = training.micro_batches - 1
-    positions = [(unit, number) for number in (0, min(1, last), last) for unit in units]
-    made: dict[tuple[int, int], list[Task]] = {}  # units of one kind are one object
-    for unit, number in positions:
-        if (id(unit), number) not in made:
-            made[id(unit), number] = _reduce(program, durations, unit, number)
-    every = [made[id(unit), number] for unit, number in positions]
-    reduces = [every[at : at + len(units)] for at in range(0, len(every), len(units))]
+
+    def after_backward(number: int, unit: UnitWork) -> list[LaneTask]:
+        pairs = ((group, group.reduce(number, last + 1)) for group in unit.trained)
+        return [task for pair in pairs for task in program.reduce_tasks(*pair)]
+
+    reduces = [  # units of one kind are one object
+        made_once(units, partial(after_backward, number)) for number in (0, min(1, last), last)
+    ]
     copies = [sum(_sum(_on_compute(tasks)) for tasks in one) for one in reduces]
-    publishes = {
-        id(unit): program.tasks(unit.trained, (group.routes.regather for group in unit.trained))
-        for unit in {id(unit): unit for unit in units}.values()
-    }
-    publish = [publishes[id(unit)] for unit in units]
+    publish = made_once(
+        units,
+        lambda unit: program.tasks(unit.trained, (one.routes.regather for one in unit.trained)),
+    )
     program.build_tail()
     tail_s = run(program.jobs).total
     return StageWork(
         compute={
-            kind: Task("compute", names[kind], seconds[kind], takes=cores) for kind in seconds
+            kind: LaneTask("compute", names[kind], seconds[kind], takes=cores) for kind in seconds
         },
         copies=(copies[0], copies[1], copies[2]),
         unshard={
@@ -78,46 +82,34 @@ def stage_work(durations: Durations, policy: Policy) -> StageWork:
         },
         publish=_together("gather", "publish", publish),
         reduce=(_off_compute(reduces[0]), _off_compute(reduces[1]), _off_compute(reduces[2])),
-        tail=Task("compute", "step", tail_s, takes=cores, bound_by="optimizer step")
+        tail=LaneTask("compute", "step", tail_s, takes=cores, bound_by="optimizer step")
         if tail_s
         else None,
-        whole_bytes=round(sum(unit.whole_bytes for unit in units if _comes_and_goes(unit))),
-        gathered_bytes=round(sum(unit.gathered_bytes for unit in units)),
+        whole_bytes=sum(unit.held.whole for unit in units if _comes_and_goes(unit)),
+        gathered_bytes=sum(unit.held.full for unit in units),
         tensor_s=durations.tensor_s() / training.micro_batches,
     )
 
 
-def _reduce(program: Program, durations: Durations, unit: Unit, number: int) -> list[Task]:
-    """Return the tasks of a unit's gradients after a backward: see ``Program._reduce``."""
-    out = []
-    for group in unit.trained:
-        route = group.reduce(number, durations.training.micro_batches)
-        tasks = list(program.tasks([group], [route]))
-        if all(hop.lane != "compute" for hop in route):
-            tasks.insert(0, durations.grad_copy(group.one.layout.numel, group.formats))
-        out += tasks
-    return out
+def _comes_and_goes(unit: UnitWork) -> bool:
+    return bool(unit.unshard["forward"]) or unit.held.full > 0
 
 
-def _comes_and_goes(unit: Unit) -> bool:
-    return bool(unit.unshard["forward"]) or unit.gathered_bytes > 0
-
-
-def _sum(tasks: Iterable[Task]) -> float:
+def _sum(tasks: Iterable[LaneTask]) -> float:
     return sum(task.duration for task in tasks)
 
 
-def _on_compute(tasks: Iterable[Task]) -> list[Task]:
+def _on_compute(tasks: Iterable[LaneTask]) -> list[LaneTask]:
     return [task for task in tasks if task.lane == "compute"]
 
 
-def _off_compute(units: Sequence[Sequence[Task]]) -> Task | None:
+def _off_compute(units: Sequence[Sequence[LaneTask]]) -> LaneTask | None:
     """Return one task of what leaves compute."""
     left = [[task for task in tasks if task.lane != "compute"] for tasks in units]
     return _together("reduce", "reduce", left)
 
 
-def _together(lane: AnyLane, name: str, units: Sequence[Sequence[Task]]) -> Task | None:
+def _together(lane: AnyLane, name: str, units: Sequence[Sequence[LaneTask]]) -> LaneTask | None:
     """Return one task of `lane` that takes as long as those of all `units`, each one's in turn."""
     every = [task for tasks in units for task in tasks]
     if not every:
@@ -125,12 +117,12 @@ def _together(lane: AnyLane, name: str, units: Sequence[Sequence[Task]]) -> Task
     if len({task.lane for task in every}) == 1:
         seconds = _sum(every)
     else:
-        jobs: list[Job] = []
+        jobs: list[LaneJob] = []
         for tasks in units:
             for at, task in enumerate(tasks):
-                jobs.append(Job(task, name, (len(jobs) - 1,) if at else ()))
+                jobs.append(LaneJob(task, name, (len(jobs) - 1,) if at else ()))
         seconds = run(jobs).total
     slowest = max(every, key=lambda task: task.duration)
     takes = tuple(dict.fromkeys(link for task in every for link in task.takes))
     moved = sum(task.num_bytes for task in every)
-    return Task(lane, name, seconds, moved, takes, slowest.bound_by)
+    return LaneTask(lane, name, seconds, moved, takes, slowest.bound_by)

@@ -17,15 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zeroshard.core.placement import Mesh, Tier
+from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import Policy
 from zeroshard.core.shares import shares_of
 from zeroshard.errors import ConfigError
-from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
+from zeroshard.planner.exact import LaidOut, sum_by_tier, traffic_bytes
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape, fitted
-from zeroshard.planner.peak import peak_bytes
-from zeroshard.planner.rows import candidates, takes
+from zeroshard.planner.rows import bytes_of, candidates, takes, tiers_of
 from zeroshard.planner.training import Training
 from zeroshard.planner.whole_gradients import with_budget
 
@@ -135,10 +134,7 @@ def _row(
         if key not in known:
             known[key] = _rank(model, policy, machine, training, mine, room[rank])
         ranks.append(known[key])
-    cells = policy.default
-    states = {"weight": cells.weight, "grad": cells.grad, "optimizer": cells.optim}
-    tiers = {state: cell.tier.value for state, cell in states.items()}
-    return UnevenRow(policy.name, tiers, tuple(ranks), tuple(_short(ranks, machine)))
+    return UnevenRow(policy.name, tiers_of(policy), tuple(ranks), tuple(_short(ranks, machine)))
 
 
 def _rank(
@@ -151,12 +147,11 @@ def _rank(
 ) -> UnevenRank:
     """Plan the first of ranks with the shares `numbers`."""
     laid_out = LaidOut(model, machine.mesh, training.align, shares_of(numbers))
-    policy = with_budget(laid_out, policy, training)
-    rest = rest_bytes(laid_out, policy, training)
-    peak = peak_bytes(laid_out, policy, machine, training, rest)
-    at_rest = {t.value: sum(by_tier.get(t, 0) for by_tier in rest.values()) for t in Tier}
-    links = traffic_bytes(laid_out, policy, training)
-    return UnevenRank(numbers[0], at_rest, peak.by_tier, round(links.total), memory)
+    sizes = bytes_of(laid_out, policy, machine, training)
+    rest = sum_by_tier(sizes.rest.values())
+    at_rest = {tier.value: num_bytes for tier, num_bytes in rest.items()}
+    links = traffic_bytes(laid_out, with_budget(laid_out, policy, training), training)
+    return UnevenRank(numbers[0], at_rest, sizes.peak.by_tier, round(links.total), memory)
 
 
 def _beside(

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from zeroshard.core.placement import Cell, Mesh, Move, Placement, Tier, moves
+from zeroshard.core.placement import Cell, Mesh, Placement, Tier
 from zeroshard.errors import ConfigError
 
 R, S, P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
@@ -50,27 +50,3 @@ def test_a_mesh_knows_the_ranks_of_nodes_and_columns() -> None:
     assert Mesh.of(3).node(2) == (0, 1, 2)
     with pytest.raises(ConfigError, match=r"comm.node_size=3 does not divide the 8 ranks"):
         Mesh.of(8, 3)
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "steps"),
-    [
-        (R, R, ()),
-        (S, S, ()),
-        (P, P, ()),
-        (S, R, (Move.ALL_GATHER,)),
-        (P, S, (Move.REDUCE_SCATTER,)),
-        (P, R, (Move.REDUCE_SCATTER, Move.ALL_GATHER)),
-        (R, S, (Move.SLICE,)),
-    ],
-)
-def test_moves_lead_from_one_placement_to_another(
-    source: Placement, target: Placement, steps: tuple[Move, ...]
-) -> None:
-    assert moves(source, target) == steps
-
-
-@pytest.mark.parametrize("source", [R, S])
-def test_a_finished_sum_does_not_become_partial_again(source: Placement) -> None:
-    with pytest.raises(ValueError, match=f"{source.name} to PARTIAL"):
-        moves(source, P)

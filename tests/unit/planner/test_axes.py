@@ -18,8 +18,8 @@ from zeroshard.planner.cuts import cut_stages, cut_tensors
 from zeroshard.planner.exact import LaidOut, staged_routes
 from zeroshard.planner.families import shape_of_config
 from zeroshard.planner.grid import GridPlan
-from zeroshard.planner.lanes import Task
-from zeroshard.planner.pipeline import Pipeline, PipelineTime
+from zeroshard.planner.lanes import LaneTask
+from zeroshard.planner.pipeline_time import Pipeline, PipelineTime
 from zeroshard.planner.stage import StageWork
 
 _LLAMA = {
@@ -38,7 +38,7 @@ def _llama(**fields: Any) -> ModelShape:
 
 def _work(forward: float, backward: float) -> StageWork:
     seconds = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
-    compute = {kind: Task("compute", kind, value) for kind, value in seconds.items()}
+    compute = {kind: LaneTask("compute", kind, value) for kind, value in seconds.items()}
     nothing = {"forward": None, "backward": None}
     return StageWork(compute, (0, 0, 0), nothing, None, (None, None, None), None, 0, 0, 0.0)
 

@@ -18,17 +18,17 @@ from zeroshard.core.policy import ROWS, Policy, row
 from zeroshard.core.precision import Precision
 from zeroshard.errors import ConfigError
 from zeroshard.planner import Axes, Machine, Plan, Training, describe, make_plan
-from zeroshard.planner.checkpoint import checkpoint_bytes
 from zeroshard.planner.closed_form import closed_form, layer_bytes, logit_bytes
 from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
 from zeroshard.planner.families import shape_of_config
-from zeroshard.planner.files import read_model
-from zeroshard.planner.held import Exchange
+from zeroshard.planner.held import TransportTraits
 from zeroshard.planner.machine import nearest_preset
 from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
+from zeroshard.planner.model_files import read_model
 from zeroshard.planner.peak import peak_bytes
 from zeroshard.planner.playback import Playback
 from zeroshard.planner.rows import PlannedRow, candidates, plan_row
+from zeroshard.planner.saving import checkpoint_bytes
 from zeroshard.planner.search import Search
 
 LLAMA = {
@@ -480,7 +480,7 @@ def test_a_node_of_one_rank_keeps_one_bucket_and_two_sums_on_their_way(name: str
     model, training = _small([(64, 64)] * 5), Training("bf16")
     machine = replace(Machine.of("CPU", gpus=2), node_size=1)
     laid_out = LaidOut(model, machine.mesh, training.align)
-    playback = Playback(laid_out, row(name), training, Exchange.of(machine, "gloo"))
+    playback = Playback(laid_out, row(name), training, TransportTraits.of(machine, "gloo"))
     for _ in range(2):
         for _ in playback.run(closed_form(model, training), sync=True):
             pass

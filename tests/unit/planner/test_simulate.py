@@ -221,11 +221,11 @@ def test_slow_reduces_fill_the_budget_and_compute_waits_for_room(gpu: str, units
 
 
 @pytest.mark.parametrize("policy", MIXES, ids=IDS)
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(("micro_batches", "node_size"), [(1, 2), (3, 2), (3, 1)])
 def test_levels_end_with_what_rests_and_nothing_gathered(
-    policy: Policy, micro_batches: int
+    policy: Policy, micro_batches: int, node_size: int
 ) -> None:
-    machine, training = _machine(2, 2), Training(micro_batches=micro_batches)
+    machine, training = _machine(2, node_size), Training(micro_batches=micro_batches)
     laid_out = LaidOut(_model(), machine.mesh)
     levels = simulate(laid_out, policy, machine, training).levels
     rest = rest_bytes(laid_out, policy, training)

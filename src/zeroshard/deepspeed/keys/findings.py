@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroshard.config.reading import flattened, nearest, read_json
+from zeroshard.config.strict_json import flattened, nearest, read_json
 from zeroshard.deepspeed.keys.key_rows import an_object
 from zeroshard.deepspeed.keys.table import KEYS, SECTIONS, key_of
 from zeroshard.errors import ConfigError

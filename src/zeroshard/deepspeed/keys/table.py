@@ -11,7 +11,7 @@ from typing import Any
 
 import zeroshard.deepspeed.keys.key_rows as a
 import zeroshard.deepspeed.keys.lower as to
-from zeroshard.config.reading import flattened
+from zeroshard.config.strict_json import flattened
 from zeroshard.deepspeed.keys.key_rows import Key, becomes, refuses, section, tunes
 
 __all__ = ["KEYS", "SECTIONS", "key_of"]

@@ -21,8 +21,8 @@ from zeroshard.core.precision import PRECISIONS, dtype_name
 from zeroshard.errors import ConfigError
 from zeroshard.planner import Axes, Machine, ModelShape, Plan, Training, describe, make_plan
 from zeroshard.planner.families import positions_of, shape_of_config
-from zeroshard.planner.files import read_model
 from zeroshard.planner.model import GroupShape, UnitShape, fitted
+from zeroshard.planner.model_files import read_model
 from zeroshard.planner.modules.activations import trace_activations
 from zeroshard.runtime.build import compute_dtypes
 from zeroshard.runtime.units import UnitPlan, partition_units

@@ -33,9 +33,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.errors import ConfigError
+from zeroshard.planner.activation_trace import ActivationTrace, Event, Moment
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.modules.operation_flops import flops_of
-from zeroshard.planner.trace import ActivationTrace, Event, Moment
 from zeroshard.planner.training import Training
 from zeroshard.runtime.build import compute_dtypes
 from zeroshard.runtime.casts import cast, casting_hooks
@@ -68,7 +68,7 @@ def trace_activations(
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         tensors, buffer_bytes = _without_memory(model, training)
-        step = _Step(model, events, loss)
+        step = _TracedStep(model, events, loss)
         arguments = tree_map_only(torch.Tensor, _imitation, inputs)
         stack.enter_context(_hooked(model, plans, events, training))
         stack.enter_context(_training(model))
@@ -87,7 +87,7 @@ def trace_activations(
 
 def _without_memory(model: nn.Module, training: Training) -> tuple[dict[str, torch.Tensor], int]:
     """Return fake parameters in the dtypes in which they compute, and fake buffers, by their names
-    in a `_Step`; and the bytes of the buffers.
+    in a `_TracedStep`; and the bytes of the buffers.
     """
     dtypes, out = compute_dtypes(model, PRECISIONS[training.precision]).of, {}
     for name, parameter in model.named_parameters():
@@ -116,7 +116,7 @@ def _training(model: nn.Module) -> Iterator[None]:
             module.training = False
 
 
-class _Step(nn.Module):
+class _TracedStep(nn.Module):
     """A forward and a backward of `model`, as one forward: its parameters stand in for those of
     the module as long as that lasts.
     """

@@ -151,7 +151,7 @@ def _describe(arguments: argparse.Namespace, training: Training) -> ModelShape:
 
         return describe(arguments.params)
     if arguments.path is not None:
-        from zeroshard.planner.files import read_model
+        from zeroshard.planner.model_files import read_model
 
         return read_model(arguments.path)
     return _built(arguments.model, training)

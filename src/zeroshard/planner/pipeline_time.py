@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 from zeroshard.core.pipeline import RESHARD, UNSHARD, Action, place
 from zeroshard.core.pipeline_orders import PipelineOrder
-from zeroshard.planner.durations import COMPUTE, TENSOR
-from zeroshard.planner.lanes import Job, JobTimes, Task, run
+from zeroshard.planner.durations import TENSOR
+from zeroshard.planner.lanes import COMPUTE, JobTimes, LaneJob, LaneTask, longest, run
 from zeroshard.planner.stage import StageWork
 
 __all__ = ["BUBBLE", "Pipeline", "PipelineTime", "RankTime", "phases", "placed_actions", "room"]
@@ -81,11 +81,7 @@ class PipelineTime:
     @property
     def bound_by(self) -> str:
         """Compute where it is at least half of the step, else what takes most of the rest."""
-        shares = self.shares
-        others = {name: seconds for name, seconds in shares.items() if name != COMPUTE}
-        if not others or 2 * shares[COMPUTE] >= self.total:
-            return COMPUTE
-        return max(others, key=lambda name: others[name])
+        return longest(self.shares, self.total)
 
 
 def room(stages: Sequence[int], ranks: int) -> int:
@@ -154,7 +150,7 @@ class _Jobs:
     """The jobs of one step of all ranks."""
 
     def __init__(self, pipeline: Pipeline, micro_batches: int) -> None:
-        self.jobs: list[Job] = []
+        self.jobs: list[LaneJob] = []
         self._pipeline = pipeline
         self._micro_batches = micro_batches
         self._sent: dict[tuple[str, int, int], int] = {}  # direction, to a stage, micro-batch
@@ -208,7 +204,7 @@ class _Jobs:
         ends = action.kind in "BW"
         copies = work.copies[position] if ends else 0.0
         if copies:
-            task = Task("compute", task.name, task.duration + copies, takes=task.takes)
+            task = LaneTask("compute", task.name, task.duration + copies, takes=task.takes)
         job = self._add(task, stage, *needs)
         last = len(self._pipeline.stages) - 1
         if action.kind == "F":
@@ -229,15 +225,15 @@ class _Jobs:
             link, to = (stage, stage + 1) if ahead else (stage - 1, stage - 1)
             pipeline = self._pipeline
             takes_up = (pipeline.links[link], *pipeline.stages[stage].compute["F"].takes)
-            task = Task(
+            task = LaneTask(
                 "send ahead" if ahead else "send back", "send", pipeline.sends[link], 0.0, takes_up,
                 BUBBLE,
             )  # fmt: skip
             self._sent[lane, to, number] = self._add(task, stage, job)
 
-    def _add(self, task: Task, stage: int, *needs: int) -> int:
+    def _add(self, task: LaneTask, stage: int, *needs: int) -> int:
         there = tuple(need for need in needs if need >= 0)
-        self.jobs.append(Job(task, f"stage {stage}", there, stage % self._pipeline.ranks))
+        self.jobs.append(LaneJob(task, f"stage {stage}", there, stage % self._pipeline.ranks))
         return len(self.jobs) - 1
 
 
@@ -260,23 +256,18 @@ def _rank_time(done: JobTimes, computed: Sequence[int], total: float, tensor_s: 
     shares: defaultdict[str, float] = defaultdict(float, {COMPUTE: -tensor_s})
     if tensor_s:
         shares[TENSOR] = tensor_s
-    idle_from = computing = 0.0
-    waits: list[tuple[float, float, int]] = []
+    computing = exposed = 0.0
     for number in computed:
-        job = done.jobs[number]
-        if done.starts[number] > idle_from:
-            waits.append((idle_from, done.starts[number], done.causes[number]))
-        idle_from = done.stop(number)
-        shares[job.task.bound_by] += job.task.duration
-        computing += job.task.duration
-    exposed = 0.0
-    for start, stop, cause in waits:
-        while stop > start and cause >= 0:  # back along what each job has waited for
-            begin, waited = max(start, done.starts[cause]), done.jobs[cause]
+        task = done.jobs[number].task
+        shares[task.bound_by] += task.duration
+        computing += task.duration
+    for start, stop, number in done.waits(computed):
+        left = stop
+        for cause, begin, end in done.waited_for(start, stop, done.causes[number]):
+            waited, left = done.jobs[cause], begin
             own = waited.rank == rank and waited.task.lane not in ("send ahead", "send back")
-            shares[waited.task.bound_by if own else BUBBLE] += stop - begin
-            exposed += (stop - begin) if own else 0.0
-            stop, cause = begin, done.causes[cause]
-        shares[BUBBLE] += max(0.0, stop - start)
-    shares[BUBBLE] += total - idle_from
+            shares[waited.task.bound_by if own else BUBBLE] += end - begin
+            exposed += (end - begin) if own else 0.0
+        shares[BUBBLE] += left - start
+    shares[BUBBLE] += total - done.stop(computed[-1])
     return RankTime(computing, total - computing - exposed, exposed, dict(shares))
