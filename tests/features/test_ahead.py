@@ -84,7 +84,8 @@ def _train(row: str, disturb: Callable[[zs.Engine, Any, nn.Module], None] | None
             model(x)
         if disturb is not None:
             disturb(engine, ema, model)
-    return {name: value.clone() for name, value in engine.full_state_dict(rank0_only=False).items()}
+    whole = engine.full_state_dict(rank0_only=False)
+    return {name: value.clone() for name, value in whole.items()}
 
 
 def _looks_at_the_average(engine: zs.Engine, ema: Any, model: nn.Module) -> None:
@@ -133,7 +134,9 @@ def _inside(rank: int, world: int) -> None:
     handle.remove()
     engine.backward(loss)
     optimizer.step()
-    assert len(told) == 3 and all("between steps" in text or "inside" in text for text in told), told
+    assert len(told) == 3 and all("between steps" in text or "inside" in text for text in told), (
+        told
+    )
 
 
 def test_inside_a_forward_they_are_refused_and_training_goes_on() -> None:

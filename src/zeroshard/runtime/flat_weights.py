@@ -397,9 +397,7 @@ class _Gather:
         if hops and hops[0].wire.codec is not None:
             return [partial(self._gather_encoded, axes, level) for level in range(len(axes))]
         if isinstance(window, PrivateWindow) and hops:
-            # what this rank has stepped of whole weights, or all that rests here
-            local = flat.full[slice(*flat.stepped)] if flat.replicated else window.local
-            key = flat.key
+            local, key = flat.weight.whole, flat.key  # what this rank has stepped
         elif window is not None:
             return [partial(window.gather, flat.full)]
         elif self._route.hops[0].kind is Kind.READ:
