@@ -7,12 +7,20 @@ said in the summary, and are outside the budget.
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
-from tests.support.harness import close_pools
+from tests.support.harness import ROOT, close_pools
+
+gc.disable()  # until the tests are collected: else that takes twice as long
+
+STARTUP = str(ROOT / "tests" / "support" / "startup")
+if STARTUP not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+    os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, paths)])
 
 settings.register_profile("zeroshard", deadline=None, derandomize=True)
 settings.load_profile("zeroshard")
@@ -33,6 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_skipped] = []
     config.stash[_gpu_skipped] = []
     config.pluginmanager.register(_SkipBudget(config), "zeroshard-skip-budget")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

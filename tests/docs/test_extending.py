@@ -47,8 +47,9 @@ def _patched(tree: Path, diff: str) -> None:
 
 def _check_console(block: Block, tree: Path) -> None:
     """Run the commands of `block` on the package below `tree`, and compare what they print."""
+    path = os.pathsep.join([str(tree / "src"), os.environ["PYTHONPATH"]])
     environment = {
-        **os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "120",
+        **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }  # fmt: skip
     printed = ""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import os
 import pickle
@@ -218,18 +219,33 @@ def _drop_groups() -> None:
     """Destroy the process groups that the job before has made: each has a thread of gloo's that
     wakes a hundred times a second. All ranks have ended that job.
     """
-    import torch
     import torch.distributed as dist
 
     if dist.is_initialized() and len(dist.distributed_c10d._world.pg_map) > 1:
-        if "torch.distributed.tensor" in sys.modules:  # its cache keeps meshes, by their names
-            torch._C._clear_DTensor_sharding_propagator_cache()
-            dispatcher = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher
-            dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        if "torch.distributed.tensor" in sys.modules:
+            _clear_caches_of_dtensor()
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
         gc.collect()
+
+
+def _clear_caches_of_dtensor() -> None:
+    """Its caches keep meshes, and these their groups."""
+    import torch
+
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    dispatcher = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher
+    dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor."):
+            vars(module).get("_planner_cache", {}).clear()
+            classes = [value for value in vars(module).values() if isinstance(value, type)]
+            for holder in (module, *classes):
+                for value in list(vars(holder).values()):
+                    cached = getattr(value, "__func__", value)
+                    if isinstance(cached, functools._lru_cache_wrapper):
+                        cached.cache_clear()
 
 
 def worker_main(fd: int, parent_pid: int, rank: int, world_size: int, init_group: bool) -> None:
@@ -500,12 +516,32 @@ class _Pool:
                     parts.append(f"\n--- rank {worker.rank} {name}\n{tail}")
         return "".join(parts)
 
+    def send_signal(self, number: int) -> None:
+        for worker in self.workers:
+            worker.process.send_signal(number)
+
     def kill(self) -> None:
         for worker in self.workers:
             worker.kill()
 
 
 _pools: dict[int, _Pool] = {}
+_stopped: set[int] = set()  # world sizes of pools
+
+
+def _awake(world_size: int) -> _Pool:
+    """Return the pool of `world_size`, which runs alone: the others are stopped, since gloo's
+    threads wake a hundred times a second in each rank.
+    """
+    for size in [size for size in _pools if size != world_size and size not in _stopped]:
+        _pools[size].send_signal(signal.SIGSTOP)
+        _stopped.add(size)
+    if world_size not in _pools:
+        _pools[world_size] = _Pool(world_size)
+    if world_size in _stopped:
+        _pools[world_size].send_signal(signal.SIGCONT)
+        _stopped.remove(world_size)
+    return _pools[world_size]
 
 
 def run_ranks(
@@ -522,9 +558,7 @@ def run_ranks(
             threads).
     """
     job = _job("call", fn, args)
-    pool = _pools.get(world_size)
-    if pool is None:
-        pool = _pools[world_size] = _Pool(world_size)
+    pool = _awake(world_size)
     try:
         outcome = pool.run(job, timeout)
     except BaseException:  # pytest-timeout, Ctrl-C: nobody knows where the ranks are
@@ -594,11 +628,20 @@ def spawn_ranks(
 
 
 def close_pools() -> None:
-    """End every pool; the next :func:`run_ranks` starts new ones."""
+    """End every pool; the next :func:`run_ranks` starts new ones.
+
+    Forked workers are killed: an interpreter's own end copies all that the zygote has imported, a
+    quarter of a second for each. Under coverage workers end by themselves, and write it at exit.
+    """
     workers = [worker for pool in _pools.values() for worker in pool.workers]
+    for size in _stopped:
+        _pools[size].send_signal(signal.SIGCONT)
+    _stopped.clear()
     _pools.clear()
     for worker in workers:
-        worker.connection.close()  # the worker ends by itself then: coverage is written at exit
+        if isinstance(worker.process, Forked):
+            worker.kill()
+        worker.connection.close()
     deadline = time.monotonic() + 10
     for worker in workers:
         try:
