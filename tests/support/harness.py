@@ -251,6 +251,9 @@ def _clear_caches_of_dtensor() -> None:
 def worker_main(fd: int, parent_pid: int, rank: int, world_size: int, init_group: bool) -> None:
     """Serve jobs from the parent until it closes the connection."""
     die_with_parent(parent_pid)
+    # A thread that wakes does not take the core from one that holds what it needs: gloo's would
+    # spin until that one runs again.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.set_inheritable(fd, False)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
