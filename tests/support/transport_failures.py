@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from tests.support.transport_cases import check_sum, expected_sum, fill, same
 from tests.support.transports import CPU, Spec, opened, values
-from zeroshard.comm.links import Kind
-from zeroshard.comm.matching import Part
+from zeroshard.comm.links import MessageKind
+from zeroshard.comm.matching import Contribution
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import GradBuffer, ReduceRequest, Transport, Window
 from zeroshard.core.layout import end_of
@@ -91,13 +91,13 @@ def a_slow_rank_costs_no_copies(rank: int, world_size: int, spec: Spec) -> tuple
     """
     copied = 0
 
-    def copy_out(part: Part) -> None:
+    def copy_out(part: Contribution) -> None:
         nonlocal copied
         copied += 1
         original(part)
 
     ranges, numel = spec.cut(*[640] * world_size), 640 * world_size
-    original, Part.copy_out = Part.copy_out, copy_out  # type: ignore[method-assign]
+    original, Contribution.copy_out = Contribution.copy_out, copy_out  # type: ignore[method-assign]
     try:
         with opened(spec, rank, pool_bytes=1) as transport:
             for step in range(8):
@@ -113,7 +113,7 @@ def a_slow_rank_costs_no_copies(rank: int, world_size: int, spec: Spec) -> tuple
             transport.control.exchange(b"")
             return copied, len(transport.collectives.slots.slots)  # type: ignore[attr-defined]
     finally:
-        Part.copy_out = original  # type: ignore[method-assign]
+        Contribution.copy_out = original  # type: ignore[method-assign]
 
 
 def a_late_rank_is_named(rank: int, world_size: int, spec: Spec) -> None:
@@ -501,8 +501,8 @@ def the_next_call_is_told_where_a_payload_is_late(
         links = transport.control.dispatcher.links  # type: ignore[attr-defined]
         send = links.send
 
-        def send_late(peer: int, kind: Kind, *args: int, **options: object) -> None:
-            if rank == 1 and peer == last and kind is Kind.EXCHANGE:
+        def send_late(peer: int, kind: MessageKind, *args: int, **options: object) -> None:
+            if rank == 1 and peer == last and kind is MessageKind.EXCHANGE:
                 time.sleep(0.3)
             send(peer, kind, *args, **options)
 

@@ -40,9 +40,9 @@ from zeroshard.checkpoint.rank_part import Stateful, collect, divide
 from zeroshard.checkpoint.shard_files import write_shard
 from zeroshard.checkpoint.steps import os_errors
 from zeroshard.comm import memfd
-from zeroshard.comm.copies import Copies
 from zeroshard.comm.launched import keeper_address
 from zeroshard.comm.mesh_ranks import MeshRanks
+from zeroshard.comm.peer_copies import Copies
 from zeroshard.comm.ranks import Meeting
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.runtime.engine import Engine, states_of

@@ -39,8 +39,8 @@ from zeroshard.checkpoint.spans import whole_stride
 from zeroshard.checkpoint.values import encode, no_tensors
 from zeroshard.core.boxes import Box, box_of
 from zeroshard.core.layout import Range
+from zeroshard.core.overlaps import overlap
 from zeroshard.core.part import Part
-from zeroshard.core.repartition import overlap
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.ema import EMA

@@ -29,10 +29,10 @@ from functools import partial
 import torch
 
 from zeroshard.comm import memfd
-from zeroshard.comm.control import Operation, PeerControl, Plane
+from zeroshard.comm.control import PeerControl, PeerOperation, Plane
 from zeroshard.comm.gloo_peers import LOOSE_GATHER, REDUCE_SCATTER, Transfer
-from zeroshard.comm.links import Kind, Message
-from zeroshard.comm.matching import Matching, Part, Pending, checked_parts, sum_parts
+from zeroshard.comm.links import Message, MessageKind
+from zeroshard.comm.matching import Contribution, Matching, Pending, checked_parts, sum_parts
 from zeroshard.comm.slots import FAR, SlotPool
 from zeroshard.comm.transport import GradBuffer, ReduceRequest, Work
 from zeroshard.core.layout import Range
@@ -67,12 +67,12 @@ class Collectives(Plane):
         control.messages.register("broadcast")
         control.dispatcher.on(
             {
-                Kind.SLOT: self._take_slot,
-                Kind.DROP: self._drop_slot,
-                Kind.READY: self._take_part,
-                Kind.NONE: self._take_part,
-                Kind.ACK: lambda message: self.slots.release(message.a, message.peer),
-                Kind.STUCK: lambda message: self._stuck.add(message.peer),
+                MessageKind.SLOT: self._take_slot,
+                MessageKind.DROP: self._drop_slot,
+                MessageKind.READY: self._take_part,
+                MessageKind.NONE: self._take_part,
+                MessageKind.ACK: lambda message: self.slots.release(message.a, message.peer),
+                MessageKind.STUCK: lambda message: self._stuck.add(message.peer),
             }
         )
         control.attach(self)
@@ -86,11 +86,11 @@ class Collectives(Plane):
         self._mapped.pop((message.peer, message.a), None)
 
     def _take_part(self, message: Message) -> None:
-        peer, part = message.peer, Part(None)
-        if message.kind is Kind.READY:
+        peer, part = message.peer, Contribution(None)
+        if message.kind is MessageKind.READY:
             data = self._mapped[peer, message.b][message.c : message.c + message.d]
-            release = partial(self._control.dispatcher.links.send, peer, Kind.ACK, message.b)
-            part = Part(data, release, near=True)
+            release = partial(self._control.dispatcher.links.send, peer, MessageKind.ACK, message.b)
+            part = Contribution(data, release, near=True)
         self.matching.contribute(message.tail.decode(), message.a, peer, part)
 
     def grad_buffer(
@@ -115,7 +115,7 @@ class Collectives(Plane):
         def idle() -> None:
             """Ask for relief once, and relieve ourselves once the peers have ([Note: relief])."""
             stuck_on = self.slots.readers() - {FAR, self._rank}
-            self._control.dispatcher.send(Kind.STUCK, to=sorted(stuck_on - asked))
+            self._control.dispatcher.send(MessageKind.STUCK, to=sorted(stuck_on - asked))
             asked.update(stuck_on)
             if any(slot.readers == {self._rank} for slot in self.slots.slots.values()):
                 self.matching.relieve(self._rank)
@@ -152,7 +152,7 @@ class Collectives(Plane):
         readers = self._send_near(name, sequence, buffer, shares, dtype)
         own_bytes = (stop - start) * dtype.itemsize
         if own_bytes:
-            own = Part(None) if buffer is None else self._own_part(buffer, start, stop)
+            own = Contribution(None) if buffer is None else self._own_part(buffer, start, stop)
             self.matching.contribute(name, sequence, self._rank, own)
             readers.add(self._rank)
         loans = {
@@ -171,7 +171,7 @@ class Collectives(Plane):
         if buffer is not None:
             self.slots.submit(buffer, readers)
 
-        def consume(parts: dict[int, Part]) -> None:
+        def consume(parts: dict[int, Contribution]) -> None:
             if own_bytes:
                 data = checked_parts(parts, what, self._control.members, num_bytes=own_bytes)
                 typed = [None if d is None else d.view(dtype) for d in data]
@@ -253,11 +253,11 @@ class Collectives(Plane):
                 self._control.messages.tag(key, LOOSE_GATHER),
                 dict.fromkeys(far, local),
                 {peer: out[slice(*ranges[peer])] for peer in far},
-                lambda: self.matching.contribute(name, sequence, FAR, Part(None)),
+                lambda: self.matching.contribute(name, sequence, FAR, Contribution(None)),
             )
             contributors.add(FAR)
 
-        def consume(parts: dict[int, Part]) -> None:
+        def consume(parts: dict[int, Contribution]) -> None:
             for rank in contributors - {FAR}:
                 target = out[slice(*ranges[rank])]
                 data = parts[rank].checked(
@@ -287,7 +287,7 @@ class Collectives(Plane):
         what: str,
         sequence: int,
         contributors: Iterable[int],
-        consume: Callable[[dict[int, Part]], None],
+        consume: Callable[[dict[int, Contribution]], None],
         call: str | None = None,
     ) -> Work:
         transfer = self._arriving[-1][0] if self._control.far else None
@@ -319,16 +319,24 @@ class Collectives(Plane):
             if start == stop:
                 continue
             if buffer is None:
-                self._control.dispatcher.links.send(peer, Kind.NONE, sequence, tail=name.encode())
+                self._control.dispatcher.links.send(
+                    peer, MessageKind.NONE, sequence, tail=name.encode()
+                )
             else:
                 self._control.dispatcher.links.send(
-                    peer, Kind.READY, sequence, buffer.slot, start, stop - start, tail=name.encode()
+                    peer,
+                    MessageKind.READY,
+                    sequence,
+                    buffer.slot,
+                    start,
+                    stop - start,
+                    tail=name.encode(),
                 )
                 readers.add(peer)
         return readers
 
-    def _own_part(self, buffer: GradBuffer, start: int, stop: int) -> Part:
-        return Part(
+    def _own_part(self, buffer: GradBuffer, start: int, stop: int) -> Contribution:
+        return Contribution(
             buffer.data[start:stop].view(torch.uint8),
             lambda: self.slots.release(buffer.slot, self._rank),
         )
@@ -337,7 +345,7 @@ class Collectives(Plane):
         self, name: str, sequence: int, loans: dict[int, torch.Tensor], buffer: GradBuffer | None
     ) -> None:
         for peer, tensor in loans.items():
-            self.matching.contribute(name, sequence, peer, Part(tensor.view(torch.uint8)))
+            self.matching.contribute(name, sequence, peer, Contribution(tensor.view(torch.uint8)))
         if buffer is not None:
             self.slots.release(buffer.slot, FAR)
 
@@ -345,10 +353,10 @@ class Collectives(Plane):
         return self.matching.missing(name, sequence).intersection(self._control.near)
 
     def _send_slot(self, number: int, num_bytes: int, fd: int) -> None:
-        self._control.dispatcher.send(Kind.SLOT, number, num_bytes, fd=fd)
+        self._control.dispatcher.send(MessageKind.SLOT, number, num_bytes, fd=fd)
 
     def _withdraw_slot(self, number: int) -> None:
-        self._control.dispatcher.send(Kind.DROP, number)
+        self._control.dispatcher.send(MessageKind.DROP, number)
 
     def progress(self) -> None:
         ended = [entry for entry in self._arriving if entry[0].done()]
@@ -382,7 +390,7 @@ class Collectives(Plane):
         self._far_pool.clear()
 
 
-class PartsWork(Operation):
+class PartsWork(PeerOperation):
     """An operation that needs a part of every rank; `missing` names the near peers whose part has
     not come.
     """

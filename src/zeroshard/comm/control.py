@@ -19,7 +19,7 @@ from zeroshard.comm import serving
 from zeroshard.comm.calls import framed, unframed
 from zeroshard.comm.dispatcher import Dispatcher, given_up
 from zeroshard.comm.gloo_peers import Connections, GlooPeers, Subgroup, Transfer
-from zeroshard.comm.links import Kind, Links
+from zeroshard.comm.links import Links, MessageKind
 from zeroshard.comm.notices import Notices
 from zeroshard.comm.ranks import Ranks
 from zeroshard.comm.rendezvous import HostGroups
@@ -27,7 +27,7 @@ from zeroshard.comm.transport import Traffic
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import StallError
 
-__all__ = ["Operation", "PeerControl", "Plane"]
+__all__ = ["PeerControl", "PeerOperation", "Plane"]
 
 # a rank that waits for a slot and hears nothing for so long is stuck ([Note: relief])
 _IDLE_S = 0.0002
@@ -60,7 +60,7 @@ class Plane:
         """The control plane is closed."""
 
 
-class Operation:
+class PeerOperation:
     """The Work of an operation under way; `transfer` holds its messages to and from far ranks.
 
     `call` names it where ranks wait for each other in different calls.
@@ -304,7 +304,7 @@ class PeerControl(Ranks):
         self._has_given_up = True
         self.messages.abandon([left for plane in self._planes for left in plane.reset()])
         self.dispatcher.reset()
-        self.dispatcher.send(Kind.ABANDON)
+        self.dispatcher.send(MessageKind.ABANDON)
         if self._far_notices is not None:
             self._far_notices.give_up(self.dispatcher.links.generation)
 

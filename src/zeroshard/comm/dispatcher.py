@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from zeroshard.comm.calls import call_of, different_calls
-from zeroshard.comm.links import MAX_TAIL, Kind, Links, Message
+from zeroshard.comm.links import MAX_TAIL, Links, Message, MessageKind
 from zeroshard.errors import PlanMismatch, StateError
 
 __all__ = ["Dispatcher", "given_up"]
 
-_OF_EVERY_GENERATION = (Kind.SLOT, Kind.DROP, Kind.WINDOW)
+_OF_EVERY_GENERATION = (MessageKind.SLOT, MessageKind.DROP, MessageKind.WINDOW)
 
 
 class Dispatcher:
@@ -28,9 +28,9 @@ class Dispatcher:
         self.links = links
         self.peers = tuple(peers)
         self._abandons = dict.fromkeys(peers, 0)  # rank -> generation it has entered
-        self._handlers: dict[Kind, Callable[[Message], None]] = {
-            Kind.EXCHANGE: self._take_payload,
-            Kind.REFUSED: self._take_refusal,
+        self._handlers: dict[MessageKind, Callable[[Message], None]] = {
+            MessageKind.EXCHANGE: self._take_payload,
+            MessageKind.REFUSED: self._take_refusal,
         }
         # of this generation:
         # exchange -> rank -> (whole size, so far)
@@ -40,13 +40,13 @@ class Dispatcher:
         self._num_exchanges = self._num_ended = 0  # begun and ended here
         self._call = ""  # of the last exchange
 
-    def on(self, handlers: Mapping[Kind, Callable[[Message], None]]) -> None:
+    def on(self, handlers: Mapping[MessageKind, Callable[[Message], None]]) -> None:
         """Have records of these kinds handled so, in the order in which they arrive."""
         self._handlers |= handlers
 
     def send(
         self,
-        kind: Kind,
+        kind: MessageKind,
         *numbers: int,
         to: Sequence[int] | None = None,
         tail: bytes = b"",
@@ -62,7 +62,7 @@ class Dispatcher:
         """
         messages = self.links.receive(timeout_s)
         for message in messages:
-            if message.kind is Kind.ABANDON:
+            if message.kind is MessageKind.ABANDON:
                 self._abandons[message.peer] = message.generation
             elif (
                 message.generation == self.links.generation or message.kind in _OF_EVERY_GENERATION
@@ -88,7 +88,9 @@ class Dispatcher:
         self._num_exchanges += 1
         self._call = call_of(payload)
         for start in range(0, max(len(payload), 1), MAX_TAIL):
-            self.send(Kind.EXCHANGE, sequence, len(payload), tail=payload[start : start + MAX_TAIL])
+            self.send(
+                MessageKind.EXCHANGE, sequence, len(payload), tail=payload[start : start + MAX_TAIL]
+            )
         return sequence
 
     def payloads_missing(self, sequence: int) -> set[int]:
@@ -149,7 +151,7 @@ class Dispatcher:
 
     def _refuse(self, reason: str) -> NoReturn:
         """Send every peer that ranks wait for each other in different calls, and raise it."""
-        self.send(Kind.REFUSED, self._num_ended, tail=reason.encode()[:MAX_TAIL])
+        self.send(MessageKind.REFUSED, self._num_ended, tail=reason.encode()[:MAX_TAIL])
         self._num_ended = self._num_exchanges
         raise PlanMismatch(reason)
 

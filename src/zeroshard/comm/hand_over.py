@@ -26,7 +26,7 @@ import torch.distributed as dist
 from zeroshard.comm.plain import on_cpu
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.layout import Range
-from zeroshard.core.repartition import overlap
+from zeroshard.core.overlaps import overlap
 from zeroshard.errors import StateError
 
 __all__ = ["HandOver", "HandOverError"]

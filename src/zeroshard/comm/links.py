@@ -32,7 +32,7 @@ from enum import IntEnum
 
 from zeroshard.errors import PeerLostError, StallError
 
-__all__ = ["MAX_TAIL", "Kind", "Links", "Message"]
+__all__ = ["MAX_TAIL", "Links", "Message", "MessageKind"]
 
 MAX_TAIL = 32 * 1024
 _HEADER = struct.Struct("<BIQQQQ")  # kind, generation, a, b, c, d
@@ -41,7 +41,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _RECORD_BYTES = _HEADER.size + MAX_TAIL
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a record says; (a, b, c, d, tail) in brackets."""
 
     SLOT = 1  # a gradient slot exists [number, bytes] + descriptor
@@ -66,7 +66,7 @@ class Message:
     """One record as received. A descriptor that came along is the receiver's to close."""
 
     peer: int
-    kind: Kind
+    kind: MessageKind
     generation: int
     a: int
     b: int
@@ -109,7 +109,7 @@ class Links:
         self._close_descriptors.atexit = False
 
     def send(
-        self, peer: int, kind: Kind, *numbers: int, tail: bytes = b"", fd: int | None = None
+        self, peer: int, kind: MessageKind, *numbers: int, tail: bytes = b"", fd: int | None = None
     ) -> None:
         """Send one record of up to four `numbers`. Does nothing for a peer that has ended: whoever
         waits for it finds out.
@@ -128,7 +128,7 @@ class Links:
                 self._drain(peer)  # what it said before it ended still counts
                 self._lose(peer)
 
-    def _make_room(self, peer: int, kind: Kind, deadline: float) -> None:
+    def _make_room(self, peer: int, kind: MessageKind, deadline: float) -> None:
         """Wait until `peer` reads, and read meanwhile what others send to us."""
         if time.monotonic() > deadline:
             raise StallError(
@@ -181,7 +181,7 @@ class Links:
             record, fd = received
             kind, generation, a, b, c, d = _HEADER.unpack_from(record)
             self._inbox.append(
-                Message(peer, Kind(kind), generation, a, b, c, d, record[_HEADER.size :], fd)
+                Message(peer, MessageKind(kind), generation, a, b, c, d, record[_HEADER.size :], fd)
             )
 
     def _lose(self, peer: int) -> None:

@@ -29,11 +29,11 @@ from zeroshard.comm.codec import Codec
 from zeroshard.comm.ordered import ordered_sum
 from zeroshard.errors import PlanMismatch
 
-__all__ = ["Matching", "Part", "Pending", "checked_parts", "sum_parts"]
+__all__ = ["Contribution", "Matching", "Pending", "checked_parts", "sum_parts"]
 
 
 @dataclass
-class Part:
+class Contribution:
     """One rank's part of an operation, as far as it concerns us; `data` None stands for zeros."""
 
     data: torch.Tensor | None  # uint8
@@ -64,7 +64,7 @@ class Part:
         return self.data
 
 
-Parts = dict[int, Part]
+Parts = dict[int, Contribution]
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Matching:
         self.sequences[key] = sequence + 1
         return sequence
 
-    def contribute(self, key: str, sequence: int, rank: int, contribution: Part) -> None:
+    def contribute(self, key: str, sequence: int, rank: int, contribution: Contribution) -> None:
         """Note `rank`'s part of an operation, which we need not have begun."""
         parts = self.contributions.setdefault((key, sequence), {})
         assert rank not in parts, (key, sequence, rank)

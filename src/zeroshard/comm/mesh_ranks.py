@@ -28,7 +28,7 @@ from zeroshard.comm.gloo_peers import Subgroup
 from zeroshard.comm.ranks import Groups, Ranks
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Traffic
-from zeroshard.core.dims import Place
+from zeroshard.core.dims import MeshPlace
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ZeroshardError
 
@@ -42,8 +42,8 @@ class AlongAxes(Ranks):
 
     def __init__(
         self,
-        places: Sequence[Place] = (Place(),),
-        place: Place | None = None,
+        places: Sequence[MeshPlace] = (MeshPlace(),),
+        place: MeshPlace | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """`places` of all groups, of which `place` is this rank's; `ranks`: the way to them."""

@@ -53,7 +53,7 @@ __all__ = ["NcclTransport"]
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _BufferCut:
     """How the ranks share a buffer; worked out once, since with many ranks it takes longer than a
     collective's start.
     """
@@ -70,15 +70,15 @@ class _Cuts:
     def __init__(self, rank: int, mesh: Mesh) -> None:
         self.others = [other for other in range(mesh.size) if other != rank]
         self.far = [other for other in self.others if not mesh.same_node(other, rank)]
-        self._known: dict[int, _Cut] = {}  # by id of the ranges
+        self._known: dict[int, _BufferCut] = {}  # by id of the ranges
 
-    def of(self, ranges: Sequence[Range]) -> _Cut:
+    def of(self, ranges: Sequence[Range]) -> _BufferCut:
         """Return the cut into `ranges`."""
         known = self._known.get(id(ranges))
         if known is not None:
             return known
         sizes = [stop - start for start, stop in ranges]
-        cut = _Cut(
+        cut = _BufferCut(
             ranges,
             len(set(sizes)) == 1 and list(ranges) == sorted(ranges),
             sum(sizes[rank] for rank in self.others),

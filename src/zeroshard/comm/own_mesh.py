@@ -24,11 +24,11 @@ from zeroshard.core.dims import shared_dims
 from zeroshard.core.holders import Holders
 from zeroshard.errors import ConfigError
 
-__all__ = ["Asked", "OwnMesh", "check_meshes", "meet"]
+__all__ = ["MeshRequest", "OwnMesh", "check_meshes", "meet"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class MeshRequest:
     """A mesh for the modules of a pattern, checked on this rank alone."""
 
     pattern: str
@@ -73,7 +73,7 @@ class OwnMesh:
     holders: Holders
 
 
-def check_meshes(mesh_of: Any) -> list[Asked]:
+def check_meshes(mesh_of: Any) -> list[MeshRequest]:
     """Return what ``shard(mesh_of=)`` asks for. Raises ConfigError."""
     if mesh_of is None:
         return []
@@ -99,12 +99,12 @@ def check_meshes(mesh_of: Any) -> list[Asked]:
             dims = shared_dims(mesh.mesh_dim_names, mesh.shape)
         except ConfigError as refused:
             raise ConfigError(f"{name}: {refused}") from None
-        asked.append(Asked(pattern, mesh, dims))
+        asked.append(MeshRequest(pattern, mesh, dims))
         asked[-1].ranks()
     return asked
 
 
-def meet(asked: Sequence[Asked], group: dist.ProcessGroup | None) -> tuple[OwnMesh, ...]:
+def meet(asked: Sequence[MeshRequest], group: dist.ProcessGroup | None) -> tuple[OwnMesh, ...]:
     """Return the meshes that every rank of `group`, the data parallel ranks, has `asked` for.
     Collective.
 

@@ -24,14 +24,14 @@ from zeroshard.comm import memfd
 from zeroshard.comm.transport import GradBuffer
 from zeroshard.errors import ConfigError
 
-__all__ = ["Slot", "SlotPool"]
+__all__ = ["PoolSlot", "SlotPool"]
 
 _PAGE_BYTES = 4096
 FAR = -1  # a reader that stands for all peers reached by messages
 
 
 @dataclass
-class Slot:
+class PoolSlot:
     """One buffer of the pool. `fd` is open only while the slot is being published."""
 
     number: int
@@ -66,7 +66,7 @@ class SlotPool:
         self._limit_bytes = limit_bytes
         self._largest_bytes = 0
         self._next_number = 0
-        self.slots: dict[int, Slot] = {}
+        self.slots: dict[int, PoolSlot] = {}
 
     def take(
         self, numel: int, dtype: torch.dtype, device: torch.device, *, spill: bool = False
@@ -83,7 +83,7 @@ class SlotPool:
         slot.loan = GradBuffer(slot.memory[: numel * dtype.itemsize].view(dtype), slot.number)
         return slot.loan
 
-    def _fit(self, num_bytes: int, device: torch.device) -> Slot | None:
+    def _fit(self, num_bytes: int, device: torch.device) -> PoolSlot | None:
         fits = [
             s
             for s in self.slots.values()
@@ -104,7 +104,7 @@ class SlotPool:
             self._drop(slot)
         return room >= num_bytes or not self.slots
 
-    def _create(self, num_bytes: int, device: torch.device) -> Slot:
+    def _create(self, num_bytes: int, device: torch.device) -> PoolSlot:
         number = self._next_number
         self._next_number += 1
         if self._publish is None or device.type != "cpu":
@@ -122,7 +122,7 @@ class SlotPool:
                 self._publish(number, num_bytes, fd)
             finally:
                 os.close(fd)
-        slot = self.slots[number] = Slot(number, memory)
+        slot = self.slots[number] = PoolSlot(number, memory)
         return slot
 
     def submit(self, buffer: GradBuffer, readers: set[int]) -> None:
@@ -153,11 +153,11 @@ class SlotPool:
             slot.loan, slot.readers = None, set()
             self._drop_spilled(slot)
 
-    def _drop_spilled(self, slot: Slot) -> None:
+    def _drop_spilled(self, slot: PoolSlot) -> None:
         if slot.spilled and slot.idle:
             self._drop(slot)
 
-    def _drop(self, slot: Slot) -> None:
+    def _drop(self, slot: PoolSlot) -> None:
         del self.slots[slot.number]
         self._withdraw(slot.number)
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 import torch
 
 from zeroshard.comm import memfd
-from zeroshard.comm.control import Operation, PeerControl, Plane
+from zeroshard.comm.control import PeerControl, PeerOperation, Plane
 from zeroshard.comm.gloo_peers import ALL_GATHER, Transfer
-from zeroshard.comm.links import Kind, Message
+from zeroshard.comm.links import Message, MessageKind
 from zeroshard.comm.private_window import private
 from zeroshard.comm.transport import Work
 from zeroshard.core.layout import Range, end_of
@@ -37,7 +37,7 @@ __all__ = ["GatherWork", "PairedWindow", "Windows"]
 
 
 @dataclass(frozen=True)
-class _Memory:
+class _WindowMemory:
     """Where a window rests, as this rank sees it."""
 
     full: torch.Tensor | None
@@ -79,9 +79,9 @@ class Windows(Plane):
         self._gathers: list[GatherWork] = []
         control.dispatcher.on(
             {
-                Kind.WINDOW: self._take_memory,
-                Kind.PUBLISHED: self._take_epoch,
-                Kind.READ: self._take_read,
+                MessageKind.WINDOW: self._take_memory,
+                MessageKind.PUBLISHED: self._take_epoch,
+                MessageKind.READ: self._take_read,
             }
         )
         control.attach(self)
@@ -118,7 +118,7 @@ class Windows(Plane):
         self._num_windows += 1
         if not self.control.near:
             rank = self.control.rank
-            memory = _Memory(*private(ranges, rank, dtype, device, replicated=replicated))
+            memory = _WindowMemory(*private(ranges, rank, dtype, device, replicated=replicated))
         elif device.type != "cpu":
             raise ConfigError(f"window {key}: shared memory serves CPU tensors, not {device}")
         elif not replicated and self._alias and not self.control.far:
@@ -130,7 +130,7 @@ class Windows(Plane):
 
     def _map_one(
         self, key: str, serial: int, ranges: tuple[Range, ...], dtype: torch.dtype
-    ) -> _Memory:
+    ) -> _WindowMemory:
         """One memfd, made by the first rank and mapped by all; each reserves its own part, near
         its own processor.
         """
@@ -150,7 +150,7 @@ class Windows(Plane):
         assert own.fd is not None, own
         full = memfd.map_bytes(own.fd, num_bytes).view(dtype)
         own.close()
-        return _Memory(full, full[slice(*ranges[self.control.rank])], aliased=True)
+        return _WindowMemory(full, full[slice(*ranges[self.control.rank])], aliased=True)
 
     def _map_each(
         self,
@@ -159,7 +159,7 @@ class Windows(Plane):
         ranges: tuple[Range, ...],
         dtype: torch.dtype,
         replicated: bool,
-    ) -> _Memory:
+    ) -> _WindowMemory:
         """A memfd per rank, of its slice or (replicated) of the whole buffer."""
         start, stop = ranges[self.control.rank]
         num_bytes = (end_of(ranges) if replicated else stop - start) * dtype.itemsize
@@ -175,9 +175,9 @@ class Windows(Plane):
             memory.close()
         near = dict(zip(self.control.near, mapped, strict=True))
         if not replicated:
-            return _Memory(None, whole, near)
+            return _WindowMemory(None, whole, near)
         slices = {peer: data[slice(*ranges[peer])] for peer, data in near.items()}
-        return _Memory(whole, whole[start:stop], slices)
+        return _WindowMemory(whole, whole[start:stop], slices)
 
     def _offer(self, serial: int, num_bytes: int, *, reserved: bool) -> _Offer:
         """Make memory and send its descriptor to the near peers, or why there is none."""
@@ -186,7 +186,7 @@ class Windows(Plane):
         except OSError as error:
             own = _Offer(None, 0, str(error))
         self.control.dispatcher.send(
-            Kind.WINDOW, serial, num_bytes, fd=own.fd, tail=own.reason.encode()
+            MessageKind.WINDOW, serial, num_bytes, fd=own.fd, tail=own.reason.encode()
         )
         return own
 
@@ -229,7 +229,7 @@ class Windows(Plane):
         for work in list(self._gathers):
             work.wait()
         self._num_writes += 1
-        self.control.dispatcher.send(Kind.READ, self._num_writes)
+        self.control.dispatcher.send(MessageKind.READ, self._num_writes)
 
         def missing() -> set[int]:
             return {
@@ -272,7 +272,7 @@ class PairedWindow:
         key: str,
         serial: int,
         ranges: tuple[Range, ...],
-        memory: _Memory,
+        memory: _WindowMemory,
     ) -> None:
         self.key = key
         self.ranges = ranges
@@ -324,7 +324,7 @@ class PairedWindow:
 
     def publish(self) -> None:
         self.epoch += 1
-        self._control.dispatcher.send(Kind.PUBLISHED, self.serial, self.epoch)
+        self._control.dispatcher.send(MessageKind.PUBLISHED, self.serial, self.epoch)
 
     def peer_epochs(self) -> dict[int, int]:
         """Return how often each near peer that owns something has published."""
@@ -339,7 +339,7 @@ class PairedWindow:
         self.full, self.local, self._near = None, torch.empty(0), {}
 
 
-class GatherWork(Operation):
+class GatherWork(PeerOperation):
     """A gather under way: near slices are copied once published, far ones arrive by themselves."""
 
     def __init__(

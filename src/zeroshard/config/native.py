@@ -21,8 +21,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from zeroshard.config.option_sections import Comm, LossScale, Offload, State
 from zeroshard.config.strict import Strict, one_line
 from zeroshard.config.strict_json import nearest, parse_json, read_json
-from zeroshard.core.accumulation import budget_bytes
 from zeroshard.core.batch_shares import check_batch_shares, unequal
+from zeroshard.core.gradient_budget import budget_bytes
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
 from zeroshard.core.precision import PRECISIONS, Precision, dtype_name

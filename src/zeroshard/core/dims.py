@@ -24,7 +24,7 @@ from math import prod
 from zeroshard.core.placement import OtherAxis
 from zeroshard.errors import ConfigError
 
-__all__ = ["Dims", "Place", "shared_dims"]
+__all__ = ["Dims", "MeshPlace", "shared_dims"]
 
 _FLAT, _OUTER, _INNER, _CONTEXT = "dp", "dp_replicate", "dp_shard", "cp"
 _EXPERT = "ep"
@@ -35,7 +35,7 @@ _OTHERS = f"{_KNOWN} are not"
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshPlace:
     """Where a rank is along the other axes."""
 
     text: str = ""  # "pp=1, tp=0": one text per data parallel group
@@ -108,7 +108,7 @@ class Dims:
         )
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[MeshPlace, ...]:
         """The places of all data parallel groups, in mesh order."""
         along = [size if i in self.beside else 1 for i, size in enumerate(self.sizes)]
         return tuple(self.place(coordinate) for coordinate in product(*map(range, along)))
@@ -134,10 +134,10 @@ class Dims:
         shown = ", ".join(f"{name} of {size}" for name, size in pairs)
         return f"({shown}), data parallel: {', '.join(self.dp)}"
 
-    def place(self, coordinate: Sequence[int]) -> Place:
+    def place(self, coordinate: Sequence[int]) -> MeshPlace:
         """Return where the rank at `coordinate`, a number per dimension, is."""
         along = [(self.names[index], coordinate[index]) for index in self.beside]
-        return Place(
+        return MeshPlace(
             ", ".join(f"{name}={number}" for name, number in along),
             ", ".join(f"{name}={number}" for name, number in along if not _ALIKE[name]),
             frozenset(name for name, number in along if not number),

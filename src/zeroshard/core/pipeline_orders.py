@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroshard.core.pipeline import Action
+from zeroshard.core.pipeline_gathers import Action
 from zeroshard.errors import ConfigError
 
 __all__ = ["SCHEDULES", "PipelineOrder", "most_in_flight"]

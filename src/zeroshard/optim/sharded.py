@@ -98,7 +98,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.
 
 
 @dataclass(eq=False)
-class _Step:
+class _OptimizerStep:
     """One ``optimizer.step()``: how far it has come."""
 
     has_begun: bool = False  # real gradients stand in the place of sealed ones
@@ -179,7 +179,7 @@ class ShardedOptimizer:
         self._part = part
         self._device = options.device
         self._handles: list[Any] = []
-        self._step = _Step()
+        self._step = _OptimizerStep()
 
     def attach(self, tiles: Sequence[Tile]) -> None:
         """Replace every group's parameters by this rank's shards of them, which `tiles` hold.
@@ -428,7 +428,7 @@ class ShardedOptimizer:
         self.taken = taken
         with suppress(Exception):  # whoever has waited for it before was told
             self.join()
-        self._step = _Step()
+        self._step = _OptimizerStep()
         self.clear()
 
     def _before(
@@ -517,7 +517,7 @@ class ShardedOptimizer:
     ) -> None:
         if not self._step.has_begun:  # the closure was never called: nothing was stepped
             return
-        step, self._step = self._step, _Step()
+        step, self._step = self._step, _OptimizerStep()
         self.taken += 1
         error = step.error
         try:

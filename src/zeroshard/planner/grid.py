@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Protocol
 
 from zeroshard.core.cost import LinkBytes
-from zeroshard.core.pipeline import UNSHARD
+from zeroshard.core.pipeline_gathers import UNSHARD
 from zeroshard.core.pipeline_orders import most_in_flight
 from zeroshard.core.placement import Mesh, Scope, Tier
 from zeroshard.core.policy import Policy

@@ -1,9 +1,9 @@
 """One step of a pipeline, predicted: an event-driven simulation of all of its stages.
 
 Each rank has lanes (lanes.py): compute runs its schedule's computations in order; gathers,
-releases and reduces stand where the engine places them (core/pipeline.py); outputs and their
-gradients leave on lanes of their own, one in each direction, and a computation starts when its
-input is there. Weights stay gathered over consecutive micro-batches within `room`.
+releases and reduces stand where the engine places them (core/pipeline_gathers.py); outputs and
+their gradients leave on lanes of their own, one in each direction, and a computation starts when
+its input is there. Weights stay gathered over consecutive micro-batches within `room`.
 
     bubble     of a rank: compute waits for another rank, or for what it sends
     exposed    compute waits for a gather, a reduce or a tier of its own rank
@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zeroshard.core.pipeline import RESHARD, UNSHARD, Action, place
+from zeroshard.core.pipeline_gathers import RESHARD, UNSHARD, Action, place
 from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.planner.durations import TENSOR
 from zeroshard.planner.lanes import COMPUTE, JobTimes, LaneJob, LaneTask, longest, run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroshard.core.accumulation import budget_bytes
+from zeroshard.core.gradient_budget import budget_bytes
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.sizes import any_of
 from zeroshard.core.wire import CODEC_BITS, Formats

@@ -1,14 +1,14 @@
 """Which units keep whole gradients between micro-batches under an `accumulation_budget`.
 
-The choice is the engine's (core/accumulation.py), from the bytes of each unit's gradient; the row
-then has cells of single units, as the engine's policy has, and everything else reads those.
+The choice is the engine's (core/gradient_budget.py), from the bytes of each unit's gradient; the
+row then has cells of single units, as the engine's policy has, and everything else reads those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroshard.core.accumulation import UnitGradient, resting_whole
+from zeroshard.core.gradient_budget import UnitGradient, resting_whole
 from zeroshard.core.placement import Cell, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.planner.exact import LaidOut, LaidOutGroup

@@ -26,8 +26,8 @@ from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.parts import input_dtype, make_weights_and_gradients, step_settings
 from zeroshard.runtime.recovery import Recovery
-from zeroshard.runtime.repartition import StepTiles
 from zeroshard.runtime.rest import Rest
+from zeroshard.runtime.step_tiles import StepTiles
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan
 from zeroshard.runtime.whole import Whole

@@ -40,7 +40,7 @@ def names_of(leaves: Sequence[Leaf]) -> str:
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _TakenGradient:
     """A gradient that the user has assigned, and the numbers of it that are here."""
 
     leaf: Leaf
@@ -65,7 +65,7 @@ class AssignedGradients:
         self._leaves = leaves
         self._decisions = decisions
         self._control = control
-        self._taken: list[_Taken] = []
+        self._taken: list[_TakenGradient] = []
         self._digests: dict[str, str] = {}  # not yet compared, by name of the parameter
 
     def take(self, only: nn.Parameter | None = None) -> bool:
@@ -76,7 +76,7 @@ class AssignedGradients:
         if only is not None:
             assigned = [leaf for leaf in assigned if leaf.parameter is only]
         with torch._C.DisableTorchFunctionSubclass():
-            self._taken = [_Taken(leaf, leaf.assigned()) for leaf in assigned]
+            self._taken = [_TakenGradient(leaf, leaf.assigned()) for leaf in assigned]
         if not self._taken:
             return False
         for taken in self._taken:

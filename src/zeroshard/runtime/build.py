@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.codec import Codec
-from zeroshard.core.accumulation import UnitGradient
+from zeroshard.core.gradient_budget import UnitGradient
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.core.resting import AtRest, is_weight

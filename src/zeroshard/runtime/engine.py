@@ -35,11 +35,11 @@ from zeroshard.runtime.offload_states import OffloadedStates
 from zeroshard.runtime.parts import Parts, step_settings
 from zeroshard.runtime.pipeline import Following, Terms, check_budget, check_mesh, units_of
 from zeroshard.runtime.relayout import let_go
-from zeroshard.runtime.repartition import StepTiles
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, describe_bytes
 from zeroshard.runtime.rest import RestingPiece
 from zeroshard.runtime.shelf import RestPlace
 from zeroshard.runtime.stages import roots_of
+from zeroshard.runtime.step_tiles import StepTiles
 from zeroshard.runtime.trace import tracing
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, named_parameters_once

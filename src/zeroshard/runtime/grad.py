@@ -37,7 +37,7 @@ from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
 from zeroshard.state.gradient import GradientState
-from zeroshard.state.reduction import Asked
+from zeroshard.state.reduction import SquaresRequest
 from zeroshard.state.state import DeviceStorage
 from zeroshard.tier.store import Storage, Store
 
@@ -314,7 +314,7 @@ class Gradient:
 
     # ------------------------------------------------------------------ what is asked and done then
 
-    def asked(self) -> list[Asked]:
+    def asked(self) -> list[SquaresRequest]:
         """Return what the host has yet to read of an accelerator (state/reduction.py) to know
         `squares`, and whether the averages are finite; nothing of the CPU.
         """
@@ -323,7 +323,7 @@ class Gradient:
         if not resting.is_read_late:
             return resting.passed.asked()
         return [
-            Asked(resting.whole[slice(*span)], partial(self._squares.__setitem__, span))
+            SquaresRequest(resting.whole[slice(*span)], partial(self._squares.__setitem__, span))
             for rank in self.members
             for _, span in self._spans(rank)
             if span not in self._squares

@@ -53,7 +53,7 @@ _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)  # what every module has
 _PLAIN = frozenset((torch.Tensor,))
 
 
-class _Tie:
+class _ParameterTie:
     """What a parameter knows of its engine (released.py); it is an attribute of the parameter
     until it is removed.
     """
@@ -345,7 +345,7 @@ class Hooks:
 
     def _tie_parameters(self, unit: Unit, segment: Segment) -> None:
         for name, parameter in zip(segment.names, segment.parameters, strict=True):
-            self._handles.append(_Tie(self, unit, segment, parameter, name))
+            self._handles.append(_ParameterTie(self, unit, segment, parameter, name))
         if unit.residency.state is not UnitState.FULL:
             release_classes(segment.parameters)
 

@@ -35,7 +35,7 @@ _Part = Callable[[int, int], torch.Tensor]  # the numbers of elements [start, st
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _StatePiece:
     """Elements [start, stop) of one parameter that rest on this rank."""
 
     start: int
@@ -86,7 +86,7 @@ class ParameterStates:
             return None if whole is None else whole.float()
         grads = ((shard, shard.grad()) for shard in self._shards())
         return _joined(
-            _Piece(shard.piece.start, shard.piece.stop, grad)
+            _StatePiece(shard.piece.start, shard.piece.stop, grad)
             for shard, grad in grads
             if grad is not None
         )
@@ -154,13 +154,13 @@ class ParameterStates:
     def _shards(self) -> list[ParamShard]:
         return [shard for shard in self._states.stepped_pieces() if shard.parameter is self._param]
 
-    def _masters(self) -> Iterator[_Piece]:
+    def _masters(self) -> Iterator[_StatePiece]:
         for piece in self._states.resting_pieces():
             if piece.parameter is self._param:
                 with piece.borrowed() as numbers:
-                    yield _Piece(piece.start, piece.stop, numbers.detach().float().clone())
+                    yield _StatePiece(piece.start, piece.stop, numbers.detach().float().clone())
 
-    def _optimizer_states(self, key: str) -> Iterator[_Piece]:
+    def _optimizer_states(self, key: str) -> Iterator[_StatePiece]:
         assert self._engine.optimizer is not None
         for shard in self._shards():
             value = self._engine.optimizer.state.get(shard.tensor, {}).get(key)
@@ -170,7 +170,7 @@ class ParameterStates:
             found = self._states.optimizer_state(shard, key, start, stop)
             with ExitStack() as stack:
                 numbers = stack.enter_context(found()) if callable(found) else found
-                yield _Piece(start, stop, numbers.detach().float().clone())
+                yield _StatePiece(start, stop, numbers.detach().float().clone())
 
     def _check_key(self, optimizer: torch.optim.Optimizer, key: str) -> None:
         """Raise StateError on every rank where one rank's state lacks `key`."""
@@ -183,10 +183,10 @@ class ParameterStates:
                     f" {', '.join(map(repr, held)) or 'none before its first step'}"
                 )
 
-    def _read(self, pieces: Iterable[_Piece], local: bool) -> torch.Tensor | None:
+    def _read(self, pieces: Iterable[_StatePiece], local: bool) -> torch.Tensor | None:
         return _joined(pieces) if local else self._whole(list(pieces))
 
-    def _whole(self, pieces: list[_Piece]) -> torch.Tensor | None:
+    def _whole(self, pieces: list[_StatePiece]) -> torch.Tensor | None:
         """Return the whole tensor that the ranks' `pieces` are; None where no rank has any."""
         ranges = [(piece.start, piece.stop) for piece in pieces]
         everyone = self._states.peers.share(ranges, _CALL)
@@ -209,7 +209,7 @@ class ParameterStates:
     def _parts(self, value: torch.Tensor, local: bool) -> _Part:
         """Return how to cut `value` into the pieces of this rank."""
         if local:
-            take = _Cut(value)
+            take = _StateCut(value)
             return lambda start, stop: take(stop - start)
         flat = self._in_memory_order(value)
         return lambda start, stop: flat[start:stop]
@@ -230,7 +230,7 @@ class ParameterStates:
         return self._states.parameter_layouts()[id(self._param)][1]
 
 
-class _Cut:
+class _StateCut:
     """Takes one piece after the other from a 1-D tensor."""
 
     def __init__(self, value: torch.Tensor) -> None:
@@ -243,6 +243,6 @@ class _Cut:
         return taken
 
 
-def _joined(pieces: Iterable[_Piece]) -> torch.Tensor:
+def _joined(pieces: Iterable[_StatePiece]) -> torch.Tensor:
     parts = [piece.numbers.reshape(-1) for piece in pieces]
     return torch.cat(parts) if parts else torch.empty(0)

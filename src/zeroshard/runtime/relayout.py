@@ -29,8 +29,8 @@ import torch
 
 from zeroshard.comm.hand_over import HandOver
 from zeroshard.core.layout import Range
+from zeroshard.core.overlaps import overlap
 from zeroshard.core.placement import Cells
-from zeroshard.core.repartition import overlap
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.memory import placeholder_value
 from zeroshard.optim.copies import state_after_trial
@@ -42,10 +42,10 @@ from zeroshard.runtime.offload_states import bring_to_rest
 from zeroshard.runtime.parts import Parts
 from zeroshard.runtime.released import restore_classes
 from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.tiles import cut_tiles
+from zeroshard.runtime.tile_cuts import cut_tiles
 from zeroshard.state.local import leave_hollow
 
-__all__ = ["Arrival", "Departure", "Facts", "Transfer", "let_go", "wanted"]
+__all__ = ["Arrival", "Departure", "Facts", "StateTransfer", "let_go", "wanted"]
 
 VALUE, STATE, AVERAGE = "value", "state ", "average "
 _NOTHING = (0, 0)
@@ -240,7 +240,7 @@ def let_go(parts: Parts) -> None:
             leave_hollow(parameter, stride, dtype)
 
 
-class Transfer:
+class StateTransfer:
     """The states of all segments on their way, in one order on every rank."""
 
     def __init__(
@@ -295,7 +295,7 @@ class Arrival:
 
     def __init__(
         self,
-        transfer: Transfer,
+        transfer: StateTransfer,
         context: Context,
         departure: Departure | None,
         sharded: ShardedOptimizer | None,

@@ -42,7 +42,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.control import Operation as Collective
+from zeroshard.comm.control import PeerOperation as Collective
 from zeroshard.core.placement import Tier
 from zeroshard.core.recording import Operation, Probe, Stamp
 from zeroshard.core.timeline import LANES, WAIT, Event, Timeline
@@ -50,7 +50,7 @@ from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StateError, StorageError
 from zeroshard.memory import MemoryCounter
 from zeroshard.runtime.context import Context
-from zeroshard.runtime.levels import Levels
+from zeroshard.runtime.memory_levels import MemoryLevels
 from zeroshard.runtime.reports import Accounts
 from zeroshard.runtime.streams import AcceleratorStreams
 from zeroshard.runtime.unit import Unit
@@ -181,7 +181,7 @@ class Trace:
         self._since: Stamp = clock.now()
         self._marked: dict[int, tuple[object, Operation]] = {}
         self._last: Operation | None = None  # of the gather and reduce lanes
-        self._levels = Levels(units, accounts, meter, clock.now)
+        self._levels = MemoryLevels(units, accounts, meter, clock.now)
 
     # ------------------------------------------------------------------ times
 

@@ -49,7 +49,7 @@ from zeroshard.runtime.stages import model_of
 from zeroshard.runtime.streams import make_streams
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.units import UnitSpec
-from zeroshard.sharding.asked import Asked, Call, compared, told_by_id, understood
+from zeroshard.sharding.asked import Call, ShardRequest, compared, told_by_id, understood
 from zeroshard.sharding.repartition import Repartition
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceMemory
@@ -153,7 +153,7 @@ def shard(
 def _engine(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    asked: Asked,
+    asked: ShardRequest,
     context: Context,
     again: Repartition,
 ) -> Engine:
@@ -176,7 +176,7 @@ def _engine(
 
 def _make_context(
     model: nn.Module,
-    asked: Asked,
+    asked: ShardRequest,
     seat: Seat,
     sync_from: int | None = None,
     *,
@@ -226,7 +226,7 @@ def _make_context(
     return replace(context, own=own)
 
 
-def _make_options(asked: Asked, *, trains: bool) -> Options:
+def _make_options(asked: ShardRequest, *, trains: bool) -> Options:
     """Return what the user wants done beside what the policy says."""
     settings = asked.settings
     return Options(
@@ -242,7 +242,7 @@ def _make_options(asked: Asked, *, trains: bool) -> Options:
     )
 
 
-def _own_context(own: OwnMesh, whole: Context, asked: Asked, spec: CommSpec) -> Context:
+def _own_context(own: OwnMesh, whole: Context, asked: ShardRequest, spec: CommSpec) -> Context:
     """Return the context of parameters with a mesh of their own. Collective over that."""
     mesh, members = own.holders.mesh(whole.mesh), own.holders.members
     spec = replace(
@@ -258,14 +258,14 @@ def _own_context(own: OwnMesh, whole: Context, asked: Asked, spec: CommSpec) -> 
     return replace(whole, levels=levels, mesh=mesh, holders=own.holders)
 
 
-def _pool_bytes(asked: Asked, pattern: str) -> int:
+def _pool_bytes(asked: ShardRequest, pattern: str) -> int:
     """Return the bytes of the gradient buffers of the units of `pattern`: twice the largest."""
     numel = max((plan.local_numel for plan in asked.plans if plan.pattern == pattern), default=0)
     return grad_pool_bytes(numel, asked.dtypes.widest(asked.settings.resolved_precision()))
 
 
 def _make_tiering(
-    asked: Asked, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device
+    asked: ShardRequest, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device
 ) -> Tiering:
     """Make the configured stores. An unusable disk raises StorageError on every rank."""
     offload, leaving = asked.settings.offload, asked.common.offload.leaving

@@ -16,8 +16,8 @@ from torch import nn
 from zeroshard.comm.device_mesh import Seat
 from zeroshard.comm.ranks import Groups
 from zeroshard.config import AUTO, Config
-from zeroshard.core.accumulation import least_budget, resting_whole
 from zeroshard.core.digest import holders
+from zeroshard.core.gradient_budget import least_budget, resting_whole
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import dtype_name
@@ -42,7 +42,7 @@ from zeroshard.sharding.checks import (
 )
 from zeroshard.state.local import local_of, part_of, whole_shape
 
-__all__ = ["Asked", "Call", "asked_again", "compared", "told_by_id", "understood"]
+__all__ = ["Call", "ShardRequest", "asked_again", "compared", "told_by_id", "understood"]
 
 _log = logging.getLogger("zeroshard")
 _REMEDY = "Build the same model with the same options on every rank (same seed), or use sync_from=0"
@@ -72,7 +72,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ShardRequest:
     """This rank's settings, checked, and not yet compared with the other ranks'."""
 
     settings: Config  # with this rank's own tiers
@@ -90,7 +90,9 @@ class Asked:
     within: dict[str, Groups]
 
 
-def compared(asked: Asked | None, error: ZeroshardError | None, seat: Seat) -> dict[str, str]:
+def compared(
+    asked: ShardRequest | None, error: ZeroshardError | None, seat: Seat
+) -> dict[str, str]:
     """Return which initial values of a deferred model differ between the data parallel ranks;
     they are reported only if no file overwrites them. Collective.
 
@@ -135,7 +137,7 @@ def _differing(
 
 def understood(
     call: Call, build: Callable[[], Config]
-) -> tuple[Asked | None, ZeroshardError | None]:
+) -> tuple[ShardRequest | None, ZeroshardError | None]:
     """Return what is asked for, checked, or why this rank refuses. Collective for policy="auto",
     and shares="memory" and "auto", alone.
     """
@@ -220,7 +222,7 @@ def _chosen(call: Call, settings: Config, everyone: list[dict[str, Any]]) -> Con
     return out
 
 
-def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Asked:
+def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> ShardRequest:
     """Check everything on this rank. Nothing is changed or sent. Raises ConfigError."""
     model, seat = call.model, call.seat
     settings, mesh, node_size = _seated(common, seat)
@@ -249,7 +251,7 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Aske
         report["a deferred model"] = "yes"
     else:
         report, values = report | values, {}
-    return Asked(
+    return ShardRequest(
         settings=settings,
         common=common,
         policy=_budgeted(settings, cut, plans, mesh, seat, dtypes),
@@ -276,7 +278,7 @@ def _check_sync(sync_from: int | None, mesh: Mesh) -> None:
         )
 
 
-def asked_again(asked: Asked, model: nn.Module, common: Config, seat: Seat) -> Asked:
+def asked_again(asked: ShardRequest, model: nn.Module, common: Config, seat: Seat) -> ShardRequest:
     """Return what `asked` becomes with other `common` settings in another `seat`: units and dtypes
     are the same, and so are shares that were measured. Raises ConfigError.
     """

@@ -49,8 +49,8 @@ from zeroshard.runtime.build import Context, PlannedUnits, build_units, plan_uni
 from zeroshard.runtime.ema import averages_of
 from zeroshard.runtime.engine import Engine, parts_of, relaid, states_of
 from zeroshard.runtime.parts import Parts
-from zeroshard.runtime.relayout import Arrival, Departure, Facts, Transfer, let_go, wanted
-from zeroshard.sharding.asked import Asked, asked_again
+from zeroshard.runtime.relayout import Arrival, Departure, Facts, StateTransfer, let_go, wanted
+from zeroshard.sharding.asked import ShardRequest, asked_again
 from zeroshard.sharding.rejoin import carried, take_over
 from zeroshard.state.local import local_of
 
@@ -76,7 +76,7 @@ class MakeContext(Protocol):
     """
 
     def __call__(
-        self, asked: Asked, seat: Seat, /, *, trains: bool, told: Mapping[int, str]
+        self, asked: ShardRequest, seat: Seat, /, *, trains: bool, told: Mapping[int, str]
     ) -> Context: ...
 
 
@@ -84,7 +84,7 @@ class MakeContext(Protocol):
 class _Ready:
     """A new layout that this rank has a part in, before anything moves."""
 
-    asked: Asked
+    asked: ShardRequest
     seat: Seat
     context: Context
     planned: PlannedUnits
@@ -97,7 +97,7 @@ class _Ready:
 class Repartition:
     """What one engine was asked for last, and how it is asked again."""
 
-    def __init__(self, asked: Asked, seat: Seat, make: MakeContext) -> None:
+    def __init__(self, asked: ShardRequest, seat: Seat, make: MakeContext) -> None:
         self._asked = asked
         self._seat = seat
         self._make = make
@@ -304,7 +304,7 @@ class Repartition:
         seat: Seat,
         told: Sequence[dict[str, Any]],
         changes: Mapping[str, Any],
-    ) -> Asked:
+    ) -> ShardRequest:
         settings = self._asked.common
         if self._is_away:
             first = next(one for one in told if one["ranks"] is not None)
@@ -323,7 +323,7 @@ class Repartition:
             )
         return asked
 
-    def _ready(self, engine: Engine, asked: Asked, seat: Seat) -> _Ready:
+    def _ready(self, engine: Engine, asked: ShardRequest, seat: Seat) -> _Ready:
         trains = parts_of(engine).sharded is not None
         context = self._make(asked, seat, trains=trains, told={})
         scaler = parts_of(engine).context.options.loss_scaler
@@ -413,7 +413,7 @@ class _Move:
 
     def _run(self) -> None:
         ready, departure = self._ready, self._departure
-        transfer = Transfer(self._hand_over, self._facts, departure)
+        transfer = StateTransfer(self._hand_over, self._facts, departure)
         if departure is not None:
             departure.begin()
         if ready is None:
@@ -435,7 +435,7 @@ class _Move:
         if departure is not None:
             departure.end(stays=ready is not None)
 
-    def _build(self, ready: _Ready, transfer: Transfer) -> None:
+    def _build(self, ready: _Ready, transfer: StateTransfer) -> None:
         context, plans = ready.context, ready.asked.plans
         arrival = Arrival(transfer, context, self._departure, self._parts.sharded, self._averages)
         units = build_units(plans, context, ready.planned, arrival)
@@ -475,7 +475,9 @@ def _settings(settings: Config, changes: Mapping[str, Any]) -> Config:
     return build_config(settings, **known)
 
 
-def _measured(engine: Engine, asked: Asked, seat: Seat, changes: Mapping[str, Any]) -> Asked:
+def _measured(
+    engine: Engine, asked: ShardRequest, seat: Seat, changes: Mapping[str, Any]
+) -> ShardRequest:
     """Return `asked` with shares that follow what is measured now, if `changes` ask for that; the
     first rank logs why. Collective over the new ranks.
     """
@@ -491,7 +493,7 @@ def _measured(engine: Engine, asked: Asked, seat: Seat, changes: Mapping[str, An
     return replace(asked, shares=shares_of(numbers))
 
 
-def _model_digest(asked: Asked) -> str:
+def _model_digest(asked: ShardRequest) -> str:
     """Return what the parameters and units of a model are, as a few letters."""
     return hashlib.blake2b(json.dumps(asked.report).encode(), digest_size=8).hexdigest()
 

@@ -20,14 +20,20 @@ import torch
 from zeroshard.memory import reads_wait
 
 __all__ = [
-    "Asked", "RunningSum", "chunks", "is_finite", "read_squares", "squares_of", "sum_of_squares",
+    "RunningSum",
+    "SquaresRequest",
+    "chunks",
+    "is_finite",
+    "read_squares",
+    "squares_of",
+    "sum_of_squares",
 ]  # fmt: skip
 
 _CHUNK = 1 << 17  # elements: a chunk of fp32 stays in a core's own cache
 
 
 @dataclass(frozen=True)
-class Asked:
+class SquaresRequest:
     """A slice whose sum of squares the host has yet to learn."""
 
     numbers: torch.Tensor  # [n], on the device of all others that are asked for with it
@@ -41,7 +47,7 @@ def squares_of(slices: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(list(slices), 2, dtype=torch.float64)).square_()
 
 
-def read_squares(asked: Sequence[Asked]) -> None:
+def read_squares(asked: Sequence[SquaresRequest]) -> None:
     """Tell each of `asked`, of which there are some, its sum of squares: one vector, one read."""
     squares = squares_of([one.numbers for one in asked]).tolist()
     for one, value in zip(asked, squares, strict=True):
@@ -98,10 +104,10 @@ class RunningSum:
         known = self._totals.get(False)
         return known is None or bool(torch.isfinite(known))
 
-    def asked(self) -> list[Asked]:
+    def asked(self) -> list[SquaresRequest]:
         """Return what the host has yet to read of an accelerator to know whether it is finite."""
         total = self._totals.get(True)
-        return [] if total is None else [Asked(total.reshape(1), self._learn)]
+        return [] if total is None else [SquaresRequest(total.reshape(1), self._learn)]
 
     def _learn(self, squares: float) -> None:
         """Keep on the host, squared, what the numbers that passed the device add up to."""

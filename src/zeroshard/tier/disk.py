@@ -42,11 +42,11 @@ from zeroshard.tier.bounce import BounceBuffers, Bytes
 from zeroshard.tier.checksums import UNIT, Checksums
 from zeroshard.tier.direct_io import BLOCK, accepts_direct, read_blocks, round_up, write_blocks
 from zeroshard.tier.link import Link, link_of
-from zeroshard.tier.pieces import Piece, cut
+from zeroshard.tier.pieces import DiskPiece, cut
 from zeroshard.tier.staging import Memory, Staging
 from zeroshard.tier.store import operation_on
 from zeroshard.tier.swapdir import SwapDirectory
-from zeroshard.tier.transfer import Scratch, Transfer, Workers
+from zeroshard.tier.transfer import Scratch, TierTransfer, Workers
 
 __all__ = ["DiskStore"]
 
@@ -151,7 +151,7 @@ class _DiskStorage:
         self._close_file.atexit = False  # a thread may be using it
         self._sums = Checksums(self._file_bytes) if store.verify else None
         self._lost = ""  # why the first write that failed did
-        self._under_way: list[Transfer] = []
+        self._under_way: list[TierTransfer] = []
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> Work:
         return self._start(start, stop, out, writes=False)
@@ -173,7 +173,7 @@ class _DiskStorage:
                 works[-1].wait()
         finally:
             for work in works:
-                if isinstance(work, Transfer):
+                if isinstance(work, TierTransfer):
                     work.wait_end()  # an interrupted wait left the disk using the buffer
             staging.give(tensor)
 
@@ -203,24 +203,24 @@ class _DiskStorage:
         there = self._store.bounce_buffers.of(tensor)
         do = self._write_piece if writes else self._read_piece
 
-        def run(piece: Piece, scratch: Scratch) -> None:
+        def run(piece: DiskPiece, scratch: Scratch) -> None:
             do(there, piece.start - first, piece, scratch)
 
         recording, timed = self._store.probe.recording, run
         if recording is not None:
             operation = operation_on(self, last - first, writes=writes)
             timed = recording.by_pieces(run, len(pieces), operation)
-        transfer = Transfer(pieces, timed, writes=writes, beside=self._under_way)
+        transfer = TierTransfer(pieces, timed, writes=writes, beside=self._under_way)
         self._store.workers.start(transfer)
         return transfer
 
-    def _straight(self, there: Bytes, start: int, piece: Piece) -> memoryview | None:
+    def _straight(self, there: Bytes, start: int, piece: DiskPiece) -> memoryview | None:
         """Return the tensor's bytes of a piece if the disk can use them in place."""
         align = BLOCK if self._store.direct else 1
         stop = start + piece.stop - piece.start
         return there.straight(start, stop, align) if piece.whole else None
 
-    def _read_piece(self, there: Bytes, start: int, piece: Piece, scratch: Scratch) -> None:
+    def _read_piece(self, there: Bytes, start: int, piece: DiskPiece, scratch: Scratch) -> None:
         view = self._straight(there, start, piece)
         if view is not None:
             self._fetch(view, piece.low)
@@ -229,7 +229,7 @@ class _DiskStorage:
         self._fetch(memory.view[: piece.high - piece.low], piece.low)
         there.put(start, memory, piece.start - piece.low, piece.stop - piece.start)
 
-    def _write_piece(self, there: Bytes, start: int, piece: Piece, scratch: Scratch) -> None:
+    def _write_piece(self, there: Bytes, start: int, piece: DiskPiece, scratch: Scratch) -> None:
         num_bytes = piece.stop - piece.start
         try:
             view = self._straight(there, start, piece)

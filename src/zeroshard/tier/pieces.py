@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from zeroshard.tier.direct_io import BLOCK, round_up
 
-__all__ = ["Piece", "cut"]
+__all__ = ["DiskPiece", "cut"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DiskPiece:
     """Bytes [start, stop) of a storage, inside the whole units [low, high) of its file."""
 
     start: int
@@ -34,7 +34,7 @@ class Piece:
         return self.start == self.low and self.stop == self.high
 
 
-def cut(start: int, stop: int, *, storage_bytes: int, unit: int, chunk: int) -> list[Piece]:
+def cut(start: int, stop: int, *, storage_bytes: int, unit: int, chunk: int) -> list[DiskPiece]:
     """Return the pieces of bytes [start, stop); the last unit ends with the file's last block."""
     assert 0 <= start <= stop <= storage_bytes, (start, stop, storage_bytes)
     assert chunk % unit == 0 and unit % BLOCK == 0, (chunk, unit, BLOCK)
@@ -49,6 +49,6 @@ def cut(start: int, stop: int, *, storage_bytes: int, unit: int, chunk: int) -> 
                 end = stop - stop % unit
         end = min(end, stop)
         low, high = start - start % unit, min(round_up(end, unit), file_bytes)
-        pieces.append(Piece(start, end, low, high))
+        pieces.append(DiskPiece(start, end, low, high))
         start = end
     return pieces

@@ -18,10 +18,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 from zeroshard.errors import StorageError
-from zeroshard.tier.pieces import Piece
+from zeroshard.tier.pieces import DiskPiece
 from zeroshard.tier.staging import Memory
 
-__all__ = ["Scratch", "Transfer", "Workers"]
+__all__ = ["Scratch", "TierTransfer", "Workers"]
 
 
 class Scratch:
@@ -43,24 +43,24 @@ class Scratch:
         return self._memory
 
 
-class Transfer:
+class TierTransfer:
     """A read or write of one storage, as a Work; `beside` lists the storage's transfers."""
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
-        run: Callable[[Piece, Scratch], None],
+        pieces: Sequence[DiskPiece],
+        run: Callable[[DiskPiece, Scratch], None],
         *,
         writes: bool,
-        beside: list[Transfer],
+        beside: list[TierTransfer],
     ) -> None:
         self.pieces = pieces
         self.writes = writes
         self.beside = beside
         self.num_left = len(pieces)
         self.num_blockers = 0
-        self.followers: list[Transfer] = []
-        self._run: Callable[[Piece, Scratch], None] | None = run
+        self.followers: list[TierTransfer] = []
+        self._run: Callable[[DiskPiece, Scratch], None] | None = run
         self._error: BaseException | None = None
         self._over = threading.Event()
 
@@ -78,14 +78,14 @@ class Transfer:
         """Wait for the end, failed or not."""
         self._over.wait()
 
-    def conflicts(self, other: Transfer) -> bool:
+    def conflicts(self, other: TierTransfer) -> bool:
         """Whether one must wait for the other."""
         if not (self.writes or other.writes):
             return False
         mine, theirs = self.pieces, other.pieces
         return mine[0].low < theirs[-1].high and theirs[0].low < mine[-1].high
 
-    def attempt(self, piece: Piece, scratch: Scratch) -> None:
+    def attempt(self, piece: DiskPiece, scratch: Scratch) -> None:
         """Do one piece, unless another one has failed."""
         if self._error is None and self._run is not None:
             try:
@@ -112,7 +112,7 @@ class Workers:
     """`num_threads` daemon threads for the transfers of one store."""
 
     def __init__(self, num_threads: int, scratch_bytes: int, *, pinned: bool) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Transfer, Piece] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[TierTransfer, DiskPiece] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_open = 0  # transfers that were started and have not ended
         self._stopping = False
@@ -124,7 +124,7 @@ class Workers:
             self._threads.append(thread)
             thread.start()
 
-    def start(self, transfer: Transfer) -> None:
+    def start(self, transfer: TierTransfer) -> None:
         """Start `transfer` once those under way beside it that it must wait for have ended."""
         with self._lock:
             assert not self._stopping, "the store is closed"
@@ -137,7 +137,7 @@ class Workers:
             if not blockers:
                 self._submit(transfer)
 
-    def wait_ends(self, transfers: list[Transfer]) -> None:
+    def wait_ends(self, transfers: list[TierTransfer]) -> None:
         """Wait for the end of every transfer that is in a storage's list now."""
         with self._lock:
             now = list(transfers)
@@ -156,7 +156,7 @@ class Workers:
             if thread is not threading.current_thread():
                 thread.join()
 
-    def _submit(self, transfer: Transfer) -> None:
+    def _submit(self, transfer: TierTransfer) -> None:
         for piece in transfer.pieces:
             self._jobs.put((transfer, piece))
 
@@ -166,7 +166,7 @@ class Workers:
             transfer.attempt(piece, scratch)
             self._finish_piece(transfer)
 
-    def _finish_piece(self, transfer: Transfer) -> None:
+    def _finish_piece(self, transfer: TierTransfer) -> None:
         with self._lock:
             transfer.num_left -= 1
             if transfer.num_left:

@@ -11,8 +11,8 @@ import torch
 
 from zeroshard.comm import serving
 from zeroshard.comm.gloo_peers import Waiters
-from zeroshard.comm.links import MAX_TAIL, Kind, Links, Message
-from zeroshard.comm.matching import Matching, Part
+from zeroshard.comm.links import MAX_TAIL, Links, Message, MessageKind
+from zeroshard.comm.matching import Contribution, Matching
 from zeroshard.comm.rendezvous import _agree
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.slots import FAR, SlotPool
@@ -37,7 +37,7 @@ def test_two_ranks_with_full_sockets_do_not_deadlock() -> None:
 
     def talk(rank: int) -> None:
         for number in range(300):  # far more than a socket buffer holds
-            links[rank].send(1 - rank, Kind.EXCHANGE, number, tail=bytes(MAX_TAIL))
+            links[rank].send(1 - rank, MessageKind.EXCHANGE, number, tail=bytes(MAX_TAIL))
         while len(received[rank]) < 300:
             received[rank] += links[rank].receive(5.0)
 
@@ -54,14 +54,14 @@ def test_two_ranks_with_full_sockets_do_not_deadlock() -> None:
 def test_what_a_peer_said_before_it_hung_up_still_counts() -> None:
     ours, theirs = pair()
     # unread when the peer closes: the kernel then reports a reset before the data
-    ours.send(1, Kind.ACK, 1)
+    ours.send(1, MessageKind.ACK, 1)
     for number in range(5):
-        theirs.send(0, Kind.READ, number)
+        theirs.send(0, MessageKind.READ, number)
     theirs.close()
     messages = ours.receive(1.0)
     assert [message.a for message in messages] == [0, 1, 2, 3, 4]
     assert ours.lost == {1}
-    ours.send(1, Kind.ACK, 2)  # nobody is there: whoever waits finds out
+    ours.send(1, MessageKind.ACK, 2)  # nobody is there: whoever waits finds out
     with pytest.raises(PeerLostError, match=r"waiting: rank\(s\) \[1\]"):
         ours.require([1], "waiting")
     ours.close()
@@ -71,7 +71,7 @@ def test_a_peer_that_reads_nothing_is_a_stall() -> None:
     ours, theirs = pair(stall_timeout_s=0.3)
     with pytest.raises(StallError, match="rank 1 reads no messages"):
         for _ in range(1000):
-            ours.send(1, Kind.EXCHANGE, tail=bytes(MAX_TAIL))
+            ours.send(1, MessageKind.EXCHANGE, tail=bytes(MAX_TAIL))
     ours.close()
     theirs.close()
 
@@ -136,7 +136,7 @@ def test_relief_copies_what_is_owed_and_tells_the_owner() -> None:
     matching = Matching()
     told: list[str] = []
     data = torch.arange(8, dtype=torch.uint8)
-    matching.contribute("unit", 0, 1, Part(data, lambda: told.append("ack"), near=True))
+    matching.contribute("unit", 0, 1, Contribution(data, lambda: told.append("ack"), near=True))
     matching.relieve(0)
     assert not told
     matching.relieve(1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.core.accumulation import UnitGradient, least_budget, resting_whole
 from zeroshard.core.cost import Wires
+from zeroshard.core.gradient_budget import UnitGradient, least_budget, resting_whole
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import ROWS, Policy
 from zeroshard.core.precision import PRECISIONS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroshard.core.dims import Dims, Place
+from zeroshard.core.dims import Dims, MeshPlace
 from zeroshard.core.placement import Mesh, OtherAxis
 from zeroshard.errors import ConfigError
 
@@ -15,7 +15,7 @@ def test_a_mesh_of_one_dimension_is_data_parallel_whatever_its_name(
 ) -> None:
     dims = Dims.of(names, (4,))
     assert (dims.data, dims.beside, dims.others, len(dims.places)) == ((0,), (), (), 1)
-    assert dims.place((3,)) == Place()
+    assert dims.place((3,)) == MeshPlace()
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_the_mesh_counts_data_parallel_ranks_and_knows_the_other_axes() -> None:
 def test_a_place_tells_groups_apart_and_counts_replicas_once() -> None:
     dims = Dims.of(("pp", "dp", "tp"), (2, 2, 2))
     places = {(pp, tp): dims.place((pp, dp, tp)) for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)}
-    assert places[1, 0] == Place("pp=1, tp=0", "pp=1", frozenset({"tp"}), is_first=True)
-    assert places[1, 1] == Place("pp=1, tp=1", "pp=1", frozenset(), is_first=False)
+    assert places[1, 0] == MeshPlace("pp=1, tp=0", "pp=1", frozenset({"tp"}), is_first=True)
+    assert places[1, 1] == MeshPlace("pp=1, tp=1", "pp=1", frozenset(), is_first=False)
     assert [place.is_first for place in places.values()] == [True, False, True, False]
 
 

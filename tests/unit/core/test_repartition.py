@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.core.layout import Range
-from zeroshard.core.repartition import Overlap, overlap, overlaps
+from zeroshard.core.overlaps import Overlap, overlap, overlaps
 
 
 @st.composite

@@ -41,7 +41,7 @@ from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.pieces import cut
 from zeroshard.tier.staging import Staging
 from zeroshard.tier.swapdir import SwapDirectory, safe_name
-from zeroshard.tier.transfer import Transfer
+from zeroshard.tier.transfer import TierTransfer
 
 CPU = torch.device("cpu")
 NUMEL = 3 << 18  # 3 MiB of fp32
@@ -562,7 +562,7 @@ def test_an_interrupted_borrower_keeps_its_buffer_until_the_disk_is_done_with_it
     gate = Gate(monkeypatch, "preadv")
     ended: list[BaseException] = []
 
-    def interrupted(_: Transfer) -> None:
+    def interrupted(_: TierTransfer) -> None:
         assert gate.reached.wait(MAX_SECONDS)
         raise KeyboardInterrupt
 
@@ -573,7 +573,7 @@ def test_an_interrupted_borrower_keeps_its_buffer_until_the_disk_is_done_with_it
         except KeyboardInterrupt as error:
             ended.append(error)
 
-    monkeypatch.setattr(Transfer, "wait", interrupted)
+    monkeypatch.setattr(TierTransfer, "wait", interrupted)
     thread = threading.Thread(target=borrow)
     thread.start()
     assert gate.reached.wait(MAX_SECONDS)

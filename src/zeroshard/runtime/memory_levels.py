@@ -18,14 +18,14 @@ from zeroshard.memory import MemoryCounter
 from zeroshard.runtime.reports import Accounts
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["Levels"]
+__all__ = ["MemoryLevels"]
 
 # after the name of a state
 _PLACES = {tier: "" if tier is Tier.DEVICE else f" ({tier.value})" for tier in Tier}
 
 
-class Levels:
-    """What was there when."""
+class MemoryLevels:
+    """The bytes of each state over time."""
 
     def __init__(
         self,

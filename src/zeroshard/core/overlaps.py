@@ -7,7 +7,7 @@
 A cut is a list of ranges, in order and disjoint; ranges need not touch. What moves from one cut to
 another are the ranges that both hold (ZeRO's partitions, a split between tiers, the shards of two
 checkpoints). Invariant: every element that both cuts hold is in exactly one overlap. Cost: the
-ranges of both, once. It moves nothing; runtime/repartition.py does.
+ranges of both, once. It moves nothing; runtime/step_tiles.py does.
 """
 
 from __future__ import annotations

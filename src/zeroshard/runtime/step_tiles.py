@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from zeroshard.core.overlaps import overlaps
 from zeroshard.core.placement import Tier
-from zeroshard.core.repartition import overlaps
 from zeroshard.core.split import splits
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard, Taken, Tile
@@ -27,7 +27,7 @@ from zeroshard.optim.tiles import TileStates
 from zeroshard.runtime.balance import Balance
 from zeroshard.runtime.build import Context, make_master
 from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.tiles import cut_tiles
+from zeroshard.runtime.tile_cuts import cut_tiles
 from zeroshard.runtime.unit import Unit
 from zeroshard.state.state import move
 
