@@ -239,7 +239,7 @@ def import_rows(parsed: dict[Path, ast.Module], lines: dict[Path, int]) -> Itera
     graph = {name: (imports(tree) & modules.keys()) - {name} for name, tree in modules.items()}
     circles = cycles(graph)
     yield Row("modules that runtime/loop.py imports, transitively", len(loop), limit=109)
-    yield Row("their lines", *size(loop), limit=19030, aim=9000)
+    yield Row("their lines", *size(loop), limit=19040, aim=9000)
     yield Row(
         "lines that the public names of zeroshard load", *size(closure(top, modules, typed=True))
     )
@@ -254,10 +254,10 @@ def import_rows(parsed: dict[Path, ast.Module], lines: dict[Path, int]) -> Itera
 def name_rows(trees: shape_names.Trees) -> Iterator[Row]:
     """Yield the rows about one word for one thing, and one thing for one word."""
     listed = {
-        "holders that a gradient passes": (shape_names.GRADIENT_HOLDERS, 9, 3),
+        "holders that a gradient passes": (shape_names.GRADIENT_HOLDERS, 7, 3),
         "fields that say why a weight is gathered": (shape_names.GATHERED_BECAUSE, 10, 1),
         "nouns for numbers at rest": (shape_names.NUMBERS_AT_REST, 10, 1),
-        "pools": (shape_names.POOLS, 9, 1),
+        "pools": (shape_names.POOLS, 8, 1),
         'ways to say "what fails on one rank fails on all"': (shape_names.FAILS_ON_ALL, 6, 1),
     }
     for name, (nouns, limit, aim) in listed.items():
