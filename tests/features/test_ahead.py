@@ -21,6 +21,7 @@ from zeroshard.core.residency import UnitState
 
 def _sleeps(engine: zs.Engine, model: nn.Module) -> None:
     engine.offload_states()
+    assert not _on_its_way(engine)
     with pytest.raises(zs.StateError, match="reload_states"), torch.no_grad():
         model(batch(0, 0)[0])
     engine.reload_states()

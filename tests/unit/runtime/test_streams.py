@@ -25,6 +25,11 @@ def test_no_streams_takes_every_call() -> None:
         pass
 
 
+def test_only_an_accelerator_has_lanes_that_are_enqueued_on() -> None:
+    assert AcceleratorStreams.has_lanes and AcceleratorStreams.enqueues
+    assert not NoStreams.has_lanes and not NoStreams.enqueues
+
+
 def test_make_streams_answers_by_device() -> None:
     assert isinstance(make_streams("cpu"), NoStreams)
     with pytest.raises(ConfigError, match="'meta'"):
