@@ -1,9 +1,8 @@
 """A sanitizer of lanes: it sees every operation of a run as CUDA's streams would, without a GPU.
 
-`CheckingStreams` proves what the engine reports about its buffers. This one believes no report: a
-TorchDispatchMode takes the memory that each operation reads and writes, collectives included, on
-the lane in force; forks, marks, joins, events and threads move vector clocks
-(tests/support/pretended_device.py). Two kinds of finding::
+The engine reports nothing: a TorchDispatchMode takes the memory that each operation reads and
+writes, collectives included, on the lane in force; forks, marks, joins, events and threads move
+vector clocks (tests/support/pretended_device.py). Two kinds of finding::
 
     race    an operation touches memory that another lane has written (or written what another lane
             has read), and is not ordered after it

@@ -5,7 +5,7 @@ to sum its gradients. playback.py says when.
                   until it is decoded
     one sum       a bucket in the dtype of gradients; with a codec its encoding, which is what the
                   transport has; slices of other ranks; over nodes, between the two levels, a
-                  column's sum (comm/two_level.py)
+                  column's sum (comm/levels.py)
 
 Nothing here knows an order or a pool. Invariant: sizes are those of the routes' hops.
 """
