@@ -120,6 +120,7 @@ FOUND = {  # what later seeds found, shrunk where that was possible
         tokens=True,
         steps=(Step((Micro(routes=((), (), ())),), zero="model"), Step()),
     ),
+    "states taken away while a column is published between nodes": draw(7698),
 }
 
 

@@ -64,6 +64,9 @@ class Follower(Protocol):
     def serve(self) -> bool:
         """Start the collective that has become possible; return whether any is left."""
 
+    def wait(self) -> None:
+        """Return when it is over. Idempotent."""
+
     def leave(self) -> None:
         """Start nothing any more: the transports have given up."""
 
@@ -116,6 +119,7 @@ class Levels:
         self.one_sided = flat.one_sided and not self.is_deep
         self.keyed = all(transport.keyed for transport in self)
         self._followed: list[Follower] = []
+        self._column_windows: list[ColumnWindow] = []
         # columns of node sums on their way into an encoding; as many as reduces are under way
         self._sums = Pool()
 
@@ -161,7 +165,9 @@ class Levels:
         self._prepare(key, ranges, dtype, "by columns")
         columns, own = self._columns(ranges)
         inner = self.inside.window(key, columns, dtype, device, replicated=False)
-        return ColumnWindow(self.between, inner, own, is_whole=written is not Scope.SHARD)
+        window = ColumnWindow(self.between, inner, own, is_whole=written is not Scope.SHARD)
+        self._column_windows.append(window)
+        return window
 
     def _prepare(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, kind: str) -> None:
         """Make `key` known. Raises PlanMismatch where the ranks ask for another key, cut, dtype
@@ -178,7 +184,13 @@ class Levels:
         return _columns_of(self.mesh, self.flat.rank, tuple(ranges))
 
     def begin_write(self) -> None:
-        """Return when every rank has called it; no gather is under way. See Transport."""
+        """Return when every rank has called it; see Transport. What nodes have published is here
+        then, and gathers in two levels are over.
+        """
+        for window in self._column_windows:
+            window.wait_published()
+        for operation in self._followed:
+            operation.wait()
         self.flat.begin_write()
         if self.is_deep:
             self.inside.begin_write()
@@ -269,6 +281,8 @@ class Levels:
         left, self._followed = self._followed, []
         for operation in left:
             operation.leave()
+        for window in self._column_windows:
+            window.leave()
         for transport in self:
             transport.give_up()
 
@@ -284,7 +298,7 @@ class Levels:
     def close(self) -> None:
         """Release threads, sockets and memory. Idempotent."""
         serving.unregister(self)
-        self._followed = []
+        self._followed, self._column_windows = [], []
         for transport in self:
             transport.close()
 
@@ -385,6 +399,10 @@ class ColumnWindow:
             self._coming.wait()
             self._coming = None
             self._inner.publish()
+
+    def leave(self) -> None:
+        """Wait for nothing any more: the transports have given up."""
+        self._coming = None
 
     def close(self) -> None:
         self._inner.close()
