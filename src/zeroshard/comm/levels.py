@@ -58,14 +58,11 @@ class Step:
     unused: Callable[[], None] | None = None  # gives back what it was to use, if it never starts
 
 
-class Follower(Protocol):
+class Follower(Work, Protocol):
     """An operation of several collectives under way."""
 
     def serve(self) -> bool:
         """Start the collective that has become possible; return whether any is left."""
-
-    def wait(self) -> None:
-        """Return when it is over. Idempotent."""
 
     def leave(self) -> None:
         """Start nothing any more: the transports have given up."""
