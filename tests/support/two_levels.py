@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -46,16 +47,8 @@ class TwoLevels:
         flight.go()
         return flight
 
-    def window(
-        self,
-        key: str,
-        ranges: Sequence[Range],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        replicated: bool,
-    ) -> Window:
-        window = self.levels.window(key, ranges, dtype, device, replicated=replicated)
+    def window(self, *args: Any, **options: Any) -> Window:
+        window = self.levels.window(*args, **options)
         assert isinstance(window, PrivateWindow), window
         window._transport = self
         return window

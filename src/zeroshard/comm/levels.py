@@ -173,7 +173,7 @@ class Levels:
         assert self.is_deep and len(ranges) == self.flat.size, (key, ranges, self.flat.size)
         told = {f"window {key}": f"{list(ranges)} {dtype} {kind}"}
         self.flat.control.agree(told, f"the making of window {key}")
-        for transport in (self.flat, self.inside, self.between):
+        for transport in self:
             transport.register(key)
 
     def _columns(self, ranges: Sequence[Range]) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
@@ -260,8 +260,7 @@ class Levels:
 
     def serve(self) -> None:
         """Start every second level that has become possible."""
-        if self._followed:
-            self._followed = [operation for operation in self._followed if operation.serve()]
+        self._followed = [operation for operation in self._followed if operation.serve()]
 
     def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None:
         """Watch for stalls; see Transport."""
@@ -271,7 +270,8 @@ class Levels:
         """Take note of what has arrived. Never blocks."""
         for transport in self:
             transport.progress()
-        self.serve()
+        if self._followed:
+            self.serve()
 
     def give_up(self) -> None:
         """After an exception: leave everything under way; see Transport."""

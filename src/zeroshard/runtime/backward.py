@@ -197,9 +197,8 @@ class Backward:
         if again:  # create_graph=True: another backward may go through this one
             self._weights.hold(unit, "backward", Until.STEP)
         else:
-            weights.check(unit, "backward")
-            if commands := weights.schedule.need(unit.residency, "backward"):
-                weights.run(commands)  # weights.unshard(), a call nearer to the wire
+            if commands := weights.need(unit, "backward"):
+                weights.run(commands)
 
     def _release_finished(self, follows: Unit) -> None:
         """The backward has come to unit `follows`: release the others whose gradients have all
@@ -259,11 +258,7 @@ class Backward:
             self._take_any(leaf)
             return
         parameter.grad = None
-        if bucket.seen[index]:
-            bucket.views[index].add_(grad)
-        else:
-            bucket.views[index].copy_(grad)
-            bucket.seen[index] = True
+        bucket.add(index, grad)
         del grad  # as in `_take_any`
         path.used[index] = True
         key = id(parameter)

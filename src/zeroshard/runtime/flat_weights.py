@@ -102,18 +102,17 @@ class KeptColumn:
         if self._codec is not None:
             self._arrived = encoded[slice(*self._codec.bytes_of(self._span))].clone()
 
-    def keep(self, full: torch.Tensor) -> None:
-        """Keep the column of the gathered weights `full`: as it has arrived, where they travel
-        encoded.
+    def end_gather(self, full: torch.Tensor, *, for_backward: bool | None) -> None:
+        """The gathered weights `full` are about to be released: keep their column `for_backward`,
+        as it has arrived where they travel encoded; release it (None: leave it as it is).
         """
-        if not self.is_wanted or self.tensor is not None:
-            return
-        if self._codec is not None and self._arrived is None:
-            return
-        self.tensor = full[slice(*self._span)].clone() if self._arrived is None else self._arrived
-
-    def end_gather(self) -> None:
-        """The gathered weights are released: what has arrived and is not kept goes."""
+        if for_backward and self.tensor is None:
+            if self._codec is None:
+                self.tensor = full[slice(*self._span)].clone()
+            else:
+                self.tensor = self._arrived
+        elif for_backward is False:
+            self.release()
         self._arrived = None
 
     def release(self) -> None:
@@ -268,8 +267,7 @@ class FlatWeights:
     @cached_property
     def _is_plain(self) -> bool:
         """Whether every gather of this buffer is the same: from memory that stays, as it rests."""
-        keeps = self.codec is not None or self.column.is_wanted
-        return not keeps and not self.reads_first and self.coded_rest is None
+        return self.codec is None and not (self.column.is_wanted or self.reads_first)
 
     @cached_property
     def _mapped(self) -> Sequence[Step]:
@@ -277,7 +275,7 @@ class FlatWeights:
         assert self.window is not None
         received = self._start(raw=False)[0].bytes(self.portion).total
         operation = Operation("gather", Kind.ALL_GATHER.value, self.key, received)
-        told = partial(_itself, operation) if received else None  # else there is a single rank
+        told = (lambda: operation) if received else None  # else there is a single rank
         return (Step(self.window.gather, told=told),)
 
     def _start(self, raw: bool) -> tuple[Route, torch.Tensor]:
@@ -329,13 +327,8 @@ class FlatWeights:
         `for_backward`: it is gathered again with the same numbers; where the policy says so, its
         column stays (None: a column that is here stays).
         """
-        column = self.column
-        if column.is_wanted and for_backward:
-            column.keep(self.buffer.tensor)
-        elif column.is_wanted and for_backward is False:
-            column.release()
-        if column.is_wanted:
-            column.end_gather()
+        if self.column.is_wanted:
+            self.column.end_gather(self.buffer.tensor, for_backward=for_backward)
         if not self.buffer.is_ours:
             return 0
         self.context.meter.remove(self.full_bytes)
@@ -350,10 +343,6 @@ class FlatWeights:
         """Say that our slice is written and may be read."""
         if self.window is not None:
             self.window.publish()
-
-
-def _itself(operation: Operation) -> Operation:
-    return operation
 
 
 class _Gather:

@@ -84,6 +84,8 @@ class Flight:
                 at, work = self._at[number], self._works[number]
                 while at < len(steps) or work is not None:
                     if work is not None:
+                        if how is Go.START and at == len(steps):
+                            break  # the usual case: of one collective
                         if not self._goes_on(work, steps, at, how):
                             has_levels = has_levels or at < len(steps)
                             break
@@ -142,14 +144,10 @@ class Flight:
                 return True
         return False
 
-    def advance(self) -> bool:
-        """Start the collectives that come after a read of this rank's tier; return whether there
-        was one.
-        """
-        if not self._reads_first:
-            return False
-        self.go(Go.ADVANCE)
-        return True
+    def advance(self) -> None:
+        """Start the collectives that come after a read of this rank's tier."""
+        if self._reads_first:
+            self.go(Go.ADVANCE)
 
     def wait(self) -> None:
         """Return when the results may be used on compute. Idempotent; a wait that raised may be

@@ -168,10 +168,8 @@ class Loop:
         weights.enter()
         for unit in units:
             unit.residency.acquire(Use.FORWARD)
-            weights.check(unit, phase)
-            keeps = torch.is_grad_enabled()
-            if commands := weights.schedule.need(unit.residency, phase, keeps=keeps):
-                weights.run(commands)  # weights.unshard(), a call nearer to the wire
+            if commands := weights.need(unit, phase):
+                weights.run(commands)
         if counts:
             count_recomputations(units, ends_one=in_backward, enter=self.backward.enter)
 

@@ -81,8 +81,6 @@ class Rest:
         for unit in self._weights.units:
             if unit.residency.state is UnitState.FULL:
                 unit.check_memory()
-            for segment in unit.segments:
-                segment.flat.wait_published()
         self._transports.begin_write()
 
     def publish(self, *, frozen: bool = False, everything: bool = True) -> None:

@@ -162,18 +162,23 @@ class Weights:
 
     def unshard(self, unit: Unit, phase: Phase) -> None:
         """Return with `unit` gathered, and the units expected next on their way."""
-        self.check(unit, phase)
-        commands = self.schedule.need(unit.residency, phase, keeps=torch.is_grad_enabled())
-        if commands:
+        if commands := self.need(unit, phase):
             self.run(commands)
+
+    def need(self, unit: Unit, phase: Phase) -> Commands:
+        """Return the commands of `unshard`, for a hook that runs them: a call nearer to the wire.
+        Raises StateError where `unit` cannot be gathered.
+        """
+        self._check(unit, phase)
+        return self.schedule.need(unit.residency, phase, keeps=torch.is_grad_enabled())
 
     def hold(self, unit: Unit, phase: Phase, until: Until) -> None:
         """Gather a unit that is used outside its modules, and keep it at least `until` then."""
-        self.check(unit, phase)
+        self._check(unit, phase)
         keeps = torch.is_grad_enabled()
         self.run(self.schedule.hold(unit.residency, phase, until, keeps=keeps))
 
-    def check(self, unit: Unit, phase: Phase) -> None:
+    def _check(self, unit: Unit, phase: Phase) -> None:
         """`unit` is needed in a pass: raise StateError where it cannot be gathered."""
         if self.availability.refusal is not None:
             self.availability.check_open()
