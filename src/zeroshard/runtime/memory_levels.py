@@ -38,7 +38,7 @@ class MemoryLevels:
         self._now = now
         self._accounts = accounts
         self._meter = meter
-        self._paths = [path for unit in units for path in unit.paths]
+        self._buckets = [bucket for unit in units for bucket in unit.buckets]
         self._noted: list[tuple[Stamp, dict[str, float]]] = []
         self._resting: dict[str, float] = {}
         self._grads: dict[str, Mapping[Tier, int]] = {}  # at rest, by key
@@ -52,7 +52,7 @@ class MemoryLevels:
             for state, by_tier in self._accounts.report().tiers.items()
             for tier, num_bytes in by_tier.items()
         }
-        self._grads = {path.key: path.bytes_by_tier() for path in self._paths}
+        self._grads = {bucket.key: bucket.bytes_by_tier() for bucket in self._buckets}
         self._note()
 
     def rests(self, key: str, by_tier: Mapping[Tier, int]) -> None:

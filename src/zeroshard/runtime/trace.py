@@ -5,7 +5,7 @@ as the context lasts::
 
     who tells it                                     what becomes of it
     loop.py      a module's forward, a gradient      the parts of compute, by unit
-    flat_weights.py, gradients.py, grad.py           collectives, from start to end, with bytes
+    flat_weights.py, bucket.py, grad.py              collectives, from start to end, with bytes
     tier/host.py, tier/disk.py                       reads and writes, with bytes
     optim/runner.py                                  tiles stepped on the host
     a Work that is waited for                        "wait for LANE"; it cuts the part of compute
