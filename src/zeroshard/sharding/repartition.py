@@ -75,9 +75,7 @@ class MakeContext(Protocol):
     ranks.
     """
 
-    def __call__(
-        self, asked: ShardRequest, seat: Seat, /, *, trains: bool, told: Mapping[int, str]
-    ) -> Context: ...
+    def __call__(self, asked: ShardRequest, seat: Seat, /, *, trains: bool) -> Context: ...
 
 
 @dataclass(frozen=True)
@@ -314,7 +312,7 @@ class Repartition:
             raise ConfigError(
                 f"shares={settings.shares!r} was measured on other ranks: pass shares= again"
             )
-        asked = asked_again(self._asked, engine.module, settings, seat)
+        asked = asked_again(self._asked, settings, seat)
         away = [cells.optim.tier for cells in asked.settings.resolved_policy().all_cells]
         if averages_of(engine) and set(away) != {Tier.DEVICE}:
             raise ConfigError(
@@ -325,7 +323,7 @@ class Repartition:
 
     def _ready(self, engine: Engine, asked: ShardRequest, seat: Seat) -> _Ready:
         trains = parts_of(engine).sharded is not None
-        context = self._make(asked, seat, trains=trains, told={})
+        context = self._make(asked, seat, trains=trains)
         scaler = parts_of(engine).context.options.loss_scaler
         context = replace(context, options=replace(context.options, loss_scaler=scaler))
         # strides and dtypes are those that shard() found: plans look at them when segments are made
