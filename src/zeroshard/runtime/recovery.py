@@ -48,6 +48,10 @@ class Recovery:
         self._digest = digest
         self._transport = context.transport
         self._everyone = context.everyone
+        # whether several ranks step the same masters
+        self._has_copies = context.transport.size > 1 and any(
+            unit.cells.optim.scope is not Scope.SHARD for unit in weights.units
+        )
 
     def begin_step(self) -> None:
         """Masters may be written from here on, and are not published yet."""
@@ -90,11 +94,7 @@ class Recovery:
                 " zs.load() goes back to a whole step",
                 ranks,
             )
-        if (
-            self._transport.size == 1
-            or not self._weights.units
-            or self._weights.units[0].cells.optim.scope is Scope.SHARD
-        ):
+        if not self._has_copies:
             return
         try:
             compare_replicas(self._weights, optimizer, self._transport)
