@@ -101,7 +101,7 @@ class OffloadedStates:
         resting = None if segment.grad is None else segment.grad.accumulator.resting()
         if resting is None or not resting.on_device:
             return
-        held = resting.whole
+        held = resting.numbers.whole
         away = self._copy_out(f"{segment.key} gradient", held)
         device = held.device
         resting.replace(placeholder(held.shape, held.dtype, device))
