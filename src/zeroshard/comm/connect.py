@@ -14,10 +14,10 @@ from functools import partial
 
 import torch.distributed as dist
 
-from zeroshard.comm.control import PeerControl
-from zeroshard.comm.gloo_peers import Connections, Subgroup, notices_of
+from zeroshard.comm.cpu.control import PeerControl
+from zeroshard.comm.cpu.gloo_peers import Connections, Subgroup, notices_of
+from zeroshard.comm.cpu.rendezvous import HostGroups, find_hosts
 from zeroshard.comm.mesh_ranks import AlongAxes
-from zeroshard.comm.rendezvous import HostGroups, find_hosts
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Traffic
 from zeroshard.core.placement import Mesh
