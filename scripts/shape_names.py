@@ -60,7 +60,6 @@ POOLS = (
     "memory/host_pages.py PinnedPages",
     "comm/cpu/slots.py SlotPool",
     "tier/staging.py Staging",
-    "tier/transfer.py Scratch",
     "optim/runner.py _Buffers",
     "planner/buckets.py _PlannedPool",
 )

@@ -60,9 +60,9 @@ class StepHooks(GradientOwner, Protocol):
     def publish_late(self) -> None:
         """Publish a step that was taken one step late."""
 
-    def moving(self, call: str, refused: StateError | None) -> AbstractContextManager[None]:
+    def moving(self, call: str, check: Callable[[], None]) -> AbstractContextManager[None]:
         """Return a context in which the user's optimizer moves its parameters between two steps,
-        in `call`; then the weights follow. Raises, on every rank, an error that one has `refused`.
+        in `call`; then the weights follow. Raises, on every rank, what `check` raises on one.
         """
 
     def check_states(self) -> None:
@@ -225,11 +225,15 @@ class ShardedOptimizer:
         ]
 
     def _moving(self, call: str) -> AbstractContextManager[None]:
-        refused = StateError(
-            f"{call} of {type(self.optimizer).__qualname__} moves all parameters, and some of their"
-            " states rest on the host or on disk: leave the optimizer out of offload="
-        )
-        return self._hooks.moving(call, refused if self.rests_elsewhere else None)
+        def check() -> None:
+            if self.rests_elsewhere:
+                raise StateError(
+                    f"{call} of {type(self.optimizer).__qualname__} moves all parameters, and some"
+                    " of their states rest on the host or on disk: leave the optimizer out of"
+                    " offload="
+                )
+
+        return self._hooks.moving(call, check)
 
     def _take(self, tiles: Sequence[Tile]) -> None:
         """Sort the shards of `tiles` into param groups."""

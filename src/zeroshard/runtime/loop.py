@@ -21,7 +21,7 @@ Invariant: every event is the same call on every rank that runs the same program
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -258,16 +258,15 @@ class Loop:
         self._rest.publish(everything=True)
 
     @contextmanager
-    def moving(self, call: str, refused: StateError | None) -> Iterator[None]:
-        """The optimizer moves its parameters inside, in `call`; then the weights follow.
-        Collective.
+    def moving(self, call: str, check: Callable[[], None]) -> Iterator[None]:
+        """The optimizer moves its parameters inside, in `call`; then the weights follow. Raises, on
+        every rank, what `check` raises on one. Collective.
         """
-        try:
+        with self._context.transport.control.together(call) as meeting:
             self.check_between_steps(call)
             self.check_states()
-        except StateError as error:
-            refused = error
-        self._context.transport.control.agree({"call": call}, call, error=refused)
+            check()
+            meeting.compare({"call": call})
         with self._rest.rewriting():
             yield
 

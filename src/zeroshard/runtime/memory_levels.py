@@ -21,7 +21,7 @@ from zeroshard.runtime.unit import Unit
 __all__ = ["MemoryLevels"]
 
 # after the name of a state
-_PLACES = {tier: "" if tier is Tier.DEVICE else f" ({tier.value})" for tier in Tier}
+_PLACES = {tier: f" ({tier.value})" for tier in Tier} | {Tier.DEVICE: ""}
 
 
 class MemoryLevels:

@@ -46,6 +46,10 @@ class Recovery:
         self._digest = digest
         self._transport = context.transport
         self._everyone = context.everyone
+        # whether several ranks step the same masters
+        self._has_copies = context.transport.size > 1 and any(
+            unit.cells.optim.scope is not Scope.SHARD for unit in weights.units
+        )
 
     def meet(self, optimizer: ShardedOptimizer | None, call: str) -> bool:
         """Bring the ranks to the same step and the weights to the masters; return whether a step
@@ -80,11 +84,7 @@ class Recovery:
                 " zs.load() goes back to a whole step",
                 ranks,
             )
-        if (
-            self._transport.size == 1
-            or not self._weights.units
-            or self._weights.units[0].cells.optim.scope is Scope.SHARD
-        ):
+        if not self._has_copies:
             return
         try:
             compare_replicas(self._weights, optimizer, self._transport)

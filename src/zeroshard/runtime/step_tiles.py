@@ -99,8 +99,7 @@ class StepTiles:
         master = segment.master
         assert old is not None and master is not None, segment.key
         move(old, master)
-        if old.away is not None and old.away is not master.away:
-            old.away.close()
+        old.close(kept=master)
         after = cut_tiles(segment, unit.cells, self._context)
         shards = [shard for tile in before for shard in tile.shards]
         for shard in (shard for tile in after for shard in tile.shards):
