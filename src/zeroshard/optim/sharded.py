@@ -484,15 +484,13 @@ class ShardedOptimizer:
         if self._step.has_begun:
             return
         take = self._hooks.before_step()
-        shards = list(self.pieces())
-        self._step.begin([shard.tensor.grad for shard in shards])
+        self._step.begin([shard.tensor.grad for shard in self.pieces()])
         self._step.tiles_started(self._start_tiles(take))
-        for shard in shards:
-            takes = take and shard.taken is Taken.BY_USER
-            grad = shard.grad() if takes else None
-            if grad is not None and grad.dtype is not shard.tensor.dtype:
-                grad = grad.to(shard.tensor.dtype)
-            shard.tensor.grad = grad
+        for tile in self.tiles:
+            takes = take and tile.taken is Taken.BY_USER
+            grads = tile.gradients() if takes else [None] * len(tile.shards)
+            for shard, grad in zip(tile.shards, grads, strict=True):
+                shard.tensor.grad = grad
         for empty in self._empty:
             if empty is not None:
                 empty.grad = None
