@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroshard.comm.connect import connect_axes
 from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.launched import meeting_file
 from zeroshard.comm.mesh_ranks import MeshRanks
@@ -190,7 +191,7 @@ def _make_context(
         tiering = _make_tiering(asked, seat, device)
         levels = make_levels(seat.group, device, spec)
     transport = levels.flat
-    axes = seat.axes.connected(spec, transport.traffic)
+    axes = connect_axes(seat.axes, spec, transport.traffic)
     context = Context(
         policy=policy,
         precision=precision,

@@ -175,7 +175,7 @@ class Repartition:
                 f"{_CALL} while gradients rest that no step has taken: call it after"
                 " optimizer.step() or zero_grad()"
             )
-        parts.loop.check_at_rest(_CALL)
+        parts.check_at_rest(_CALL)
         Departure(parts, _averages(engine)).facts()  # raises for state that cannot be cut
         if mesh is not None and _overlap_in_part(self._ranks, mesh.mesh.flatten().tolist()):
             raise ConfigError(
