@@ -308,7 +308,7 @@ class StateAccess:
         """
         self.check_open()
         self._faults.check(passes=False)
-        if self._context.steps_into_forward:
+        if self._context.steps_into_forward and self._context.tiering.away:
             self.join_step()
             self._faults.agree()
 
