@@ -22,10 +22,8 @@ Trees = Mapping[str, ast.Module]  # by path in the package
 
 # from autograd to the step, in this order
 GRADIENT_HOLDERS = (
-    "runtime/gradients.py GradientPath",
-    "runtime/bucket.py GradBucket",
+    "runtime/bucket.py Bucket",
     "comm/transport.py GradBuffer",
-    "runtime/bucket.py PartialSum",
     "runtime/grad.py Gradient",
     "state/gradient.py GradientState",
     "optim/sealed.py SealedGrad",
@@ -48,7 +46,7 @@ NUMBERS_AT_REST = (
     "runtime/segment.py Segment",
     "runtime/flat_weights.py FlatWeights",
     "runtime/flat_weights.py KeptColumn",
-    "runtime/bucket.py PartialSum",
+    "runtime/bucket.py Bucket",
     "runtime/grad.py Gradient",
     "runtime/rest.py Rest",
     "runtime/rest.py RestingPiece",

@@ -283,7 +283,7 @@ class StateAccess:
             for segment in unit.segments:
                 segment.renew(self._context.tiering.store)
                 if segment.grad is not None:
-                    segment.grad.summed.release_idle()
+                    segment.grad.accumulator.release_idle()
         if self._sharded is not None:
             self._sharded.close_moments()
 

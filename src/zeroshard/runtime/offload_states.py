@@ -98,7 +98,7 @@ class OffloadedStates:
         return out
 
     def _put_gradient(self, segment: Segment) -> None:
-        resting = None if segment.grad is None else segment.grad.summed.resting()
+        resting = None if segment.grad is None else segment.grad.accumulator.resting()
         if resting is None or not resting.on_device:
             return
         held = resting.whole
