@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from zeroshard.comm.mesh_ranks import MeshRanks
@@ -123,14 +122,22 @@ class StateAccess:
         """Yield what the optimizer steps here, a tensor of its own per piece of a parameter."""
         return iter(()) if self._sharded is None else iter(self._sharded.pieces())
 
-    def optimizer_state(
-        self, shard: ParamShard, key: str, start: int, stop: int
-    ) -> torch.Tensor | Callable[[], AbstractContextManager[torch.Tensor]]:
-        """Return state `key` of elements [start, stop) of a shard's parameter: the numbers on the
-        device, else what lends them, to be read.
+    def optimizer_states(
+        self, shard: ParamShard
+    ) -> tuple[dict[str, RestingPiece], dict[str, object]]:
+        """Return the optimizer's state of a shard by key: what has a number per element, where it
+        rests, and the rest.
         """
         assert self._sharded is not None
-        return self._sharded.states.numbers(shard, key, start, stop)
+        states, piece, found = self._sharded.states, shard.piece, {}
+        moments, numbers = states.split(shard)
+        for key in moments:
+            state, first = states.at_rest(shard, key)
+            place = slice(first, first + piece.numel)
+            found[key] = RestingPiece(
+                shard.name, shard.parameter, shard.stride, piece.start, piece.stop, state, place
+            )
+        return found, numbers
 
     def set_states(self, set_state: Callable[[ParamShard], None]) -> None:
         """Call `set_state` for everything that the optimizer steps here, and put the state that

@@ -17,9 +17,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -89,10 +89,6 @@ class _Ready:
     context: Context
     planned: PlannedUnits
 
-    def close(self) -> None:
-        """Give it up."""
-        self.context.close()
-
 
 class Repartition:
     """What one engine was asked for last, and how it is asked again."""
@@ -110,9 +106,9 @@ class Repartition:
         refusal = self._agree_on_call(engine, changes)
         seat, hand_over, refusal = self._meet(changes, refusal)
         told = self._tell(engine, hand_over, changes, refusal)
-        ready = self._make_ready(engine, hand_over, seat, told, changes)
-        move = _Move(engine, hand_over, ready, is_away=self._is_away)
-        move.agree(told)
+        asked = self._agree_on_settings(engine, hand_over, seat, told, changes)
+        move = _Move(engine, hand_over, told, is_away=self._is_away)
+        ready = move.prepare(lambda: self._ready(engine, asked, seat, changes))
         move.run()
         self._is_away = ready is None
         if ready is not None:
@@ -274,29 +270,20 @@ class Repartition:
             "node_size": settings.comm.node_size,
         }
 
-    def _make_ready(
+    def _agree_on_settings(
         self,
         engine: Engine,
         hand_over: HandOver,
         seat: Seat | None,
         told: Sequence[dict[str, Any]],
         changes: Mapping[str, Any],
-    ) -> _Ready | None:
-        """Make the new layout's transports and stores on its ranks. Raises on every rank."""
+    ) -> ShardRequest | None:
+        """Return what is asked again of a rank of the new layout. Raises on every rank."""
         with hand_over.ranks.together(_CALL) as meeting:
             asked = None if seat is None else self._asked_anew(engine, seat, told, changes)
             meeting.give(None if asked is None else asked.settings_report)
         _compare([found for found in meeting.answers if found is not None])
-        ready: _Ready | None = None
-        try:
-            with hand_over.ranks.together(_CALL):
-                if asked is not None and seat is not None:
-                    ready = self._ready(engine, _measured(engine, asked, seat, changes), seat)
-        except ZeroshardError:
-            if ready is not None:
-                ready.close()
-            raise
-        return ready
+        return asked
 
     def _asked_anew(
         self,
@@ -323,7 +310,17 @@ class Repartition:
             )
         return asked
 
-    def _ready(self, engine: Engine, asked: ShardRequest, seat: Seat) -> _Ready:
+    def _ready(
+        self,
+        engine: Engine,
+        asked: ShardRequest | None,
+        seat: Seat | None,
+        changes: Mapping[str, Any],
+    ) -> _Ready | None:
+        """Make the new layout's transports and stores, on its ranks."""
+        if asked is None or seat is None:
+            return None
+        asked = _measured(engine, asked, seat, changes)
         trains = parts_of(engine).sharded is not None
         context = self._make(asked, seat, trains=trains, told={})
         scaler = parts_of(engine).context.options.loss_scaler
@@ -340,48 +337,60 @@ class _Move:
     """The states of one engine on their way into another layout."""
 
     def __init__(
-        self, engine: Engine, hand_over: HandOver, ready: _Ready | None, *, is_away: bool
+        self,
+        engine: Engine,
+        hand_over: HandOver,
+        told: Sequence[Mapping[str, Any]],
+        *,
+        is_away: bool,
     ) -> None:
         self._engine = engine
         self._hand_over = hand_over
-        self._ready = ready  # None: this rank leaves
+        self._ready: _Ready | None = None  # None: this rank leaves
         self._parts: Parts = parts_of(engine)
         self._averages = _averages(engine)
         self._departure = None if is_away else Departure(self._parts, self._averages)
         self._facts: list[Facts] = []
-        self._first = 0  # the first rank of the old layout
+        holds = [one["ranks"] is not None for one in told]
+        self._first = holds.index(True)  # the first rank of the old layout
+        self._some_come_back = not all(holds)
         self._carried: dict[str, Any] | None = None  # for ranks that come back
         self._comes_back = is_away
 
-    def agree(self, told: Sequence[dict[str, Any]]) -> None:
-        """Tell every rank what is held and wanted here. Nothing has changed; raises on every
-        rank.
+    def prepare(self, make: Callable[[], _Ready | None]) -> _Ready | None:
+        """Make the new layout ready, return it, and tell every rank what is held and wanted here.
+        Nothing has changed; raises on every rank.
         """
-        self._first = next(rank for rank, one in enumerate(told) if one["ranks"] is not None)
-        some_come_back = any(one["ranks"] is None for one in told)
-        facts = Facts() if self._departure is None else self._departure.facts()
-        if self._ready is not None:
-            trains = self._parts.sharded is not None
-            facts.wanted = wanted(self._ready.planned, trains=trains)
         try:
             with self._hand_over.ranks.together(_CALL) as meeting:
-                stays = some_come_back and self._departure is not None
-                try:
-                    known = carried(self._engine) if stays else None
-                except CheckpointError as odd:  # an option of a param group without a form
-                    raise ConfigError(str(odd)) from odd
-                meeting.give([facts.to_json(), known])
+                self._ready = make()
+                meeting.give([asdict(self._facts_here()), self._known()])
         except ZeroshardError:
             if self._ready is not None:
-                self._ready.close()
+                self._ready.context.close()
             raise
-        everyone = meeting.answers
-        self._facts = [Facts(**found) for found, _ in everyone]
-        if some_come_back:
-            self._carried = everyone[self._first][1]
-            states = [one[1]["generators"] for one in everyone if one[1] is not None]
+        self._facts = [Facts(**found) for found, _ in meeting.answers]
+        if self._some_come_back:
+            self._carried = meeting.answers[self._first][1]
+            states = [known["generators"] for _, known in meeting.answers if known is not None]
             if any(state != states[0] for state in states):
                 self._carried["generators"] = None
+        return self._ready
+
+    def _facts_here(self) -> Facts:
+        facts = Facts() if self._departure is None else self._departure.facts()
+        if self._ready is not None:
+            facts.wanted = wanted(self._ready.planned, trains=self._parts.sharded is not None)
+        return facts
+
+    def _known(self) -> dict[str, Any] | None:
+        """Return what this rank tells those that come back."""
+        if not self._some_come_back or self._departure is None:
+            return None
+        try:
+            return carried(self._engine)
+        except CheckpointError as odd:  # an option of a param group without a form
+            raise ConfigError(str(odd)) from odd
 
     def run(self) -> None:
         """Move everything. What is cut off leaves an engine that refuses to be used."""
@@ -437,7 +446,7 @@ class _Move:
 
     def _build(self, ready: _Ready, transfer: StateTransfer) -> None:
         context, plans = ready.context, ready.asked.plans
-        arrival = Arrival(transfer, context, self._departure, self._parts.sharded, self._averages)
+        arrival = Arrival(transfer, context, self._parts.sharded, self._averages)
         units = build_units(plans, context, ready.planned, arrival)
         prefetch_bytes = ready.asked.settings.prefetch_bytes
         relaid(self._engine, units, plans, context, prefetch_bytes=prefetch_bytes, cut=arrival.cut)
