@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm.ranks import Ranks
+from zeroshard.memory import synchronize
 from zeroshard.system.host_memory import HostMemory
 
 __all__ = ["Cluster", "RankFacts", "free_memory", "measure", "resolved"]
@@ -195,8 +196,7 @@ def _mean_seconds(run: Callable[[], object], device: torch.device, budget_s: flo
     while sum(seconds[1:]) < budget_s:
         begin = time.perf_counter()
         run()
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - begin)
     return max(sum(seconds[1:]) / (len(seconds) - 1), 1e-9)
 
@@ -214,8 +214,7 @@ def _link_seconds(group: dist.ProcessGroup | None, device: torch.device) -> list
         for source in range(group.size()):
             since = time.perf_counter()
             dist.broadcast(message, group=group, group_src=source)
-            if message.device.type != "cpu":
-                torch.get_device_module(device).synchronize(device)
+            synchronize(message.device)
             if number:  # the first connects
                 out[source] = min(out[source], time.perf_counter() - since)
     return out

@@ -228,28 +228,14 @@ class StepLoader:
 
     def _load_states(self) -> None:
         """Load states and generators; restore all of them if one fails on any rank. Collective."""
-        error: CheckpointError | None = None
         numbers = generators()
         before, loaded = dict[str, Any](), list[str]()
         for name in self._values.keys() & self._states.keys():
             with suppress(Exception):  # a state that gives none cannot be put back
                 before[name] = copy.deepcopy(self._states[name].state_dict())
         try:
-            for name, value in self._values.items():
-                loaded.append(name)
-                if name in self._states:
-                    self._states[name].load_state_dict(value)
-                elif name == RNG:
-                    restore_generators(value)
-        except Exception as refused:
-            error = CheckpointError(
-                f"states[{name!r}] does not take what was saved: {type(refused).__name__}:"
-                f" {refused}"
-            )
-        try:
-            states_of(self._engine).everyone.agree(
-                {}, "zs.load()", error=error, refusal=CheckpointError
-            )
+            with states_of(self._engine).everyone.together("zs.load()", refusal=CheckpointError):
+                self._give_values(loaded)
         except CheckpointError as told:
             stuck = [
                 f"states[{name!r}]"
@@ -261,8 +247,25 @@ class StepLoader:
                 names = ", ".join(stuck)
                 raise CheckpointError(
                     f"{told}; {names} could not be put back, the rest is as it was"
-                ) from error
+                ) from told
             raise
+
+    def _give_values(self, loaded: list[str]) -> None:
+        """Give states and generators what was saved, and add their names to `loaded`. Raises
+        CheckpointError.
+        """
+        for name, value in self._values.items():
+            loaded.append(name)
+            try:
+                if name in self._states:
+                    self._states[name].load_state_dict(value)
+                elif name == RNG:
+                    restore_generators(value)
+            except Exception as error:
+                raise CheckpointError(
+                    f"states[{name!r}] does not take what was saved: {type(error).__name__}:"
+                    f" {error}"
+                ) from error
 
     def _put_back(self, name: str, before: dict[str, Any]) -> bool:
         """Load a state from `before` again; return whether it was there, and taken."""

@@ -61,20 +61,13 @@ def seat_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = Non
     Raises ConfigError for what is no mesh of named dimensions with this rank in it, and
     PlanMismatch where the ranks name other dimensions, before any of their groups is used.
     """
-    dims, asked, error = None, [], None
-    try:
-        dims = _dims_of(mesh, dp)
-        asked = check_meshes(mesh_of)
-    except ConfigError as refused:
-        error = refused
-    known = isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is not None
-    if asked or known:  # else the comparison of options that follows tells
-        described = "none" if mesh is None else "" if dims is None else dims.describe()
+    # without a mesh on any rank, the comparison of settings that follows tells
+    ranks = Ranks() if mesh is None and mesh_of is None else _members(mesh)
+    with ranks.together("shard()", remedy=_ALL) as meeting:
+        dims, asked = _dims_of(mesh, dp), check_meshes(mesh_of)
+        described = "none" if mesh is None else dims.describe()
         report = {"mesh": described, "mesh_of": "; ".join(one.describe() for one in asked)}
-        _members(mesh).agree(report, "shard()", error=error, remedy=_ALL)
-    if error is not None:
-        raise error
-    assert dims is not None  # else that has raised
+        meeting.compare(report)
     if mesh is None:
         group, axes = _everyone(), AlongAxes()
     else:
@@ -107,11 +100,13 @@ def _dims_of(mesh: Any, dp: Sequence[str] | str | None) -> Dims:
     return Dims.of(mesh.mesh_dim_names, mesh.shape, dp)
 
 
-def _members(mesh: DeviceMesh | None) -> Ranks:
+def _members(mesh: Any) -> Ranks:
     """Return all ranks of `mesh`, along groups that do not depend on its names: of the whole job
-    those without a mesh.
+    those without a mesh; of a mesh that this rank is not in, itself.
     """
-    if mesh is None or mesh.size() == dist.get_world_size():
+    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+        return Ranks()
+    if not isinstance(mesh, DeviceMesh) or mesh.size() == dist.get_world_size():
         return Ranks.through(_everyone())
     return Ranks.through(*(mesh.get_group(index) for index in range(mesh.ndim)))
 

@@ -37,9 +37,9 @@ from zeroshard.optim.state_dicts import PartialState, fill_in
 from zeroshard.optim.tiles import TileStates
 from zeroshard.state.local import local_of
 
-__all__ = ["INTERRUPTED", "ShardedOptimizer", "StepHooks", "check_parameters"]
+__all__ = ["ShardedOptimizer", "StepHooks", "check_parameters"]
 
-INTERRUPTED = (
+_INTERRUPTED = (
     "the last optimizer.step() did not finish: call engine.reset() on every rank after an exception"
 )
 
@@ -52,17 +52,17 @@ class StepHooks(GradientOwner, Protocol):
         get no gradient).
         """
 
-    def after_step(self, error: StorageError | None) -> None:
-        """Publish what the step wrote, or raise `error`, and on every rank, where a tier could
-        not be read or written.
+    def after_step(self, error: StorageError | None, *, late: bool) -> None:
+        """Publish what the step wrote (`late`: `publish_late` will), or raise `error`, and on every
+        rank, where a tier could not be read or written.
         """
 
     def publish_late(self) -> None:
         """Publish a step that was taken one step late."""
 
-    def moving(self, call: str, refused: StateError | None) -> AbstractContextManager[None]:
+    def moving(self, call: str, check: Callable[[], None]) -> AbstractContextManager[None]:
         """Return a context in which the user's optimizer moves its parameters between two steps,
-        in `call`; then the weights follow. Raises, on every rank, an error that one has `refused`.
+        in `call`; then the weights follow. Raises, on every rank, what `check` raises on one.
         """
 
     def check_states(self) -> None:
@@ -171,6 +171,8 @@ class ShardedOptimizer:
         self.parameters: list[list[nn.Parameter]] = []  # per param group, the model's own
         self.sealed = False
         self.taken = 0  # steps that the user's optimizer has finished on this rank
+        # between the engine's hooks: masters may be written and are not published
+        self.is_cut_off = False
         self.states = TileStates(optimizer)
         self.runner = TileRunner(optimizer, self.states, options)
         self._groups: list[list[ParamShard]] = []
@@ -223,11 +225,15 @@ class ShardedOptimizer:
         ]
 
     def _moving(self, call: str) -> AbstractContextManager[None]:
-        refused = StateError(
-            f"{call} of {type(self.optimizer).__qualname__} moves all parameters, and some of their"
-            " states rest on the host or on disk: leave the optimizer out of offload="
-        )
-        return self._hooks.moving(call, refused if self.rests_elsewhere else None)
+        def check() -> None:
+            if self.rests_elsewhere:
+                raise StateError(
+                    f"{call} of {type(self.optimizer).__qualname__} moves all parameters, and some"
+                    " of their states rest on the host or on disk: leave the optimizer out of"
+                    " offload="
+                )
+
+        return self._hooks.moving(call, check)
 
     def _take(self, tiles: Sequence[Tile]) -> None:
         """Sort the shards of `tiles` into param groups."""
@@ -279,6 +285,7 @@ class ShardedOptimizer:
         taken, num_steps = self.taken, self.runner.num_steps
         self.runner.close()
         self._hooks, self._part, self._device = hooks, part, options.device
+        self.is_cut_off = False
         self.runner = TileRunner(self.optimizer, self.states, options)
         self.continue_from(taken, num_steps)
         self._empty = []
@@ -422,6 +429,11 @@ class ShardedOptimizer:
         """
         return self._step.has_begun and not self._step.in_closure
 
+    def check_finished(self) -> None:
+        """Raise StateError where the last step has not ended."""
+        if self.is_interrupted:
+            raise StateError(_INTERRUPTED)
+
     def abandon(self, *, taken: int) -> None:
         """After an exception in a step: no step is under way, and the shards have no gradient.
         What the step has written stays; the ranks count `taken` steps from here on.
@@ -429,7 +441,7 @@ class ShardedOptimizer:
         self.taken = taken
         with suppress(Exception):  # whoever has waited for it before was told
             self.join()
-        self._step = _OptimizerStep()
+        self._step, self.is_cut_off = _OptimizerStep(), False
         self.clear()
 
     def _before(
@@ -437,7 +449,7 @@ class ShardedOptimizer:
     ) -> Any:
         self._check_entries()
         if self._step.is_broken:
-            raise StateError(INTERRUPTED)
+            raise StateError(_INTERRUPTED)
         # args[0] is the optimizer itself
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -481,6 +493,7 @@ class ShardedOptimizer:
         if self._step.has_begun:
             return
         take = self._hooks.before_step()
+        self.is_cut_off = True
         shards = list(self.pieces())
         self._step.begin([shard.tensor.grad for shard in shards])
         self._step.tiles_started(self._start_tiles(take))
@@ -528,4 +541,5 @@ class ShardedOptimizer:
         for piece, grad in zip(self.pieces(), step.sealed, strict=True):
             piece.tensor.grad = grad
         self.seal()
-        self._hooks.after_step(error)
+        self._hooks.after_step(error, late=self.runner.was_late)
+        self.is_cut_off = False

@@ -315,7 +315,7 @@ class StateAccess:
         """
         self.check_open()
         self._faults.check(passes=False)
-        if self._context.steps_into_forward and self._context.tiering.away:
+        if self._context.steps_into_forward:
             self.join_step()
             self._faults.agree()
 

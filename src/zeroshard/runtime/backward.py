@@ -34,8 +34,7 @@ from torch import nn
 from zeroshard.core.residency import Use
 from zeroshard.core.schedule import Until
 from zeroshard.errors import StateError
-from zeroshard.optim.sealed import SealedGrad
-from zeroshard.optim.sharded import ShardedOptimizer
+from zeroshard.optim.sealed import SealedGrad, SealedShards
 from zeroshard.runtime.accumulation import UNKNOWN, Accumulation
 from zeroshard.runtime.assigned import ASSIGNED, names_of
 from zeroshard.runtime.backward_pass import BackwardPass, Manner
@@ -61,7 +60,7 @@ class Backward:
         """`share`: what the loss of this rank counts where it has no weight (None: as all
         others).
         """
-        self.optimizer: ShardedOptimizer | None = None
+        self.optimizer: SealedShards | None = None
         self.accumulation = Accumulation()
         self.decisions = Decisions()
         self.reductions = reductions
@@ -75,7 +74,7 @@ class Backward:
         self.paths = [path for unit in self._trainable for path in unit.paths]  # in unit order
         self.leaves = Leaves(self._trainable)
 
-    def attach(self, optimizer: ShardedOptimizer) -> None:
+    def attach(self, optimizer: SealedShards) -> None:
         """Let the gradients rest for `optimizer` alone, which seals its shards of them."""
         self.optimizer = optimizer
         self.decisions.attach(optimizer.optimizer)

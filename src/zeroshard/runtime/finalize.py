@@ -32,7 +32,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroshard.comm.launched import heartbeat
 from zeroshard.comm.ranks import Meeting
 from zeroshard.core.digest import Digest, first_difference, holders
 from zeroshard.errors import PlanMismatch, StateError
@@ -128,7 +127,6 @@ class Finalizer:
         self._assigned = AssignedGradients(
             backward.leaves, backward.decisions, context.transport.control
         )
-        self._beat = heartbeat()
 
     @property
     def pending(self) -> bool:
@@ -243,11 +241,8 @@ class Finalizer:
             bad,
         )
         width = (len(used) + 7) // 8
-        recording = self._probe.recording
-        since = None if recording is None else recording.now()
-        payloads = self._transport.control.exchange(mine.pack(width), _STEP)
-        if recording is not None:
-            recording.waited("reduce", "", since)
+        with self._probe.waiting("reduce"):
+            payloads = self._transport.control.exchange(mine.pack(width), _STEP)
         read = {payload: _Answer.unpack(payload, width) for payload in set(payloads)}  # mostly one
         answers = [read[payload] for payload in payloads]
         known = {answer.micro_batches for answer in answers} - {UNKNOWN}
@@ -461,7 +456,6 @@ class Finalizer:
         self.clipped = False
         self._backward.accumulation.finalized()
         self._backward.saved.end_step()
-        self._beat()
 
     @property
     def step(self) -> int:

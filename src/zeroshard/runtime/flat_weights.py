@@ -29,7 +29,7 @@ from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import Transport, Window, Work
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Portion, Scope
-from zeroshard.core.recording import Operation, Recording
+from zeroshard.core.recording import Operation, Probe
 from zeroshard.core.route import Axis, Hop, Kind, Route
 from zeroshard.errors import StorageError
 from zeroshard.memory import placeholder_value, reads_wait
@@ -291,9 +291,9 @@ class FlatWeights:
         return route, self.rest.whole if coded is None else coded.encoded
 
     @property
-    def recording(self) -> Recording | None:
-        """Who is told of the segment's operations, if anybody is."""
-        return self.context.streams.probe.recording
+    def probe(self) -> Probe:
+        """Where waits for the segment are noted."""
+        return self.context.streams.probe
 
     @cached_property
     def sums_nodes_first(self) -> bool:

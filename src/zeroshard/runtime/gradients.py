@@ -254,9 +254,6 @@ class GradientPath:
 
     def _operation(self, axis: Axis) -> Operation:
         """Return what to say of one level of a reduce."""
-        recording = self.flat.recording
-        if recording is not None and axis is not Axis.NODE:
-            recording.rests(self.key, self.bytes_by_tier())
         hops = [hop for hop in self.flat.routes.reduce if hop.axis is axis]
         received = sum(hop.link_bytes(self.flat.portion).total for hop in hops)
         return Operation("reduce", Kind.REDUCE_SCATTER.value, self.key, received)

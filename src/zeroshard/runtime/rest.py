@@ -22,7 +22,6 @@ from torch import nn
 from zeroshard.comm.transports import Transports
 from zeroshard.core.layout import Range
 from zeroshard.core.residency import UnitState
-from zeroshard.core.work import wait_on_host
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.segment import Segment
@@ -82,12 +81,7 @@ class RestingPiece:
         """Write `numbers` [stop - start], of any dtype, here; only inside
         ``Engine.states.rewriting()``. What was there is not read.
         """
-        if self.state.on_device:
-            self.tensor.copy_(numbers)
-            return
-        source = numbers.to(self.state.dtype)
-        for work in self.state.write(self.place.start, self.place.stop, source):
-            wait_on_host(work)
+        self.state.put(self.place.start, self.place.stop, numbers)
 
 
 class Rest:
@@ -97,6 +91,12 @@ class Rest:
         self._weights = weights
         self._faults = faults
         self._transports = transports
+        # whether weights are waited for here, by unit: a peer may wait for them before this rank
+        # comes to the unit, or the weights are in use as they are
+        self._waits = [
+            transports.main.flat.size > 1 or not unit.cells.optim.is_sharded
+            for unit in weights.units
+        ]
 
     def before_writing(self) -> None:
         """Finish the gathers under way and wait until every rank is done reading the weights."""
@@ -113,12 +113,10 @@ class Rest:
         A step has brought what rests on another tier by itself: `everything` False.
         """
         with torch.no_grad():
-            for unit in self._weights.units:
+            for unit, waits in zip(self._weights.units, self._waits, strict=True):
                 for segment in unit.segments if frozen else unit.trainable:
                     segment.publish(everything=everything)
-                    if self._transports.main.flat.size > 1 or not unit.cells.optim.is_sharded:
-                        # a peer may wait for it before this rank comes to this unit; or the weights
-                        # are in use as they are
+                    if waits:
                         segment.wait_uploads()
         self._weights.invalidate(frozen=frozen)
 

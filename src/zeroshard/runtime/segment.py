@@ -239,15 +239,12 @@ class Segment:
         """Return when the weights that a step has sent here are here."""
         if not self.uploads and self.step.is_set():  # `is_coming`, asked at every gather
             return
-        recording = self.flat.recording
-        since = None if recording is None else recording.now()
-        self.step.wait()
-        uploads, self.uploads = self.uploads, []
-        for work, _ in uploads:
-            with self._noting():
-                work.wait()
-        if recording is not None:
-            recording.waited("host", self.key, since)
+        with self.flat.probe.waiting("host", self.key):
+            self.step.wait()
+            uploads, self.uploads = self.uploads, []
+            for work, _ in uploads:
+                with self._noting():
+                    work.wait()
         self.flat.publish()
 
     def renew(self, store_of: Callable[[Tier], Store | None]) -> None:

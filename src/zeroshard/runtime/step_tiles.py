@@ -92,8 +92,7 @@ class StepTiles:
         make_master(segment, unit.cells, self._context)
         assert master is not None and segment.master is not None, segment.key
         move(master, segment.master)
-        if master.away is not None and master.away is not segment.master.away:
-            master.away.close()
+        master.close(kept=segment.master)
         after = cut_tiles(segment, unit.cells, self._context)
         moved = SegmentStates(segment, after, sharded.states)
         numbers = {shard.name: states.of(shard)[1] for shard in states.shards}

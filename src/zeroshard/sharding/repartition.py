@@ -75,9 +75,7 @@ class MakeContext(Protocol):
     ranks.
     """
 
-    def __call__(
-        self, asked: ShardRequest, seat: Seat, /, *, trains: bool, told: Mapping[int, str]
-    ) -> Context: ...
+    def __call__(self, asked: ShardRequest, seat: Seat, /, *, trains: bool) -> Context: ...
 
 
 @dataclass(frozen=True)
@@ -103,9 +101,12 @@ class Repartition:
         """Lay `engine` out anew with these `changes` (``Engine.repartition``)."""
         if states_of(engine).is_closed or not self._is_away:
             states_of(engine).check_open()
-        refusal = self._agree_on_call(engine, changes)
-        seat, hand_over, refusal = self._meet(changes, refusal)
-        told = self._tell(engine, hand_over, changes, refusal)
+        try:
+            self._agree_on_call(engine, changes)
+        except (CheckpointError, ConfigError, PlanMismatch, StateError, StorageError) as refused:
+            self._tell_who_comes(changes, refused)
+            raise
+        seat, hand_over, told = self._meet(engine, changes)
         asked = self._agree_on_settings(engine, hand_over, seat, told, changes)
         move = _Move(engine, hand_over, told, is_away=self._is_away)
         ready = move.prepare(lambda: self._ready(engine, asked, seat, changes))
@@ -123,20 +124,16 @@ class Repartition:
         group = self._seat.group
         return [_rank()] if group is None else dist.get_process_group_ranks(group)
 
-    def _agree_on_call(self, engine: Engine, changes: Mapping[str, Any]) -> ZeroshardError | None:
-        """Return why the old ranks refuse, the same on all of them. Collective over them."""
+    def _agree_on_call(self, engine: Engine, changes: Mapping[str, Any]) -> None:
+        """Raise, on all of the old ranks, what one of them refuses. Collective over them."""
         mesh = changes.get("mesh")
         asked = mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh
-        try:
-            ranks = Ranks() if self._is_away else states_of(engine).peers
-            with ranks.together(_CALL) as meeting:
-                self._check_call(engine, changes)
-                meeting.compare({"mesh": str(asked)})
-            if not self._is_away:
-                states_of(engine).finish_step()
-        except (CheckpointError, ConfigError, PlanMismatch, StateError, StorageError) as refused:
-            return refused
-        return None
+        ranks = Ranks() if self._is_away else states_of(engine).peers
+        with ranks.together(_CALL) as meeting:
+            self._check_call(engine, changes)
+            meeting.compare({"mesh": str(asked)})
+        if not self._is_away:
+            states_of(engine).finish_step()
 
     def _check_call(self, engine: Engine, changes: Mapping[str, Any]) -> None:
         """Raise for what cannot be done on this rank, whatever the others say."""
@@ -174,7 +171,7 @@ class Repartition:
                 f"{_CALL} while gradients rest that no step has taken: call it after"
                 " optimizer.step() or zero_grad()"
             )
-        parts.loop.check_at_rest(_CALL)
+        parts.check_at_rest(_CALL)
         Departure(parts, _averages(engine)).facts()  # raises for state that cannot be cut
         if mesh is not None and _overlap_in_part(self._ranks, mesh.mesh.flatten().tolist()):
             raise ConfigError(
@@ -185,49 +182,34 @@ class Repartition:
 
     # ------------------------------------------------------------------ old and new ranks
 
-    def _meet(
-        self, changes: Mapping[str, Any], refusal: ZeroshardError | None
-    ) -> tuple[Seat | None, HandOver, ZeroshardError | None]:
-        """Return this rank's new seat (None: it leaves), all ranks that take part, and why this one
-        refuses. Collective over the new ranks.
-        """
-        mesh = changes.get("mesh")
-        if not isinstance(mesh, DeviceMesh):
-            if refusal is not None:
-                raise refusal
-            return self._seat, HandOver(self._seat.group), None
-        ranks = mesh.mesh.flatten().tolist()
-        grows = self._is_away or not set(ranks) <= set(self._ranks)
-        if refusal is not None and not (grows and _rank() in ranks):
-            raise refusal  # else the ranks that come back are told
-        if _rank() not in ranks:
-            return None, HandOver(self._seat.group), None
-        try:
-            seat = seat_of(mesh, changes.get("dp"))
-            if seat.dims.others:
-                raise ConfigError(
-                    f"{_CALL} moves data parallel ranks alone, and mesh= has other dimensions:"
-                    " save, close and shard() again"
-                )
-        except ConfigError as refused:
-            if grows:  # then all ranks are in it
-                raise
-            return None, HandOver(self._seat.group), refused
-        return seat, HandOver(seat.group if grows else self._seat.group), refusal
+    def _grows(self, mesh: DeviceMesh) -> bool:
+        """Whether ranks come to the engine: all ranks that take part are then in `mesh`."""
+        return self._is_away or not set(mesh.mesh.flatten().tolist()) <= set(self._ranks)
 
-    def _tell(
-        self,
-        engine: Engine,
-        hand_over: HandOver,
-        changes: Mapping[str, Any],
-        refusal: ZeroshardError | None,
-    ) -> list[dict[str, Any]]:
-        """Return what every rank says of itself. Raises, on every rank, for a refusal of any, and
-        where the states of the new ranks cannot come from these ranks.
-        """
-        with hand_over.ranks.together(_CALL) as meeting:
-            if refusal is not None:
+    def _tell_who_comes(self, changes: Mapping[str, Any], refusal: ZeroshardError) -> None:
+        """Raise, on the ranks that come to the engine, too, what the old ranks refuse."""
+        mesh = changes.get("mesh")
+        if isinstance(mesh, DeviceMesh) and _rank() in mesh.mesh and self._grows(mesh):
+            with HandOver(_seat_in(mesh, changes).group).ranks.together(_CALL):
                 raise refusal
+
+    def _meet(
+        self, engine: Engine, changes: Mapping[str, Any]
+    ) -> tuple[Seat | None, HandOver, list[dict[str, Any]]]:
+        """Return this rank's new seat (None: it leaves), all ranks that take part, and what each of
+        these says of itself. Collective over them.
+
+        Raises, on every rank, for a refusal of any, and where the states of the new ranks cannot
+        come from these ranks.
+        """
+        mesh, seat = changes.get("mesh"), self._seat
+        if grows := mesh is not None and self._grows(mesh):
+            seat = _seat_in(mesh, changes)
+        hand_over = HandOver(seat.group)
+        with hand_over.ranks.together(_CALL) as meeting:
+            leaves = mesh is not None and _rank() not in mesh.mesh
+            if mesh is not None and not (grows or leaves):
+                seat = _seat_in(mesh, changes)
             meeting.give(
                 {
                     "ranks": None if self._is_away else self._ranks,
@@ -256,7 +238,7 @@ class Repartition:
                     f"the ranks disagree about their {name}: {holders(entries)}. Build the same"
                     " model on every rank, with as many zs.EMA"
                 )
-        return told
+        return None if leaves else seat, hand_over, told
 
     def _settings_json(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings that may change, for ranks that come back."""
@@ -301,7 +283,7 @@ class Repartition:
             raise ConfigError(
                 f"shares={settings.shares!r} was measured on other ranks: pass shares= again"
             )
-        asked = asked_again(self._asked, engine.module, settings, seat)
+        asked = asked_again(self._asked, settings, seat)
         away = [cells.optim.tier for cells in asked.settings.resolved_policy().all_cells]
         if averages_of(engine) and set(away) != {Tier.DEVICE}:
             raise ConfigError(
@@ -322,7 +304,7 @@ class Repartition:
             return None
         asked = _measured(engine, asked, seat, changes)
         trains = parts_of(engine).sharded is not None
-        context = self._make(asked, seat, trains=trains, told={})
+        context = self._make(asked, seat, trains=trains)
         scaler = parts_of(engine).context.options.loss_scaler
         context = replace(context, options=replace(context.options, loss_scaler=scaler))
         # strides and dtypes are those that shard() found: plans look at them when segments are made
@@ -500,6 +482,17 @@ def _measured(
     if seat.rank == 0:
         _log.info("%s", told)
     return replace(asked, shares=shares_of(numbers))
+
+
+def _seat_in(mesh: DeviceMesh, changes: Mapping[str, Any]) -> Seat:
+    """Return this rank's seat in `mesh`. Collective over it; raises ConfigError."""
+    seat = seat_of(mesh, changes.get("dp"))
+    if seat.dims.others:
+        raise ConfigError(
+            f"{_CALL} moves data parallel ranks alone, and mesh= has other dimensions:"
+            " save, close and shard() again"
+        )
+    return seat
 
 
 def _model_digest(asked: ShardRequest) -> str:
