@@ -122,15 +122,18 @@ class TileStates:
             ) as room:
                 room.copy_(numbers)
 
-    def split(self, shard: ParamShard) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return the state of a shard: what has a number per element, and the rest."""
-        state = self.of(shard)
-        moments = {
+    def moments(self, shard: ParamShard) -> dict[str, torch.Tensor]:
+        """Return what of the state of a shard has a number per element."""
+        return {
             key: value
-            for key, value in state.items()
+            for key, value in self.of(shard).items()
             if isinstance(value, torch.Tensor) and value.shape == shard.tensor.shape
         }
-        return moments, {key: value for key, value in state.items() if key not in moments}
+
+    def numbers(self, shard: ParamShard) -> dict[str, Any]:
+        """Return the rest of the state of a shard: a step count, an option."""
+        moments = self.moments(shard)
+        return {key: value for key, value in self.of(shard).items() if key not in moments}
 
     def at_rest(self, shard: ParamShard, key: str) -> tuple[State, int]:
         """Return in which State `key` of a shard rests, and where in it the shard begins."""
@@ -173,7 +176,7 @@ class TileStates:
 
     def _has_numbers(self, shard: ParamShard) -> bool:
         """Whether state of a shard stands in the optimizer as real numbers."""
-        return any(not self._is_away(shard, key) for key in self.split(shard)[0])
+        return any(not self._is_away(shard, key) for key in self.moments(shard))
 
     def bytes_by_tier(self, tiles: Sequence[Tile]) -> dict[Tier, int]:
         """Return the bytes of the optimizer's own state of `tiles`, by tier."""

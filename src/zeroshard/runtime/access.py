@@ -130,14 +130,13 @@ class StateAccess:
         """
         assert self._sharded is not None
         states, piece, found = self._sharded.states, shard.piece, {}
-        moments, numbers = states.split(shard)
-        for key in moments:
+        for key in states.moments(shard):
             state, first = states.at_rest(shard, key)
             place = slice(first, first + piece.numel)
             found[key] = RestingPiece(
                 shard.name, shard.parameter, shard.stride, piece.start, piece.stop, state, place
             )
-        return found, numbers
+        return found, states.numbers(shard)
 
     def set_states(self, set_state: Callable[[ParamShard], None]) -> None:
         """Call `set_state` for everything that the optimizer steps here, and put the state that

@@ -36,7 +36,7 @@ from zeroshard.optim.copies import state_after_trial
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard, Tile
 from zeroshard.runtime.build import PlannedUnits
-from zeroshard.runtime.context import Context, SegmentPlan
+from zeroshard.runtime.context import SegmentPlan
 from zeroshard.runtime.offload_states import bring_to_rest
 from zeroshard.runtime.parts import Parts
 from zeroshard.runtime.released import restore_classes
@@ -45,7 +45,7 @@ from zeroshard.runtime.segment_states import VALUE, SegmentStates
 from zeroshard.runtime.tile_cuts import cut_tiles
 from zeroshard.state.local import leave_hollow
 
-__all__ = ["Arrival", "Departure", "Facts", "StateTransfer", "let_go", "wanted"]
+__all__ = ["Departure", "Facts", "Move", "let_go", "wanted"]
 
 _NOTHING = (0, 0)
 
@@ -108,11 +108,11 @@ class Departure:
                 name: (_name(dtype), sorted(parameters))
                 for name, (dtype, parameters) in states.found().items()
             }
-            for shard in states.shards:
-                facts.numbers.setdefault(shard.name, {}).update(
-                    (name, _number(value, f"optimizer state {name!r} of {shard.name!r}"))
-                    for name, value in states.of(shard)[1].items()
-                )
+            for parameter, numbers in states.numbers().items():
+                facts.numbers[parameter] = {
+                    name: _number(value, f"optimizer state {name!r} of {parameter!r}")
+                    for name, value in numbers.items()
+                }
         return facts
 
     def begin(self) -> None:
@@ -164,36 +164,42 @@ def let_go(parts: Parts) -> None:
             leave_hollow(parameter, stride, dtype)
 
 
-class StateTransfer:
-    """The states of all segments on their way, in one order on every rank."""
+class Move:
+    """The states of all segments on their way, in one order on every rank. On those of the new
+    layout it is the Source (build.py) of that.
+    """
 
     def __init__(
-        self, hand_over: HandOver, told: Sequence[Facts], departure: Departure | None
+        self,
+        hand_over: HandOver,
+        told: Sequence[Facts],
+        departure: Departure | None,
+        sharded: ShardedOptimizer | None,
+        averages: Sequence[list[torch.Tensor]],
     ) -> None:
-        """`told` by rank; `departure`: of a rank of the old layout."""
+        """`told` by rank; `departure`: of a rank of the old layout, `sharded`: the tie to the
+        optimizer, if there is one; `averages`: see Departure.
+        """
+        self.cut: list[list[Tile]] = []  # by trained segment
         self._hand_over = hand_over
         self._told = told
         self._departure = departure
+        self._sharded = sharded
+        self._averages = averages
+        self._trials: dict[int, dict[str, Any]] = {}  # by param group
         # as in Facts, of all ranks together
         self._states: dict[str, dict[str, tuple[torch.dtype, set[str]]]] = {}
-        self.numbers: dict[str, dict[str, Any]] = {}
+        self._numbers: dict[str, dict[str, Any]] = {}
         for facts in told:
             for key, states in facts.states.items():
                 known = self._states.setdefault(key, {})
                 for state, (dtype, parameters) in states.items():
                     known.setdefault(state, (getattr(torch, dtype), set()))[1].update(parameters)
             for name, numbers in facts.numbers.items():
-                if not self.numbers.get(name):
-                    self.numbers[name] = numbers
+                if not self._numbers.get(name):
+                    self._numbers[name] = numbers
 
-    def states(self, key: str) -> list[tuple[str, set[str]]]:
-        """Return the states of a segment beside its values, in the order in which they travel, and
-        the parameters that have one of the optimizer's.
-        """
-        states = sorted(self._states[key].items())
-        return [(state, parameters) for state, (_, parameters) in states if state != VALUE]
-
-    def bring(self, key: str, state: str, numel: int) -> torch.Tensor:
+    def _bring(self, key: str, state: str, numel: int) -> torch.Tensor:
         """Move a state of a segment; return its buffer [numel] on the host with everything that
         this rank wants of it, zero elsewhere. Collective.
         """
@@ -208,33 +214,18 @@ class StateTransfer:
         self._hand_over.move(held, wanted, mine, out)
         return out
 
+    def _beside_values(self, key: str) -> list[str]:
+        """Return the other states of a segment, in the order in which they travel."""
+        return sorted(state for state in self._states[key] if state != VALUE)
+
     def give_all(self) -> None:
         """Move everything without a part in the new layout. Collective."""
         for key in self._states:
-            for state in (VALUE, *(state for state, _ in self.states(key))):
-                self.bring(key, state, 0)
-
-
-class Arrival:
-    """The Source (build.py) of a new layout: numbers of an old one."""
-
-    def __init__(
-        self,
-        transfer: StateTransfer,
-        context: Context,
-        sharded: ShardedOptimizer | None,
-        averages: Sequence[list[torch.Tensor]],
-    ) -> None:
-        """`sharded`: the tie to the optimizer, if there is one; `averages`: see Departure."""
-        self.cut: list[list[Tile]] = []  # by trained segment
-        self._transfer = transfer
-        self._context = context
-        self._sharded = sharded
-        self._averages = averages
-        self._trials: dict[int, dict[str, Any]] = {}  # by param group
+            for state in (VALUE, *self._beside_values(key)):
+                self._bring(key, state, 0)
 
     def values(self, plan: SegmentPlan) -> Sequence[torch.Tensor]:
-        out = self._transfer.bring(plan.key, VALUE, plan.layout.numel)
+        out = self._bring(plan.key, VALUE, plan.layout.numel)
         return [
             out.as_strided(slot.shape, stride, slot.offset)
             for slot, stride in zip(plan.layout.slots, plan.strides, strict=True)
@@ -242,23 +233,23 @@ class Arrival:
 
     def built(self, segment: Segment, cells: Cells) -> None:
         tiles: list[Tile] = []
+        context, flat = segment.flat.context, segment.flat
         if segment.master is not None and self._sharded is not None:
-            tiles = cut_tiles(segment, cells, self._context)
+            tiles = cut_tiles(segment, cells, context)
             self.cut.append(tiles)
             self._set_numbers(tiles)
         optimizer = None if self._sharded is None else self._sharded.states
         here = SegmentStates(segment, tiles, optimizer, self._averages, len(self.cut) - 1)
-        for state, parameters in self._transfer.states(segment.key):
-            out = self._transfer.bring(segment.key, state, segment.flat.layout.numel)
-            with self._context.faults.noted(lost=True):
-                numbers = out[slice(*segment.flat.stepped)]
-                here.write(state, numbers, parameters)
+        for state in self._beside_values(segment.key):
+            numbers = self._bring(segment.key, state, flat.layout.numel)[slice(*flat.stepped)]
+            with context.faults.noted(lost=True):
+                here.write(state, numbers, self._states[segment.key][state][1])
 
     def _set_numbers(self, tiles: Sequence[Tile]) -> None:
         assert self._sharded is not None
         optimizer = self._sharded.optimizer
         for shard in (shard for tile in tiles for shard in tile.shards):
-            found = self._transfer.numbers.get(shard.name)
+            found = self._numbers.get(shard.name)
             if found:
                 optimizer.state[shard.tensor] = {
                     key: self._placed(shard, key, *number) for key, number in found.items()

@@ -18,6 +18,7 @@ Cost: one state of one segment on the host.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -55,9 +56,10 @@ class SegmentStates:
         self._averages = averages if segment.master is not None else ()
         self._number = number
 
-    def of(self, shard: ParamShard) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-        """Return the optimizer's state of a shard (TileStates.split)."""
-        return ({}, {}) if self._optimizer is None else self._optimizer.split(shard)
+    def numbers(self) -> dict[str, dict[str, Any]]:
+        """Return, by parameter, the optimizer's states of one number."""
+        states = self._optimizer
+        return {} if states is None else {one.name: states.numbers(one) for one in self.shards}
 
     def found(self) -> dict[str, tuple[torch.dtype, set[str]]]:
         """Return the states, the dtype of each, and the parameters that have one of the
@@ -68,8 +70,8 @@ class SegmentStates:
         }
         for index, average in enumerate(self._averages):
             out[f"{AVERAGE}{index}"] = average[self._number].dtype, set()
-        for shard in self.shards:
-            for key, moment in self.of(shard)[0].items():
+        for shard in () if self._optimizer is None else self.shards:
+            for key, moment in self._optimizer.moments(shard).items():
                 out.setdefault(f"{STATE}{key}", (moment.dtype, set()))[1].add(shard.name)
         return out
 
@@ -86,8 +88,9 @@ class SegmentStates:
             yield stepped, State.of(average[self._number]), 0
         else:
             key = name.removeprefix(STATE)
+            assert self._optimizer is not None, name
             for shard in self.shards:
-                if self._optimizer is not None and key in self._optimizer.of(shard):
+                if key in self._optimizer.of(shard):
                     span = (stepped[0] + shard.start, stepped[0] + shard.stop)
                     yield span, *self._optimizer.at_rest(shard, key)
 

@@ -95,7 +95,7 @@ class StepTiles:
         master.close(kept=segment.master)
         after = cut_tiles(segment, unit.cells, self._context)
         moved = SegmentStates(segment, after, sharded.states)
-        numbers = {shard.name: states.of(shard)[1] for shard in states.shards}
+        numbers = states.numbers()
         for shard in moved.shards:
             if numbers[shard.name]:
                 sharded.optimizer.state[shard.tensor] = copy.deepcopy(numbers[shard.name])

@@ -49,7 +49,7 @@ from zeroshard.runtime.build import Context, PlannedUnits, build_units, plan_uni
 from zeroshard.runtime.ema import averages_of
 from zeroshard.runtime.engine import Engine, parts_of, relaid, states_of
 from zeroshard.runtime.parts import Parts
-from zeroshard.runtime.relayout import Arrival, Departure, Facts, StateTransfer, let_go, wanted
+from zeroshard.runtime.relayout import Departure, Facts, Move, let_go, wanted
 from zeroshard.sharding.asked import ShardRequest, asked_again
 from zeroshard.sharding.rejoin import carried, take_over
 from zeroshard.state.local import local_of
@@ -60,6 +60,7 @@ _log = logging.getLogger("zeroshard")
 EQUAL = "equal"  # shares that are none
 
 _CALL = "engine.repartition()"
+_SAME = "Build the same model on every rank, with as many zs.EMA"
 _AWAY = (
     "this rank has left the ranks of its engine in engine.repartition(): its model, optimizer and"
     " engine can be used again after engine.repartition(mesh=...) with a mesh that contains it"
@@ -108,13 +109,13 @@ class Repartition:
             raise
         seat, hand_over, told = self._meet(engine, changes)
         asked = self._agree_on_settings(engine, hand_over, seat, told, changes)
-        move = _Move(engine, hand_over, told, is_away=self._is_away)
-        ready = move.prepare(lambda: self._ready(engine, asked, seat, changes))
-        move.run()
+        relayout = _Relayout(engine, hand_over, told, is_away=self._is_away)
+        ready = relayout.prepare(lambda: self._ready(engine, asked, seat, changes))
+        relayout.run()
         self._is_away = ready is None
         if ready is not None:
             self._asked, self._seat = ready.asked, ready.seat
-        move.end()
+        relayout.end()
 
     # ------------------------------------------------------------------ the old ranks
 
@@ -206,19 +207,14 @@ class Repartition:
         if grows := mesh is not None and self._grows(mesh):
             seat = _seat_in(mesh, changes)
         hand_over = HandOver(seat.group)
-        with hand_over.ranks.together(_CALL) as meeting:
+        with hand_over.ranks.together(_CALL, remedy=_SAME) as meeting:
             leaves = mesh is not None and _rank() not in mesh.mesh
             if mesh is not None and not (grows or leaves):
                 seat = _seat_in(mesh, changes)
-            meeting.give(
-                {
-                    "ranks": None if self._is_away else self._ranks,
-                    "rank": _rank(),
-                    "model": _model_digest(self._asked),
-                    "averages": len(averages_of(engine)),
-                    "settings": self._settings_json(changes),
-                }
-            )
+            averages = str(len(averages_of(engine)))
+            meeting.compare({"model": _model_digest(self._asked), "averages": averages})
+            ranks, settings = None if self._is_away else self._ranks, self._settings_json(changes)
+            meeting.give({"ranks": ranks, "rank": _rank(), "settings": settings})
         told: list[dict[str, Any]] = meeting.answers
         held = [one["ranks"] for one in told if one["ranks"] is not None]
         here = {one["rank"] for one in told}
@@ -231,13 +227,6 @@ class Repartition:
                 f"mesh= {sorted(here)} leaves out ranks that hold a part of the states, which lie"
                 f" over {held[0]}: call {_CALL} on these, too, over a mesh that contains them"
             )
-        for name in ("model", "averages"):
-            entries = [str(one[name]) for one in told]
-            if len(set(entries)) > 1:
-                raise PlanMismatch(
-                    f"the ranks disagree about their {name}: {holders(entries)}. Build the same"
-                    " model on every rank, with as many zs.EMA"
-                )
         return None if leaves else seat, hand_over, told
 
     def _settings_json(self, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,7 +304,7 @@ class Repartition:
             raise
 
 
-class _Move:
+class _Relayout:
     """The states of one engine on their way into another layout."""
 
     def __init__(
@@ -404,14 +393,15 @@ class _Move:
 
     def _run(self) -> None:
         ready, departure = self._ready, self._departure
-        transfer = StateTransfer(self._hand_over, self._facts, departure)
+        sharded, averages = self._parts.sharded, self._averages
+        move = Move(self._hand_over, self._facts, departure, sharded, averages)
         if departure is not None:
             departure.begin()
         if ready is None:
-            transfer.give_all()
+            move.give_all()
         else:
             let_go(self._parts)
-            self._build(ready, transfer)
+            self._build(ready, move)
         if self._carried is not None:
             for buffer in self._engine.module.buffers():
                 self._hand_over.give(local_of(buffer), self._first)
@@ -426,31 +416,26 @@ class _Move:
         if departure is not None:
             departure.end(stays=ready is not None)
 
-    def _build(self, ready: _Ready, transfer: StateTransfer) -> None:
+    def _build(self, ready: _Ready, move: Move) -> None:
         context, plans = ready.context, ready.asked.plans
-        arrival = Arrival(transfer, context, self._parts.sharded, self._averages)
-        units = build_units(plans, context, ready.planned, arrival)
+        units = build_units(plans, context, ready.planned, move)
         prefetch_bytes = ready.asked.settings.prefetch_bytes
-        relaid(self._engine, units, plans, context, prefetch_bytes=prefetch_bytes, cut=arrival.cut)
+        relaid(self._engine, units, plans, context, prefetch_bytes=prefetch_bytes, cut=move.cut)
         context.faults.end_shard()
 
     def end(self) -> None:
         """Raise StorageError on every rank where a tier has failed on any. Collective."""
-        error: StorageError | None = None
-        if self._ready is not None:
-            try:
-                self._ready.context.faults.agree()
-            except StorageError as failed:
-                error = failed
-        if self._departure is not None:
-            error = self._departure.error or error
-        told = self._hand_over.ranks.share(None if error is None else str(error), _CALL)
-        found = next((text for text in told if text is not None), None)
-        if found is None:
-            return
-        if self._ready is not None:
-            self._ready.context.faults.lose(_CALL, found)
-        raise StorageError(found) if error is None else error
+        faults = None if self._ready is None else self._ready.context.faults
+        try:
+            with self._hand_over.ranks.together(_CALL, refusal=StorageError):
+                if faults is not None:
+                    faults.agree()
+                if self._departure is not None and self._departure.error is not None:
+                    raise self._departure.error
+        except StorageError as error:
+            if faults is not None:
+                faults.lose(_CALL, str(error))
+            raise
 
 
 # ---------------------------------------------------------------------------------------- settings
