@@ -1,5 +1,5 @@
 """Moves of states beside each other, and beside what else holds them: repartition(),
-offload_states(), averages, savers, columns that are published between nodes.
+offload_states(), averages, savers, a split that moves, columns that are published between nodes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import zeroshard as zs
+from tests.support.broken_storage import patched
 from tests.support.harness import run_ranks
 from tests.support.repartitions import Trained, loaded, made, rests
 from tests.support.training import batch
 from zeroshard.comm.levels import ColumnWindow
+from zeroshard.runtime.balance import Balance
 
 NODES = zs.Comm(transport="gloo", node_size=2, hierarchical=True)
 
@@ -131,8 +133,11 @@ def _averages(rank: int, world: int, transport: str) -> None:
     comm = zs.Comm.model_validate({"transport": transport})
     moves: list[dict[str, Any]] = [
         {"policy": "zero3"}, {"shares": [0.25, 0.75]}, {"offload": {"weight": "host"}},
-        {"policy": "zero1", "offload": {}}, {"policy": "ddp", "shares": "equal"},
+        {"policy": "zero1", "offload": {"grad": "host"}},
+        {"policy": "ddp", "shares": "equal", "offload": {}},
     ]  # fmt: skip
+    if world == 1:
+        moves[1:2] = []
     still = made(policy="zero2", averaged=True, comm=comm)
     expected = _looked(still, [{} for _ in moves], rank)
     moved = made(policy="zero2", averaged=True, comm=comm)
@@ -141,6 +146,41 @@ def _averages(rank: int, world: int, transport: str) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
-def test_averages_go_with_states_that_sleep_and_move(transport: str) -> None:
-    run_ranks(2, _averages, transport, timeout=100)
+@pytest.mark.parametrize(("world", "transport"), [(1, "gloo"), (2, "gloo"), (2, "shared_memory")])
+def test_averages_go_with_states_that_sleep_and_move(world: int, transport: str) -> None:
+    run_ranks(world, _averages, transport, timeout=100)
+
+
+def _split(rank: int, world: int, path: str, moving: bool) -> list[float]:
+    """Train with a split that moves with every step, or stays; return losses, and numbers of one
+    parameter's states.
+    """
+    fractions = iter([0.9, 0.2, 0.6, 0.4])
+    offload = {"optimizer": "host", "fraction": "auto" if moving else 0.5}
+    with patched(Balance, "after_step", lambda *_: next(fractions)):
+        run = made(policy="zero2", offload=offload)
+        losses, seen = run.train(rank, range(2)), []
+        for step in (2, 3):
+            states = zs.ParameterStates(run.engine, run.model.embed.weight)
+            seen += [states.master(), states.state("exp_avg"), states.state("exp_avg_sq")]
+            states.set_state("exp_avg", seen[-2] * 2)
+            run.engine.offload_states()
+            run.engine.reload_states()
+            losses += run.train(rank, range(step, step + 1))
+    zs.save(path, run.engine, step=1)
+    run.engine.repartition(policy="zero3", offload={})
+    other = loaded(run, Path(path), policy="zero3")
+    _same(run, other, "a split that has moved")
+    losses += run.train(rank, range(4, 6))
+    for one in (run, other):
+        one.engine.close()
+    return losses + [value.double().sum().item() for value in seen if value is not None]
+
+
+def _both_splits(rank: int, world: int, path: str) -> None:
+    found = [_split(rank, world, f"{path}/{moving}", moving) for moving in (True, False)]
+    assert found[0] == found[1]
+
+
+def test_a_split_that_moves_goes_with_states_that_are_set_sleep_and_move(tmp_path: Path) -> None:
+    run_ranks(2, _both_splits, str(tmp_path), timeout=100)

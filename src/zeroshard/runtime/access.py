@@ -298,15 +298,17 @@ class StateAccess:
         trained; what went wrong in the step is noted.
         """
         self._weights.availability.check_trained()
+        self._join_step()
+
+    def _join_step(self) -> None:
         with self._faults.noted(lost=True):
             if self._sharded is not None:
                 self._sharded.join()
 
     def end_step(self) -> None:
         """Return when no step is under way, whatever it ended by."""
-        with suppress(Exception), self._faults.noted(lost=True):
-            if self._sharded is not None:
-                self._sharded.join()
+        with suppress(Exception):
+            self._join_step()
 
     def check_readable(self) -> None:
         """Refuse to show what is lost. Raises StorageError where that is heard of only now, of a
@@ -315,7 +317,7 @@ class StateAccess:
         self.check_open()
         self._faults.check(passes=False)
         if self._context.steps_into_forward:
-            self.join_step()
+            self._join_step()  # averages may be in the place of what is trained
             self._faults.agree()
 
     def check_open(self, *, trained: bool = False) -> None:
