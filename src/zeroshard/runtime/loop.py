@@ -21,7 +21,7 @@ Invariant: every event is the same call on every rank that runs the same program
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
