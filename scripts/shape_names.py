@@ -52,7 +52,7 @@ POOLS = (
     "memory/__init__.py Pool",
     "memory/__init__.py Pages",
     "memory/host_pages.py PinnedPages",
-    "comm/slots.py SlotPool",
+    "comm/cpu/slots.py SlotPool",
     "tier/staging.py Staging",
     "tier/transfer.py Scratch",
     "optim/runner.py _Buffers",

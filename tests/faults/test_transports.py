@@ -198,7 +198,7 @@ def test_without_memfd_on_one_rank_all_use_gloo_and_say_so_once() -> None:
 IN_A_CALL = """
 import contextlib, datetime, time
 import torch.distributed as dist
-from zeroshard.comm.gloo_peers import Waiters
+from zeroshard.comm.cpu.gloo_peers import Waiters
 
 store = dist.TCPStore("127.0.0.1", 0, 1, True)
 other = store.clone()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zeroshard.comm import rendezvous
+from zeroshard.comm.cpu import rendezvous
 
 __all__ = ["descendants", "pretended_host"]
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 import zeroshard as zs
-from zeroshard.comm import collectives
+from zeroshard.comm.cpu import collectives
 from zeroshard.comm.transport import Transport
 from zeroshard.core.placement import Tier
 from zeroshard.core.residency import Residency, UnitState, Use

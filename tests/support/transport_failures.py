@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from tests.support.transport_cases import check_sum, expected_sum, fill, same
 from tests.support.transports import CPU, Spec, opened, values
-from zeroshard.comm.links import MessageKind
-from zeroshard.comm.matching import Contribution
+from zeroshard.comm.cpu.links import MessageKind
+from zeroshard.comm.cpu.matching import Contribution
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import GradBuffer, ReduceRequest, Transport, Window
 from zeroshard.core.layout import end_of

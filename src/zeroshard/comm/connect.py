@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-from zeroshard.comm.control import PeerControl
-from zeroshard.comm.gloo_peers import Connections, Subgroup, notices_of
-from zeroshard.comm.rendezvous import HostGroups, find_hosts
+from zeroshard.comm.cpu.control import PeerControl
+from zeroshard.comm.cpu.gloo_peers import Connections, Subgroup, notices_of
+from zeroshard.comm.cpu.rendezvous import HostGroups, find_hosts
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Traffic
 from zeroshard.errors import ConfigError

@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from zeroshard.comm.connect import make_control
-from zeroshard.comm.gloo_peers import Subgroup
+from zeroshard.comm.cpu.gloo_peers import Subgroup
 from zeroshard.comm.ranks import Groups, Ranks
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Traffic

@@ -37,8 +37,8 @@ import torch
 from torch import distributed as dist
 
 from zeroshard.comm.compat import all_gather_single, reduce_scatter_single
-from zeroshard.comm.control import PeerControl
-from zeroshard.comm.matching import sum_parts
+from zeroshard.comm.cpu.control import PeerControl
+from zeroshard.comm.cpu.matching import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.stalls import StallWatch

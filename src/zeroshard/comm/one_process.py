@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zeroshard.comm.matching import sum_parts
+from zeroshard.comm.cpu.matching import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.ranks import Ranks
 from zeroshard.comm.spec import CommSpec

@@ -5,7 +5,7 @@ collective. So what fails, or differs, on one of them is raised on all.
     ranks.agree({"policy": "zero2"}, call)   the same on every rank, or PlanMismatch on every rank
     with ranks.together(call) as meeting:    done on every rank, or an error on every rank
 
-All of it goes through one `exchange` of bytes: a control plane's (comm/control.py), or that of
+All of it goes through one `exchange` of bytes: a control plane's (comm/cpu/control.py), or that of
 process groups (`Ranks.through`) while there is no control plane. `call` names the call of the
 program, as errors show it.
 

@@ -14,13 +14,13 @@ import torch
 from torch import distributed as dist
 
 from zeroshard.comm.connect import make_control
-from zeroshard.comm.control import PeerControl
-from zeroshard.comm.gloo_peers import Subgroup
+from zeroshard.comm.cpu.control import PeerControl
+from zeroshard.comm.cpu.gloo_peers import Subgroup
+from zeroshard.comm.cpu.paired import PairedTransport
 from zeroshard.comm.groups import make_group
 from zeroshard.comm.levels import Levels
 from zeroshard.comm.nccl import NcclTransport
 from zeroshard.comm.one_process import OneProcess
-from zeroshard.comm.paired import PairedTransport
 from zeroshard.comm.plain import gather_bytes
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.stalls import every

@@ -24,9 +24,9 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 
-from zeroshard.comm.control import PeerControl, Plane
+from zeroshard.comm.cpu.control import PeerControl, Plane
+from zeroshard.comm.cpu.notices import Notices
 from zeroshard.comm.launched import end_process
-from zeroshard.comm.notices import Notices
 from zeroshard.core.digest import Digest, Entered
 from zeroshard.errors import StallError
 

@@ -57,7 +57,7 @@ class _Reduce:
 
 
 class _PlannedPool:
-    """Memory that is lent and comes back, as comm/slots.py and memory.py: Pool keep it.
+    """Memory that is lent and comes back, as comm/cpu/slots.py and memory.py: Pool keep it.
 
     `limit` None: twice the largest buffer asked for.
     """

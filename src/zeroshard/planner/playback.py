@@ -3,7 +3,7 @@ executed on bytes at the events of a pass (activation_trace.py).
 
     gathered      units in use and ahead of use, within the budget; what a row keeps between forward
                   and backward
-    gradients     the pool of buckets (comm/slots.py), which keeps its memory
+    gradients     the pool of buckets (comm/cpu/slots.py), which keeps its memory
     staging       slices of other ranks on their way into a sum, and sums between two levels, which
                   keep their memory, too; sums on their way to another tier
     resting       gradients that rest on the device so far, with the sums of micro-batches that no

@@ -42,7 +42,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.control import PeerOperation as Collective
+from zeroshard.comm.cpu.control import PeerOperation as Collective
 from zeroshard.core.placement import Tier
 from zeroshard.core.recording import Operation, Probe, Stamp
 from zeroshard.core.timeline import LANES, WAIT, Event, Timeline

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from zeroshard.comm import serving
-from zeroshard.comm.gloo_peers import Waiters
-from zeroshard.comm.links import MAX_TAIL, Links, Message, MessageKind
-from zeroshard.comm.matching import Contribution, Matching
-from zeroshard.comm.rendezvous import _agree
+from zeroshard.comm.cpu.gloo_peers import Waiters
+from zeroshard.comm.cpu.links import MAX_TAIL, Links, Message, MessageKind
+from zeroshard.comm.cpu.matching import Contribution, Matching
+from zeroshard.comm.cpu.rendezvous import _agree
+from zeroshard.comm.cpu.slots import FAR, SlotPool
 from zeroshard.comm.select import make_transport
-from zeroshard.comm.slots import FAR, SlotPool
 from zeroshard.comm.spec import CommSpec
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError, PeerLostError, StallError

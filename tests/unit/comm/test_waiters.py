@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from zeroshard.comm import gloo_peers
+from zeroshard.comm.cpu import gloo_peers
 
 
 class _SlowToGo:

@@ -56,7 +56,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
-from zeroshard.comm.notices import Notices
+from zeroshard.comm.cpu.notices import Notices
 from zeroshard.comm.plain import gather_bytes
 from zeroshard.errors import ConfigError, PeerLostError, StallError
 

@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from zeroshard.comm import serving
-from zeroshard.comm.calls import framed, unframed
-from zeroshard.comm.dispatcher import Dispatcher, given_up
-from zeroshard.comm.gloo_peers import Connections, GlooPeers, Subgroup, Transfer
-from zeroshard.comm.links import Links, MessageKind
-from zeroshard.comm.notices import Notices
+from zeroshard.comm.cpu.dispatcher import Dispatcher, framed, given_up, unframed
+from zeroshard.comm.cpu.gloo_peers import Connections, GlooPeers, Subgroup, Transfer
+from zeroshard.comm.cpu.links import Links, MessageKind
+from zeroshard.comm.cpu.notices import Notices
+from zeroshard.comm.cpu.rendezvous import HostGroups
 from zeroshard.comm.ranks import Ranks
-from zeroshard.comm.rendezvous import HostGroups
 from zeroshard.comm.transport import Traffic
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import StallError

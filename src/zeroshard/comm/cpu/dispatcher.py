@@ -1,9 +1,15 @@
 """The records of the peers on this host: each goes to who asked for its kind, exchanges and errors
 become state here.
 
+Every exchange says which call of the program it belongs to, so that two calls that differ never
+take each other's payloads: the name of the call ("zs.save()") travels in front of the payload.
+Ranks that meet under different names raise PlanMismatch at once, and so does a rank that waits for
+one that waits for it in another call: neither would ever go on.
+
 Invariant: handling a record never blocks, never sums and never copies bulk data, so it may happen
 inside any call. A record of an older generation (sent before a `reset`) is dropped, but for those
-that say which memory exists. Cost: none beyond ``links.py``.
+that say which memory exists. Cost: beyond ``links.py`` the bytes of the name, some twenty, per
+exchange and rank.
 """
 
 from __future__ import annotations
@@ -11,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from zeroshard.comm.calls import call_of, different_calls
-from zeroshard.comm.links import MAX_TAIL, Links, Message, MessageKind
+from zeroshard.comm.cpu.links import MAX_TAIL, Links, Message, MessageKind
 from zeroshard.errors import PlanMismatch, StateError
 
-__all__ = ["Dispatcher", "given_up"]
+__all__ = ["Dispatcher", "framed", "given_up", "unframed"]
 
 _OF_EVERY_GENERATION = (MessageKind.SLOT, MessageKind.DROP, MessageKind.WINDOW)
 
@@ -86,7 +91,7 @@ class Dispatcher:
         """
         sequence = self._num_exchanges
         self._num_exchanges += 1
-        self._call = call_of(payload)
+        self._call = _call_of(payload)
         for start in range(0, max(len(payload), 1), MAX_TAIL):
             self.send(
                 MessageKind.EXCHANGE, sequence, len(payload), tail=payload[start : start + MAX_TAIL]
@@ -134,7 +139,7 @@ class Dispatcher:
         for sequence, arrived in self._payloads.items():
             if sequence < last:  # was refused
                 continue
-            calls = {peer: call_of(frame) for peer, (_, frame) in arrived.items()}
+            calls = {peer: _call_of(frame) for peer, (_, frame) in arrived.items()}
             # their wait ends only when we come to this exchange, ours only when they go on
             ahead = sequence > last
             others = {
@@ -143,7 +148,7 @@ class Dispatcher:
                 if (peer in awaited if ahead else other != self._call)
             }
             if others:
-                error = different_calls({members[self.rank]: call, **others})
+                error = _different_calls({members[self.rank]: call, **others})
                 if ahead:  # else the peers find it out by themselves
                     self._refuse(str(error))
                 self._num_ended = self._num_exchanges
@@ -179,4 +184,36 @@ def given_up(ranks: Sequence[int], what: str) -> StateError:
     return StateError(
         f"{what}: rank(s) {list(ranks)} gave up this step after an exception and wait in"
         " engine.reset(): call it here too"
+    )
+
+
+def framed(call: str, payload: bytes) -> bytes:
+    """Return `payload` with the name of its call in front."""
+    name = call.encode()
+    assert len(name) < 256, call
+    return bytes([len(name)]) + name + payload
+
+
+def unframed(frames: Sequence[bytes], members: Sequence[int]) -> list[bytes]:
+    """Return the payloads of all ranks. Raises PlanMismatch where they are of different calls;
+    `members` are the ranks' numbers.
+    """
+    calls = [_call_of(frame) for frame in frames]
+    if len(set(calls)) > 1:
+        raise _different_calls(dict(zip(members, calls, strict=True)))
+    return [frame[1 + frame[0] :] for frame in frames]
+
+
+def _call_of(frame: bytes | bytearray) -> str:
+    """Return the name of the call in the first bytes of a frame."""
+    return bytes(frame[1 : 1 + frame[0]]).decode()
+
+
+def _different_calls(calls: Mapping[int, str]) -> PlanMismatch:
+    """Return the error for ranks that wait for each other in different `calls`, by rank."""
+    said = ", ".join(f"rank {rank} is in {call}" for rank, call in sorted(calls.items()))
+    return PlanMismatch(
+        f"the ranks wait for each other in different calls: {said}. Every rank has to make the same"
+        " calls in the same order: make this one on all ranks, not under a condition that holds on"
+        " some of them"
     )

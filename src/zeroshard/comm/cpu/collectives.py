@@ -29,11 +29,11 @@ from functools import partial
 import torch
 
 from zeroshard.comm import memfd
-from zeroshard.comm.control import PeerControl, PeerOperation, Plane
-from zeroshard.comm.gloo_peers import LOOSE_GATHER, REDUCE_SCATTER, Transfer
-from zeroshard.comm.links import Message, MessageKind
-from zeroshard.comm.matching import Contribution, Matching, Pending, checked_parts, sum_parts
-from zeroshard.comm.slots import FAR, SlotPool
+from zeroshard.comm.cpu.control import PeerControl, PeerOperation, Plane
+from zeroshard.comm.cpu.gloo_peers import LOOSE_GATHER, REDUCE_SCATTER, Transfer
+from zeroshard.comm.cpu.links import Message, MessageKind
+from zeroshard.comm.cpu.matching import Contribution, Matching, Pending, checked_parts, sum_parts
+from zeroshard.comm.cpu.slots import FAR, SlotPool
 from zeroshard.comm.transport import GradBuffer, ReduceRequest, Work
 from zeroshard.core.layout import Range
 from zeroshard.memory import Pool

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeroshard.comm import memfd
-from zeroshard.comm.links import peer_credentials, send_record
+from zeroshard.comm.cpu.links import peer_credentials, send_record
 from zeroshard.comm.ranks import Ranks
 
 __all__ = ["HostGroups", "boot_id", "find_hosts"]

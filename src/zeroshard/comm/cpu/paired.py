@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.control import PeerControl
+from zeroshard.comm.cpu.collectives import Collectives
+from zeroshard.comm.cpu.control import PeerControl
+from zeroshard.comm.cpu.windows import Windows
 from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.windows import Windows
 from zeroshard.core.digest import Digest
 
 __all__ = ["PairedTransport"]

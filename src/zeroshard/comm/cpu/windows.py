@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 import torch
 
 from zeroshard.comm import memfd
-from zeroshard.comm.control import PeerControl, PeerOperation, Plane
-from zeroshard.comm.gloo_peers import ALL_GATHER, Transfer
-from zeroshard.comm.links import Message, MessageKind
+from zeroshard.comm.cpu.control import PeerControl, PeerOperation, Plane
+from zeroshard.comm.cpu.gloo_peers import ALL_GATHER, Transfer
+from zeroshard.comm.cpu.links import Message, MessageKind
 from zeroshard.comm.private_window import private
 from zeroshard.comm.transport import Work
 from zeroshard.core.layout import Range, end_of
