@@ -31,14 +31,8 @@ GRADIENT_HOLDERS = (
 GATHERED_BECAUSE = (
     "core/residency.py Residency.state",
     "core/residency.py Residency.counts",
-    "core/schedule/__init__.py Schedule._here",
-    "core/schedule/__init__.py Schedule._ahead",
     "core/schedule/__init__.py Schedule._idle",
-    "core/schedule/__init__.py Schedule._until",
-    "runtime/unit.py Unit.is_lent",
     "runtime/weights.py Weights.shown",
-    "runtime/unit.py Forwards.open",
-    "runtime/unit.py Forwards.to_recompute",
 )
 NUMBERS_AT_REST = (
     "state/state.py State",

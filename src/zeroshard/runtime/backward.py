@@ -226,7 +226,7 @@ class Backward:
                 self.complete(unit)
             # an earlier forward's output may be this one's input: its backward needs the weights
             # now
-            if before_others or unit.forwards.open:
+            if before_others or unit.residency.has(Use.FOLLOWED):
                 self._pass.finished[unit.index] = unit
                 return
             self._pass.finished.pop(unit.index, None)
@@ -381,8 +381,8 @@ class Backward:
 
     def _may_get_more(self, unit: Unit) -> bool:
         # see [Note: nested backwards]
-        forwards = unit.forwards
-        if forwards.to_recompute or (len(self._pass.tasks) > 1 and forwards.open):
+        expected = unit.residency.has
+        if expected(Use.REPEATED) or (len(self._pass.tasks) > 1 and expected(Use.FOLLOWED)):
             return True
         nested = self._pass.nested
         if nested and self._pass.in_checkpoint and unit not in self._pass.recomputed:
@@ -439,7 +439,7 @@ class Backward:
         self._weights.end_pass()
         if self._pass.retains:
             for unit, count in self._pass.recomputed.items():
-                unit.forwards.restore(count)
+                unit.residency.counts[Use.REPEATED] = count
         else:
             self._weights.end_backward()
         self.seal()
@@ -530,7 +530,8 @@ _multiplying: list[Backward] = []
 
 def _recomputed(units: Iterable[Unit]) -> dict[Unit, int]:
     """Return how often each of `units` runs again inside reentrant checkpoints, where it does."""
-    return {unit: unit.forwards.to_recompute for unit in units if unit.forwards.to_recompute}
+    counts = {unit: unit.residency.counts[Use.REPEATED] for unit in units}
+    return {unit: count for unit, count in counts.items() if count}
 
 
 def _gets_gradient(parameter: torch.Tensor) -> bool:

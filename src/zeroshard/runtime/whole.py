@@ -77,7 +77,7 @@ class Whole:
             if not writeback:
                 yield
                 return
-            if lent := [unit.name for unit in units if unit.is_lent]:
+            if lent := [unit.name for unit in units if unit.residency.has(Use.EDIT)]:
                 raise StateError(
                     f"gathered(writeback=True) of unit {lent[0]!r} inside another one: edit in one"
                     " of them"
