@@ -36,11 +36,9 @@ from zeroshard.core.residency import Use
 from zeroshard.core.schedule import Until
 from zeroshard.errors import StateError
 from zeroshard.optim.sealed import SealedGrad, SealedShards
-from zeroshard.runtime.accumulation import UNKNOWN, Accumulation
-from zeroshard.runtime.assigned import ASSIGNED, names_of
-from zeroshard.runtime.backward_pass import BackwardPass, Manner
+from zeroshard.runtime.backward_pass import UNKNOWN, Accumulation, BackwardPass, Manner
 from zeroshard.runtime.decisions import Decisions
-from zeroshard.runtime.leaves import Leaf, Leaves, seal
+from zeroshard.runtime.leaves import ASSIGNED, Leaf, Leaves, names_of, seal
 from zeroshard.runtime.recomputed import checkpoint_around, when_over
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.saved import SavedTensors
