@@ -261,6 +261,10 @@ class ShardedOptimizer:
             yield [shard.tensor for shard in shards] if empty is None else [empty]
 
     def _point(self) -> None:
+        """Let the optimizer hold this rank's shards, and state of these alone."""
+        held = {id(shard.tensor) for shard in self.pieces()}
+        for tensor in [tensor for tensor in self.optimizer.state if id(tensor) not in held]:
+            del self.optimizer.state[tensor]
         for group, entries in zip(self.optimizer.param_groups, self._entries(), strict=True):
             group["params"] = entries
 
@@ -269,9 +273,6 @@ class ShardedOptimizer:
         step is under way.
         """
         self._take(tiles)
-        held = {id(shard.tensor) for shard in self.pieces()}
-        for tensor in [tensor for tensor in self.optimizer.state if id(tensor) not in held]:
-            del self.optimizer.state[tensor]
         self._point()
         self.park()
         self.seal()

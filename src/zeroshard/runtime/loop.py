@@ -182,7 +182,8 @@ class Loop:
         """
         done = counted and not retains_graph()  # else this graph's backward may follow once more
         for unit in units:
-            unit.forwards.end(done)
+            if done:
+                unit.residency.release(Use.FOLLOWED)
             self.backward.after_inputs(unit, before_others=before_others)
 
     # ------------------------------------------------------------------ parameters used elsewhere
