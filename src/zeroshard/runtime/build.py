@@ -26,7 +26,7 @@ from zeroshard.memory.heap import return_freed_memory
 from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.context import Context, Dtypes, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
-from zeroshard.runtime.grad import Gradient
+from zeroshard.runtime.grad import Accumulator
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, holding_others
@@ -370,5 +370,5 @@ def _bucket_of(plan: SegmentPlan, splits: Splits, flat: FlatWeights, context: Co
     store = context.tiering.store(plan.cells.grad.tier)
     # where fractions move, no rank knows those of the others
     leaves = not splits.grads_stay or context.tiering.automatic
-    accumulator = Gradient(plan, flat, context, store=store, split=splits.grad, leaves=leaves)
+    accumulator = Accumulator(plan, flat, context, store=store, split=splits.grad, leaves=leaves)
     return Bucket(plan, flat, context, accumulator=accumulator, store=store)

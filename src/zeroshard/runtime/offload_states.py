@@ -102,7 +102,7 @@ class OffloadedStates:
         resting = None if segment.grad is None else segment.grad.accumulator.resting()
         if resting is None or not resting.on_device:
             return
-        self._put(f"{segment.key} gradient", resting.whole, resting.replace)
+        self._put(f"{segment.key} gradient", resting.numbers.whole, resting.replace)
 
     def _put(
         self, name: str, tensor: torch.Tensor, replace: Callable[[torch.Tensor], object]
