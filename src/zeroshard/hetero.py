@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.ranks import Ranks
+from zeroshard.comm.plain import ranks_through
 from zeroshard.memory import synchronize
 from zeroshard.system.host_memory import HostMemory
 
@@ -130,7 +130,7 @@ def free_memory(device: torch.device) -> int:
 def _gathered(
     group: dist.ProcessGroup | None, device: torch.device, *, rates: bool, own_bytes: int = 0
 ) -> Cluster:
-    of_all = partial(Ranks.through(group).share, call=_CALL)
+    of_all = partial(ranks_through(group).share, call=_CALL)
     free, place = free_memory(device), _memory_of(device)
     everyone = of_all((free, place, own_bytes))  # before anybody is busy with the rest
     sharing = Counter(where for _, where, _ in everyone)

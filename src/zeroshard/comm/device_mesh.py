@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.along import group_along, ranks_along
 from zeroshard.comm.mesh_ranks import AlongAxes
-from zeroshard.comm.own_mesh import OwnMesh, check_meshes, meet
+from zeroshard.comm.own_mesh import OwnMesh, check_meshes, own_meshes
+from zeroshard.comm.plain import ranks_through
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.dims import Dims
 from zeroshard.errors import ConfigError
@@ -51,7 +52,7 @@ class Seat:
     @property
     def ranks(self) -> Ranks:
         """These ranks, before there is a transport."""
-        return Ranks.through(self.group)
+        return ranks_through(self.group)
 
 
 def seat_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = None) -> Seat:
@@ -71,11 +72,11 @@ def seat_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = Non
     if mesh is None:
         group, axes = _everyone(), AlongAxes()
     else:
-        peers = Ranks.through(*(mesh.get_group(index) for index in dims.beside))
+        peers = ranks_through(*(mesh.get_group(index) for index in dims.beside))
         axes = AlongAxes(dims.places, dims.place(mesh.get_coordinate()), peers)
         group = _data_group(mesh, dims)
     with axes.together("shard()"):
-        return Seat(group, dims, axes, mesh, meet(asked, group))
+        return Seat(group, dims, axes, mesh, own_meshes(asked, group))
 
 
 def _dims_of(mesh: Any, dp: Sequence[str] | str | None) -> Dims:
@@ -107,8 +108,8 @@ def _members(mesh: Any) -> Ranks:
     if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
         return Ranks()
     if not isinstance(mesh, DeviceMesh) or mesh.size() == dist.get_world_size():
-        return Ranks.through(_everyone())
-    return Ranks.through(*(mesh.get_group(index) for index in range(mesh.ndim)))
+        return ranks_through(_everyone())
+    return ranks_through(*(mesh.get_group(index) for index in range(mesh.ndim)))
 
 
 def _everyone() -> dist.ProcessGroup | None:

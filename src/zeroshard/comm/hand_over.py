@@ -19,8 +19,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.plain import on_cpu
-from zeroshard.comm.ranks import Ranks
+from zeroshard.comm.plain import on_cpu, ranks_through
 from zeroshard.core.layout import Range
 from zeroshard.core.overlaps import sends
 from zeroshard.errors import StateError
@@ -38,7 +37,7 @@ class HandOver:
     """The ranks of an old and a new layout together: those of `group` (None: this one)."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.ranks = Ranks.through(group)
+        self.ranks = ranks_through(group)
         self.rank = self.ranks.rank
         self._group = None if group is None or group.size() == 1 else on_cpu(group)
         self._members = [0] if group is None else dist.get_process_group_ranks(group)

@@ -289,7 +289,7 @@ class StateAccess:
             for segment in unit.segments:
                 segment.renew(self._context.tiering.store)
                 if segment.grad is not None:
-                    segment.grad.summed.release_idle()
+                    segment.grad.accumulator.release_idle()
         if self._sharded is not None:
             self._sharded.close_moments()
 
@@ -316,7 +316,7 @@ class StateAccess:
         """
         self.check_open()
         self._faults.check(passes=False)
-        if self._context.steps_into_forward:
+        if self._context.steps_into_forward and self._context.tiering.away:
             self._join_step()  # averages may be in the place of what is trained
             self._faults.agree()
 

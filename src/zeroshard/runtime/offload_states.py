@@ -99,7 +99,7 @@ class OffloadedStates:
         return out
 
     def _put_gradient(self, segment: Segment) -> None:
-        resting = None if segment.grad is None else segment.grad.summed.resting()
+        resting = None if segment.grad is None else segment.grad.accumulator.resting()
         if resting is None or not resting.on_device:
             return
         self._put(f"{segment.key} gradient", resting.whole, resting.replace)

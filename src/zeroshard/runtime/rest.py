@@ -133,7 +133,7 @@ class Rest:
         for unit in self._weights.units:
             for segment in unit.trainable:
                 if segment.grad is not None:
-                    segment.grad.bucket.reset_residual()  # of gradients of other weights
+                    segment.grad.reset_residual()  # of gradients of other weights
         self.publish(frozen=True)
         if any(segment.keeps_writes for unit in self._weights.units for segment in unit.segments):
             self.before_writing()  # before anybody writes to these, everybody has read them
