@@ -41,7 +41,6 @@ NUMBERS_AT_REST = (
     "state/gradient.py GradientState",
     "runtime/segment.py Segment",
     "runtime/flat_weights.py FlatWeights",
-    "runtime/flat_weights.py KeptColumn",
     "runtime/bucket.py PartialSum",
     "runtime/grad.py Gradient",
     "runtime/rest.py Rest",
