@@ -22,10 +22,8 @@ Trees = Mapping[str, ast.Module]  # by path in the package
 
 # from autograd to the step, in this order
 GRADIENT_HOLDERS = (
-    "runtime/gradients.py GradientPath",
-    "runtime/bucket.py GradBucket",
+    "runtime/bucket.py Bucket",
     "comm/transport.py GradBuffer",
-    "runtime/bucket.py PartialSum",
     "runtime/grad.py Gradient",
     "state/gradient.py GradientState",
     "optim/sealed.py SealedGrad",
@@ -41,7 +39,7 @@ NUMBERS_AT_REST = (
     "state/gradient.py GradientState",
     "runtime/segment.py Segment",
     "runtime/flat_weights.py FlatWeights",
-    "runtime/bucket.py PartialSum",
+    "runtime/bucket.py Bucket",
     "runtime/grad.py Gradient",
     "runtime/rest.py Rest",
     "runtime/rest.py RestingPiece",
@@ -53,7 +51,6 @@ POOLS = (
     "memory/host_pages.py PinnedPages",
     "comm/cpu/slots.py SlotPool",
     "tier/staging.py Staging",
-    "tier/transfer.py Scratch",
     "optim/runner.py _Buffers",
     "planner/buckets.py _PlannedPool",
 )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.groups import make_group
-from zeroshard.comm.ranks import Ranks
+from zeroshard.comm.plain import ranks_through
 
 __all__ = ["group_along", "ranks_along"]
 
@@ -37,4 +37,4 @@ def group_along(mesh: DeviceMesh, dims: Sequence[int]) -> dist.ProcessGroup:
         return dist.group.WORLD
     # not DeviceMesh._flatten(), in which every rank of the job takes part; members agree along one
     # dimension after the other
-    return make_group(ranks, Ranks.through(*groups).exchange)
+    return make_group(ranks, ranks_through(*groups).exchange)

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.along import group_along, ranks_along
-from zeroshard.comm.ranks import Ranks
+from zeroshard.comm.plain import ranks_through
 from zeroshard.core.dims import shared_dims
 from zeroshard.core.holders import Holders
 from zeroshard.errors import ConfigError
 
-__all__ = ["MeshRequest", "OwnMesh", "check_meshes", "meet"]
+__all__ = ["MeshRequest", "OwnMesh", "check_meshes", "own_meshes"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,9 @@ def check_meshes(mesh_of: Any) -> list[MeshRequest]:
     return asked
 
 
-def meet(asked: Sequence[MeshRequest], group: dist.ProcessGroup | None) -> tuple[OwnMesh, ...]:
+def own_meshes(
+    asked: Sequence[MeshRequest], group: dist.ProcessGroup | None
+) -> tuple[OwnMesh, ...]:
     """Return the meshes that every rank of `group`, the data parallel ranks, has `asked` for.
     Collective.
 
@@ -114,7 +116,7 @@ def meet(asked: Sequence[MeshRequest], group: dist.ProcessGroup | None) -> tuple
         return ()
     everyone = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     mine = [(one.place(), one.ranks()) for one in asked]
-    answers = Ranks.through(group).share(mine, "shard()")
+    answers = ranks_through(group).share(mine, "shard()")
     own = []
     for index, one in enumerate(asked):
         placed = sorted({(answer[index][0], tuple(answer[index][1])) for answer in answers})

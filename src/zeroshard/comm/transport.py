@@ -32,10 +32,10 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.comm.codec import Codec
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range
+from zeroshard.core.wire import BlockCodec
 from zeroshard.core.work import DoneWork, Work
 
 __all__ = [
@@ -93,7 +93,7 @@ class ReduceRequest:
     key: str
     ranges: Sequence[Range]
     dtype: torch.dtype
-    codec: Codec | None = None
+    codec: BlockCodec | None = None
 
     @property
     def wire_dtype(self) -> torch.dtype:

@@ -22,8 +22,8 @@ from torch import nn
 from zeroshard.core.placement import Cells
 from zeroshard.core.residency import Residency, UnitState, UnitTraits, Use
 from zeroshard.errors import StateError
+from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.flight import Flight
-from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.released import release_classes, restore_classes
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Lane, Streams
@@ -93,8 +93,8 @@ class Unit:
         return any(segment.grad is None for segment in self.segments)
 
     @cached_property
-    def paths(self) -> list[GradientPath]:
-        """The way of the gradients of each of the `trainable` segments."""
+    def buckets(self) -> list[Bucket]:
+        """The gradients of each of the `trainable` segments."""
         return [segment.grad for segment in self.segments if segment.grad is not None]
 
     # ------------------------------------------------------------------ its gradients

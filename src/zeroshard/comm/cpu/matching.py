@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeroshard.comm.codec import Codec
 from zeroshard.comm.ordered import ordered_sum
+from zeroshard.core.wire import BlockCodec
 from zeroshard.errors import PlanMismatch
 
 __all__ = ["Contribution", "Matching", "Pending", "checked_parts", "sum_parts"]
@@ -155,7 +155,7 @@ def sum_parts(
     parts: Sequence[torch.Tensor | None] | torch.Tensor,
     out: torch.Tensor,
     *,
-    codec: Codec | None,
+    codec: BlockCodec | None,
     node_size: int | None,
     accumulate: bool,
 ) -> None:
