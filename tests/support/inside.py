@@ -362,7 +362,7 @@ def drop_full_weights(engine: zs.Engine) -> None:
 
 def column_bytes(engine: zs.Engine) -> int:
     """Return the bytes of the columns that `hpz` keeps for the backward."""
-    return sum(segment.flat.column.num_bytes for segment in segments(engine))
+    return sum(segment.flat.column_bytes for segment in segments(engine))
 
 
 def alter_weights_at_rest(engine: zs.Engine) -> None:
