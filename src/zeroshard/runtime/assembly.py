@@ -60,12 +60,15 @@ class _Listeners:
         self._watch = watch
         self._sharded: ShardedOptimizer | None = None
         self._tiles: StepTiles | None = None
+        self.events = self._listen()
 
     def attach(self, sharded: ShardedOptimizer, tiles: StepTiles) -> None:
         """`sharded` steps the `tiles` from here on."""
         self._sharded, self._tiles = sharded, tiles
+        if tiles.balance is not None:
+            self.events.after_step.append(self._balance)
 
-    def events(self) -> StepEvents:
+    def _listen(self) -> StepEvents:
         """Return who is called at each event, in this order."""
         context, faults = self._context, self._context.faults
         beats = [] if (beat := heartbeat()) is None else [beat]
@@ -87,7 +90,7 @@ class _Listeners:
                 self._watch.check,
             ],
             averaged=[] if context.options.verify_every is None else [self._verify],
-            after_step=[*beats, self._balance],
+            after_step=beats,
         )
 
     def _check_finished(self) -> None:
@@ -106,9 +109,9 @@ class _Listeners:
 
     def _balance(self) -> None:
         """Move the cut between device and host to where the last steps say."""
-        if self._sharded is not None and self._tiles is not None and self._tiles.balance:
-            with self._context.faults.noted(lost=True):
-                self._tiles.after_step(self._sharded)
+        assert self._sharded is not None and self._tiles is not None
+        with self._context.faults.noted(lost=True):
+            self._tiles.after_step(self._sharded)
 
 
 class Assembly:
@@ -170,7 +173,7 @@ class Assembly:
         self._recovery = Recovery(weights, rest, digest, context)
         self._watch = Watch(self.module, units)
         self._listeners = _Listeners(context, weights, backward, self._finalizer, self._watch)
-        events = self._listeners.events()
+        events = self._listeners.events
         self._loop = Loop(self.module, context, weights, backward, self._finalizer, rest, events)
         self._states = StateAccess(
             context, weights, rest, backward, self._finalizer, self._recovery, self._scaler

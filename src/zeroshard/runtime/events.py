@@ -52,14 +52,14 @@ class StepEvents:
     @contextmanager
     def around(self, others: StepEvents) -> Iterator[None]:
         """Inside, call `others` too: before ours at the beginning of anything, else after them."""
-        own: dict[str, list[Any]] = {
-            event.name: [*getattr(self, event.name)] for event in fields(self)
-        }
-        for name, here in own.items():
-            more = getattr(others, name)
-            getattr(self, name)[:] = [*more, *here] if name.startswith("before") else [*here, *more]
+        lists: list[tuple[str, list[Any], list[Any]]] = [
+            (event.name, getattr(self, event.name), getattr(others, event.name))
+            for event in fields(self)
+        ]
+        for name, here, more in lists:
+            here[:] = [*more, *here] if name.startswith("before") else [*here, *more]
         try:
             yield
         finally:
-            for name, here in own.items():
-                getattr(self, name)[:] = here
+            for _, here, more in lists:
+                here[:] = [one for one in here if all(one is not other for other in more)]

@@ -252,7 +252,7 @@ class Repartition:
         """Return what is asked again of a rank of the new layout. Raises on every rank."""
         with hand_over.ranks.together(_CALL) as meeting:
             asked = None if seat is None else self._asked_anew(engine, seat, told, changes)
-            meeting.give(None if asked is None else asked.settings_report)
+            meeting.give(None if asked is None else asked.report.settings)
         _compare([found for found in meeting.answers if found is not None])
         return asked
 
@@ -472,7 +472,7 @@ def _seat_in(mesh: DeviceMesh, changes: Mapping[str, Any]) -> Seat:
 
 def _model_digest(asked: ShardRequest) -> str:
     """Return what the parameters and units of a model are, as a few letters."""
-    return hashlib.blake2b(json.dumps(asked.report).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(asked.report.model).encode(), digest_size=8).hexdigest()
 
 
 def _compare(reports: Sequence[Mapping[str, str]]) -> None:
