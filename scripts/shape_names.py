@@ -22,34 +22,25 @@ Trees = Mapping[str, ast.Module]  # by path in the package
 
 # from autograd to the step, in this order
 GRADIENT_HOLDERS = (
-    "runtime/gradients.py GradientPath",
-    "runtime/bucket.py GradBucket",
+    "runtime/bucket.py Bucket",
     "comm/transport.py GradBuffer",
-    "runtime/bucket.py PartialSum",
-    "runtime/grad.py Gradient",
-    "state/gradient.py GradientState",
+    "runtime/grad.py Accumulator",
+    "state/gradient.py Gradient",
     "optim/sealed.py SealedGrad",
 )
 GATHERED_BECAUSE = (
     "core/residency.py Residency.state",
     "core/residency.py Residency.counts",
-    "core/schedule/__init__.py Schedule._here",
-    "core/schedule/__init__.py Schedule._ahead",
     "core/schedule/__init__.py Schedule._idle",
-    "core/schedule/__init__.py Schedule._until",
-    "runtime/unit.py Unit.is_lent",
     "runtime/weights.py Weights.shown",
-    "runtime/unit.py Forwards.open",
-    "runtime/unit.py Forwards.to_recompute",
 )
 NUMBERS_AT_REST = (
     "state/state.py State",
-    "state/gradient.py GradientState",
+    "state/gradient.py Gradient",
     "runtime/segment.py Segment",
     "runtime/flat_weights.py FlatWeights",
-    "runtime/flat_weights.py KeptColumn",
-    "runtime/bucket.py PartialSum",
-    "runtime/grad.py Gradient",
+    "runtime/bucket.py Bucket",
+    "runtime/grad.py Accumulator",
     "runtime/rest.py Rest",
     "runtime/rest.py RestingPiece",
     "optim/tiles.py TileStates",

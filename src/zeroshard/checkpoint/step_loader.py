@@ -56,7 +56,7 @@ class StepLoader:
         self._parts = {name: part for name, (part, _) in whole_parts(engine, experts).items()}
         self._rank = rank_there(engine, saved.manifest.world, saved.manifest.places)
         # (to, from): masters, weights, averages
-        self._copies: list[tuple[torch.Tensor | RestingPiece, Callable[[], torch.Tensor]]] = []
+        self._copies: list[tuple[RestingPiece, Callable[[], torch.Tensor]]] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._optimizer_states: dict[int, Callable[[], dict[str, Any]]] = {}  # by id of the piece
         # by id of the piece: the state that the optimizer would keep of it, of a few elements
@@ -112,12 +112,10 @@ class StepLoader:
             source = self._saved.held(partial(self._saved.range, name, VALUE, place), again=again)
             self._copies.append((piece, source))
             for kind, ema in averages.items():
-                if piece.master is not None:
-                    number, span = piece.master
+                beside = piece.average(ema.averages)
+                if beside is not None:
                     read = partial(self._saved.range, name, kind, place)
-                    self._copies.append(
-                        (ema.averages[number][span], self._saved.held(read, again=False))
-                    )
+                    self._copies.append((beside, self._saved.held(read, again=False)))
 
     def _check_options(self, groups: list[dict[str, Any]]) -> None:
         """Raise CheckpointError for saved options with which the optimizer cannot step."""
@@ -218,10 +216,7 @@ class StepLoader:
                 for target, source in self._copies:
                     with _too_late():
                         numbers = source()
-                    if isinstance(target, torch.Tensor):
-                        target.copy_(numbers)
-                    else:
-                        target.write(numbers)
+                    target.write(numbers)
                     del numbers
                     self._saved.release_memory()
             states_of(engine).overwritten(self._match.there)

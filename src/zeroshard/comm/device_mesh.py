@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.along import group_along, ranks_along
 from zeroshard.comm.mesh_ranks import AlongAxes
-from zeroshard.comm.own_mesh import OwnMesh, check_meshes, meet
+from zeroshard.comm.own_mesh import OwnMesh, check_meshes, own_meshes
 from zeroshard.comm.plain import ranks_through
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.dims import Dims
@@ -76,7 +76,7 @@ def seat_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = Non
         axes = AlongAxes(dims.places, dims.place(mesh.get_coordinate()), peers)
         group = _data_group(mesh, dims)
     with axes.together("shard()"):
-        return Seat(group, dims, axes, mesh, meet(asked, group))
+        return Seat(group, dims, axes, mesh, own_meshes(asked, group))
 
 
 def _dims_of(mesh: Any, dp: Sequence[str] | str | None) -> Dims:

@@ -24,7 +24,7 @@ from zeroshard.core.dims import shared_dims
 from zeroshard.core.holders import Holders
 from zeroshard.errors import ConfigError
 
-__all__ = ["MeshRequest", "OwnMesh", "check_meshes", "meet"]
+__all__ = ["MeshRequest", "OwnMesh", "check_meshes", "own_meshes"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,9 @@ def check_meshes(mesh_of: Any) -> list[MeshRequest]:
     return asked
 
 
-def meet(asked: Sequence[MeshRequest], group: dist.ProcessGroup | None) -> tuple[OwnMesh, ...]:
+def own_meshes(
+    asked: Sequence[MeshRequest], group: dist.ProcessGroup | None
+) -> tuple[OwnMesh, ...]:
     """Return the meshes that every rank of `group`, the data parallel ranks, has `asked` for.
     Collective.
 

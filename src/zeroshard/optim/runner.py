@@ -58,7 +58,7 @@ from zeroshard.memory.heap import Trimmer
 from zeroshard.optim.copies import TileOptimizer
 from zeroshard.optim.shards import Taken, Tile
 from zeroshard.optim.tiles import TileStates
-from zeroshard.state.gradient import GradientState
+from zeroshard.state.gradient import Gradient
 from zeroshard.tier.staging import Memory
 
 __all__ = ["StepJob", "StepOptions", "TileRunner"]
@@ -82,7 +82,7 @@ class _TileStep:
     """One tile to be stepped, and its numbers while they pass through memory."""
 
     tile: Tile
-    gradient: GradientState
+    gradient: Gradient
     used: list[bool]  # which of its shards are stepped
     buffers: _Buffers | None = None
     master: torch.Tensor | None = None
@@ -232,16 +232,11 @@ class TileRunner:
             if self._stream is not None:  # what it stepped on the device is read on this stream
                 self._module.current_stream(self._options.device).wait_stream(self._stream)
 
-    def failure(self) -> StorageError | None:
-        """Return what a step that went on by itself has failed with, if it has ended so."""
+    def raise_failure(self) -> None:
+        """Raise what a step that went on by itself has failed with, if it has ended so."""
         under_way = self._under_way
-        if under_way is None or not under_way.done() or under_way.exception() is None:
-            return None
-        try:
+        if under_way is not None and under_way.done() and under_way.exception() is not None:
             self.wait()
-        except StorageError as error:
-            return error
-        return None
 
     def count_from(self, num_steps: int) -> None:
         """Go on counting steps from `num_steps`: another state has been loaded."""

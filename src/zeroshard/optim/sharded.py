@@ -20,6 +20,7 @@ import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ import torch
 from torch import nn
 
 from zeroshard.core.placement import Tier
-from zeroshard.errors import ConfigError, StateError, StorageError
+from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.elementwise import check_elementwise, shard_state
 from zeroshard.optim.modes import hide_modes
 from zeroshard.optim.runner import StepOptions, TileRunner
@@ -52,9 +53,14 @@ class StepHooks(GradientOwner, Protocol):
         get no gradient).
         """
 
-    def after_step(self, error: StorageError | None, *, late: bool) -> None:
-        """Publish what the step wrote (`late`: `publish_late` will), or raise `error`, and on every
-        rank, where a tier could not be read or written.
+    def noted(self) -> AbstractContextManager[None]:
+        """Return a context whose StorageError, of a tier that could not be read or written, is
+        raised by `after_step`.
+        """
+
+    def after_step(self, *, late: bool) -> None:
+        """Publish what the step wrote, unless it ends `late`, or raise what was `noted` on any
+        rank, on every rank.
         """
 
     def publish_late(self) -> None:
@@ -106,16 +112,11 @@ class _OptimizerStep:
     in_closure: bool = False
     # the sealed gradients, which hold the resting ones, by shard
     sealed: list[SealedGrad | None] = field(default_factory=list)
-    error: StorageError | None = None  # of the tiles' part, raised when all ranks can be told
 
     def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
         """The step is agreed; it is broken until the tiles have started."""
         self.has_begun = self.is_broken = True
         self.sealed = [grad if isinstance(grad, SealedGrad) else None for grad in grads]
-
-    def tiles_started(self, error: StorageError | None) -> None:
-        """The tiles' part has begun, or has failed with an `error` that can be told."""
-        self.error, self.is_broken = error, False
 
     def call(self, closure: Callable[[], Any]) -> Any:
         """Return what the user's closure does."""
@@ -260,6 +261,10 @@ class ShardedOptimizer:
             yield [shard.tensor for shard in shards] if empty is None else [empty]
 
     def _point(self) -> None:
+        """Let the optimizer hold this rank's shards, and state of these alone."""
+        held = {id(shard.tensor) for shard in self.pieces()}
+        for tensor in [tensor for tensor in self.optimizer.state if id(tensor) not in held]:
+            del self.optimizer.state[tensor]
         for group, entries in zip(self.optimizer.param_groups, self._entries(), strict=True):
             group["params"] = entries
 
@@ -268,9 +273,6 @@ class ShardedOptimizer:
         step is under way.
         """
         self._take(tiles)
-        held = {id(shard.tensor) for shard in self.pieces()}
-        for tensor in [tensor for tensor in self.optimizer.state if id(tensor) not in held]:
-            del self.optimizer.state[tensor]
         self._point()
         self.park()
         self.seal()
@@ -493,37 +495,36 @@ class ShardedOptimizer:
             return
         take = self._hooks.before_step()
         self.is_cut_off = True
-        shards = list(self.pieces())
-        self._step.begin([shard.tensor.grad for shard in shards])
-        self._step.tiles_started(self._start_tiles(take))
-        for shard in shards:
-            takes = take and shard.taken is Taken.BY_USER
-            grad = shard.grad() if takes else None
-            if grad is not None and grad.dtype is not shard.tensor.dtype:
-                grad = grad.to(shard.tensor.dtype)
-            shard.tensor.grad = grad
+        self._step.begin([shard.tensor.grad for shard in self.pieces()])
+        self._start_tiles(take)
+        self._step.is_broken = False
+        for tile in self.tiles:
+            takes = take and tile.taken is Taken.BY_USER
+            grads = tile.gradients() if takes else [None] * len(tile.shards)
+            for shard, grad in zip(tile.shards, grads, strict=True):
+                shard.tensor.grad = grad
         for empty in self._empty:
             if empty is not None:
                 empty.grad = None
         self.runner.begin_own()
 
-    def _start_tiles(self, take: bool) -> StorageError | None:
-        """Start the tiles' part of the step; the one before ends first. Return a failure of
-        either, which is raised after the step.
-        """
-        failure: StorageError | None = None
-        try:
-            self.join()
-        except StorageError as error:
-            failure = error
+    def _start_tiles(self, take: bool) -> None:
+        """Start the tiles' part of the step; the one before ends first."""
+        failed = not self._succeeds(self.join)
         if self.runner.take_late():
             self._hooks.publish_late()
         if take:
-            try:
-                self.runner.start(self.tiles, failed=failure is not None)
-            except StorageError as error:
-                failure = error
-        return failure
+            self._succeeds(partial(self.runner.start, self.tiles, failed=failed))
+
+    def _succeeds(self, call: Callable[[], None]) -> bool:
+        """Return whether `call` reads and writes its tiers; where it cannot, the step raises that
+        in the end.
+        """
+        succeeds = False
+        with self._hooks.noted():
+            call()
+            succeeds = True
+        return succeeds
 
     def _after(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -532,13 +533,9 @@ class ShardedOptimizer:
             return
         step, self._step = self._step, _OptimizerStep()
         self.taken += 1
-        error = step.error
-        try:
-            self.runner.end_own()
-        except StorageError as failed:
-            error = failed
+        self._succeeds(self.runner.end_own)
         for piece, grad in zip(self.pieces(), step.sealed, strict=True):
             piece.tensor.grad = grad
         self.seal()
-        self._hooks.after_step(error, late=self.runner.was_late)
+        self._hooks.after_step(late=self.runner.was_late)
         self.is_cut_off = False

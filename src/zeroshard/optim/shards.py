@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from torch import nn
 from zeroshard.core.layout import Piece
 from zeroshard.core.work import Work
 from zeroshard.memory import placeholder
-from zeroshard.state.gradient import GradientState
+from zeroshard.state.gradient import Gradient
 from zeroshard.state.state import State
 from zeroshard.tier.store import Storage, Store
 
@@ -50,8 +51,7 @@ class SteppedSegment:
     split: int  # the first elements, whose optimizer state rests on the device
     master: State
     store: Store | None  # where the state of the others rests; None: there are no others
-    gradient: Callable[[], GradientState | None]
-    set_gradient: Callable[[int, int, torch.Tensor], None]  # a range of the average
+    gradient: Callable[[], Gradient | None]
     used: Callable[[int], bool]  # whether any rank has a gradient of this parameter
     # start casting stepped masters into the weights; do they stay meanwhile?
     bring: Callable[[int, int, torch.Tensor, bool], list[Work]]
@@ -96,6 +96,19 @@ class Tile:
         """Where the tile lies in the moments of its segment."""
         return self.start - self.segment.split, self.stop - self.segment.split
 
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return each shard's slice of the averaged gradient, in the dtype of the master; None
+        where no rank used the parameter.
+        """
+        used = [self.segment.used(shard.piece.index) for shard in self.shards]
+        if True not in used:
+            return [None] * len(used)
+        resting = self.segment.gradient()
+        assert resting is not None, f"{self.segment.key} is used and has no gradient"
+        grad = resting.fetch(self.start, self.stop).to(self.segment.master.dtype)
+        pairs = zip(self.shards, used, strict=True)
+        return [grad[shard.span] if is_used else None for shard, is_used in pairs]
+
 
 @dataclass(eq=False)
 class ParamShard:
@@ -114,7 +127,7 @@ class ParamShard:
     stop: int
     group: int = 0  # the optimizer's param group
 
-    @property
+    @cached_property
     def span(self) -> slice:
         """Where it lies in its tile."""
         return slice(self.low, self.low + self.stop - self.start)
@@ -133,7 +146,9 @@ class ParamShard:
 
     def set_grad(self, numbers: torch.Tensor) -> None:
         """Set its slice of the averaged gradient, which some rank used, to `numbers`."""
-        self.segment.set_gradient(self.start, self.stop, numbers)
+        resting = self.segment.gradient()
+        assert resting is not None, f"the gradient of {self.name} is used and not held"
+        resting.store_range(self.start, self.stop, numbers)
 
     def leave_memory(self) -> None:
         """Let go of its master on the device, whose memory is about to be released."""

@@ -99,8 +99,9 @@ class _Listeners:
 
     def _agree(self) -> None:
         """Share failures between the ranks, those of a step that goes on by itself included."""
-        failure = None if self._sharded is None else self._sharded.runner.failure()
-        self._context.faults.agree(failure, lost=True)
+        with self._context.faults.together(lost=True):
+            if self._sharded is not None:
+                self._sharded.runner.raise_failure()
 
     def _verify(self) -> None:
         if self._finalizer.is_every(self._context.options.verify_every):

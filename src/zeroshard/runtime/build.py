@@ -10,7 +10,7 @@ unit order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -18,16 +18,15 @@ import torch
 from torch import nn
 
 from zeroshard.core.gradient_budget import UnitGradient
-from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
+from zeroshard.core.placement import Cell, Cells, Mesh, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.core.resting import AtRest, is_weight
 from zeroshard.core.shares import Dealer
 from zeroshard.memory.heap import return_freed_memory
-from zeroshard.runtime.bucket import PartialSum
+from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.context import Context, Dtypes, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
-from zeroshard.runtime.grad import Gradient
-from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.grad import Accumulator
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, holding_others
@@ -140,7 +139,8 @@ def build_units(
             strict=context.options.strict,
         )
         for segment in segments:
-            segment.seen.detach() if cells.weight.is_sharded else segment.attach()
+            views = segment.flat.buffer.views
+            segment.seen.detach() if cells.weight.is_sharded else segment.seen.attach(views)
             segment.flat.publish()
         units.append(unit)
         return_freed_memory()  # of the original parameters
@@ -315,7 +315,7 @@ def _build_segment(
     values = source.values(plan)
     rest = _rest_of_weights(plan, splits, reserved, context)
     flat = FlatWeights(plan, context, rest, reads_first=not splits.weights_stay)
-    grad = _gradient_path(plan, splits, flat, context) if plan.trainable else None
+    grad = _bucket_of(plan, splits, flat, context) if plan.trainable else None
     segment = Segment(plan, flat, grad, split=splits.optim)
     if plan.trainable and context.options.trains:
         make_master(segment, cells, context, reserved)
@@ -367,34 +367,9 @@ def _rest_of_weights(
     return State(*parts)
 
 
-def _gradient_path(
-    plan: SegmentPlan, splits: Splits, flat: FlatWeights, context: Context
-) -> GradientPath:
-    precision, cell = context.precision.at(plan.dtype), plan.cells.grad
-    store = context.tiering.store(cell.tier)
-
-    def make_partial() -> State:
-        """Return memory for a sum that no reduce between nodes has taken yet: of the whole
-        segment, or (of one node's ranks) of a column.
-        """
-        scope = plan.layout.scope(cell)
-        start, stop = plan.layout.span(plan.rank, scope)
-        numel = stop - start
-        # a sum of a node's ranks: the transport adds to it
-        if store is None or scope is Scope.NODE_SHARD:
-            return State.of(context.memory.empty(numel, precision.accumulate))
-        return State(store.allocate(f"{plan.key} partial gradient", numel, precision.accumulate))
-
+def _bucket_of(plan: SegmentPlan, splits: Splits, flat: FlatWeights, context: Context) -> Bucket:
+    store = context.tiering.store(plan.cells.grad.tier)
     # where fractions move, no rank knows those of the others
     leaves = not splits.grads_stay or context.tiering.automatic
-    summed = Gradient(plan, flat, context, store=store, split=splits.grad, leaves=leaves)
-    whole = partial = PartialSum(plan, flat, context, make_partial)
-    if not partial.of_micro_batches:
-        numel, cells = plan.layout.numel, replace(plan.cells, grad=Cell.parse("P P"))
-        whole = PartialSum(
-            replace(plan, cells=cells),
-            flat,
-            context,
-            lambda: State.of(context.memory.empty(numel, precision.accumulate)),
-        )
-    return GradientPath(plan, flat, context, summed=summed, partial=partial, whole=whole)
+    accumulator = Accumulator(plan, flat, context, store=store, split=splits.grad, leaves=leaves)
+    return Bucket(plan, flat, context, accumulator=accumulator, store=store)

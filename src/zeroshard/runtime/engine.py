@@ -3,7 +3,7 @@
 It holds the parts together and answers the user; the parts do the work:
 
     hooks.py --> loop.py --> weights.py  (gather, prefetch, release) --> unit.py --> flight.py
-                         --> backward.py (units complete) --> reductions.py --> gradients.py
+                         --> backward.py (units complete) --> reductions.py --> bucket.py
     optimizer.step() --> loop.py --> finalize.py (average, agree, clip), rest.py (publish)
     whole.py: parameters and gradients gathered for the user     join.py: ranks without data
 """

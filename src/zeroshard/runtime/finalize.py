@@ -40,7 +40,6 @@ from zeroshard.runtime.accumulation import UNKNOWN, total_weight
 from zeroshard.runtime.assigned import AssignedGradients
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.context import Context
-from zeroshard.runtime.grad import Gradient
 from zeroshard.state.reduction import read_squares
 
 __all__ = ["Finalized", "Finalizer"]
@@ -201,33 +200,33 @@ class Finalizer:
         self._digest.enter("step", "")
         unreduced = backward.has_unreduced
         backward.reductions.wait()
-        sums = [path.summed for path in backward.paths]
-        averaged = [] if unreduced else sums
-        bad = [summed.key for summed in averaged if not summed.average(divisor)]
-        backward.reductions.gather_averages([summed for summed in sums if summed.gathers_averages])
-        bad += self._read(averaged, divisor)
+        averaged = [] if unreduced else backward.gradients
+        bad = [gradient.key for gradient in averaged if not gradient.average(divisor)]
+        accumulators = [bucket.accumulator for bucket in backward.buckets]
+        backward.reductions.gather_averages([one for one in accumulators if one.gathers_averages])
+        if not unreduced and self._read():
+            bad += [gradient.key for gradient in averaged if not gradient.average(divisor)]
         bad.append(backward.saved.read_released or self._assigned.first_bad() or "")
         self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step
         return self._compare(unreduced, bad[0])
 
     def _divide(self, weight: float) -> None:
         """Divide by the weights of all ranks, which are known now."""
-        for path in self._backward.paths:
-            path.summed.divide(weight)
+        for gradient in self._backward.gradients:
+            gradient.divide(weight)
 
-    def _read(self, averaged: Sequence[Gradient], divisor: float) -> list[str]:
-        """Read once what is to be known of averages on an accelerator; return the keys of those
-        that are not finite.
+    def _read(self) -> bool:
+        """Read once what is to be known of averages on an accelerator; return whether there was
+        anything.
         """
-        asked = {summed: summed.asked() for summed in averaged}
-        waiting = [summed for summed, each in asked.items() if each]
-        if waiting:
-            read_squares([one for each in asked.values() for one in each])
-        return [summed.key for summed in waiting if not summed.average(divisor)]
+        asked = [one for bucket in self._backward.buckets for one in bucket.accumulator.asked()]
+        if asked:
+            read_squares(asked)
+        return bool(asked)
 
     def _compare(self, unreduced: bool, bad: str) -> list[_Answer]:
         """Exchange answers, of whose digests and decisions none may differ."""
-        used = [flag for path in self._backward.paths for flag in path.used]
+        used = [flag for bucket in self._backward.buckets for flag in bucket.used]
         bits = sum([1 << index for index, flag in enumerate(used) if flag])
         decisions, here = self._backward.decisions, self._backward.accumulation
         mine = _Answer(
@@ -273,14 +272,14 @@ class Finalizer:
             )
         position, others_used = 0, False
         unions: dict[tuple[int, ...], int] = {}  # by the ranks that have the same parameters
-        for path in self._backward.paths:
-            members = path.flat.context.holders.members
+        for bucket in self._backward.buckets:
+            members = bucket.flat.context.holders.members
             if members not in unions:
                 unions[members] = _union([answers[rank] for rank in members])
-            for index in range(len(path.used)):
+            for index in range(len(bucket.used)):
                 used = bool(unions[members] >> position & 1)
-                others_used = others_used or used != path.used[index]
-                path.used[index] = used
+                others_used = others_used or used != bucket.used[index]
+                bucket.used[index] = used
                 position += 1
         if others_used:
             # those that only other ranks used: None there would say that the user cleared them
@@ -380,7 +379,9 @@ class Finalizer:
 
         Either may be empty. Collective; only after a bad step.
         """
-        bad = next(filter(None, (path.summed.first_bad() for path in self._backward.paths)), "")
+        bad = next(
+            filter(None, (one.accumulator.first_bad() for one in self._backward.buckets)), ""
+        )
         released = self._backward.saved.read_released or ""
         mine = [self._axes.name(name) for name in (bad, released)]
         answers = self._everyone.share(mine, _BAD)
@@ -394,9 +395,9 @@ class Finalizer:
         self.finalize()
         with self._axes.together(_NORM) as meeting:
             # on an accelerator, of averages that have been scaled since they were read
-            if asked := [one for path in self._backward.paths for one in path.summed.asked()]:
-                read_squares(asked)
-            local = [path.summed.squares(path.in_norm) for path in self._backward.paths]
+            self._read()
+            buckets = self._backward.buckets
+            local = [bucket.accumulator.squares(bucket.in_norm) for bucket in buckets]
             self._faults.agree()
             meeting.give(self._sum_of_squares(local))
             meeting.compare({"max_norm of clip_grad_norm_()": repr(max_norm)})
@@ -404,13 +405,13 @@ class Finalizer:
         return torch.tensor(total, dtype=torch.float64).sqrt().to(torch.float32)
 
     def _sum_of_squares(self, local: Sequence[Mapping[int, float]]) -> float:
-        """Return the sum of the ranks' squares, in rank order, of which every path has `local`."""
-        size, paths = self._transport.size, self._backward.paths
+        """Return the sum of the ranks' squares, in rank order, of which each bucket has `local`."""
+        size, buckets = self._transport.size, self._backward.buckets
         if local and size > 1 and all(len(values) == size for values in local):
             # every rank holds all sums
             sums = [sum(values[other] for values in local) for other in range(size)]
         else:
-            ranks = [path.summed.rank for path in paths]
+            ranks = [bucket.accumulator.rank for bucket in buckets]
             own = sum((values[rank] for rank, values in zip(ranks, local, strict=True)), 0.0)
             answers = self._transport.control.exchange(struct.pack("<d", own), _NORM)
             sums = [struct.unpack("<d", answer)[0] for answer in answers]
@@ -428,8 +429,8 @@ class Finalizer:
         factor = float(coefficient)
         if factor < 1.0:
             self._backward.leaves.scale_assigned(factor)
-            for path in self._backward.paths:
-                path.summed.scale(factor)
+            for gradient in self._backward.gradients:
+                gradient.scale(factor)
         return total
 
     def is_every(self, steps: int | None) -> bool:
@@ -449,8 +450,8 @@ class Finalizer:
             before = self._scaler.scale
             self._scaler.update(not self._result.finite)
             if self._scaler.scale != before:
-                for path in self._backward.paths:
-                    path.bucket.reset_residual()  # it was of gradients in another scale
+                for bucket in self._backward.buckets:
+                    bucket.reset_residual()  # it was of gradients in another scale
         self._digest.advance()
         self._result = None
         self.clipped = False

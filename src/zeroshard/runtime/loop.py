@@ -22,7 +22,7 @@ Invariant: every event is the same call on every rank that runs the same program
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch import nn
 
 from zeroshard.core.residency import Residency, Use
 from zeroshard.core.schedule import Phase, Until
-from zeroshard.errors import StateError, StorageError
+from zeroshard.errors import StateError
 from zeroshard.runtime.backward import Backward, retains_graph
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.events import StepEvents
@@ -182,7 +182,8 @@ class Loop:
         """
         done = counted and not retains_graph()  # else this graph's backward may follow once more
         for unit in units:
-            unit.forwards.end(done)
+            if done:
+                unit.residency.release(Use.FOLLOWED)
             self.backward.after_inputs(unit, before_others=before_others)
 
     # ------------------------------------------------------------------ parameters used elsewhere
@@ -240,15 +241,19 @@ class Loop:
             self._rest.before_writing()
         return result.finite
 
-    def after_step(self, error: StorageError | None = None, *, late: bool = False) -> None:
+    def noted(self) -> AbstractContextManager[None]:
+        """Note a StorageError of the body, of a step, which `after_step` raises."""
+        return self._context.faults.noted(lost=True)
+
+    def after_step(self, *, late: bool = False) -> None:
         """The user's optimizer has stepped: publish what was written, unless the step ends `late`;
-        an `error` on any rank is raised on all.
+        what was `noted` on any rank is raised on all.
         """
         if late:
             self.weights.invalidate()
         else:
             self._rest.publish(everything=False)
-        self._context.faults.agree(error, lost=True)
+        self._context.faults.agree()
         self._finalizer.after_step()
         for listener in self.events.after_step:
             listener()

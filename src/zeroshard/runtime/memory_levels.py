@@ -38,7 +38,7 @@ class MemoryLevels:
         self._now = now
         self._accounts = accounts
         self._meter = meter
-        self._paths = {path.key: path for unit in units for path in unit.paths}
+        self._buckets = {one.key: one for unit in units for one in unit.buckets}
         self._noted: list[tuple[Stamp, dict[str, float]]] = []
         self._resting: dict[str, float] = {}
         self._grads: dict[str, Mapping[Tier, int]] = {}  # at rest, by key
@@ -52,12 +52,12 @@ class MemoryLevels:
             for state, by_tier in self._accounts.report().tiers.items()
             for tier, num_bytes in by_tier.items()
         }
-        self._grads = {key: path.bytes_by_tier() for key, path in self._paths.items()}
+        self._grads = {key: bucket.bytes_by_tier() for key, bucket in self._buckets.items()}
         self._note()
 
     def reduced(self, key: str) -> None:
         """A reduce of the gradient of `key` has been started: note the bytes that rest since."""
-        before, by_tier = self._grads[key], self._paths[key].bytes_by_tier()
+        before, by_tier = self._grads[key], self._buckets[key].bytes_by_tier()
         if by_tier == before:
             return
         self._grads[key] = by_tier

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from zeroshard.core.placement import Cells
-from zeroshard.core.residency import Residency, UnitState, UnitTraits
+from zeroshard.core.residency import Residency, UnitState, UnitTraits, Use
 from zeroshard.errors import StateError
+from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.flight import Flight
-from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.released import release_classes, restore_classes
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Lane, Streams
@@ -32,42 +32,6 @@ from zeroshard.state.local import local_of
 __all__ = ["Unit"]
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-
-
-class Forwards:
-    """How many forwards of one unit's modules are still to be followed by something in a backward.
-
-    No count is below zero; a step resets both, since no backward of an earlier forward can follow.
-    """
-
-    def __init__(self) -> None:
-        self.open = 0  # that a backward follows, which is not over
-        # that ran inside reentrant checkpoints and run again in a backward (recomputed.py)
-        self.to_recompute = 0
-
-    def begin(self, count: int) -> None:
-        """So many forwards begin that a backward follows."""
-        self.open += count
-
-    def end(self, count: int) -> None:
-        """The backward of so many of them is over."""
-        self.open = max(0, self.open - count)
-
-    def expect_recomputation(self) -> None:
-        """A forward begins that will run again."""
-        self.to_recompute += 1
-
-    def recompute(self) -> None:
-        """It runs again."""
-        self.to_recompute = max(0, self.to_recompute - 1)
-
-    def restore(self, to_recompute: int) -> None:
-        """So many run again in another backward: the graph was retained."""
-        self.to_recompute = to_recompute
-
-    def reset(self) -> None:
-        """Nothing of an earlier forward can follow."""
-        self.open = self.to_recompute = 0
 
 
 class Unit:
@@ -91,12 +55,10 @@ class Unit:
         self.residency = Residency(index, self._traits(spans_one_module))
         # other units' modules lie inside its own, so that its backward goes on around theirs
         self.holds_others = holds_others
-        self.is_lent = False  # its parameters are copies that the user may edit
         # parameters whose gradient has come in this backward, by id, and the last graph task that
         # brought it
         self.arrived: dict[int, int] = {}
         self.expected = 0  # how many parameters get a gradient in this backward
-        self.forwards = Forwards()
         self._flight: Flight | None = None
         self._strict = strict
 
@@ -131,8 +93,8 @@ class Unit:
         return any(segment.grad is None for segment in self.segments)
 
     @cached_property
-    def paths(self) -> list[GradientPath]:
-        """The way of the gradients of each of the `trainable` segments."""
+    def buckets(self) -> list[Bucket]:
+        """The gradients of each of the `trainable` segments."""
         return [segment.grad for segment in self.segments if segment.grad is not None]
 
     # ------------------------------------------------------------------ its gradients
@@ -188,20 +150,20 @@ class Unit:
         for segment in self.segments:
             if self._steps_elsewhere and not segment.flat.is_local:
                 segment.wait_uploads()
-            name = segment.seen.lost_at_rest(strict=self._strict)
+            seen = segment.seen
+            name = seen.lost()
+            if name is None and (self._strict or seen.has_no_nan):
+                name = seen.lost_by_value()
             if name is not None:
                 raise _lost(name, "while it was released")
         if self.residency.state is not UnitState.RESTING:
             raise self._cannot("start a gather")
-        segments = self.gathered_segments if self._may_have_no_news else self.segments
-        flats = [segment.outgoing() for segment in segments]
-        moves = False
-        for flat in flats:
-            flat.take_memory()
-            moves = moves or not flat.is_local
+        routes, moves = [], False
+        for segment in self.gathered_segments if self._may_have_no_news else self.segments:
+            routes.append(segment.gather(raw))
+            moves = moves or not segment.flat.is_local
         lane: Lane | None = "gather" if moves else None
-        levels = self.segments[0].flat.context.levels
-        self._flight = Flight([flat.hops(raw) for flat in flats], streams, lane, levels)
+        self._flight = Flight(routes, streams, lane, self.segments[0].flat.context.levels)
         return self._flight
 
     def advance(self) -> None:
@@ -222,7 +184,7 @@ class Unit:
         """The weights are here: point the parameters at them."""
         self._flight = None
         for segment in self.segments:
-            segment.attach()
+            segment.seen.attach(segment.flat.buffer.views)
 
     def reshard(self, *, for_backward: bool | None = False) -> int:
         """Give the gathered memory back (replicated rows keep theirs, and only unpoint the
@@ -302,12 +264,11 @@ class Unit:
         for segment in self.segments:
             segment.heal()
             segment.seen.detach()
-            segment.flat.column.release()
+            segment.flat.abandon()
             if not rested:
                 segment.flat.release()
         self.expected = 0
         self.arrived = {}
-        self.forwards.reset()
 
     @contextmanager
     def writable(self) -> Iterator[list[torch.Tensor]]:
@@ -319,13 +280,13 @@ class Unit:
         copies = [segment.flat.full.clone() for segment in self.segments]
         for segment, copy in zip(self.segments, copies, strict=True):
             segment.seen.lend(segment.flat.buffer.views_of(copy))
-        self.is_lent = True
+        self.residency.acquire(Use.EDIT)
         try:
             yield copies
         finally:
-            self.is_lent = False
+            self.residency.release(Use.EDIT)
             for segment in self.segments:
-                segment.attach()
+                segment.seen.attach(segment.flat.buffer.views)
 
 
 def _lost(name: str, when: str) -> StateError:

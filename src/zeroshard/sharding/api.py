@@ -50,7 +50,8 @@ from zeroshard.runtime.stages import model_of
 from zeroshard.runtime.streams import make_streams
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.units import UnitSpec
-from zeroshard.sharding.asked import Call, ShardRequest, requested
+from zeroshard.sharding.asked import ShardRequest, requested
+from zeroshard.sharding.compare import Call
 from zeroshard.sharding.repartition import Repartition
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceMemory

@@ -17,9 +17,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -49,7 +49,7 @@ from zeroshard.runtime.build import Context, PlannedUnits, build_units, plan_uni
 from zeroshard.runtime.ema import averages_of
 from zeroshard.runtime.engine import Engine, parts_of, relaid, states_of
 from zeroshard.runtime.parts import Parts
-from zeroshard.runtime.relayout import Arrival, Departure, Facts, StateTransfer, let_go, wanted
+from zeroshard.runtime.relayout import Facts, Move, facts_of, let_go, segments_of
 from zeroshard.sharding.asked import ShardRequest, asked_again
 from zeroshard.sharding.rejoin import carried, take_over
 from zeroshard.state.local import local_of
@@ -60,6 +60,7 @@ _log = logging.getLogger("zeroshard")
 EQUAL = "equal"  # shares that are none
 
 _CALL = "engine.repartition()"
+_SAME = "Build the same model on every rank, with as many zs.EMA"
 _AWAY = (
     "this rank has left the ranks of its engine in engine.repartition(): its model, optimizer and"
     " engine can be used again after engine.repartition(mesh=...) with a mesh that contains it"
@@ -87,10 +88,6 @@ class _Ready:
     context: Context
     planned: PlannedUnits
 
-    def close(self) -> None:
-        """Give it up."""
-        self.context.close()
-
 
 class Repartition:
     """What one engine was asked for last, and how it is asked again."""
@@ -111,14 +108,14 @@ class Repartition:
             self._tell_who_comes(changes, refused)
             raise
         seat, hand_over, told = self._meet(engine, changes)
-        ready = self._make_ready(engine, hand_over, seat, told, changes)
-        move = _Move(engine, hand_over, ready, is_away=self._is_away)
-        move.agree(told)
-        move.run()
+        asked = self._agree_on_settings(engine, hand_over, seat, told, changes)
+        relayout = _Relayout(engine, hand_over, told, is_away=self._is_away)
+        ready = relayout.prepare(lambda: self._ready(engine, asked, seat, changes))
+        relayout.run()
         self._is_away = ready is None
         if ready is not None:
             self._asked, self._seat = ready.asked, ready.seat
-        move.end()
+        relayout.end()
 
     # ------------------------------------------------------------------ the old ranks
 
@@ -176,7 +173,7 @@ class Repartition:
                 " optimizer.step() or zero_grad()"
             )
         parts.check_at_rest(_CALL)
-        Departure(parts, _averages(engine)).facts()  # raises for state that cannot be cut
+        facts_of(segments_of(parts, _averages(engine)))  # raises for state that cannot be cut
         if mesh is not None and _overlap_in_part(self._ranks, mesh.mesh.flatten().tolist()):
             raise ConfigError(
                 f"mesh has the ranks {mesh.mesh.flatten().tolist()}, and the engine lies over"
@@ -210,19 +207,14 @@ class Repartition:
         if grows := mesh is not None and self._grows(mesh):
             seat = _seat_in(mesh, changes)
         hand_over = HandOver(seat.group)
-        with hand_over.ranks.together(_CALL) as meeting:
+        with hand_over.ranks.together(_CALL, remedy=_SAME) as meeting:
             leaves = mesh is not None and _rank() not in mesh.mesh
             if mesh is not None and not (grows or leaves):
                 seat = _seat_in(mesh, changes)
-            meeting.give(
-                {
-                    "ranks": None if self._is_away else self._ranks,
-                    "rank": _rank(),
-                    "model": _model_digest(self._asked),
-                    "averages": len(averages_of(engine)),
-                    "settings": self._settings_json(changes),
-                }
-            )
+            averages = str(len(averages_of(engine)))
+            meeting.compare({"model": _model_digest(self._asked), "averages": averages})
+            ranks, settings = None if self._is_away else self._ranks, self._settings_json(changes)
+            meeting.give({"ranks": ranks, "rank": _rank(), "settings": settings})
         told: list[dict[str, Any]] = meeting.answers
         held = [one["ranks"] for one in told if one["ranks"] is not None]
         here = {one["rank"] for one in told}
@@ -235,13 +227,6 @@ class Repartition:
                 f"mesh= {sorted(here)} leaves out ranks that hold a part of the states, which lie"
                 f" over {held[0]}: call {_CALL} on these, too, over a mesh that contains them"
             )
-        for name in ("model", "averages"):
-            entries = [str(one[name]) for one in told]
-            if len(set(entries)) > 1:
-                raise PlanMismatch(
-                    f"the ranks disagree about their {name}: {holders(entries)}. Build the same"
-                    " model on every rank, with as many zs.EMA"
-                )
         return None if leaves else seat, hand_over, told
 
     def _settings_json(self, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,29 +241,20 @@ class Repartition:
             "node_size": settings.comm.node_size,
         }
 
-    def _make_ready(
+    def _agree_on_settings(
         self,
         engine: Engine,
         hand_over: HandOver,
         seat: Seat | None,
         told: Sequence[dict[str, Any]],
         changes: Mapping[str, Any],
-    ) -> _Ready | None:
-        """Make the new layout's transports and stores on its ranks. Raises on every rank."""
+    ) -> ShardRequest | None:
+        """Return what is asked again of a rank of the new layout. Raises on every rank."""
         with hand_over.ranks.together(_CALL) as meeting:
             asked = None if seat is None else self._asked_anew(engine, seat, told, changes)
-            meeting.give(None if asked is None else asked.settings_report)
+            meeting.give(None if asked is None else asked.report.settings)
         _compare([found for found in meeting.answers if found is not None])
-        ready: _Ready | None = None
-        try:
-            with hand_over.ranks.together(_CALL):
-                if asked is not None and seat is not None:
-                    ready = self._ready(engine, _measured(engine, asked, seat, changes), seat)
-        except ZeroshardError:
-            if ready is not None:
-                ready.close()
-            raise
-        return ready
+        return asked
 
     def _asked_anew(
         self,
@@ -305,7 +281,17 @@ class Repartition:
             )
         return asked
 
-    def _ready(self, engine: Engine, asked: ShardRequest, seat: Seat) -> _Ready:
+    def _ready(
+        self,
+        engine: Engine,
+        asked: ShardRequest | None,
+        seat: Seat | None,
+        changes: Mapping[str, Any],
+    ) -> _Ready | None:
+        """Make the new layout's transports and stores, on its ranks."""
+        if asked is None or seat is None:
+            return None
+        asked = _measured(engine, asked, seat, changes)
         trains = parts_of(engine).sharded is not None
         context = self._make(asked, seat, trains=trains)
         scaler = parts_of(engine).context.options.loss_scaler
@@ -318,52 +304,58 @@ class Repartition:
             raise
 
 
-class _Move:
+class _Relayout:
     """The states of one engine on their way into another layout."""
 
     def __init__(
-        self, engine: Engine, hand_over: HandOver, ready: _Ready | None, *, is_away: bool
+        self,
+        engine: Engine,
+        hand_over: HandOver,
+        told: Sequence[Mapping[str, Any]],
+        *,
+        is_away: bool,
     ) -> None:
         self._engine = engine
         self._hand_over = hand_over
-        self._ready = ready  # None: this rank leaves
+        self._ready: _Ready | None = None  # None: this rank leaves
         self._parts: Parts = parts_of(engine)
-        self._averages = _averages(engine)
-        self._departure = None if is_away else Departure(self._parts, self._averages)
+        self._move = Move(hand_over, self._parts, _averages(engine), has_states=not is_away)
         self._facts: list[Facts] = []
-        self._first = 0  # the first rank of the old layout
+        holds = [one["ranks"] is not None for one in told]
+        self._first = holds.index(True)  # the first rank of the old layout
+        self._some_come_back = not all(holds)
         self._carried: dict[str, Any] | None = None  # for ranks that come back
         self._comes_back = is_away
 
-    def agree(self, told: Sequence[dict[str, Any]]) -> None:
-        """Tell every rank what is held and wanted here. Nothing has changed; raises on every
-        rank.
+    def prepare(self, make: Callable[[], _Ready | None]) -> _Ready | None:
+        """Make the new layout ready, return it, and tell every rank what is held and wanted here.
+        Nothing has changed; raises on every rank.
         """
-        self._first = next(rank for rank, one in enumerate(told) if one["ranks"] is not None)
-        some_come_back = any(one["ranks"] is None for one in told)
-        facts = Facts() if self._departure is None else self._departure.facts()
-        if self._ready is not None:
-            trains = self._parts.sharded is not None
-            facts.wanted = wanted(self._ready.planned, trains=trains)
         try:
             with self._hand_over.ranks.together(_CALL) as meeting:
-                stays = some_come_back and self._departure is not None
-                try:
-                    known = carried(self._engine) if stays else None
-                except CheckpointError as odd:  # an option of a param group without a form
-                    raise ConfigError(str(odd)) from odd
-                meeting.give([facts.to_json(), known])
+                ready = self._ready = make()
+                facts = self._move.facts(None if ready is None else ready.planned)
+                meeting.give([asdict(facts), self._known()])
         except ZeroshardError:
             if self._ready is not None:
-                self._ready.close()
+                self._ready.context.close()
             raise
-        everyone = meeting.answers
-        self._facts = [Facts(**found) for found, _ in everyone]
-        if some_come_back:
-            self._carried = everyone[self._first][1]
-            states = [one[1]["generators"] for one in everyone if one[1] is not None]
+        self._facts = [Facts(**found) for found, _ in meeting.answers]
+        if self._some_come_back:
+            self._carried = meeting.answers[self._first][1]
+            states = [known["generators"] for _, known in meeting.answers if known is not None]
             if any(state != states[0] for state in states):
                 self._carried["generators"] = None
+        return ready
+
+    def _known(self) -> dict[str, Any] | None:
+        """Return what this rank tells those that come back."""
+        if not self._some_come_back or self._comes_back:
+            return None
+        try:
+            return carried(self._engine)
+        except CheckpointError as odd:  # an option of a param group without a form
+            raise ConfigError(str(odd)) from odd
 
     def run(self) -> None:
         """Move everything. What is cut off leaves an engine that refuses to be used."""
@@ -394,15 +386,13 @@ class _Move:
                 raise of_another from error
 
     def _run(self) -> None:
-        ready, departure = self._ready, self._departure
-        transfer = StateTransfer(self._hand_over, self._facts, departure)
-        if departure is not None:
-            departure.begin()
+        ready, move = self._ready, self._move
+        move.begin(self._facts)
         if ready is None:
-            transfer.give_all()
+            move.give_all()
         else:
             let_go(self._parts)
-            self._build(ready, transfer)
+            self._build(ready)
         if self._carried is not None:
             for buffer in self._engine.module.buffers():
                 self._hand_over.give(local_of(buffer), self._first)
@@ -414,34 +404,28 @@ class _Move:
         else:
             finalizer = self._parts.finalizer
             parts_of(self._engine).finalizer.continue_from(finalizer.step, finalizer.skipped)
-        if departure is not None:
-            departure.end(stays=ready is not None)
+        move.end(stays=ready is not None)
 
-    def _build(self, ready: _Ready, transfer: StateTransfer) -> None:
-        context, plans = ready.context, ready.asked.plans
-        arrival = Arrival(transfer, context, self._departure, self._parts.sharded, self._averages)
-        units = build_units(plans, context, ready.planned, arrival)
+    def _build(self, ready: _Ready) -> None:
+        context, plans, move = ready.context, ready.asked.plans, self._move
+        units = build_units(plans, context, ready.planned, move)
         prefetch_bytes = ready.asked.settings.prefetch_bytes
-        relaid(self._engine, units, plans, context, prefetch_bytes=prefetch_bytes, cut=arrival.cut)
+        relaid(self._engine, units, plans, context, prefetch_bytes=prefetch_bytes, cut=move.cut)
         context.faults.end_shard()
 
     def end(self) -> None:
         """Raise StorageError on every rank where a tier has failed on any. Collective."""
-        error: StorageError | None = None
-        if self._ready is not None:
-            try:
-                self._ready.context.faults.agree()
-            except StorageError as failed:
-                error = failed
-        if self._departure is not None:
-            error = self._departure.error or error
-        told = self._hand_over.ranks.share(None if error is None else str(error), _CALL)
-        found = next((text for text in told if text is not None), None)
-        if found is None:
-            return
-        if self._ready is not None:
-            self._ready.context.faults.lose(_CALL, found)
-        raise StorageError(found) if error is None else error
+        faults = None if self._ready is None else self._ready.context.faults
+        try:
+            with self._hand_over.ranks.together(_CALL, refusal=StorageError):
+                if faults is not None:
+                    faults.agree()
+                if self._move.error is not None:
+                    raise self._move.error
+        except StorageError as error:
+            if faults is not None:
+                faults.lose(_CALL, str(error))
+            raise
 
 
 # ---------------------------------------------------------------------------------------- settings
@@ -488,7 +472,7 @@ def _seat_in(mesh: DeviceMesh, changes: Mapping[str, Any]) -> Seat:
 
 def _model_digest(asked: ShardRequest) -> str:
     """Return what the parameters and units of a model are, as a few letters."""
-    return hashlib.blake2b(json.dumps(asked.report).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(asked.report.model).encode(), digest_size=8).hexdigest()
 
 
 def _compare(reports: Sequence[Mapping[str, str]]) -> None:
