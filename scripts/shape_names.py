@@ -38,7 +38,6 @@ NUMBERS_AT_REST = (
     "state/gradient.py Gradient",
     "runtime/segment.py Segment",
     "runtime/flat_weights.py FlatWeights",
-    "runtime/flat_weights.py KeptColumn",
     "runtime/bucket.py Bucket",
     "runtime/grad.py Accumulator",
     "runtime/rest.py Rest",

@@ -139,7 +139,8 @@ def build_units(
             strict=context.options.strict,
         )
         for segment in segments:
-            segment.seen.detach() if cells.weight.is_sharded else segment.attach()
+            views = segment.flat.buffer.views
+            segment.seen.detach() if cells.weight.is_sharded else segment.seen.attach(views)
             segment.flat.publish()
         units.append(unit)
         return_freed_memory()  # of the original parameters

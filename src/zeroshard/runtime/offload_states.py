@@ -137,7 +137,7 @@ def bring_to_rest(unit: Unit, weights: Weights) -> None:
     """Bring a unit to rest, whatever row it is."""
     weights.bring_to_rest(unit)
     for segment in unit.segments:
-        segment.flat.column.release()
+        segment.flat.release_column()
         segment.wait_uploads()
 
 
