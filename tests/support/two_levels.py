@@ -12,7 +12,7 @@ import torch
 
 from zeroshard.comm.levels import Levels, Start, Step
 from zeroshard.comm.private_window import PrivateWindow
-from zeroshard.comm.transport import GradBuffer, ReduceRequest, Window
+from zeroshard.comm.transport import ReduceRequest, Window
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Scope
@@ -66,16 +66,16 @@ class TwoLevels:
 
     def grad_buffer(
         self, key: str, numel: int, dtype: torch.dtype, device: torch.device
-    ) -> GradBuffer:
+    ) -> torch.Tensor:
         return self.levels.inside.grad_buffer(key, numel, dtype, device)
 
-    def return_buffer(self, buffer: GradBuffer) -> None:
+    def return_buffer(self, buffer: torch.Tensor) -> None:
         self.levels.inside.return_buffer(buffer)
 
     def reduce(
         self,
         request: ReduceRequest,
-        buffer: GradBuffer | None,
+        buffer: torch.Tensor | None,
         out: torch.Tensor,
         *,
         accumulate: bool,
