@@ -2,6 +2,8 @@
 
     event            when
     before_forward   a forward of the model begins, outside a backward; nothing is gathered yet
+    forward_begun    its first gathers have been started, or those of other ranks' forward, which
+                     this rank takes part in without one of its own (join.py)
     after_forward    it has ended, perhaps by an exception
     forward_agreed   it has ended well, on every rank: failures may be shared
     before_module    a module's forward begins; the units that it needs
@@ -39,6 +41,7 @@ class StepEvents:
     """The listeners of each event, in order."""
 
     before_forward: _Listeners = field(default_factory=list)
+    forward_begun: _Listeners = field(default_factory=list)
     after_forward: _Listeners = field(default_factory=list)
     forward_agreed: _Listeners = field(default_factory=list)
     before_module: _OfUnits = field(default_factory=list)

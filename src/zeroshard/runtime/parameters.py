@@ -87,7 +87,11 @@ class Parameters:
 
     def detach(self) -> None:
         """Point the parameters at their NaN."""
-        self.attach(self._released)
+        with torch._C.DisableTorchFunctionSubclass():  # they may answer as released ones already
+            for local, released in zip(self._locals, self._released, strict=True):
+                local.data = released
+            self._versions = list(map(_VERSION, self.parameters))
+        self._there = self._released
         release_classes(self.parameters)
 
     def heal(self) -> None:

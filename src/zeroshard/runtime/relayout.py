@@ -242,17 +242,23 @@ class Move:
 
     def built(self, segment: Segment, cells: Cells) -> None:
         tiles: list[Tile] = []
-        context, flat = segment.flat.context, segment.flat
         if segment.master is not None and self._sharded is not None:
-            tiles = cut_tiles(segment, cells, context)
+            tiles = cut_tiles(segment, cells, segment.flat.context)
             self.cut.append(tiles)
             self._set_numbers(tiles)
         optimizer = None if self._sharded is None else self._sharded.states
         here = SegmentStates(segment, tiles, optimizer, self._averages, len(self.cut) - 1)
         for state in self._beside_values(segment.key):
-            numbers = self._bring(segment.key, state, flat.layout.numel)[slice(*flat.stepped)]
-            with context.faults.noted(lost=True):
-                here.write(state, numbers, self._states[segment.key][state][1])
+            self._write(here, state)
+
+    def _write(self, here: SegmentStates, state: str) -> None:
+        """Move a state into the new layout. The host holds nothing of it afterwards, when the next
+        one comes.
+        """
+        key, flat = here.segment.key, here.segment.flat
+        numbers = self._bring(key, state, flat.layout.numel)[slice(*flat.stepped)]
+        with flat.context.faults.noted(lost=True):
+            here.write(state, numbers, self._states[key][state][1])
 
     def _set_numbers(self, tiles: Sequence[Tile]) -> None:
         assert self._sharded is not None

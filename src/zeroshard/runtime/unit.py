@@ -129,9 +129,7 @@ class Unit:
 
     @property
     def gathered_segments(self) -> Sequence[Segment]:
-        """The segments whose weights a gather moves."""
-        if not self._may_have_no_news:
-            return self.segments
+        """The segments whose weights a gather moves; all, unless it `may_have_no_news`."""
         return [segment for segment in self.segments if segment.has_news]
 
     @cached_property
@@ -140,7 +138,8 @@ class Unit:
         return any(segment.flat.context.tiering.away for segment in self.segments)
 
     @cached_property
-    def _may_have_no_news(self) -> bool:
+    def may_have_no_news(self) -> bool:
+        """Whether a gather may leave segments out: frozen ones that every rank keeps whole."""
         return any(segment.grad is None and segment.flat.replicated for segment in self.segments)
 
     def unshard(self, streams: Streams, *, raw: bool = False) -> Flight:
@@ -159,7 +158,7 @@ class Unit:
         if self.residency.state is not UnitState.RESTING:
             raise self._cannot("start a gather")
         routes, moves = [], False
-        for segment in self.gathered_segments if self._may_have_no_news else self.segments:
+        for segment in self.gathered_segments if self.may_have_no_news else self.segments:
             routes.append(segment.gather(raw))
             moves = moves or not segment.flat.is_local
         lane: Lane | None = "gather" if moves else None
