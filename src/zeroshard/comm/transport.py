@@ -39,7 +39,7 @@ from zeroshard.core.wire import BlockCodec
 from zeroshard.core.work import DoneWork, Work
 
 __all__ = [
-    "DoneWork", "GradBuffer", "ReduceRequest", "Traffic", "Transport", "Window", "Work",
+    "DoneWork", "ReduceRequest", "Traffic", "Transport", "Window", "Work",
 ]  # fmt: skip
 
 
@@ -72,14 +72,6 @@ class Window(Protocol):
         """Release the memory (peers keep theirs). Tensors handed out stay valid as long as
         somebody holds them.
         """
-
-
-@dataclass
-class GradBuffer:
-    """A temporary whole-segment buffer on loan from the transport's pool."""
-
-    data: torch.Tensor  # [numel]; contents undefined when handed out
-    slot: int = 0  # the transport's own bookkeeping
 
 
 @dataclass(frozen=True)
@@ -177,20 +169,20 @@ class Transport(Protocol):
 
     def grad_buffer(
         self, key: str, numel: int, dtype: torch.dtype, device: torch.device
-    ) -> GradBuffer:
-        """Borrow a buffer of `numel` elements from the pool.
+    ) -> torch.Tensor:
+        """Borrow a buffer [numel] from the pool, its contents undefined.
 
         Where the pool is full, wait for a reduce under way and serve the peers meanwhile; never
         deadlocks, even when ranks run units in opposite order and the pool holds one buffer.
         """
 
-    def return_buffer(self, buffer: GradBuffer) -> None:
+    def return_buffer(self, buffer: torch.Tensor) -> None:
         """Return a buffer to the pool that was never submitted to `reduce`."""
 
     def reduce(
         self,
         request: ReduceRequest,
-        buffer: GradBuffer | None,
+        buffer: torch.Tensor | None,
         out: torch.Tensor,
         *,
         accumulate: bool,
