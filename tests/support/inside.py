@@ -333,8 +333,8 @@ def ranks_in_step() -> Iterator[None]:
             while not flight.done():
                 reductions._transports.progress()
                 time.sleep(0)
-        paths = [reductions._paths[key] for key in reductions._reduces.under_way]
-        earlier[reductions] = [path.reduction.flight for path in paths if path.reduction]
+        buckets = [reductions._buckets[key] for key in reductions._reduces.under_way]
+        earlier[reductions] = [one.reduction.flight for one in buckets if one.reduction]
         advance(reductions)
 
     with mock.patch.object(Reductions, "advance", in_step), patient_pools():

@@ -152,16 +152,28 @@ class SealedGrad(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, like: torch.Tensor, name: str, owner: GradientOwner, parameter: nn.Parameter | None
+        cls,
+        like: torch.Tensor,
+        name: str,
+        owner: GradientOwner,
+        parameter: nn.Parameter | None,
+        holds: object = None,
     ) -> SealedGrad:
-        """`parameter`: the model's own, of which `like` is a shard or which it is."""
+        """`parameter`: the model's own, of which `like` is a shard or which it is. It keeps `holds`
+        alive as long as it is somebody's ``.grad``.
+        """
         sealed = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device
         )
         sealed._name = name
         sealed._owner = weakref.ref(owner)
         sealed._parameter = None if parameter is None else weakref.ref(parameter)
+        sealed.holds = holds
         return sealed
+
+    def hold(self, what: object) -> None:
+        """Keep `what` alive from now on, and nothing else."""
+        self.holds = what
 
     def accumulated(self) -> torch.Tensor | None:
         """Return the gradient that autograd has just added to this one, once."""

@@ -386,11 +386,11 @@ class ShardedOptimizer:
             for shard in tile.shards:
                 sealed = shard.tensor.grad
                 if not isinstance(sealed, SealedGrad):
-                    sealed = shard.tensor.grad = SealedGrad(
-                        shard.tensor, shard.name, self._hooks, shard.parameter
+                    shard.tensor.grad = SealedGrad(
+                        shard.tensor, shard.name, self._hooks, shard.parameter, held
                     )
-                if sealed.holds is not held:
-                    sealed.holds = held
+                elif sealed.holds is not held:
+                    sealed.hold(held)
         for empty in self._empty:
             if empty is not None and empty.grad is None:
                 empty.grad = SealedGrad(

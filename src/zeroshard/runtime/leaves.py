@@ -113,7 +113,7 @@ def seal(leaves: Iterable[Leaf], owner: GradientOwner, holds: object) -> None:
             if sealed is None or sealed.dtype is not parameter.dtype:
                 sealed = leaf.make_sealed(owner)
             if sealed.holds is not holds:
-                sealed.holds = holds
+                sealed.hold(holds)
             parameter.grad = sealed
 
 
