@@ -15,6 +15,7 @@ from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import ReduceRequest, Window
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range
+from zeroshard.core.placement import Scope
 from zeroshard.core.route import Axis
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.streams import NoStreams
@@ -47,8 +48,8 @@ class TwoLevels:
         flight.go()
         return flight
 
-    def window(self, *args: Any, **options: Any) -> Window:
-        window = self.levels.window(*args, **options)
+    def window(self, *args: Any, replicated: bool) -> Window:
+        window, _ = self.levels.memory(*args, Scope.FULL if replicated else Scope.SHARD)
         assert isinstance(window, PrivateWindow), window
         window._transport = self
         return window
