@@ -24,8 +24,7 @@ from zeroshard import memory
 from zeroshard.comm import nccl, select
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.nccl import NcclTransport
-from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import ReduceRequest
+from zeroshard.comm.transport import CommSpec, ReduceRequest
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.bucket import GradBucket, PartialSum

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from zeroshard.comm.connect import make_control
 from zeroshard.comm.cpu.gloo_peers import Subgroup
 from zeroshard.comm.ranks import Groups, Ranks
-from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import Traffic
+from zeroshard.comm.transport import CommSpec, Traffic
 from zeroshard.core.dims import MeshPlace
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ZeroshardError

@@ -36,11 +36,36 @@ from zeroshard.comm.codec import Codec
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range
+from zeroshard.core.placement import Mesh
 from zeroshard.core.work import DoneWork, Work
 
 __all__ = [
-    "DoneWork", "GradBuffer", "ReduceRequest", "Traffic", "Transport", "Window", "Work",
+    "CommSpec", "DoneWork", "GradBuffer", "ReduceRequest", "Traffic", "Transport", "Window", "Work",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CommSpec:
+    """What a transport is asked for; every rank gives an equal one."""
+
+    mesh: Mesh  # of the group's ranks: its nodes shape the canonical sum
+    # "auto" takes what fits the device; "one_process", "shared_memory", "gloo", "mixed" and "nccl"
+    # are made or refused
+    name: str = "auto"
+    # sum canonically also where the backend has a faster sum of its own
+    ordered: bool | None = None
+    stall_timeout_s: float = 300.0
+    # of the gradient buffers, of which at least one is always given; None: twice the largest
+    pool_bytes: int | None = None
+    # let sharded windows of one host be one mapping, which is the full buffer
+    alias: bool = True
+    # collectives go in two levels, inside nodes and between; None: where fewer bytes leave a host
+    two_level: bool | None = None
+    columns: bool = False  # the row keeps columns
+    node_sums: bool = False  # the row keeps sums of nodes
+    hop_dtype: torch.dtype = torch.float32  # in which sums of nodes travel
+    # what errors call the ranks; (): their numbers in the group
+    members: tuple[int, ...] = ()
 
 
 class Window(Protocol):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from zeroshard.comm.transports import Transports
+from zeroshard.comm.levels import Transports
 from zeroshard.memory import placeholder
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.segment import Segment

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroshard.comm.transports import Transports
+from zeroshard.comm.levels import Transports
 from zeroshard.core.residency import UnitState
 from zeroshard.core.work import wait_on_host
 from zeroshard.errors import ConfigError

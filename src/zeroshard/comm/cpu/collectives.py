@@ -32,8 +32,9 @@ from zeroshard.comm import memfd
 from zeroshard.comm.cpu.control import PeerControl, PeerOperation, Plane
 from zeroshard.comm.cpu.gloo_peers import LOOSE_GATHER, REDUCE_SCATTER, Transfer
 from zeroshard.comm.cpu.links import Message, MessageKind
-from zeroshard.comm.cpu.matching import Contribution, Matching, Pending, checked_parts, sum_parts
+from zeroshard.comm.cpu.matching import Contribution, Matching, Pending, checked_parts
 from zeroshard.comm.cpu.slots import FAR, SlotPool
+from zeroshard.comm.ordered import sum_parts
 from zeroshard.comm.transport import GradBuffer, ReduceRequest, Work
 from zeroshard.core.layout import Range
 from zeroshard.memory import Pool

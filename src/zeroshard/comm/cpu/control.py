@@ -1,9 +1,9 @@
 """The control plane: small messages between the ranks of one group, over sockets to those of this
 host and over gloo to the others. It never touches a device, beside NCCL either.
 
-Here a rank waits, whatever for; here it learns that others have ended, given up or are in another
-call. A wait serves the data plane of the same ranks (`attach`), and the other control planes of
-this process (``serving.py``), so ranks may run units in different order.
+Here a rank waits, whatever for, asleep until it hears something; here it learns that others have
+ended, given up or are in another call. A wait serves the data plane of the same ranks (`attach`),
+and the other control planes of this process (`Served`), so ranks may run units in different order.
 
 Invariant: whatever ends a wait on one rank by an error ends it on every rank that waits for that
 one. Cost: an exchange is one socket record per near peer and 32 KiB, and one gloo message (two
@@ -12,25 +12,28 @@ beyond 248 bytes) per far one.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
-from zeroshard.comm import serving
-from zeroshard.comm.cpu.dispatcher import Dispatcher, framed, given_up, unframed
 from zeroshard.comm.cpu.gloo_peers import Connections, GlooPeers, Subgroup, Transfer
-from zeroshard.comm.cpu.links import Links, MessageKind
+from zeroshard.comm.cpu.links import Dispatcher, Links, MessageKind, framed, given_up, unframed
 from zeroshard.comm.cpu.notices import Notices
 from zeroshard.comm.cpu.rendezvous import HostGroups
 from zeroshard.comm.ranks import Ranks
 from zeroshard.comm.transport import Traffic
 from zeroshard.core.placement import Mesh
-from zeroshard.errors import StallError
+from zeroshard.errors import StallError, ZeroshardError
 
-__all__ = ["PeerControl", "PeerOperation", "Plane"]
+__all__ = [
+    "PeerControl", "PeerOperation", "Plane", "Served", "serve", "serve_while_waiting",
+    "served_beside", "stop_serving",
+]  # fmt: skip
 
 # a rank that waits for a slot and hears nothing for so long is stuck ([Note: relief])
 _IDLE_S = 0.0002
-_POLL_S = 0.002  # how often to look after what cannot wake us
 _PATIENT_S = 0.1
 _LISTEN_AFTER_S = 1.0  # when a wait begins to ask whether it can ever end
 
@@ -99,6 +102,55 @@ class PeerOperation:
         return self.is_over()
 
 
+class Served(Protocol):
+    """What needs our attention while we wait in another transport: peers need our part of what is
+    under way, in whatever transport of ours it is.
+
+    Two engines in one backward may have one rank wait in the first for a rank that waits in the
+    second; an operation of two levels needs the second one started. So a wait in one transport
+    serves all others.
+    """
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is, or may come, anything to do."""
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """Become readable when there is, but for what another one that is served makes possible."""
+
+    def serve(self) -> None:
+        """Do what has become possible."""
+
+
+_served: weakref.WeakSet[Served] = weakref.WeakSet()
+
+
+def serve_while_waiting(transport: Served) -> None:
+    """Have `transport` served by every wait of this process, for as long as somebody holds it."""
+    _served.add(transport)
+
+
+def stop_serving(transport: Served) -> None:
+    """Stop serving `transport`. Idempotent."""
+    _served.discard(transport)
+
+
+def served_beside(transport: Served) -> list[Served]:
+    """Return those that a wait in `transport` has to serve."""
+    return [other for other in _served if other is not transport and other.is_waiting]
+
+
+def serve(transports: Iterable[Served]) -> None:
+    """Do what has become possible in `transports`, which are not those of who waits. Never blocks.
+
+    What goes wrong there is not the error of who waits here: its own waits meet it again.
+    """
+    for transport in transports:
+        with contextlib.suppress(ZeroshardError):
+            transport.serve()
+
+
 class PeerControl(Ranks):
     """The control plane of one rank of `subgroup`.
 
@@ -135,7 +187,7 @@ class PeerControl(Ranks):
         self._far_notices = notices if self.far else None  # near ranks are told on their sockets
         self._has_given_up = False
         self._planes: list[Plane] = []
-        serving.register(self)
+        serve_while_waiting(self)
 
     def attach(self, plane: Plane) -> None:
         """Have every wait serve `plane`, and every `give_up` reset it."""
@@ -216,13 +268,13 @@ class PeerControl(Ranks):
         ranks then. Raises StallError, PeerLostError, PlanMismatch where an awaited rank waits for
         us in another call, and StateError where one has given up what we wait for.
         """
-        others, begin, patience_s = serving.others(self), time.monotonic(), _IDLE_S
+        others, begin, patience_s = served_beside(self), time.monotonic(), _IDLE_S
         deadline = begin + self.stall_timeout_s
         if self._far_notices is not None:
             self._far_notices.begin_wait()
         while True:
             self.progress()
-            serving.serve(others)
+            serve(others)
             if ready():
                 return
             awaited = sorted(near())
@@ -238,11 +290,11 @@ class PeerControl(Ranks):
             if transfer is not None and now > begin + _LISTEN_AFTER_S:
                 self._listen(transfer, call)
             self._relieve()
-            if self.dispatcher.collect(min(patience_s, deadline - now + 0.001)):
+            beside = [descriptor for other in others for descriptor in other.descriptors]
+            if self.dispatcher.collect(min(patience_s, deadline - now + 0.001), beside):
                 patience_s = _IDLE_S
             elif time.monotonic() - now >= _IDLE_S:
-                # what others wait for cannot wake us
-                patience_s = _POLL_S if others else _PATIENT_S
+                patience_s = _PATIENT_S
                 if idle is not None:
                     idle()
 
@@ -287,6 +339,10 @@ class PeerControl(Ranks):
     def is_waiting(self) -> bool:
         return bool(self.near)
 
+    @property
+    def descriptors(self) -> Sequence[int]:
+        return self.dispatcher.links.descriptors
+
     def serve(self) -> None:
         self.progress()
         self._relieve()
@@ -327,7 +383,7 @@ class PeerControl(Ranks):
             plane.restart()
 
     def close(self) -> None:
-        serving.unregister(self)
+        stop_serving(self)
         for plane in self._planes:
             plane.disconnect()
         self.messages.close()

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from zeroshard.comm.cpu.collectives import Collectives
 from zeroshard.comm.cpu.control import PeerControl
 from zeroshard.comm.cpu.windows import Windows
-from zeroshard.comm.spec import CommSpec
+from zeroshard.comm.transport import CommSpec
 from zeroshard.core.digest import Digest
 
 __all__ = ["PairedTransport"]
