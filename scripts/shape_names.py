@@ -22,10 +22,8 @@ Trees = Mapping[str, ast.Module]  # by path in the package
 
 # from autograd to the step, in this order
 GRADIENT_HOLDERS = (
-    "runtime/gradients.py GradientPath",
-    "runtime/bucket.py GradBucket",
+    "runtime/bucket.py Bucket",
     "comm/transport.py GradBuffer",
-    "runtime/bucket.py PartialSum",
     "runtime/grad.py Gradient",
     "state/gradient.py GradientState",
     "optim/sealed.py SealedGrad",
@@ -33,14 +31,8 @@ GRADIENT_HOLDERS = (
 GATHERED_BECAUSE = (
     "core/residency.py Residency.state",
     "core/residency.py Residency.counts",
-    "core/schedule/__init__.py Schedule._here",
-    "core/schedule/__init__.py Schedule._ahead",
     "core/schedule/__init__.py Schedule._idle",
-    "core/schedule/__init__.py Schedule._until",
-    "runtime/unit.py Unit.is_lent",
     "runtime/weights.py Weights.shown",
-    "runtime/unit.py Forwards.open",
-    "runtime/unit.py Forwards.to_recompute",
 )
 NUMBERS_AT_REST = (
     "state/state.py State",
@@ -48,7 +40,7 @@ NUMBERS_AT_REST = (
     "runtime/segment.py Segment",
     "runtime/flat_weights.py FlatWeights",
     "runtime/flat_weights.py KeptColumn",
-    "runtime/bucket.py PartialSum",
+    "runtime/bucket.py Bucket",
     "runtime/grad.py Gradient",
     "runtime/rest.py Rest",
     "runtime/rest.py RestingPiece",
@@ -60,7 +52,6 @@ POOLS = (
     "memory/host_pages.py PinnedPages",
     "comm/cpu/slots.py SlotPool",
     "tier/staging.py Staging",
-    "tier/transfer.py Scratch",
     "optim/runner.py _Buffers",
     "planner/buckets.py _PlannedPool",
 )

@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.ranks import Ranks
+from zeroshard.comm.plain import ranks_through
+from zeroshard.memory import synchronize
 from zeroshard.system.host_memory import HostMemory
 
 __all__ = ["Cluster", "RankFacts", "free_memory", "measure", "resolved"]
@@ -129,7 +130,7 @@ def free_memory(device: torch.device) -> int:
 def _gathered(
     group: dist.ProcessGroup | None, device: torch.device, *, rates: bool, own_bytes: int = 0
 ) -> Cluster:
-    of_all = partial(Ranks.through(group).share, call=_CALL)
+    of_all = partial(ranks_through(group).share, call=_CALL)
     free, place = free_memory(device), _memory_of(device)
     everyone = of_all((free, place, own_bytes))  # before anybody is busy with the rest
     sharing = Counter(where for _, where, _ in everyone)
@@ -195,8 +196,7 @@ def _mean_seconds(run: Callable[[], object], device: torch.device, budget_s: flo
     while sum(seconds[1:]) < budget_s:
         begin = time.perf_counter()
         run()
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - begin)
     return max(sum(seconds[1:]) / (len(seconds) - 1), 1e-9)
 
@@ -214,8 +214,7 @@ def _link_seconds(group: dist.ProcessGroup | None, device: torch.device) -> list
         for source in range(group.size()):
             since = time.perf_counter()
             dist.broadcast(message, group=group, group_src=source)
-            if message.device.type != "cpu":
-                torch.get_device_module(device).synchronize(device)
+            synchronize(message.device)
             if number:  # the first connects
                 out[source] = min(out[source], time.perf_counter() - since)
     return out

@@ -183,9 +183,9 @@ def _load_golden(rank: int, world: int, path: Path, row: str) -> list[Any]:
     pieces: list[Any] = []
     for piece in states_of(engine).resting_pieces(share=True):
         pieces.append([piece.name, "value", piece.start, piece.tensor.tolist()])
-        if piece.master is not None:
-            number, span = piece.master
-            pieces.append([piece.name, "average", piece.start, ema.averages[number][span].tolist()])
+        average = piece.average(ema.averages)
+        if average is not None:
+            pieces.append([piece.name, "average", piece.start, average.tensor.tolist()])
     for owned in states_of(engine).stepped_pieces():
         for key, value in optimizer.state.get(owned.tensor, {}).items():
             pieces.append([owned.name, f"state.{key}", owned.piece.start, value.tolist()])

@@ -23,11 +23,12 @@ from tests.support import inside
 from zeroshard import memory
 from zeroshard.comm import nccl, select
 from zeroshard.comm.codec import Codec
+from zeroshard.comm.levels import Levels, NodeSum
 from zeroshard.comm.nccl import NcclTransport
 from zeroshard.comm.transport import CommSpec, ReduceRequest
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
-from zeroshard.runtime.bucket import GradBucket, PartialSum
+from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.streams import NoStreams
 from zeroshard.runtime.weights import Weights
 from zeroshard.sharding import api
@@ -164,14 +165,13 @@ def test_the_sum_of_a_node_is_held_until_the_reduce_between_nodes_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     taken: list[weakref.ref[torch.Tensor]] = []
-    take = PartialSum.take
+    node_sum = Levels.node_sum
 
-    def spy(self: PartialSum) -> torch.Tensor:
-        whole = take(self)
-        taken.append(weakref.ref(whole))
-        return whole
+    def spy(self: Levels, *args: Any, held: torch.Tensor | None, accumulate: bool) -> NodeSum:
+        taken.extend([] if held is None else [weakref.ref(held)])
+        return node_sum(self, *args, held=held, accumulate=accumulate)
 
-    monkeypatch.setattr(PartialSum, "take", spy)
+    monkeypatch.setattr(Levels, "node_sum", spy)
     with fake_world(WORLD):
         engine, model, optimizer = _train(monkeypatch, policy, node_size=4)
         with engine.no_sync():
@@ -187,20 +187,20 @@ def test_the_buffer_of_the_next_unit_is_borrowed_while_a_reduce_is_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     under_way: list[int] = []
-    add = GradBucket.add
+    borrow = Bucket._borrow
     with fake_world(WORLD):
         engine, model, optimizer = _train(monkeypatch, "zero3")
 
-        def spy(self: GradBucket, index: int, grad: torch.Tensor) -> None:
+        def spy(self: Bucket) -> None:
             under_way.append(len(inside.reducing(engine)))
-            add(self, index, grad)
+            borrow(self)
 
-        monkeypatch.setattr(GradBucket, "add", spy)
+        monkeypatch.setattr(Bucket, "_borrow", spy)
         for _ in range(2):  # the first pass gathers nothing ahead
             under_way.clear()
             model(torch.randn(2, 64)).square().mean().backward()
             optimizer.step()
-    assert under_way == [0, 0, 1, 1, 1, 1, 2, 2]  # in the order of the units' backwards
+    assert under_way == [0, 1, 1, 2]  # in the order of the units' backwards
 
 
 class _Streams:

@@ -21,9 +21,9 @@ from tests.support.activations import using
 from tests.support.lane_sanitizer import LaneSanitizer
 from zeroshard import memory
 from zeroshard.comm.transport import Work
-from zeroshard.runtime import gradients
+from zeroshard.runtime import bucket
 from zeroshard.runtime.activation_store import ActivationStore
-from zeroshard.runtime.gradients import Reduction
+from zeroshard.runtime.bucket import Reduction
 from zeroshard.runtime.segment import Segment
 from zeroshard.tier.host import HostStore
 
@@ -226,7 +226,7 @@ def test_memory_that_a_reduce_does_not_hold_is_found(
                 self.buffer = None
             return value
 
-    monkeypatch.setattr(gradients, "Reduction", Forgetful)
+    monkeypatch.setattr(bucket, "Reduction", Forgetful)
     findings = _watch(case, program=_steps).findings
     assert {finding.kind for finding in findings} == {"drop"}
     assert {finding.other_lane for finding in findings} == {"reduce"}
@@ -300,7 +300,7 @@ def test_each_fork_before_a_copy_of_checkpointed_inputs_is_needed() -> None:
         (["GradientState.wait_writes"], "zero3", "grad", "fp32"),
         (["_HostStorage.flush"], "zero3", "grad", "fp32"),
         (["State.borrowed"], "zero3", "fraction", "bf16"),
-        (["GradBucket.add"], "zero1", "grad", "bf16"),
+        (["Bucket.put"], "zero1", "grad", "bf16"),
         (["gather_bytes"], "zero3", "device", "bf16"),
         (["_fill"], "zero3", "optimizer", "bf16"),
         (["read_squares"], "zero3", "fraction", "fp32"),

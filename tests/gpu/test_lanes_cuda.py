@@ -16,8 +16,8 @@ import torch
 from tests.support.adversary import Poisoner, slow_compute, slow_lanes
 from tests.support.programs import PROGRAMS, Program
 from tests.support.training import ROWS, Run
-from zeroshard.runtime import gradients
-from zeroshard.runtime.gradients import Reduction
+from zeroshard.runtime import bucket
+from zeroshard.runtime.bucket import Reduction
 from zeroshard.runtime.streams import AcceleratorStreams
 
 pytestmark = [
@@ -44,12 +44,12 @@ def test_neither_late_lanes_nor_poison_change_a_bit(nccl_group: Any, name: str, 
 def test_the_poisoner_finds_a_reduce_that_does_not_hold_its_memory(
     nccl_group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgetful(flight: Any, loan: Any, frees: Any, uses: Any) -> Reduction:
-        return Reduction(flight, loan, frees, ())
+    def forgetful(flight: Any, buffer: Any, loan: Any, uses: Any) -> Reduction:
+        return Reduction(flight, buffer, loan, ())
 
     program = PROGRAMS["gradient codec"]
     quiet = program.train(DEVICE, transport="nccl")
-    monkeypatch.setattr(gradients, "Reduction", forgetful)
+    monkeypatch.setattr(bucket, "Reduction", forgetful)
     run, _ = _disturbed(program, "lanes")
     assert run.differs_from(quiet)
 

@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.streams import Lane
 from zeroshard.runtime.unit import Unit
 
@@ -81,18 +81,18 @@ class Poisoner:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", released))
             for name in ("reduce", "reduce_inside", "wait"):
-                dropping = self._then_struck(getattr(GradientPath, name))
-                stack.enter_context(mock.patch.object(GradientPath, name, dropping))
+                dropping = self._then_struck(getattr(Bucket, name))
+                stack.enter_context(mock.patch.object(Bucket, name, dropping))
             yield
 
     def _then_struck(self, method: Any) -> Any:
-        """Return `method` of a GradientPath, followed by a strike at memory of its sizes."""
+        """Return `method` of a Bucket, followed by a strike at memory of its sizes."""
 
-        def struck(path: GradientPath, *args: Any, **options: Any) -> Any:
-            sizes = {path.bucket.num_bytes, *path.bytes_by_tier().values()}
-            had_reduction = path.in_flight
-            result = method(path, *args, **options)
-            if had_reduction or path.in_flight:
+        def struck(bucket: Bucket, *args: Any, **options: Any) -> Any:
+            sizes = {bucket.num_bytes, *bucket.bytes_by_tier().values()}
+            had_reduction = bucket.in_flight
+            result = method(bucket, *args, **options)
+            if had_reduction or bucket.in_flight:
                 self.num_dropped += 1
                 for num_bytes in sizes:
                     self._strike(num_bytes)

@@ -23,10 +23,9 @@ from zeroshard.core.residency import Residency, UnitState, Use
 from zeroshard.memory import MemoryCounter
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.shards import ParamShard
-from zeroshard.runtime.bucket import GradBucket, PartialSum
+from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.engine import states_of
 from zeroshard.runtime.flight import Flight
-from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
@@ -99,13 +98,13 @@ def traced(engine: zs.Engine, note: Callable[[str, str], None]) -> Iterator[None
     segment, "reduce") and the unit's name.
     """
     names: dict[object, str] = {unit: unit.name for unit in units(engine)}
-    names |= {path: unit.name for unit in units(engine) for path in unit.paths}
+    names |= {bucket: unit.name for unit in units(engine) for bucket in unit.buckets}
     noted = {
         "gather": (Unit, "unshard"),
         "use": (Weights, "_use"),
         "release": (Unit, "reshard"),
-        "reduce": (GradientPath, "reduce"),
-        "reduce inside": (GradientPath, "reduce_inside"),
+        "reduce": (Bucket, "reduce"),
+        "reduce inside": (Bucket, "reduce_inside"),
     }
 
     def watched(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,23 +172,24 @@ class Commands:
             (Unit, "reshard", lambda unit: f"release {unit.name}", lambda _: None),
             (Unit, "doze", lambda unit: f"keep {unit.name}", lambda _: None),
             (Unit, "wake", lambda unit: f"wake {unit.name}", lambda _: None),
-            (GradBucket, "open", lambda one: f"bucket {one._flat.key}", lambda one: one.num_bytes),
+            (Bucket, "_borrow", lambda one: f"bucket {one.key}", lambda one: one.num_bytes),
             (
-                GradBucket,
-                "open_at_rest",
-                lambda one: f"bucket at rest {one._flat.key}",
+                Bucket,
+                "_open_at_rest",
+                lambda one: f"bucket at rest {one.key}",
                 lambda one: one.num_bytes,
             ),
-            (PartialSum, "open", lambda one: f"partial {one._flat.key}", lambda _: None),
+            (Bucket, "_open_sum", lambda one: f"partial {one.key}", lambda _: None),
+            (Bucket, "_open_node_sum", lambda one: f"partial {one.key}", lambda _: None),
         ]
         around: list[tuple[type, str, Callable[..., Any]]] = [
             (Residency, "acquire", self._acquire),
             (Residency, "release", self._release),
             (Unit, "advance", self._advance),
             (Unit, "abandon", self._abandon),
-            (GradientPath, "reduce", self._reduce),
-            (GradientPath, "reduce_inside", self._reduce_inside),
-            (GradientPath, "wait", self._wait),
+            (Bucket, "reduce", self._reduce),
+            (Bucket, "reduce_inside", self._reduce_inside),
+            (Bucket, "wait", self._wait),
             (Flight, "done", self._done),
             (Flight, "go", self._go),
         ]
@@ -233,17 +233,17 @@ class Commands:
         if not rested:
             self._note("abandon", unit.name)
 
-    def _reduce(self, original: Callable[..., Any], path: GradientPath, **options: Any) -> Any:
-        flight = original(path, **options)
-        if path.reduction is not None:
-            self._last = path.reduction.flight
-        return self._starts("reduce", path, flight)
+    def _reduce(self, original: Callable[..., Any], bucket: Bucket, **options: Any) -> Any:
+        flight = original(bucket, **options)
+        if bucket.reduction is not None:
+            self._last = bucket.reduction.flight
+        return self._starts("reduce", bucket, flight)
 
-    def _starts(self, what: str, path: GradientPath, flight: Flight | None) -> Flight | None:
+    def _starts(self, what: str, bucket: Bucket, flight: Flight | None) -> Flight | None:
         """Note a reduce once its flight has started, or at once where there is none."""
         if flight is None:
-            self._note(what, path.key)
-        self._starting = (flight, what, path.key)
+            self._note(what, bucket.key)
+        self._starting = (flight, what, bucket.key)
         return flight
 
     def _go(self, original: Callable[..., Any], flight: Flight, *args: Any, **options: Any) -> None:
@@ -252,19 +252,17 @@ class Commands:
             self._note(*self._starting[1:])
             self._starting = None
 
-    def _reduce_inside(
-        self, original: Callable[..., Any], path: GradientPath, **options: Any
-    ) -> Any:
-        flight = original(path, **options)
-        if path.reduction is not None:
-            self._last = path.reduction.flight
-        return self._starts("reduce inside", path, flight)
+    def _reduce_inside(self, original: Callable[..., Any], bucket: Bucket, **options: Any) -> Any:
+        flight = original(bucket, **options)
+        if bucket.reduction is not None:
+            self._last = bucket.reduction.flight
+        return self._starts("reduce inside", bucket, flight)
 
-    def _wait(self, original: Callable[..., Any], path: GradientPath, **options: Any) -> None:
-        flew = path.in_flight
-        original(path, **options)
-        if flew and not path.in_flight:
-            self._note("reduced", path.key)
+    def _wait(self, original: Callable[..., Any], bucket: Bucket, **options: Any) -> None:
+        flew = bucket.in_flight
+        original(bucket, **options)
+        if flew and not bucket.in_flight:
+            self._note("reduced", bucket.key)
 
     def _done(self, original: Callable[..., bool], flight: Flight) -> bool:
         """Whether a reduce is over is a matter of time: here, as soon as another was started. For
@@ -368,25 +366,25 @@ def frozen_bytes_and_numel(engine: zs.Engine) -> tuple[int, int]:
 
 def has_local_gradient(engine: zs.Engine, name: str) -> bool:
     """Return whether the unit `name` has a gradient that has not been reduced."""
-    path = unit(engine, name).trainable[0].grad
-    assert path is not None
-    return path.has_local
+    bucket = unit(engine, name).trainable[0].grad
+    assert bucket is not None
+    return bucket.buffer is not None or bucket.has_sum
 
 
 def reducing(engine: zs.Engine) -> list[str]:
     """Return the names of the units whose gradients are being reduced."""
-    paths = [(unit.name, unit.trainable[0].grad) for unit in units(engine)]
-    return [name for name, path in paths if path is not None and path.in_flight]
+    buckets = [(unit.name, unit.trainable[0].grad) for unit in units(engine)]
+    return [name for name, bucket in buckets if bucket is not None and bucket.in_flight]
 
 
 def gradient_buffer_bytes(engine: zs.Engine) -> int:
     """Return the bytes of gradient buffers that are being filled or reduced now; memory that the
     pool has lent again counts for its last loan.
     """
-    paths = [segment.grad for segment in segments(engine) if segment.grad is not None]
-    reductions = [path.reduction for path in paths if path.reduction is not None]
+    buckets = [segment.grad for segment in segments(engine) if segment.grad is not None]
+    reductions = [bucket.reduction for bucket in buckets if bucket.reduction is not None]
     loans = [reduction.loan for reduction in reductions if reduction.loan is not None]
-    return sum(path.bucket.num_bytes for path in paths if path.bucket.buffer is not None) + sum(
+    return sum(bucket.num_bytes for bucket in buckets if bucket.buffer is not None) + sum(
         loan.num_bytes for loan in loans if not loan.lent_again
     )
 
@@ -399,9 +397,9 @@ def flush_gradients(engine: zs.Engine) -> None:
 def idle_gradient_bytes(engine: zs.Engine) -> dict[str, int]:
     """Return, by tier, the bytes that are kept for the next gradient."""
     idle: dict[str, int] = {}
-    paths: list[GradientPath] = list(engine._backward.paths)
-    for path in paths:
-        for storage in path.summed._idle:
+    buckets: list[Bucket] = list(engine._backward.buckets)
+    for bucket in buckets:
+        for storage in bucket.accumulator._idle:
             num_bytes = storage.numel * storage.dtype.itemsize
             idle[storage.tier.value] = idle.get(storage.tier.value, 0) + num_bytes
     return idle

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,15 +74,12 @@ def rests(run: Trained) -> dict[str, str]:
         with piece.borrowed() as numbers:
             out[f"{piece.name}[{piece.start}:{piece.stop}]"] = _digest(numbers)
     for shard in states.stepped_pieces():
-        for key, value in sorted(run.optimizer.state.get(shard.tensor, {}).items()):
-            if not isinstance(value, torch.Tensor) or not value.dim():
-                out[f"{shard.name} {key}"] = repr(value)
-                continue
-            found = states.optimizer_state(shard, key, shard.piece.start, shard.piece.stop)
-            with ExitStack() as stack:
-                numbers = stack.enter_context(found()) if callable(found) else found
-                span = f"{shard.piece.start}:{shard.piece.stop}"
-                out[f"{shard.name} {key}[{span}]"] = _digest(numbers)
+        moments, others = states.optimizer_states(shard)
+        out |= {f"{shard.name} {key}": repr(value) for key, value in others.items()}
+        for key, piece in moments.items():
+            with piece.borrowed() as numbers:
+                out[f"{shard.name} {key}[{piece.start}:{piece.stop}]"] = _digest(numbers)
+    out["entries of the optimizer's state"] = str(sum(map(bool, run.optimizer.state.values())))
     for number, average in enumerate([] if run.average is None else run.average.averages):
         out[f"average {number}"] = _digest(average)
     for index, group in enumerate(run.optimizer.param_groups):

@@ -34,7 +34,7 @@ from zeroshard.checkpoint.manifest import (
     TensorEntry,
     digest,
 )
-from zeroshard.checkpoint.shard_files import WRITTEN_BY, Lent, Stored, as_bytes, dtype_code
+from zeroshard.checkpoint.shard_files import WRITTEN_BY, Stored, as_bytes, dtype_code
 from zeroshard.checkpoint.spans import whole_stride
 from zeroshard.checkpoint.values import encode, no_tensors
 from zeroshard.core.boxes import Box, box_of
@@ -44,7 +44,7 @@ from zeroshard.core.part import Part
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.ema import EMA
-from zeroshard.runtime.engine import Engine, states_of
+from zeroshard.runtime.engine import Engine, RestingPiece, states_of
 from zeroshard.state.local import is_dtensor, local_of, part_of
 
 __all__ = [
@@ -79,15 +79,11 @@ class RankPart:
     parameters: dict[str, ParameterEntry] = field(default_factory=dict)
     boxes: dict[str, Box] = field(default_factory=dict)  # of the parameters that are parts here
 
-    def add(
-        self, name: str, kind: str, span: Range, numbers: torch.Tensor | Lent, dtype: torch.dtype
-    ) -> None:
-        """Add the elements `span` of one kind of the parameter `name`, or of the box of it that is
-        here.
-        """
-        code = dtype_code(dtype, f"{kind} of {name!r}")
-        entry = TensorEntry.piece(name, kind, *span, code, self.boxes.get(name, ()))
-        self.stored.append((entry, numbers))
+    def add(self, name: str, kind: str, piece: RestingPiece) -> None:
+        """Add a `piece` of one kind of the parameter `name`, or of the box of it that is here."""
+        code, box = dtype_code(piece.state.dtype, f"{kind} of {name!r}"), self.boxes.get(name, ())
+        entry = TensorEntry.piece(name, kind, piece.start, piece.stop, code, box)
+        self.stored.append((entry, piece.tensor if piece.state.on_device else piece.borrowed))
 
     def index(self, file: ShardEntry, tensors: Sequence[TensorEntry]) -> dict[str, Any]:
         """Return this rank's part of the manifest: its file, and the tensors in it."""
@@ -278,7 +274,7 @@ def _collect_pieces(
         stepped.setdefault(id(owned.parameter), []).append(owned)
     names, parts = names_of(engine.module), whole_parts(engine, experts)
     for piece in states_of(engine).resting_pieces(share=True):
-        name, span = experts.name(names[id(piece.parameter)][0]), (piece.start, piece.stop)
+        name = experts.name(names[id(piece.parameter)][0])
         if name not in part.parameters or not parts[piece.name][1]:
             continue
         mine, _ = parts[piece.name]
@@ -286,38 +282,32 @@ def _collect_pieces(
             part.boxes[name] = box_of(mine)
             if piece.start == piece.stop:
                 continue  # a box without elements is none
-        values = piece.tensor if piece.state.on_device else piece.borrowed
-        part.add(name, VALUE, span, values, piece.state.dtype)
+        part.add(name, VALUE, piece)
         for average, ema in averages.items():
-            if piece.master is not None:
-                number, place = piece.master
-                numbers = ema.averages[number][place]
-                part.add(name, average, span, numbers, numbers.dtype)
+            beside = piece.average(ema.averages)
+            if beside is not None:
+                part.add(name, average, beside)
         for owned in stepped.get(id(piece.parameter), ()):
-            _collect_state(engine, name, owned, span, part)
+            common = overlap((piece.start, piece.stop), (owned.piece.start, owned.piece.stop))
+            if common is not None:
+                _collect_state(engine, name, owned, common, part)
 
 
 def _collect_state(
     engine: Engine, name: str, owned: ParamShard, wanted: Range, part: RankPart
 ) -> None:
-    """Collect the optimizer's state of the elements `wanted` that `owned` has."""
-    assert engine.optimizer is not None
-    common = overlap(wanted, (owned.piece.start, owned.piece.stop))
-    if common is None:
-        return
-    start, stop = common
-    for key, value in engine.optimizer.state.get(owned.tensor, {}).items():
-        if not (isinstance(value, torch.Tensor) and value.dim() > 0):
-            path = f"optimizer state {key!r} of {name!r}"
-            part.scalars.setdefault(name, {})[key] = encode(value, path, no_tensors)
-            continue
-        if value.shape != owned.tensor.shape:
+    """Collect the optimizer's state of the elements `wanted` of `owned`."""
+    moments, numbers = states_of(engine).optimizer_states(owned)
+    for key, piece in moments.items():
+        part.add(name, f"{STATE}{key}", piece.part(*wanted))
+    for key, value in numbers.items():
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
             raise CheckpointError(
                 f"optimizer state {key!r} of parameter {name!r} has shape {list(value.shape)}, not"
                 " that of the parameter"
             )
-        numbers = states_of(engine).optimizer_state(owned, key, start, stop)
-        part.add(name, f"{STATE}{key}", common, numbers, value.dtype)
+        path = f"optimizer state {key!r} of {name!r}"
+        part.scalars.setdefault(name, {})[key] = encode(value, path, no_tensors)
 
 
 def _collect_groups(engine: Engine, experts: Experts, part: RankPart) -> None:

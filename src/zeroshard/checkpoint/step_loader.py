@@ -56,7 +56,7 @@ class StepLoader:
         self._parts = {name: part for name, (part, _) in whole_parts(engine, experts).items()}
         self._rank = rank_there(engine, saved.manifest.world, saved.manifest.places)
         # (to, from): masters, weights, averages
-        self._copies: list[tuple[torch.Tensor | RestingPiece, Callable[[], torch.Tensor]]] = []
+        self._copies: list[tuple[RestingPiece, Callable[[], torch.Tensor]]] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._optimizer_states: dict[int, Callable[[], dict[str, Any]]] = {}  # by id of the piece
         # by id of the piece: the state that the optimizer would keep of it, of a few elements
@@ -112,12 +112,10 @@ class StepLoader:
             source = self._saved.held(partial(self._saved.range, name, VALUE, place), again=again)
             self._copies.append((piece, source))
             for kind, ema in averages.items():
-                if piece.master is not None:
-                    number, span = piece.master
+                beside = piece.average(ema.averages)
+                if beside is not None:
                     read = partial(self._saved.range, name, kind, place)
-                    self._copies.append(
-                        (ema.averages[number][span], self._saved.held(read, again=False))
-                    )
+                    self._copies.append((beside, self._saved.held(read, again=False)))
 
     def _check_options(self, groups: list[dict[str, Any]]) -> None:
         """Raise CheckpointError for saved options with which the optimizer cannot step."""
@@ -218,10 +216,7 @@ class StepLoader:
                 for target, source in self._copies:
                     with _too_late():
                         numbers = source()
-                    if isinstance(target, torch.Tensor):
-                        target.copy_(numbers)
-                    else:
-                        target.write(numbers)
+                    target.write(numbers)
                     del numbers
                     self._saved.release_memory()
             states_of(engine).overwritten(self._match.there)
@@ -233,28 +228,14 @@ class StepLoader:
 
     def _load_states(self) -> None:
         """Load states and generators; restore all of them if one fails on any rank. Collective."""
-        error: CheckpointError | None = None
         numbers = generators()
         before, loaded = dict[str, Any](), list[str]()
         for name in self._values.keys() & self._states.keys():
             with suppress(Exception):  # a state that gives none cannot be put back
                 before[name] = copy.deepcopy(self._states[name].state_dict())
         try:
-            for name, value in self._values.items():
-                loaded.append(name)
-                if name in self._states:
-                    self._states[name].load_state_dict(value)
-                elif name == RNG:
-                    restore_generators(value)
-        except Exception as refused:
-            error = CheckpointError(
-                f"states[{name!r}] does not take what was saved: {type(refused).__name__}:"
-                f" {refused}"
-            )
-        try:
-            states_of(self._engine).everyone.agree(
-                {}, "zs.load()", error=error, refusal=CheckpointError
-            )
+            with states_of(self._engine).everyone.together("zs.load()", refusal=CheckpointError):
+                self._give_values(loaded)
         except CheckpointError as told:
             stuck = [
                 f"states[{name!r}]"
@@ -266,8 +247,25 @@ class StepLoader:
                 names = ", ".join(stuck)
                 raise CheckpointError(
                     f"{told}; {names} could not be put back, the rest is as it was"
-                ) from error
+                ) from told
             raise
+
+    def _give_values(self, loaded: list[str]) -> None:
+        """Give states and generators what was saved, and add their names to `loaded`. Raises
+        CheckpointError.
+        """
+        for name, value in self._values.items():
+            loaded.append(name)
+            try:
+                if name in self._states:
+                    self._states[name].load_state_dict(value)
+                elif name == RNG:
+                    restore_generators(value)
+            except Exception as error:
+                raise CheckpointError(
+                    f"states[{name!r}] does not take what was saved: {type(error).__name__}:"
+                    f" {error}"
+                ) from error
 
     def _put_back(self, name: str, before: dict[str, Any]) -> bool:
         """Load a state from `before` again; return whether it was there, and taken."""

@@ -1,5 +1,5 @@
 """Make the control plane of a group of ranks: who shares a host, and what to do when memory cannot
-be shared there.
+be shared there; and that of the peers along a mesh's other axes.
 
 Invariant: decided by all ranks together before anything is mapped; a rank never maps memory that a
 peer serves by messages.
@@ -8,15 +8,21 @@ peer serves by messages.
 from __future__ import annotations
 
 import logging
+import secrets
+from dataclasses import replace
 from functools import partial
+
+import torch.distributed as dist
 
 from zeroshard.comm.cpu.control import PeerControl
 from zeroshard.comm.cpu.gloo_peers import Connections, Subgroup, notices_of
 from zeroshard.comm.cpu.rendezvous import HostGroups, find_hosts
+from zeroshard.comm.mesh_ranks import AlongAxes
 from zeroshard.comm.transport import CommSpec, Traffic
+from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 
-__all__ = ["make_control"]
+__all__ = ["connect_axes", "make_control"]
 
 _logger = logging.getLogger(__name__)
 _MEETING_S = 60.0  # ranks start at different times: connecting never waits for less
@@ -51,6 +57,19 @@ def make_control(subgroup: Subgroup, spec: CommSpec, traffic: Traffic) -> PeerCo
         notices=notices_of(subgroup) if subgroup.size > 1 else None,
         stall_timeout_s=spec.stall_timeout_s,
     )
+
+
+def connect_axes(axes: AlongAxes, spec: CommSpec, traffic: Traffic) -> AlongAxes:
+    """Return the same peers over a control plane, whose bytes are counted in `traffic`.
+    Collective.
+    """
+    if axes.size == 1:
+        return axes
+    told = axes.share([secrets.token_hex(16), dist.get_rank()], "shard()")
+    members = tuple(rank for _, rank in told)
+    subgroup = Subgroup(told[0][0], axes.rank, axes.size, members)
+    control = make_control(subgroup, replace(spec, mesh=Mesh(1, axes.size)), traffic)
+    return AlongAxes(axes.places, axes.place, control)
 
 
 def _refuse_or_warn(hosts: HostGroups, subgroup: Subgroup, *, required: bool) -> None:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.mesh_ranks import AlongAxes
-from zeroshard.comm.own_mesh import OwnMesh, check_meshes, group_along, meet, ranks_along
+from zeroshard.comm.own_mesh import OwnMesh, check_meshes, group_along, own_meshes, ranks_along
+from zeroshard.comm.plain import ranks_through
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.dims import Dims
 from zeroshard.errors import ConfigError
@@ -50,7 +51,7 @@ class Seat:
     @property
     def ranks(self) -> Ranks:
         """These ranks, before there is a transport."""
-        return Ranks.through(self.group)
+        return ranks_through(self.group)
 
 
 def seat_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = None) -> Seat:
@@ -60,28 +61,21 @@ def seat_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = Non
     Raises ConfigError for what is no mesh of named dimensions with this rank in it, and
     PlanMismatch where the ranks name other dimensions, before any of their groups is used.
     """
-    dims, asked, error = None, [], None
-    try:
-        dims = _dims_of(mesh, dp)
-        asked = check_meshes(mesh_of)
-    except ConfigError as refused:
-        error = refused
-    known = isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is not None
-    if asked or known:  # else the comparison of options that follows tells
-        described = "none" if mesh is None else "" if dims is None else dims.describe()
+    # without a mesh on any rank, the comparison of settings that follows tells
+    ranks = Ranks() if mesh is None and mesh_of is None else _members(mesh)
+    with ranks.together("shard()", remedy=_ALL) as meeting:
+        dims, asked = _dims_of(mesh, dp), check_meshes(mesh_of)
+        described = "none" if mesh is None else dims.describe()
         report = {"mesh": described, "mesh_of": "; ".join(one.describe() for one in asked)}
-        _members(mesh).agree(report, "shard()", error=error, remedy=_ALL)
-    if error is not None:
-        raise error
-    assert dims is not None  # else that has raised
+        meeting.compare(report)
     if mesh is None:
         group, axes = _everyone(), AlongAxes()
     else:
-        peers = Ranks.through(*(mesh.get_group(index) for index in dims.beside))
+        peers = ranks_through(*(mesh.get_group(index) for index in dims.beside))
         axes = AlongAxes(dims.places, dims.place(mesh.get_coordinate()), peers)
         group = _data_group(mesh, dims)
     with axes.together("shard()"):
-        return Seat(group, dims, axes, mesh, meet(asked, group))
+        return Seat(group, dims, axes, mesh, own_meshes(asked, group))
 
 
 def _dims_of(mesh: Any, dp: Sequence[str] | str | None) -> Dims:
@@ -106,13 +100,15 @@ def _dims_of(mesh: Any, dp: Sequence[str] | str | None) -> Dims:
     return Dims.of(mesh.mesh_dim_names, mesh.shape, dp)
 
 
-def _members(mesh: DeviceMesh | None) -> Ranks:
+def _members(mesh: Any) -> Ranks:
     """Return all ranks of `mesh`, along groups that do not depend on its names: of the whole job
-    those without a mesh.
+    those without a mesh; of a mesh that this rank is not in, itself.
     """
-    if mesh is None or mesh.size() == dist.get_world_size():
-        return Ranks.through(_everyone())
-    return Ranks.through(*(mesh.get_group(index) for index in range(mesh.ndim)))
+    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+        return Ranks()
+    if not isinstance(mesh, DeviceMesh) or mesh.size() == dist.get_world_size():
+        return ranks_through(_everyone())
+    return ranks_through(*(mesh.get_group(index) for index in range(mesh.ndim)))
 
 
 def _everyone() -> dist.ProcessGroup | None:

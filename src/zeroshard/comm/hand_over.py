@@ -1,9 +1,5 @@
 """Numbers that change hands between two layouts: every rank gives what it alone holds, and takes
-what it will hold.
-
-    held     rank 0 |---------------|  rank 1 |---------------|            each element once
-    wanted   rank 0 |---------|  rank 1 |---------|  rank 2 |----------|   or more than once
-    sent              0 -> 0, 0 -> 1        1 -> 1, 1 -> 2
+what it will hold (core/overlaps.py says which elements go from whom to whom).
 
 The ranks are those of the old and the new layout together. They send to each other through a
 process group, not over a transport: those of either layout know only its own ranks.
@@ -23,10 +19,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.plain import on_cpu
-from zeroshard.comm.ranks import Ranks
+from zeroshard.comm.plain import on_cpu, ranks_through
 from zeroshard.core.layout import Range
-from zeroshard.core.overlaps import overlap
+from zeroshard.core.overlaps import sends
 from zeroshard.errors import StateError
 
 __all__ = ["HandOver", "HandOverError"]
@@ -42,7 +37,7 @@ class HandOver:
     """The ranks of an old and a new layout together: those of `group` (None: this one)."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.ranks = Ranks.through(group)
+        self.ranks = ranks_through(group)
         self.rank = self.ranks.rank
         self._group = None if group is None or group.size() == 1 else on_cpu(group)
         self._members = [0] if group is None else dist.get_process_group_ranks(group)
@@ -60,20 +55,18 @@ class HandOver:
         Collective; every rank passes the same ranges, () being (0, 0). Raises HandOverError where
         another rank has come to its end by an exception.
         """
-        first = held[self.rank][0]
+        first, members = held[self.rank][0], self._members
         operations: list[dist.P2POp] = []
-        for rank, peer in enumerate(self._members):
-            sent = overlap(held[self.rank], wanted[rank])
-            taken = overlap(held[rank], wanted[self.rank])
-            if rank == self.rank:
-                if sent is not None:
-                    out[slice(*sent)].copy_(mine[sent[0] - first : sent[1] - first])
-                continue
-            if sent is not None:
-                part = mine[sent[0] - first : sent[1] - first]
-                operations.append(dist.P2POp(dist.isend, part, peer, self._group))
-            if taken is not None:
-                operations.append(dist.P2POp(dist.irecv, out[slice(*taken)], peer, self._group))
+        for part in sends(self.rank, held, wanted):
+            given, taken = mine[part.start - first : part.stop - first], out[part.start : part.stop]
+            if part.source == part.target:
+                taken.copy_(given)
+            elif part.source == self.rank:
+                operation = dist.P2POp(dist.isend, given, members[part.target], self._group)
+                operations.append(operation)
+            else:
+                operation = dist.P2POp(dist.irecv, taken, members[part.source], self._group)
+                operations.append(operation)
         self.meet()
         if operations:
             for work in dist.batch_isend_irecv(operations):

@@ -34,13 +34,12 @@ def meeting_file() -> str | None:
     return None if launcher is None else launcher.meeting_file()
 
 
-def heartbeat() -> Callable[[], None]:
-    """Return a function for an engine to call on progress; it costs under a microsecond."""
+def heartbeat() -> Callable[[], None] | None:
+    """Return a function for an engine to call on progress, None where nobody listens; it costs
+    under a microsecond.
+    """
     launcher = _launcher()
-    return _nobody_listens if launcher is None else launcher.beat
-
-
-def _nobody_listens() -> None: ...
+    return None if launcher is None else launcher.beat
 
 
 def keeper_address() -> str | None:

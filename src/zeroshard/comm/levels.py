@@ -29,9 +29,17 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.comm.cpu.control import serve_while_waiting, stop_serving
 from zeroshard.comm.private_window import PrivateWindow
-from zeroshard.comm.transport import CommSpec, GradBuffer, ReduceRequest, Transport, Window, Work
+from zeroshard.comm.transport import (
+    CommSpec,
+    GradBuffer,
+    ReduceRequest,
+    Transport,
+    Window,
+    Work,
+    serve_while_waiting,
+    stop_serving,
+)
 from zeroshard.core.cost import all_gather, goes_deep
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range, end_of

@@ -17,18 +17,12 @@ where a mesh has no other axes.
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch.distributed as dist
 
-from zeroshard.comm.connect import make_control
-from zeroshard.comm.cpu.gloo_peers import Subgroup
 from zeroshard.comm.ranks import Groups, Ranks
-from zeroshard.comm.transport import CommSpec, Traffic
 from zeroshard.core.dims import MeshPlace
-from zeroshard.core.placement import Mesh
 from zeroshard.errors import ZeroshardError
 
 __all__ = ["AlongAxes", "MeshRanks"]
@@ -56,16 +50,6 @@ class AlongAxes(Ranks):
             tuple(rank for rank, other in enumerate(stages) if other == stage)
             for stage in dict.fromkeys(stages)
         )
-
-    def connected(self, spec: CommSpec, traffic: Traffic) -> AlongAxes:
-        """Return the same over a control plane, whose bytes are counted in `traffic`."""
-        if self.size == 1:
-            return self
-        told = self.share([secrets.token_hex(16), dist.get_rank()], "shard()")
-        members = tuple(rank for _, rank in told)
-        subgroup = Subgroup(told[0][0], self.rank, self.size, members)
-        control = make_control(subgroup, replace(spec, mesh=Mesh(1, self.size)), traffic)
-        return AlongAxes(self.places, self.place, control)
 
     def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
         return self._ranks.exchange(payload, call)

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 
 import torch
 
-from zeroshard.comm.codec import Codec
 from zeroshard.comm.compat import kernels_for
+from zeroshard.core.wire import BlockCodec
 
 __all__ = ["CHUNK_NUMEL", "ordered_sum", "sum_parts"]
 
@@ -65,7 +65,7 @@ def sum_parts(
     parts: Sequence[torch.Tensor | None] | torch.Tensor,
     out: torch.Tensor,
     *,
-    codec: Codec | None,
+    codec: BlockCodec | None,
     node_size: int | None,
     accumulate: bool,
 ) -> None:

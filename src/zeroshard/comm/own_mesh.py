@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.groups import make_group
-from zeroshard.comm.ranks import Ranks
+from zeroshard.comm.plain import ranks_through
 from zeroshard.core.dims import shared_dims
 from zeroshard.core.holders import Holders
 from zeroshard.errors import ConfigError
 
-__all__ = ["MeshRequest", "OwnMesh", "check_meshes", "group_along", "meet", "ranks_along"]
+__all__ = ["MeshRequest", "OwnMesh", "check_meshes", "group_along", "own_meshes", "ranks_along"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,9 @@ def check_meshes(mesh_of: Any) -> list[MeshRequest]:
     return asked
 
 
-def meet(asked: Sequence[MeshRequest], group: dist.ProcessGroup | None) -> tuple[OwnMesh, ...]:
+def own_meshes(
+    asked: Sequence[MeshRequest], group: dist.ProcessGroup | None
+) -> tuple[OwnMesh, ...]:
     """Return the meshes that every rank of `group`, the data parallel ranks, has `asked` for.
     Collective.
 
@@ -115,7 +117,7 @@ def meet(asked: Sequence[MeshRequest], group: dist.ProcessGroup | None) -> tuple
         return ()
     everyone = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     mine = [(one.place(), one.ranks()) for one in asked]
-    answers = Ranks.through(group).share(mine, "shard()")
+    answers = ranks_through(group).share(mine, "shard()")
     own = []
     for index, one in enumerate(asked):
         placed = sorted({(answer[index][0], tuple(answer[index][1])) for answer in answers})
@@ -157,4 +159,4 @@ def group_along(mesh: DeviceMesh, dims: Sequence[int]) -> dist.ProcessGroup:
         return dist.group.WORLD
     # not DeviceMesh._flatten(), in which every rank of the job takes part; members agree along one
     # dimension after the other
-    return make_group(ranks, Ranks.through(*groups).exchange)
+    return make_group(ranks, ranks_through(*groups).exchange)

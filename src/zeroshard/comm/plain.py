@@ -8,7 +8,9 @@ collectives, of 8 bytes and of the longest payload per rank.
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from math import prod
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,11 +18,33 @@ import torch.distributed as dist
 
 from zeroshard.comm.compat import all_gather_single
 from zeroshard.comm.groups import make_group
+from zeroshard.comm.ranks import Ranks
 
-__all__ = ["gather_bytes", "on_cpu"]
+__all__ = ["gather_bytes", "on_cpu", "ranks_through"]
 
 _FEW = 32  # bytes of a payload that goes through the device
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def ranks_through(*groups: dist.ProcessGroup | None) -> Ranks:
+    """Return the ranks along process `groups`, in the order of their mesh: each rank is in one of
+    every axis. Without a group: this one rank.
+    """
+    known = [group for group in groups if group is not None]
+    rank = 0
+    for group in known:
+        rank = rank * group.size() + group.rank()
+
+    def exchange(payload: bytes, call: str) -> list[bytes]:
+        parts = gather_bytes(known[-1], payload)
+        for group in reversed(known[:-1]):
+            text = json.dumps([part.decode("latin-1") for part in parts])
+            rows = map(json.loads, gather_bytes(group, text.encode()))
+            parts = [part.encode("latin-1") for row in rows for part in row]
+        return parts
+
+    size = prod(group.size() for group in known)
+    return Ranks(rank, size, exchange if known else None)
 
 
 def gather_bytes(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:

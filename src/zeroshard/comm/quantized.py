@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard.comm.codec import Codec
 from zeroshard.core.layout import ALIGN
+from zeroshard.core.wire import BlockCodec
 
 __all__ = ["Codecs", "Feedback", "Residual"]
 
@@ -43,9 +43,9 @@ class Feedback:
 class Codecs:
     """How weights and gradients travel; None: as they are."""
 
-    weight: Codec | None = None
-    grad: Codec | None = None
-    frozen: Codec | None = None  # in which weights that are not trained rest, too
+    weight: BlockCodec | None = None
+    grad: BlockCodec | None = None
+    frozen: BlockCodec | None = None  # in which weights that are not trained rest, too
     feedback: Feedback | None = None
 
     @property
@@ -62,7 +62,7 @@ class Codecs:
             ]
         )
 
-    def residual(self, codec: Codec | None) -> Residual | None:
+    def residual(self, codec: BlockCodec | None) -> Residual | None:
         """Return what keeps the error of gradients that `codec` encodes, where errors are kept."""
         return None if codec is None or self.feedback is None else Residual(self.feedback)
 
@@ -79,7 +79,7 @@ class Residual:
     def num_bytes(self) -> int:
         return 0 if self._error is None else self._error.numel() * self._error.element_size()
 
-    def encode(self, codec: Codec, gradient: torch.Tensor, out: torch.Tensor) -> None:
+    def encode(self, codec: BlockCodec, gradient: torch.Tensor, out: torch.Tensor) -> None:
         """Encode `gradient` [n] plus the error into `out`, and keep the new error. `gradient` is
         overwritten.
         """

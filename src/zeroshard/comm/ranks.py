@@ -6,7 +6,7 @@ collective. So what fails, or differs, on one of them is raised on all.
     with ranks.together(call) as meeting:    done on every rank, or an error on every rank
 
 All of it goes through one `exchange` of bytes: a control plane's (comm/cpu/control.py), or that of
-process groups (`Ranks.through`) while there is no control plane. `call` names the call of the
+process groups (`plain.ranks_through`) while there is no control plane. `call` names the call of the
 program, as errors show it.
 
 Invariant: every rank leaves `agree` and `together` in the same way: with all answers, or with an
@@ -19,12 +19,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
-import torch.distributed as dist
-
-from zeroshard.comm.plain import gather_bytes
 from zeroshard.core.digest import first_difference, holders
 from zeroshard.errors import PeerLostError, PlanMismatch, StallError, ZeroshardError
 
@@ -63,25 +59,6 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, exchange: Exchange | None = None) -> None:
         self.rank, self.size = rank, size
         self._exchange = exchange  # None: this is the only rank
-
-    @classmethod
-    def through(cls, *groups: dist.ProcessGroup | None) -> Ranks:
-        """Return the ranks along process `groups`, in the order of their mesh: each rank is in one
-        of every axis. Without a group: this one rank.
-        """
-        known = [group for group in groups if group is not None]
-        rank = 0
-        for group in known:
-            rank = rank * group.size() + group.rank()
-
-        def exchange(payload: bytes, call: str) -> list[bytes]:
-            parts = gather_bytes(known[-1], payload)
-            for group in reversed(known[:-1]):
-                parts = [part for row in gather_bytes(group, _joined(parts)) for part in _cut(row)]
-            return parts
-
-        size = prod(group.size() for group in known)
-        return cls(rank, size, exchange if known else None)
 
     def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
         """Give every rank's `payload` (any sizes, small) to every rank, in rank order. Blocking;
@@ -232,11 +209,3 @@ def _packed(
 
 def _unpacked(answer: bytes) -> Any:
     return json.loads(answer) if answer else [[], [], None, None]
-
-
-def _joined(parts: Sequence[bytes]) -> bytes:
-    return json.dumps([part.decode("latin-1") for part in parts]).encode()
-
-
-def _cut(row: bytes) -> list[bytes]:
-    return [part.encode("latin-1") for part in json.loads(row)]

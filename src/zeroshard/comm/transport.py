@@ -25,22 +25,26 @@ Cost per rank, N equal shares, buffer of B bytes: ``gather`` and ``reduce`` rece
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
 import torch
 
-from zeroshard.comm.codec import Codec
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Mesh
+from zeroshard.core.wire import BlockCodec
 from zeroshard.core.work import DoneWork, Work
+from zeroshard.errors import ZeroshardError
 
 __all__ = [
-    "CommSpec", "DoneWork", "GradBuffer", "ReduceRequest", "Traffic", "Transport", "Window", "Work",
+    "CommSpec", "DoneWork", "GradBuffer", "ReduceRequest", "Served", "Traffic", "Transport",
+    "Window", "Work", "serve", "serve_while_waiting", "served_beside", "stop_serving",
 ]  # fmt: skip
 
 
@@ -118,7 +122,7 @@ class ReduceRequest:
     key: str
     ranges: Sequence[Range]
     dtype: torch.dtype
-    codec: Codec | None = None
+    codec: BlockCodec | None = None
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -272,3 +276,52 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release threads, sockets and memory. Idempotent."""
+
+
+class Served(Protocol):
+    """What needs our attention while we wait in another transport: peers need our part of what is
+    under way, in whatever transport of ours it is.
+
+    Two engines in one backward may have one rank wait in the first for a rank that waits in the
+    second; an operation of two levels needs the second one started. So a wait in one transport
+    serves all others.
+    """
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is, or may come, anything to do."""
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """Become readable when there is, but for what another one that is served makes possible."""
+
+    def serve(self) -> None:
+        """Do what has become possible."""
+
+
+_served: weakref.WeakSet[Served] = weakref.WeakSet()
+
+
+def serve_while_waiting(transport: Served) -> None:
+    """Have `transport` served by every wait of this process, for as long as somebody holds it."""
+    _served.add(transport)
+
+
+def stop_serving(transport: Served) -> None:
+    """Stop serving `transport`. Idempotent."""
+    _served.discard(transport)
+
+
+def served_beside(transport: Served) -> list[Served]:
+    """Return those that a wait in `transport` has to serve."""
+    return [other for other in _served if other is not transport and other.is_waiting]
+
+
+def serve(transports: Iterable[Served]) -> None:
+    """Do what has become possible in `transports`, which are not those of who waits. Never blocks.
+
+    What goes wrong there is not the error of who waits here: its own waits meet it again.
+    """
+    for transport in transports:
+        with contextlib.suppress(ZeroshardError):
+            transport.serve()

@@ -19,7 +19,7 @@ Cost: one or two microseconds per unit and phase. Units and phases are any hasha
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -49,16 +49,16 @@ def fitting(
     *,
     sizes: Mapping[U, int],
     free_bytes: int,
-    live: Container[U] = (),
+    is_live: Callable[[U], bool],
 ) -> list[U]:
     """Return the units of ``trace[start:]`` to gather, up to the first too large for the rest.
 
-    `live` units are gathered already: left out and not counted.
+    Units that are `is_live` are gathered already: left out and not counted.
     """
     units: list[U] = []
     for index in range(start, len(trace)):
         unit = trace[index]
-        if unit in live or unit in units:
+        if is_live(unit) or unit in units:
             continue
         free_bytes -= sizes[unit]
         if free_bytes < 0:
@@ -132,15 +132,15 @@ class Order(Generic[U]):
         sizes: Mapping[U, int],
         live_bytes: int,
         budget_bytes: int,
-        live: Container[U] | None = None,
+        is_live: Callable[[U], bool] | None = None,
         around: bool = False,
     ) -> list[U]:
         """Return the units to prefetch after `unit`, in the order in which they are needed;
         `around`: after the last unit come those of a next pass like this one.
 
-        `sizes` are gathered bytes. `live` are the units gathered now, `unit` among them (default:
-        it alone), with `live_bytes` in all; live and predicted units together never exceed
-        `budget_bytes`.
+        `sizes` are gathered bytes. `is_live` says of a unit whether it is gathered now, as `unit`
+        is (default: it alone), with `live_bytes` in all; live and predicted units together never
+        exceed `budget_bytes`.
         """
         start = self._after(phase, unit)
         if start is None:
@@ -151,7 +151,7 @@ class Order(Generic[U]):
             0 if around else start,
             sizes=sizes,
             free_bytes=budget_bytes - live_bytes,
-            live=(unit,) if live is None else live,
+            is_live=unit.__eq__ if is_live is None else is_live,
         )
 
     def upcoming(self, phase: Hashable, unit: U, *, around: bool = False) -> list[U]:

@@ -1,13 +1,11 @@
-"""Where the elements of one cut lie in another: pure arithmetic.
+"""What moves between two layouts of the same elements, and between which ranks: pure arithmetic.
 
-    old    |---- 0 ----|--------- 1 ---------|
-    new    |-- 0 --|------ 1 ------|--- 2 ---|
-    both   | 0, 0  | 0, 1 |  1, 1  |  1, 2   |
+    held     rank 0 |---------------|  rank 1 |---------------|            each element once
+    wanted   rank 0 |---------|  rank 1 |---------|  rank 2 |----------|   or more than once
+    sent              0 -> 0, 0 -> 1        1 -> 1, 1 -> 2
 
-A cut is a list of ranges, in order and disjoint; ranges need not touch. What moves from one cut to
-another are the ranges that both hold (ZeRO's partitions, a split between tiers, the shards of two
-checkpoints). Invariant: every element that both cuts hold is in exactly one overlap. Cost: the
-ranges of both, once. It moves nothing; runtime/step_tiles.py does.
+Invariant: every element that one rank holds comes to each rank that wants it, once; both ends
+name their sends in the same order. Cost: the ranks, once. It moves nothing: comm/hand_over.py does.
 """
 
 from __future__ import annotations
@@ -17,15 +15,15 @@ from dataclasses import dataclass
 
 from zeroshard.core.layout import Range
 
-__all__ = ["Overlap", "overlap", "overlaps"]
+__all__ = ["Send", "overlap", "sends"]
 
 
 @dataclass(frozen=True)
-class Overlap:
-    """Elements [start, stop) that range `old` of one cut and range `new` of another both hold."""
+class Send:
+    """Elements [start, stop), which rank `source` holds and rank `target` wants."""
 
-    old: int
-    new: int
+    source: int
+    target: int
     start: int
     stop: int
 
@@ -36,15 +34,12 @@ def overlap(first: Range, second: Range) -> Range | None:
     return (start, stop) if start < stop else None
 
 
-def overlaps(old: Sequence[Range], new: Sequence[Range]) -> list[Overlap]:
-    """Return what the two cuts share, in the order of the elements."""
-    out, here, there = [], 0, 0
-    while here < len(old) and there < len(new):
-        common = overlap(old[here], new[there])
-        if common is not None:
-            out.append(Overlap(here, there, *common))
-        if old[here][1] <= new[there][1]:
-            here += 1
-        else:
-            there += 1
+def sends(rank: int, held: Sequence[Range], wanted: Sequence[Range]) -> list[Send]:
+    """Return what `rank` sends and is sent, other ranks in order; `held` and `wanted` by rank."""
+    out = []
+    for other in range(len(held)):
+        for source, target in dict.fromkeys([(rank, other), (other, rank)]):
+            common = overlap(held[source], wanted[target])
+            if common is not None:
+                out.append(Send(source, target, *common))
     return out

@@ -9,6 +9,9 @@ whether a `Recording` is in it::
     if recording is not None:
         work = recording.watch(work, Operation("gather", "all_gather", key, num_bytes), since)
 
+    with self._probe.waiting("host", key):
+        ...                                       # what nobody holds a Work for
+
 The one recording there is: runtime/trace.py, whose events are those of core/timeline.py. An
 operation is named by the key of its segment or of a state of it (``KEY master``); the recording
 knows the units. Nothing here reads a clock.
@@ -16,11 +19,11 @@ knows the units. Nothing here reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from zeroshard.core.placement import Tier
 from zeroshard.core.route.hop import Lane
 from zeroshard.core.work import Work
 
@@ -61,10 +64,8 @@ class Recording(Protocol):
         so that the operation lasts from the first call to the end of the last.
         """
 
-    def waited(self, lane: Lane, key: str, since: Stamp) -> None:
-        """Compute has waited since then, until now, for what `lane` does for `key` ("": for the
-        other ranks).
-        """
+    def waiting(self, lane: Lane, key: str) -> AbstractContextManager[None]:
+        """Compute waits inside for what `lane` does for `key` ("": for the other ranks)."""
 
     def marked(self, event: object) -> None:
         """A lane will reach `event` after what was noted last."""
@@ -72,22 +73,8 @@ class Recording(Protocol):
     def joined(self, event: object, since: Stamp) -> None:
         """Compute waits, from `since` until now, for a marked `event`."""
 
-    def enter(self, name: str, unit: str = "") -> None:
-        """Compute begins a part ("forward", "backward", "step") inside what it is doing."""
 
-    def turn(self, name: str, unit: str) -> None:
-        """Compute goes on from one unit to another in part `name`, which begins if it is not the
-        current one.
-        """
-
-    def leave(self) -> None:
-        """Compute goes back to what it did before the last `enter`."""
-
-    def until_backward_ends(self) -> None:
-        """Leave the part that `turn` has begun when the backward under way is over."""
-
-    def rests(self, key: str, by_tier: Mapping[Tier, int]) -> None:
-        """The gradient of `key` takes so many bytes at rest from now on."""
+_NOBODY = nullcontext()
 
 
 class Probe:
@@ -97,6 +84,12 @@ class Probe:
 
     def __init__(self) -> None:
         self.recording: Recording | None = None  # None: nothing is traced
+
+    def waiting(self, lane: Lane, key: str = "") -> AbstractContextManager[None]:
+        """Return a context in which compute waits for what `lane` does for `key` ("": for the other
+        ranks).
+        """
+        return _NOBODY if self.recording is None else self.recording.waiting(lane, key)
 
     def start(self, recording: Recording) -> None:
         """Tell `recording` what happens from now on."""

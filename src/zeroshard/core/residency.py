@@ -3,8 +3,8 @@
     RESTING --START--> GATHERING --WAIT--> FULL --RELEASE--> RESTING
 
 A unit stays gathered while anything uses it. One that nothing uses may still be here, for a use
-that is expected; those gathered ahead of their use the schedule keeps in order. Torch is not
-imported.
+that is expected. All reasons are counts of one list, by `Use`; nothing beside it says why a unit is
+gathered. Torch is not imported.
 """
 
 from __future__ import annotations
@@ -26,16 +26,26 @@ class UnitState(Enum):
 
 
 class Use(IntEnum):
-    """Why a unit is here. With the last two alone it is in no use, and may be released."""
+    """Why a unit is here, or will be. From EARLY on it is in no use, and may be released."""
 
     FORWARD = 0  # forwards of its modules are under way
     BACKWARD = 1  # the backward of a forward has come to it; counted once
-    DIRECT = 2  # something outside its modules has used it
+    DIRECT = 2  # something outside its modules has used it; the count is an `Until`
     USER = 3  # gathered(), or a load
-    SECTION = 4  # accumulate() runs all micro-batches through its section
-    STAGE = 5  # a pipeline's schedule holds its stage
-    IDLE = 6  # its module has run, and another use may follow at once
-    KEPT = 7  # the row keeps it whole from its forward to its backward
+    EDIT = 4  # its parameters are copies that the user may edit
+    SECTION = 5  # accumulate() runs all micro-batches through its section
+    STAGE = 6  # a pipeline's schedule holds its stage
+    EARLY = 7  # gathered before it is needed; the count is a number in order of these gathers
+    IDLE = 8  # its module has run, and another use may follow at once
+    KEPT = 9  # the row keeps it whole from its forward to its backward
+    # expected, whether the weights are here meanwhile or not; a step ends both
+    FOLLOWED = 10  # forwards that a backward follows, which is not over
+    REPEATED = 11  # forwards inside reentrant checkpoints, which run again in a backward
+
+
+_ONCE = (Use.BACKWARD, Use.DIRECT)
+_NONE_KEPT = (0,) * (Use.FOLLOWED - Use.EARLY)
+_NONE_EXPECTED = (0,) * (len(Use) - Use.FOLLOWED)
 
 
 @dataclass(frozen=True)
@@ -82,16 +92,16 @@ class Residency:
         self.index = index
         self.traits = traits
         self.state = UnitState.RESTING if traits.is_sharded else UnitState.FULL
-        self.counts = [0] * len(Use)  # of uses, by kind; moved by `acquire` and `release`
+        self.counts = [0] * len(Use)  # of uses, by kind
 
     def acquire(self, use: Use) -> None:
-        """Note a use of the weights; the caller has them gathered."""
-        if use is not Use.BACKWARD or not self.counts[use]:
+        """Note a use of the weights; the caller has them gathered, but where a use is expected."""
+        if use not in _ONCE or not self.counts[use]:
             self.counts[use] += 1
 
     def release(self, use: Use) -> None:
         """Note the end of a use."""
-        self.counts[use] = max(0, self.counts[use] - 1)
+        self.counts[use] = 0 if use in _ONCE else max(0, self.counts[use] - 1)
 
     def has(self, use: Use) -> bool:
         """Whether the unit is here for `use`."""
@@ -100,12 +110,12 @@ class Residency:
     @property
     def in_use(self) -> bool:
         """Whether anything uses the weights."""
-        return any(self.counts[: Use.IDLE])
+        return any(self.counts[: Use.EARLY])
 
     @property
     def is_held(self) -> bool:
         """Whether anything but a backward uses the weights."""
-        return self.counts[Use.FORWARD] > 0 or any(self.counts[Use.DIRECT : Use.IDLE])
+        return self.counts[Use.FORWARD] > 0 or any(self.counts[Use.DIRECT : Use.EARLY])
 
     @property
     def is_dozing(self) -> bool:
@@ -113,11 +123,15 @@ class Residency:
         return self.counts[Use.IDLE] > 0 or self.counts[Use.KEPT] > 0
 
     def rest(self) -> None:
-        """The weights are released: nothing is expected any more."""
+        """The weights are released."""
         self.state = UnitState.RESTING
-        self.counts[Use.IDLE :] = [0, 0]
+        self.counts[Use.EARLY : Use.FOLLOWED] = _NONE_KEPT
+
+    def end_step(self) -> None:
+        """The weights have changed: nothing of an earlier forward can follow."""
+        self.counts[Use.FOLLOWED :] = _NONE_EXPECTED
 
     def reset(self) -> None:
-        """Rest, in no use, after an exception."""
+        """Rest, in no use and with none expected, after an exception."""
         self.state = UnitState.RESTING
         self.counts = [0] * len(Use)

@@ -2,25 +2,54 @@
 scale each (comm/codec.py encodes them; ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3).
 
 ``Wire`` is one format, ``Formats`` are those of one group of parameters. Formats are names and
-sizes: nothing here encodes, and torch is not imported.
+sizes, and ``BlockCodec`` is what the engine asks of a codec: nothing here encodes, and torch is not
+imported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from zeroshard.core.cost import Wires
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CODEC_BITS", "Formats", "Wire"]
+__all__ = ["CODEC_BITS", "BlockCodec", "Formats", "Wire"]
 
 CODEC_BITS = {"int8": 8, "int4": 4, "fp8": 8}  # per packed element
 _SCALE_BYTES = 4  # per block
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+class BlockCodec(Protocol):
+    """Packs 1-D tensors in blocks of `block` elements, on the current stream (comm/codec.py)."""
+
+    @property
+    def name(self) -> str:
+        """Its name in `CODEC_BITS`."""
+
+    @property
+    def block(self) -> int:
+        """Elements with one scale."""
+
+    def encoded_bytes(self, numel: int) -> int:
+        """Return the bytes that `numel` elements take."""
+
+    def bytes_of(self, elements: tuple[int, int]) -> tuple[int, int]:
+        """Return which bytes of an encoding hold `elements`, which start on a block."""
+
+    def encode(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """Encode `source` [n] into `out` [encoded_bytes(n)], uint8."""
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
+        """Decode `data` [encoded_bytes(n)] into `out` [n], or add it to `out`."""
+
+    def decode_sum(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Store the sum of `parts`, each decoded to fp32, in `out` [n], rounded once."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +76,11 @@ class Wire:
         if codec not in CODEC_BITS:
             raise ValueError(f"codec {codec!r} is not one of {', '.join(CODEC_BITS)}")
         return cls(name, codec, CODEC_BITS[codec] / 8 + _SCALE_BYTES / block)
+
+    @property
+    def may_be_packed(self) -> bool:
+        """Whether codecs take numbers of this dtype."""
+        return self.dtype in _SIZES
 
     @property
     def plain(self) -> Wire:

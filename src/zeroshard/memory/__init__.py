@@ -45,6 +45,7 @@ __all__ = [
     "placeholder",
     "placeholder_value",
     "reads_wait",
+    "synchronize",
     "to_placeholder",
 ]
 
@@ -129,6 +130,12 @@ class Mark:
 def mark(device: torch.device) -> Mark | None:
     """Return a mark; None on CPU, where nothing is enqueued."""
     return None if device.type == "cpu" else Mark(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Make the host wait until `device` has done all that it was given; at once on the CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
 
 
 def order_after(event: Mark | None) -> None:

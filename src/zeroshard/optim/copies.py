@@ -78,7 +78,7 @@ def _options(group: Mapping[str, Any], off_device: bool) -> dict[str, Any]:
     if not off_device:
         return options
     for key, value in options.items():
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        if isinstance(value, torch.Tensor):
             options[key] = value.cpu()
     if (
         "fused" in options

@@ -40,9 +40,9 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -147,7 +147,7 @@ class TileRunner:
             return
         beside = any(tile.taken is Taken.BY_USER for tile in tiles)
         if not (beside or self._options.into_forward or self.was_late):
-            with self._waiting():
+            with self._options.probe.waiting("host"):
                 self.run(job)
             return
         if self._pool is None:
@@ -227,30 +227,16 @@ class TileRunner:
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             self._late = self._late or self.was_late  # also where it has failed: the ranks agree
-            with self._waiting():
+            with self._options.probe.waiting("host"):
                 under_way.result()
             if self._stream is not None:  # what it stepped on the device is read on this stream
                 self._module.current_stream(self._options.device).wait_stream(self._stream)
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Note that compute waits for the tiles inside."""
-        recording = self._options.probe.recording
-        since = None if recording is None else recording.now()
-        yield
-        if recording is not None:
-            recording.waited("host", "", since)
-
-    def failure(self) -> StorageError | None:
-        """Return what a step that went on by itself has failed with, if it has ended so."""
+    def raise_failure(self) -> None:
+        """Raise what a step that went on by itself has failed with, if it has ended so."""
         under_way = self._under_way
-        if under_way is None or not under_way.done() or under_way.exception() is None:
-            return None
-        try:
+        if under_way is not None and under_way.done() and under_way.exception() is not None:
             self.wait()
-        except StorageError as error:
-            return error
-        return None
 
     def count_from(self, num_steps: int) -> None:
         """Go on counting steps from `num_steps`: another state has been loaded."""

@@ -24,7 +24,7 @@ from torch import nn
 
 from zeroshard.errors import StateError
 
-__all__ = ["ANSWERED", "SET_DATA", "GradientOwner", "SealedGrad", "name_of"]
+__all__ = ["ANSWERED", "SET_DATA", "GradientOwner", "SealedGrad", "SealedShards", "name_of"]
 
 _METADATA = frozenset(
     getattr(torch.Tensor, name).__get__
@@ -120,6 +120,23 @@ class GradientOwner(Protocol):
     def zero_gradient(self, parameter: nn.Parameter | None) -> None:
         """Set the resting gradient of `parameter` to zero; None: of a param group of which
         nothing rests here.
+        """
+
+
+class SealedShards(Protocol):
+    """The optimizer's side of the resting gradients: its shards carry sealed ones."""
+
+    optimizer: torch.optim.Optimizer
+
+    def seal(self) -> None:
+        """Let every shard without a gradient carry a sealed one."""
+
+    def clear(self) -> None:
+        """Take the sealed gradients off."""
+
+    def dropped(self) -> list[nn.Parameter]:
+        """Return the model's parameters whose gradient the user has cleared on the optimizer's
+        side.
         """
 
 

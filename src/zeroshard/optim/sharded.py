@@ -20,6 +20,7 @@ import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ import torch
 from torch import nn
 
 from zeroshard.core.placement import Tier
-from zeroshard.errors import ConfigError, StateError, StorageError
+from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.elementwise import check_elementwise, shard_state
 from zeroshard.optim.modes import hide_modes
 from zeroshard.optim.runner import StepOptions, TileRunner
@@ -37,9 +38,9 @@ from zeroshard.optim.state_dicts import PartialState, fill_in
 from zeroshard.optim.tiles import TileStates
 from zeroshard.state.local import local_of
 
-__all__ = ["INTERRUPTED", "ShardedOptimizer", "StepHooks", "check_parameters"]
+__all__ = ["ShardedOptimizer", "StepHooks", "check_parameters"]
 
-INTERRUPTED = (
+_INTERRUPTED = (
     "the last optimizer.step() did not finish: call engine.reset() on every rank after an exception"
 )
 
@@ -52,17 +53,22 @@ class StepHooks(GradientOwner, Protocol):
         get no gradient).
         """
 
-    def after_step(self, error: StorageError | None) -> None:
-        """Publish what the step wrote, or raise `error`, and on every rank, where a tier could
-        not be read or written.
+    def noted(self) -> AbstractContextManager[None]:
+        """Return a context whose StorageError, of a tier that could not be read or written, is
+        raised by `after_step`.
+        """
+
+    def after_step(self, *, late: bool) -> None:
+        """Publish what the step wrote, unless it ends `late`, or raise what was `noted` on any
+        rank, on every rank.
         """
 
     def publish_late(self) -> None:
         """Publish a step that was taken one step late."""
 
-    def moving(self, call: str, refused: StateError | None) -> AbstractContextManager[None]:
+    def moving(self, call: str, check: Callable[[], None]) -> AbstractContextManager[None]:
         """Return a context in which the user's optimizer moves its parameters between two steps,
-        in `call`; then the weights follow. Raises, on every rank, an error that one has `refused`.
+        in `call`; then the weights follow. Raises, on every rank, what `check` raises on one.
         """
 
     def check_states(self) -> None:
@@ -106,16 +112,11 @@ class _OptimizerStep:
     in_closure: bool = False
     # the sealed gradients, which hold the resting ones, by shard
     sealed: list[SealedGrad | None] = field(default_factory=list)
-    error: StorageError | None = None  # of the tiles' part, raised when all ranks can be told
 
     def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
         """The step is agreed; it is broken until the tiles have started."""
         self.has_begun = self.is_broken = True
         self.sealed = [grad if isinstance(grad, SealedGrad) else None for grad in grads]
-
-    def tiles_started(self, error: StorageError | None) -> None:
-        """The tiles' part has begun, or has failed with an `error` that can be told."""
-        self.error, self.is_broken = error, False
 
     def call(self, closure: Callable[[], Any]) -> Any:
         """Return what the user's closure does."""
@@ -171,6 +172,8 @@ class ShardedOptimizer:
         self.parameters: list[list[nn.Parameter]] = []  # per param group, the model's own
         self.sealed = False
         self.taken = 0  # steps that the user's optimizer has finished on this rank
+        # between the engine's hooks: masters may be written and are not published
+        self.is_cut_off = False
         self.states = TileStates(optimizer)
         self.runner = TileRunner(optimizer, self.states, options)
         self._groups: list[list[ParamShard]] = []
@@ -223,11 +226,15 @@ class ShardedOptimizer:
         ]
 
     def _moving(self, call: str) -> AbstractContextManager[None]:
-        refused = StateError(
-            f"{call} of {type(self.optimizer).__qualname__} moves all parameters, and some of their"
-            " states rest on the host or on disk: leave the optimizer out of offload="
-        )
-        return self._hooks.moving(call, refused if self.rests_elsewhere else None)
+        def check() -> None:
+            if self.rests_elsewhere:
+                raise StateError(
+                    f"{call} of {type(self.optimizer).__qualname__} moves all parameters, and some"
+                    " of their states rest on the host or on disk: leave the optimizer out of"
+                    " offload="
+                )
+
+        return self._hooks.moving(call, check)
 
     def _take(self, tiles: Sequence[Tile]) -> None:
         """Sort the shards of `tiles` into param groups."""
@@ -254,6 +261,10 @@ class ShardedOptimizer:
             yield [shard.tensor for shard in shards] if empty is None else [empty]
 
     def _point(self) -> None:
+        """Let the optimizer hold this rank's shards, and state of these alone."""
+        held = {id(shard.tensor) for shard in self.pieces()}
+        for tensor in [tensor for tensor in self.optimizer.state if id(tensor) not in held]:
+            del self.optimizer.state[tensor]
         for group, entries in zip(self.optimizer.param_groups, self._entries(), strict=True):
             group["params"] = entries
 
@@ -262,9 +273,6 @@ class ShardedOptimizer:
         step is under way.
         """
         self._take(tiles)
-        held = {id(shard.tensor) for shard in self.pieces()}
-        for tensor in [tensor for tensor in self.optimizer.state if id(tensor) not in held]:
-            del self.optimizer.state[tensor]
         self._point()
         self.park()
         self.seal()
@@ -278,6 +286,7 @@ class ShardedOptimizer:
         taken, num_steps = self.taken, self.runner.num_steps
         self.runner.close()
         self._hooks, self._part, self._device = hooks, part, options.device
+        self.is_cut_off = False
         self.runner = TileRunner(self.optimizer, self.states, options)
         self.continue_from(taken, num_steps)
         self._empty = []
@@ -421,6 +430,11 @@ class ShardedOptimizer:
         """
         return self._step.has_begun and not self._step.in_closure
 
+    def check_finished(self) -> None:
+        """Raise StateError where the last step has not ended."""
+        if self.is_interrupted:
+            raise StateError(_INTERRUPTED)
+
     def abandon(self, *, taken: int) -> None:
         """After an exception in a step: no step is under way, and the shards have no gradient.
         What the step has written stays; the ranks count `taken` steps from here on.
@@ -428,7 +442,7 @@ class ShardedOptimizer:
         self.taken = taken
         with suppress(Exception):  # whoever has waited for it before was told
             self.join()
-        self._step = _OptimizerStep()
+        self._step, self.is_cut_off = _OptimizerStep(), False
         self.clear()
 
     def _before(
@@ -436,7 +450,7 @@ class ShardedOptimizer:
     ) -> Any:
         self._check_entries()
         if self._step.is_broken:
-            raise StateError(INTERRUPTED)
+            raise StateError(_INTERRUPTED)
         # args[0] is the optimizer itself
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -480,37 +494,37 @@ class ShardedOptimizer:
         if self._step.has_begun:
             return
         take = self._hooks.before_step()
-        shards = list(self.pieces())
-        self._step.begin([shard.tensor.grad for shard in shards])
-        self._step.tiles_started(self._start_tiles(take))
-        for shard in shards:
-            takes = take and shard.taken is Taken.BY_USER
-            grad = shard.grad() if takes else None
-            if grad is not None and grad.dtype is not shard.tensor.dtype:
-                grad = grad.to(shard.tensor.dtype)
-            shard.tensor.grad = grad
+        self.is_cut_off = True
+        self._step.begin([shard.tensor.grad for shard in self.pieces()])
+        self._start_tiles(take)
+        self._step.is_broken = False
+        for tile in self.tiles:
+            takes = take and tile.taken is Taken.BY_USER
+            grads = tile.gradients() if takes else [None] * len(tile.shards)
+            for shard, grad in zip(tile.shards, grads, strict=True):
+                shard.tensor.grad = grad
         for empty in self._empty:
             if empty is not None:
                 empty.grad = None
         self.runner.begin_own()
 
-    def _start_tiles(self, take: bool) -> StorageError | None:
-        """Start the tiles' part of the step; the one before ends first. Return a failure of
-        either, which is raised after the step.
-        """
-        failure: StorageError | None = None
-        try:
-            self.join()
-        except StorageError as error:
-            failure = error
+    def _start_tiles(self, take: bool) -> None:
+        """Start the tiles' part of the step; the one before ends first."""
+        failed = not self._succeeds(self.join)
         if self.runner.take_late():
             self._hooks.publish_late()
         if take:
-            try:
-                self.runner.start(self.tiles, failed=failure is not None)
-            except StorageError as error:
-                failure = error
-        return failure
+            self._succeeds(partial(self.runner.start, self.tiles, failed=failed))
+
+    def _succeeds(self, call: Callable[[], None]) -> bool:
+        """Return whether `call` reads and writes its tiers; where it cannot, the step raises that
+        in the end.
+        """
+        succeeds = False
+        with self._hooks.noted():
+            call()
+            succeeds = True
+        return succeeds
 
     def _after(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -519,12 +533,9 @@ class ShardedOptimizer:
             return
         step, self._step = self._step, _OptimizerStep()
         self.taken += 1
-        error = step.error
-        try:
-            self.runner.end_own()
-        except StorageError as failed:
-            error = failed
+        self._succeeds(self.runner.end_own)
         for piece, grad in zip(self.pieces(), step.sealed, strict=True):
             piece.tensor.grad = grad
         self.seal()
-        self._hooks.after_step(error)
+        self._hooks.after_step(late=self.runner.was_late)
+        self.is_cut_off = False

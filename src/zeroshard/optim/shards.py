@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -96,6 +97,19 @@ class Tile:
         """Where the tile lies in the moments of its segment."""
         return self.start - self.segment.split, self.stop - self.segment.split
 
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return each shard's slice of the averaged gradient, in the dtype of the master; None
+        where no rank used the parameter.
+        """
+        used = [self.segment.used(shard.piece.index) for shard in self.shards]
+        if True not in used:
+            return [None] * len(used)
+        resting = self.segment.gradient()
+        assert resting is not None, f"{self.segment.key} is used and has no gradient"
+        grad = resting.fetch(self.start, self.stop).to(self.segment.master.dtype)
+        pairs = zip(self.shards, used, strict=True)
+        return [grad[shard.span] if is_used else None for shard, is_used in pairs]
+
 
 @dataclass(eq=False)
 class ParamShard:
@@ -114,7 +128,7 @@ class ParamShard:
     stop: int
     group: int = 0  # the optimizer's param group
 
-    @property
+    @cached_property
     def span(self) -> slice:
         """Where it lies in its tile."""
         return slice(self.low, self.low + self.stop - self.start)

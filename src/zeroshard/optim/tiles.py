@@ -11,8 +11,7 @@ user sees them. A key is at rest exactly where its value is the placeholder of i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import torch
 from zeroshard.core.placement import Tier
 from zeroshard.memory import placeholder
 from zeroshard.optim.shards import ParamShard, Tile
+from zeroshard.state.state import State
 
 __all__ = ["TileStates"]
 
@@ -122,18 +122,24 @@ class TileStates:
             ) as room:
                 room.copy_(numbers)
 
-    def numbers(
-        self, shard: ParamShard, key: str, start: int, stop: int
-    ) -> torch.Tensor | Callable[[], AbstractContextManager[torch.Tensor]]:
-        """Return state `key` of elements [start, stop) of the shard's parameter: the numbers on the
-        device, else what lends them, to be read.
-        """
-        low, high = start - shard.piece.start, stop - shard.piece.start
+    def moments(self, shard: ParamShard) -> dict[str, torch.Tensor]:
+        """Return what of the state of a shard has a number per element."""
+        return {
+            key: value
+            for key, value in self.of(shard).items()
+            if isinstance(value, torch.Tensor) and value.shape == shard.tensor.shape
+        }
+
+    def numbers(self, shard: ParamShard) -> dict[str, Any]:
+        """Return the rest of the state of a shard: a step count, an option."""
+        moments = self.moments(shard)
+        return {key: value for key, value in self.of(shard).items() if key not in moments}
+
+    def at_rest(self, shard: ParamShard, key: str) -> tuple[State, int]:
+        """Return in which State `key` of a shard rests, and where in it the shard begins."""
         if not self._is_away(shard, key):
-            numbers: torch.Tensor = self.of(shard)[key]
-            return numbers[low:high]
-        base = shard.start - shard.segment.split
-        return partial(shard.segment.moments[key].borrowed, base + low, base + high, write=False)
+            return State.of(self.of(shard)[key]), 0
+        return State(shard.segment.moments[key]), shard.start - shard.segment.split
 
     def put(
         self, tile: Tile, key: str, numbers: torch.Tensor, shards: Sequence[ParamShard]
@@ -170,12 +176,7 @@ class TileStates:
 
     def _has_numbers(self, shard: ParamShard) -> bool:
         """Whether state of a shard stands in the optimizer as real numbers."""
-        return any(
-            isinstance(value, torch.Tensor)
-            and value.shape == shard.tensor.shape
-            and not self._is_away(shard, key)
-            for key, value in self.of(shard).items()
-        )
+        return any(not self._is_away(shard, key) for key in self.moments(shard))
 
     def bytes_by_tier(self, tiles: Sequence[Tile]) -> dict[Tier, int]:
         """Return the bytes of the optimizer's own state of `tiles`, by tier."""

@@ -96,7 +96,7 @@ class _PlannedPool:
 
 
 class Reduced:
-    """Gradients from buckets to where they rest, as runtime/gradients.py brings them there; which
+    """Gradients from buckets to where they rest, as runtime/bucket.py brings them there; which
     reduces are waited for is the schedule's to say.
     """
 

@@ -279,7 +279,7 @@ def _group_bytes(
 
 def _sums_in_place(one: LaidOutGroup, cut: DeviceCut, cells: Cells, training: Training) -> bool:
     """Whether a single rank never encodes the group's gradients: autograd's first go straight to
-    where they rest, and no second sum follows in a step (runtime/gradients.py).
+    where they rest, and no second sum follows in a step (runtime/bucket.py).
     """
     formats = one.formats(training)
     if one.layout.mesh.size > 1 or formats.reduce.dtype != formats.grad.dtype:

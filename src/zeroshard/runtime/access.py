@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from zeroshard.comm.mesh_ranks import MeshRanks
@@ -123,14 +122,21 @@ class StateAccess:
         """Yield what the optimizer steps here, a tensor of its own per piece of a parameter."""
         return iter(()) if self._sharded is None else iter(self._sharded.pieces())
 
-    def optimizer_state(
-        self, shard: ParamShard, key: str, start: int, stop: int
-    ) -> torch.Tensor | Callable[[], AbstractContextManager[torch.Tensor]]:
-        """Return state `key` of elements [start, stop) of a shard's parameter: the numbers on the
-        device, else what lends them, to be read.
+    def optimizer_states(
+        self, shard: ParamShard
+    ) -> tuple[dict[str, RestingPiece], dict[str, object]]:
+        """Return the optimizer's state of a shard by key: what has a number per element, where it
+        rests, and the rest.
         """
         assert self._sharded is not None
-        return self._sharded.states.numbers(shard, key, start, stop)
+        states, piece, found = self._sharded.states, shard.piece, {}
+        for key in states.moments(shard):
+            state, first = states.at_rest(shard, key)
+            place = slice(first, first + piece.numel)
+            found[key] = RestingPiece(
+                shard.name, shard.parameter, shard.stride, piece.start, piece.stop, state, place
+            )
+        return found, states.numbers(shard)
 
     def set_states(self, set_state: Callable[[ParamShard], None]) -> None:
         """Call `set_state` for everything that the optimizer steps here, and put the state that
@@ -283,7 +289,7 @@ class StateAccess:
             for segment in unit.segments:
                 segment.renew(self._context.tiering.store)
                 if segment.grad is not None:
-                    segment.grad.summed.release_idle()
+                    segment.grad.accumulator.release_idle()
         if self._sharded is not None:
             self._sharded.close_moments()
 
@@ -292,15 +298,17 @@ class StateAccess:
         trained; what went wrong in the step is noted.
         """
         self._weights.availability.check_trained()
+        self._join_step()
+
+    def _join_step(self) -> None:
         with self._faults.noted(lost=True):
             if self._sharded is not None:
                 self._sharded.join()
 
     def end_step(self) -> None:
         """Return when no step is under way, whatever it ended by."""
-        with suppress(Exception), self._faults.noted(lost=True):
-            if self._sharded is not None:
-                self._sharded.join()
+        with suppress(Exception):
+            self._join_step()
 
     def check_readable(self) -> None:
         """Refuse to show what is lost. Raises StorageError where that is heard of only now, of a
@@ -309,7 +317,7 @@ class StateAccess:
         self.check_open()
         self._faults.check(passes=False)
         if self._context.steps_into_forward and self._context.tiering.away:
-            self.join_step()
+            self._join_step()  # averages may be in the place of what is trained
             self._faults.agree()
 
     def check_open(self, *, trained: bool = False) -> None:

@@ -8,10 +8,12 @@ none beside that of the parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
+from zeroshard.comm.launched import heartbeat
 from zeroshard.core.digest import Digest
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
@@ -19,20 +21,94 @@ from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import Tile
 from zeroshard.runtime.access import StateAccess
+from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.build import Context
+from zeroshard.runtime.events import StepEvents
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.forked import refuse_in_children
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.parts import input_dtype, make_weights_and_gradients, step_settings
 from zeroshard.runtime.recovery import Recovery
+from zeroshard.runtime.replicas import verify_replicas
 from zeroshard.runtime.rest import Rest
 from zeroshard.runtime.step_tiles import StepTiles
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan
+from zeroshard.runtime.watch import Watch
+from zeroshard.runtime.weights import Weights
 from zeroshard.runtime.whole import Whole
 
 __all__ = ["Assembly"]
+
+
+class _Listeners:
+    """What happens at the events of one engine's steps beside the loop."""
+
+    def __init__(
+        self,
+        context: Context,
+        weights: Weights,
+        backward: Backward,
+        finalizer: Finalizer,
+        watch: Watch,
+    ) -> None:
+        self._context = context
+        self._weights = weights
+        self._backward = backward
+        self._finalizer = finalizer
+        self._watch = watch
+        self._sharded: ShardedOptimizer | None = None
+        self._tiles: StepTiles | None = None
+
+    def attach(self, sharded: ShardedOptimizer, tiles: StepTiles) -> None:
+        """`sharded` steps the `tiles` from here on."""
+        self._sharded, self._tiles = sharded, tiles
+
+    def events(self) -> StepEvents:
+        """Return who is called at each event, in this order."""
+        context, faults = self._context, self._context.faults
+        beats = [] if (beat := heartbeat()) is None else [beat]
+        # elsewhere ranks may run forwards that the others do not
+        may_agree = context.weights_leave or context.transport.size == 1
+        agrees = bool(context.tiering.away) and may_agree
+        return StepEvents(
+            before_forward=[
+                faults.check,
+                self._check_finished,
+                self._watch.check_frozen,
+                partial(self._backward.tell, "forward"),  # to ranks without data, in join()
+                *beats,
+            ],
+            forward_agreed=[self._agree] if agrees else [],
+            before_step=[
+                faults.check,
+                self._weights.availability.check_trained,
+                self._watch.check,
+            ],
+            averaged=[] if context.options.verify_every is None else [self._verify],
+            after_step=[*beats, self._balance],
+        )
+
+    def _check_finished(self) -> None:
+        if self._sharded is not None:
+            self._sharded.check_finished()
+
+    def _agree(self) -> None:
+        """Share failures between the ranks, those of a step that goes on by itself included."""
+        with self._context.faults.together(lost=True):
+            if self._sharded is not None:
+                self._sharded.runner.raise_failure()
+
+    def _verify(self) -> None:
+        if self._finalizer.is_every(self._context.options.verify_every):
+            verify_replicas(self._weights, self._sharded, self._context)
+
+    def _balance(self) -> None:
+        """Move the cut between device and host to where the last steps say."""
+        if self._sharded is not None and self._tiles is not None and self._tiles.balance:
+            with self._context.faults.noted(lost=True):
+                self._tiles.after_step(self._sharded)
 
 
 class Assembly:
@@ -92,9 +168,10 @@ class Assembly:
         self._finalizer = Finalizer(backward, context, digest, self._scaler)
         rest = Rest(weights, transports=transports, faults=faults)
         self._recovery = Recovery(weights, rest, digest, context)
-        self._loop = Loop(
-            self.module, context, weights, backward, self._finalizer, rest, self._recovery
-        )
+        self._watch = Watch(self.module, units)
+        self._listeners = _Listeners(context, weights, backward, self._finalizer, self._watch)
+        events = self._listeners.events()
+        self._loop = Loop(self.module, context, weights, backward, self._finalizer, rest, events)
         self._states = StateAccess(
             context, weights, rest, backward, self._finalizer, self._recovery, self._scaler
         )
@@ -114,7 +191,7 @@ class Assembly:
     def _step_with(self, sharded: ShardedOptimizer, tiles: StepTiles) -> None:
         """Let `sharded` step the `tiles` of these parts."""
         self._sharded, self._tiles = sharded, tiles
-        self._loop.attach(sharded, tiles.after_step if tiles.balance is not None else None)
+        self._listeners.attach(sharded, tiles)
         self._states.attach(sharded)
         self._backward.attach(sharded)
 

@@ -52,10 +52,10 @@ class _TakenGradient:
 
     def store(self) -> None:
         """Let it rest as the averaged gradient."""
-        path, index = self.leaf.path, self.leaf.index
+        bucket, index = self.leaf.bucket, self.leaf.index
         flat = self.numbers.new_empty(self.numbers.numel())
-        path.flat.buffer.view_in(flat, index).copy_(self.numbers)
-        path.summed.store(index, flat)
+        bucket.flat.buffer.view_in(flat, index).copy_(self.numbers)
+        bucket.accumulator.store(index, flat)
 
 
 class AssignedGradients:
@@ -81,8 +81,8 @@ class AssignedGradients:
             return False
         for taken in self._taken:
             leaf = taken.leaf
-            leaf.path.used[leaf.index] = True
-            group = leaf.path.flat.context.holders.members[0]  # of ranks that have the parameter
+            leaf.bucket.used[leaf.index] = True
+            group = leaf.bucket.flat.context.holders.members[0]  # of ranks that have the parameter
             self._digests[leaf.name] = f"{group} {digest_of(taken.numbers)}"
         self._decisions.note(ASSIGNED, names_of(assigned))
         return True
@@ -90,12 +90,12 @@ class AssignedGradients:
     def replace_sums(self) -> None:
         """Forget what backwards have brought for the parameters of those that `take` has found."""
         for taken in self._taken:
-            taken.leaf.path.zero(taken.leaf.index)
-            taken.leaf.path.summed.open_empty()
+            taken.leaf.bucket.zero([taken.leaf.index])
+            taken.leaf.bucket.accumulator.open_empty()
 
     def first_bad(self) -> str | None:
         """Return the segment of the first that is not finite."""
-        return next((one.leaf.path.key for one in self._taken if not one.is_finite), None)
+        return next((one.leaf.bucket.key for one in self._taken if not one.is_finite), None)
 
     def store(self, divisor: float, weight: float | None) -> bool:
         """Let those that `take` has found rest beside gradients that have been divided by `divisor`
@@ -104,7 +104,7 @@ class AssignedGradients:
         taken, self._taken = self._taken, []
         with torch._C.DisableTorchFunctionSubclass():
             for one in taken:
-                summed = one.leaf.path.summed
+                summed = one.leaf.bucket.accumulator
                 if summed.open_empty():
                     summed.average(divisor)
                     if weight is not None:

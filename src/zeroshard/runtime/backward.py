@@ -1,7 +1,7 @@
 """What happens while autograd runs: which gradients came, when a unit is complete, when the
 backward is over.
 
-A unit's gradients are handed over (``GradientPath.reduce``) when every trainable parameter has one,
+A unit's gradients are handed over (``Bucket.reduce``) when every trainable parameter has one,
 or when the backward of the unit's inputs is done and autograd will bring no more of them (a module
 that ran in part), or else at the end of the pass (one that did not run).
 
@@ -34,8 +34,7 @@ from torch import nn
 from zeroshard.core.residency import Use
 from zeroshard.core.schedule import Until
 from zeroshard.errors import StateError
-from zeroshard.optim.sealed import SealedGrad
-from zeroshard.optim.sharded import ShardedOptimizer
+from zeroshard.optim.sealed import SealedGrad, SealedShards
 from zeroshard.runtime.accumulation import UNKNOWN, Accumulation
 from zeroshard.runtime.assigned import ASSIGNED, names_of
 from zeroshard.runtime.backward_pass import BackwardPass, Manner
@@ -61,7 +60,7 @@ class Backward:
         """`share`: what the loss of this rank counts where it has no weight (None: as all
         others).
         """
-        self.optimizer: ShardedOptimizer | None = None
+        self.optimizer: SealedShards | None = None
         self.accumulation = Accumulation()
         self.decisions = Decisions()
         self.reductions = reductions
@@ -72,10 +71,11 @@ class Backward:
         self.announce: Callable[[str, Any], None] | None = None  # inside join()
         self._pass = BackwardPass()
         self._trainable = [unit for unit in weights.units if unit.trainable]
-        self.paths = [path for unit in self._trainable for path in unit.paths]  # in unit order
+        # in unit order
+        self.buckets = [bucket for unit in self._trainable for bucket in unit.buckets]
         self.leaves = Leaves(self._trainable)
 
-    def attach(self, optimizer: ShardedOptimizer) -> None:
+    def attach(self, optimizer: SealedShards) -> None:
         """Let the gradients rest for `optimizer` alone, which seals its shards of them."""
         self.optimizer = optimizer
         self.decisions.attach(optimizer.optimizer)
@@ -225,7 +225,7 @@ class Backward:
                 self.complete(unit)
             # an earlier forward's output may be this one's input: its backward needs the weights
             # now
-            if before_others or unit.forwards.open:
+            if before_others or unit.residency.has(Use.FOLLOWED):
                 self._pass.finished[unit.index] = unit
                 return
             self._pass.finished.pop(unit.index, None)
@@ -238,8 +238,8 @@ class Backward:
         frames. `_take_any` takes every gradient.
         """
         leaf, current = self.leaves[number], self._pass
-        unit, path, index, parameter = leaf.unit, leaf.path, leaf.index, leaf.parameter
-        bucket, partial, grad = path.bucket, path.partial, parameter.grad
+        unit, bucket, index, parameter = leaf.unit, leaf.bucket, leaf.index, leaf.parameter
+        grad = parameter.grad
         task = torch._C._current_graph_task_id()
         if (
             bucket.buffer is None
@@ -252,15 +252,15 @@ class Backward:
             or current.units is not None
             or current.gathers
             or not (current.brings and (current.seen or not _multiplying))  # as the first one
-            or (partial.of_micro_batches and (not self.manner.sync or partial.is_there))
+            or (bucket.sums_micro_batches and (not self.manner.sync or bucket.has_sum))
         ):
             del grad
             self._take_any(leaf)
             return
         parameter.grad = None
-        bucket.add(index, grad)
+        bucket.put(index, grad)
         del grad  # as in `_take_any`
-        path.used[index] = True
+        bucket.used[index] = True
         key = id(parameter)
         unit.arrived[key] = task
         current.outer.discard(key)
@@ -297,7 +297,7 @@ class Backward:
         if not self._pass.seen:
             self.accumulation.bring(of_another=_multiplying[-1:] not in ([], [self]))
         room, more = self.reductions.make_room, self._pass.gathers
-        leaf.path.add(leaf.index, grad, sync=self.manner.sync, more=more, make_room=room)
+        leaf.bucket.add(leaf.index, grad, sync=self.manner.sync, more=more, make_room=room)
         self._pass.took(leaf.unit, leaf.parameter)
 
     # ------------------------------------------------------------------ a pass
@@ -363,7 +363,7 @@ class Backward:
         if self.accumulation.has_gradient:
             self.decisions.note(f"{ASSIGNED}, before a backward", names_of(assigned))
             for leaf in assigned:
-                leaf.path.zero(leaf.index)
+                leaf.bucket.zero([leaf.index])
         return assigned
 
     def complete(self, unit: Unit, *, told: bool = False) -> None:
@@ -380,8 +380,8 @@ class Backward:
 
     def _may_get_more(self, unit: Unit) -> bool:
         # see [Note: nested backwards]
-        forwards = unit.forwards
-        if forwards.to_recompute or (len(self._pass.tasks) > 1 and forwards.open):
+        expected = unit.residency.has
+        if expected(Use.REPEATED) or (len(self._pass.tasks) > 1 and expected(Use.FOLLOWED)):
             return True
         nested = self._pass.nested
         if nested and self._pass.in_checkpoint and unit not in self._pass.recomputed:
@@ -438,7 +438,7 @@ class Backward:
         self._weights.end_pass()
         if self._pass.retains:
             for unit, count in self._pass.recomputed.items():
-                unit.forwards.restore(count)
+                unit.residency.counts[Use.REPEATED] = count
         else:
             self._weights.end_backward()
         self.seal()
@@ -446,7 +446,7 @@ class Backward:
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients rest here that no reduce over all ranks has taken."""
-        return any(path.has_local or path.has_node_sum for path in self.paths)
+        return any(bucket.has_unreduced for bucket in self.buckets)
 
     def flush(self) -> None:
         """Reduce everything once more: some rank `has_unreduced` gradients (every backward was
@@ -463,9 +463,9 @@ class Backward:
         self.leaves.seal(self, holds=self.optimizer is None)
         if self.optimizer is not None:
             self.optimizer.seal()
-            for path in self.paths:
-                if path.flat.stepped[0] < path.flat.stepped[1]:
-                    path.summed.release()
+            for bucket in self.buckets:
+                if bucket.flat.stepped[0] < bucket.flat.stepped[1]:
+                    bucket.accumulator.release()
 
     def collect_dropped(self) -> None:
         """Forget the gradients that the user has cleared, on the model's side or the
@@ -476,12 +476,12 @@ class Backward:
         changed = self.accumulation.changed
         dropped = [] if self.optimizer is None else self.optimizer.dropped()
         cleared = set(map(id, dropped))
-        everything = False not in chain.from_iterable(map(_USED, self.paths))
+        everything = False not in chain.from_iterable(map(_USED, self.buckets))
         gone = self.leaves.take_cleared(cleared)
-        anything = True in chain.from_iterable(map(_USED, self.paths))
+        anything = True in chain.from_iterable(map(_USED, self.buckets))
         # gradients of parameters unused here; a step agrees about what is used
         if changed and not anything:
-            anything = any(path.summed.resting() is not None for path in self.paths)
+            anything = any(bucket.accumulator.resting() is not None for bucket in self.buckets)
         if not anything:
             same_on_all = everything or not changed or cleared.issuperset(self.leaves.ids)
             self.reset(0 if same_on_all else UNKNOWN)
@@ -498,7 +498,7 @@ class Backward:
             self.decisions.note_once("zero_grad(set_to_none=False)", "called")
         leaf = self.leaves.of(parameter)
         if leaf is not None:
-            leaf.path.zero(leaf.index)
+            leaf.bucket.zero([leaf.index])
 
     def reset(self, micro_batches: int = 0) -> None:
         """No gradient rests here any more; `micro_batches`: see Accumulation.clear."""
@@ -511,8 +511,8 @@ class Backward:
         """After an exception: no backward is running and no gradient rests."""
         self._pass = BackwardPass()
         self.reductions.abandon()
-        for path in self.paths:
-            path.abandon()
+        for bucket in self.buckets:
+            bucket.abandon()
         self.leaves.clear_gradients()
         self.reset()
 
@@ -523,7 +523,8 @@ _multiplying: list[Backward] = []
 
 def _recomputed(units: Iterable[Unit]) -> dict[Unit, int]:
     """Return how often each of `units` runs again inside reentrant checkpoints, where it does."""
-    return {unit: unit.forwards.to_recompute for unit in units if unit.forwards.to_recompute}
+    counts = {unit: unit.residency.counts[Use.REPEATED] for unit in units}
+    return {unit: count for unit, count in counts.items() if count}
 
 
 def _gets_gradient(parameter: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.core.split import balanced
-from zeroshard.memory import bounce_buffer
+from zeroshard.memory import bounce_buffer, synchronize
 from zeroshard.tier.link import Link
 
 __all__ = ["Balance", "first_fraction"]
@@ -49,8 +49,7 @@ def _seconds(action: Callable[[], object], device: torch.device) -> float:
     for _ in range(4):
         begin = time.perf_counter()
         action()
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - begin)
     return max(best, 1e-9)
 

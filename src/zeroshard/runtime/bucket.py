@@ -1,73 +1,178 @@
-"""The gradients of one segment between autograd and a reduce: a buffer that is being filled, and a
-sum of micro-batches that waits for it.
+"""The gradients of one segment before a reduce over all ranks has taken them.
 
-    param.grad --copy--> GradBucket                                          --> a reduce
-    inside no_sync, where the row adds micro-batches before ranks:
-    param.grad --add---> PartialSum ... --cast--> GradBucket                 --> a reduce
+    cell of the gradient
+    any, outside no_sync   param.grad --copy--> buffer --reduce--> accumulator
+    S, inside no_sync      the same
+    P, inside no_sync      param.grad --add--> sum of micro-batches .. --cast--> buffer --reduce-->
+    P of a node, inside    param.grad --copy--> buffer --reduce inside--> sum of the node .. ----->
 
-Invariant: a bucket is handed over whole; parameters without a gradient and padding are zeros. Cost:
-one copy of each gradient.
+The buffer [numel] has the dtype of the wire; the two sums have that in which gradients rest. The
+sum of micro-batches lies on the tier of the cell, that of the node's ranks [column] on the device.
+
+Invariants: a buffer is handed over whole (parameters without a gradient and padding are zeros); at
+most one is open, and one on its way; the reduces of one segment complete in order. A sum of
+micro-batches that could not be made, read or written is lost: it reads as NaN. Cost: one copy of
+each gradient, and ``numel * wire (N-1)/N`` bytes on the wire per reduce.
+
+What it does not do: it does not know when a backward ends (runtime/backward.py), what becomes of
+the sum over all ranks (runtime/grad.py), nor what a module is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
 
 import torch
 
-from zeroshard.comm.transport import GradBuffer, ReduceRequest
+from zeroshard.comm.levels import Step
+from zeroshard.comm.transport import GradBuffer, ReduceRequest, Work
 from zeroshard.core.placement import Scope, Tier
+from zeroshard.core.recording import Operation
+from zeroshard.core.route import Axis, Kind
 from zeroshard.errors import StorageError
 from zeroshard.memory import Loan
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
+from zeroshard.runtime.flight import Flight
+from zeroshard.runtime.grad import Gradient
 from zeroshard.state.state import State
+from zeroshard.tier.store import Store
 
-__all__ = ["GradBucket", "PartialSum"]
+__all__ = ["Bucket"]
 
 
-class GradBucket:
-    """The buffer [numel] of one segment, in the dtype of the wire; at most one is open."""
+@dataclass
+class Reduction:
+    """One reduce under way."""
 
-    def __init__(self, flat: FlatWeights, request: ReduceRequest, context: Context) -> None:
+    flight: Flight
+    buffer: GradBuffer | None  # the bucket's
+    loan: Loan | None
+    # other memory of it: an accelerator's allocator would give it away while the lane still uses it
+    uses: Sequence[object]
+
+    def release_buffer(self) -> None:
+        """Hold the buffer no longer."""
+        self.buffer = self.loan = None
+
+
+class Bucket:
+    """The gradients of one trainable segment that no reduce over all ranks has taken yet."""
+
+    def __init__(
+        self,
+        plan: SegmentPlan,
+        flat: FlatWeights,
+        context: Context,
+        *,
+        accumulator: Gradient,
+        store: Store | None,
+    ) -> None:
+        """`accumulator` takes what reduces bring. In `store` (None: on the device) a sum of
+        micro-batches rests, where the cell has one.
+        """
+        cell, layout = plan.cells.grad, flat.layout
+        scope = layout.scope(cell)  # SHARD: one node's sum is the sum of all ranks
+        # inside no_sync: micro-batches before ranks, or the ranks of a node before nodes
+        self.sums_micro_batches = cell.is_partial and scope is Scope.FULL
+        self.sums_nodes = cell.is_partial and scope is Scope.NODE_SHARD
+        self.flat = flat
+        self.key = flat.key  # the segment's key in collectives
+        self.accumulator = accumulator
+        self.precision = precision = plan.precision(context)
+        # by which ranks compare reduces: those of parts may differ along 'tp'
+        self.whole_numel = sum(prod(part.shape) for part in plan.parts)
+        # of which the elements count in a norm, where not all do (docs/design/mesh.md)
+        self.counted = plan.counted(context)
+        none = [False] * len(layout.slots)  # a flag for each parameter
+        self.used = none.copy()  # has a gradient since the last drop
+        # the buffer that is open, its part of each parameter, and which of them have a gradient
         self.buffer: GradBuffer | None = None
         self.views: list[torch.Tensor] = []
-        self.seen = [False] * len(flat.layout.slots)
+        self.seen = none.copy()
         self.loan: Loan | None = None  # None where the gradient is summed where it rests
-        self._flat = flat
-        self._dtype = request.dtype
-        self._codec = request.codec
-        self._residual = context.options.codecs.residual(request.codec)
-        self._lender = flat.lender
+        self.num_bytes = layout.numel * precision.wire.itemsize  # of a buffer
+        self.reduction: Reduction | None = None
+        self._summed = none.copy()  # of which parameters a sum of micro-batches waits
+        self._sum: State | None = None
+        self._is_lost = False
+        self._store = store if self.sums_micro_batches else None
+        self._column = layout.span(plan.rank, Scope.NODE_SHARD)
+        self._node_sum: torch.Tensor | None = None  # [column], of earlier micro-batches
+        self._context = context
+        self._streams = context.streams
         self._meter = context.meter
         # with a codec the buffer is memory of ours, and encoded into one of the transport's
         self._memory = context.memory
-        self.num_bytes = flat.layout.numel * request.dtype.itemsize  # of a buffer
+        self._codec = plan.grad_codec(context)
+        self._residual = context.options.codecs.residual(self._codec)
+        self._request = ReduceRequest(flat.key, layout.ranges, precision.wire, self._codec)
+        # nothing to sum: the buffer is the resting gradient
+        self._direct = context.transport.size == 1 and precision.wire is precision.accumulate
 
     @property
-    def rests(self) -> bool:
-        """Whether the buffer is the resting gradient itself, so that there is nothing to sum."""
-        return self.buffer is not None and self.loan is None
+    def in_norm(self) -> Sequence[bool]:
+        """Of which parameters the elements count in a norm here: used ones, and of those that
+        other ranks along the mesh have alike, the first rank's.
+        """
+        if self.counted is None:
+            return self.used
+        return [used and counts for used, counts in zip(self.used, self.counted, strict=True)]
 
-    def open_at_rest(self, resting: torch.Tensor) -> None:
-        """Fill the resting gradient [numel] itself."""
-        self.buffer = GradBuffer(resting)
-        self.views = self._flat.buffer.views_of(resting)
+    def bytes_by_tier(self) -> dict[Tier, int]:
+        """Return the bytes of the gradient at rest now on each tier, sums that wait included."""
+        node_sum = None if self._node_sum is None else State.of(self._node_sum)
+        out: dict[Tier, int] = {}
+        for held in (self._sum, node_sum, self.accumulator.resting()):
+            if held is not None:
+                for tier, num_bytes in held.bytes_by_tier().items():
+                    out[tier] = out.get(tier, 0) + num_bytes
+        return out
 
-    def open(self, make_room: Callable[[int], None]) -> None:
-        """Borrow a buffer; `make_room(num_bytes)` is called before."""
-        make_room(self.num_bytes)
-        numel, device = self._flat.layout.numel, self._flat.full.device
-        if self._codec is None:
-            self.buffer = self._lender.grad_buffer(self._flat.key, numel, self._dtype, device)
-        else:
-            self.buffer = GradBuffer(self._memory.empty(numel, self._dtype))
-        self.loan = self._meter.lend(self.buffer.data, self.num_bytes)
-        self.views = self._flat.buffer.views_of(self.buffer.data)
+    @property
+    def in_flight(self) -> bool:
+        """Whether a reduce of this segment is under way."""
+        return self.reduction is not None
 
-    def add(self, index: int, grad: torch.Tensor) -> None:
-        """Take in a gradient of parameter `index`."""
+    @property
+    def has_sum(self) -> bool:
+        """Whether a sum of micro-batches waits for a reduce."""
+        return self._sum is not None or self._is_lost
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients are here that no reduce over all ranks has taken yet."""
+        return self.buffer is not None or self.has_sum or self._node_sum is not None
+
+    # ------------------------------------------------------------------ what autograd brings
+
+    def add(
+        self,
+        index: int,
+        grad: torch.Tensor,
+        *,
+        sync: bool,
+        more: bool = False,
+        make_room: Callable[[int], None],
+    ) -> None:
+        """Take in the gradient of parameter `index`; `make_room(num_bytes)` is called before a
+        buffer is borrowed. `more` gradients of it may come before a reduce.
+        """
+        self.used[index] = True
+        rests = self.sums_micro_batches and (self.has_sum or not sync)
+        # a sum in the dtype of the wire would be rounded after every micro-batch
+        if rests or (more and self.precision.wire is not self.precision.accumulate):
+            self._add_to_sum(index, grad)
+            return
+        self._open(make_room)
+        self.put(index, grad)
+
+    def put(self, index: int, grad: torch.Tensor) -> None:
+        """Add a gradient of parameter `index` to the open buffer."""
         view = self.views[index]
         if self.seen[index]:
             view.add_(grad)
@@ -75,11 +180,146 @@ class GradBucket:
             view.copy_(grad)
         self.seen[index] = True
 
-    def zero_unseen(self) -> None:
+    def _open(self, make_room: Callable[[int], None]) -> None:
+        """Have a buffer open."""
+        if self.buffer is not None:
+            return
+        accumulator = self.accumulator
+        if self._direct and not accumulator.tiered and accumulator.resting() is None:
+            self._open_at_rest()
+        else:
+            make_room(self.num_bytes)
+            self._borrow()
+
+    def _open_at_rest(self) -> None:
+        """Fill the resting gradient [numel] itself."""
+        resting = self.accumulator.open()[0].fetch(*self.accumulator.own)
+        self.buffer = GradBuffer(resting)
+        self.views = self.flat.buffer.views_of(resting)
+
+    def _borrow(self) -> None:
+        """Fill memory of the transport's, or with a codec of ours."""
+        numel, device = self.flat.layout.numel, self.flat.full.device
+        wire = self._request.dtype
+        if self._codec is None:
+            self.buffer = self.flat.lender.grad_buffer(self.key, numel, wire, device)
+        else:
+            self.buffer = GradBuffer(self._memory.empty(numel, wire))
+        self.loan = self._meter.lend(self.buffer.data, self.num_bytes)
+        self.views = self.flat.buffer.views_of(self.buffer.data)
+
+    def _close(self) -> None:
+        """Let the next gradient open another buffer."""
+        self.buffer, self.loan, self.views = None, None, []
+        self.seen = [False] * len(self.seen)
+
+    # ------------------------------------------------------------------ the sum of micro-batches
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Lose the sum where the body raises StorageError."""
+        try:
+            yield
+        except StorageError as error:
+            self._is_lost = True
+            self._context.faults.note(error)
+
+    def _open_sum(self) -> State:
+        """Make the sum, its contents undefined."""
+        numel, dtype = self.flat.layout.numel, self.precision.accumulate
+        if self._store is None:
+            self._sum = State.of(self._memory.empty(numel, dtype))
+        else:
+            self._sum = State(self._store.allocate(f"{self.key} partial gradient", numel, dtype))
+        return self._sum
+
+    def _add_to_sum(self, index: int, grad: torch.Tensor) -> None:
+        slot = self.flat.layout.slots[index]
+        with self._losing():
+            state = self._open_sum() if self._sum is None else self._sum
+            with state.borrowed(slot.offset, slot.stop, write=True) as part:
+                view = self.flat.buffer.view_in(part, index)
+                if self._summed[index]:
+                    view.add_(grad.to(view.device))
+                else:
+                    view.copy_(grad)
+        self._summed[index] = True
+
+    def _move_sum(self, make_room: Callable[[int], None]) -> None:
+        """Add the sum of micro-batches to the buffer, if there is one."""
+        if not self.has_sum:
+            return
+        self._open(make_room)
+        for index in [index for index, summed in enumerate(self._summed) if summed]:
+            slot = self.flat.layout.slots[index]
+            with self._losing():
+                if self._sum is not None and not self._is_lost:
+                    with self._sum.borrowed(slot.offset, slot.stop, write=False) as part:
+                        self.put(index, self.flat.buffer.view_in(part, index))
+            if self._is_lost:
+                self.views[index].fill_(float("nan"))
+                self.seen[index] = True
+        self._close_sum()
+
+    def _close_sum(self) -> None:
+        """Give the memory of the sum back."""
+        if self._sum is not None:
+            self._sum.close()
+        self._sum, self._summed, self._is_lost = None, [False] * len(self._summed), False
+
+    # ------------------------------------------------------------------ reduces
+
+    def reduce(
+        self, *, make_room: Callable[[int], None], with_earlier: bool = True
+    ) -> Flight | None:
+        """Return a flight, to be started, that sums what is here over all ranks (nothing here:
+        zeros) and adds it to the resting gradient; None where it is that already.
+
+        Without `with_earlier`, sums of earlier micro-batches stay here for the next reduce.
+        """
+        self.wait()
+        if with_earlier:
+            self._move_sum(make_room)
+        self._zero_unseen()
+        accumulator, (resting, fresh) = self.accumulator, self.accumulator.open()
+        if self.buffer is not None and self.loan is None:
+            self._close()
+            return None
+        held = None
+        if with_earlier:
+            held, self._node_sum = self._node_sum, None
+        if resting.on_device:
+            out = resting.fetch(*accumulator.own)
+            return self._hand_over(self._steps(out, held, accumulate=not fresh), held, out)
+        out = accumulator.room()
+        to_rest = Step(partial(accumulator.take, out, fresh), "here")
+        return self._hand_over([*self._steps(out, held, accumulate=False), to_rest], held, out)
+
+    def reduce_inside(self, *, make_room: Callable[[int], None]) -> Flight:
+        """Return a flight, to be started, that sums what is here over the ranks of this node; the
+        sum waits here for the reduce that goes on between nodes.
+        """
+        self.wait()
+        self._move_sum(make_room)
+        self._zero_unseen()
+        is_there = self._node_sum is not None
+        out = self._open_node_sum() if self._node_sum is None else self._node_sum
+        levels = self._context.levels
+        reduce = partial(levels.inside.reduce, levels.reduce_inside(self._request))
+        started = partial(reduce, out=out, accumulate=is_there)
+        return self._hand_over([self._first(started, Axis.LOCAL)])
+
+    def _open_node_sum(self) -> torch.Tensor:
+        """Make the sum of this node's ranks [column], its contents undefined."""
+        start, stop = self._column
+        self._node_sum = self._memory.empty(stop - start, self.precision.accumulate)
+        return self._node_sum
+
+    def _zero_unseen(self) -> None:
         """Set to zero what has no gradient."""
         if self.buffer is None:
             return
-        data, layout = self.buffer.data, self._flat.layout
+        data, layout = self.buffer.data, self.flat.layout
         empty = list(layout.gaps)
         if not all(self.seen):
             slots = zip(layout.slots, self.seen, strict=True)
@@ -87,7 +327,42 @@ class GradBucket:
         if empty:  # one kernel on an accelerator
             torch._foreach_zero_([data[start:stop] for start, stop in empty])
 
-    def encode(self, buffer: GradBuffer | None) -> GradBuffer | None:
+    def _steps(
+        self, out: torch.Tensor, held: torch.Tensor | None, *, accumulate: bool
+    ) -> Sequence[Step]:
+        """Return the sum over all ranks to `out`, step by step; `held`: earlier sums of this
+        node's ranks.
+        """
+        levels = self._context.levels
+        if not self.flat.sums_nodes_first:
+            reduce = partial(levels.flat.reduce, self._request, out=out, accumulate=accumulate)
+            return [self._first(reduce, Axis.FLAT)]
+        both = levels.node_sum(self._request, out, accumulate=accumulate, held=held)
+        told = partial(self._operation, Axis.NODE)
+        second = Step(both.between, told=told, unused=both.unused)
+        return [self._first(both.inside, Axis.LOCAL), second]
+
+    def _first(self, reduce: Callable[..., Work], axis: Axis) -> Step:
+        """Return the step in which `reduce` takes what is in the buffer."""
+        start = partial(reduce, buffer=self.buffer)
+        if self._codec is not None:
+            start = partial(self._encode, reduce)
+        return Step(start, told=partial(self._operation, axis))
+
+    def _encode(self, reduce: Callable[..., Work]) -> Work:
+        """Start `reduce` of what has been handed over, encoded. Our memory of it goes at once where
+        nothing that was enqueued still reads it: whoever is slow to wait for sums would hold a
+        second gradient of the whole model.
+        """
+        going = self.reduction
+        assert going is not None, self.key
+        coded = self._encoding(going.buffer)
+        if not self._streams.enqueues:
+            self._meter.end_loan(going.loan)
+            going.release_buffer()
+        return reduce(buffer=coded)
+
+    def _encoding(self, buffer: GradBuffer | None) -> GradBuffer | None:
         """Return the transport's buffer with the encoding of `buffer`, which has been handed over,
         with the residual added first.
         """
@@ -95,18 +370,69 @@ class GradBucket:
         assert codec is not None
         if buffer is None:
             return None
-        numel, device = codec.encoded_bytes(buffer.data.numel()), buffer.data.device
-        coded = self._lender.grad_buffer(self._flat.key, numel, torch.uint8, device)
+        num_bytes, device = codec.encoded_bytes(buffer.data.numel()), buffer.data.device
+        coded = self.flat.lender.grad_buffer(self.key, num_bytes, torch.uint8, device)
         if self._residual is None:
             codec.encode(buffer.data, coded.data)
         else:
             self._residual.encode(codec, buffer.data, coded.data)
         return coded
 
-    def close(self) -> None:
-        """Let the next gradient open another."""
-        self.buffer, self.loan, self.views = None, None, []
+    def _operation(self, axis: Axis) -> Operation:
+        """Return what to say of one level of a reduce."""
+        hops = [hop for hop in self.flat.routes.reduce if hop.axis is axis]
+        received = sum(hop.link_bytes(self.flat.portion).total for hop in hops)
+        return Operation("reduce", Kind.REDUCE_SCATTER.value, self.key, received)
+
+    def _hand_over(self, steps: Sequence[Step], *uses: object) -> Flight:
+        """Return a flight of `steps`, which use memory beside the buffer; the next gradient opens
+        another one.
+        """
+        flight = Flight([steps], self._streams, "reduce", self._context.levels)
+        self.reduction = Reduction(flight, self.buffer, self.loan, uses)
+        self._close()
+        return flight
+
+    def wait(self, *, block: bool = True) -> None:
+        """Wait for the reduce under way (or only take note that it is over); its buffer is free
+        again.
+        """
+        coming = self.reduction
+        if coming is None or not (block or coming.flight.done()):
+            return
+        coming.flight.wait()
+        self.reduction = None
+        self._meter.end_loan(coming.loan)
+
+    # ------------------------------------------------------------------ what the user clears
+
+    def clear(self, indices: Sequence[int]) -> None:
+        """Forget the gradients of parameters `indices`: the user zeroed them."""
+        for index in indices:
+            self.used[index] = False
+        if any(self.used):
+            self.zero(indices)
+            return
+        self.wait()
         self.seen = [False] * len(self.seen)
+        self._close_sum()
+        self._node_sum = None
+        self.accumulator.reset()
+
+    def zero(self, indices: Collection[int]) -> None:
+        """Set the gradients of parameters `indices` to zero, keeping them
+        (``zero_grad(set_to_none=False)``).
+        """
+        self.wait()
+        for index in indices:
+            self.seen[index] = self._summed[index] = False
+        if self._node_sum is not None:
+            for piece in self.flat.layout.pieces_in(self._column):
+                if piece.index in indices:
+                    self._node_sum[piece.shard_start : piece.shard_stop].zero_()
+        self.accumulator.zero(indices)
+
+    # ------------------------------------------------------------------ codecs and exceptions
 
     @property
     def residual_bytes(self) -> int:
@@ -119,108 +445,18 @@ class GradBucket:
             self._residual.reset()
 
     def abandon(self) -> None:
-        """After an exception: give back what was borrowed, and forget the residual."""
+        """After an exception: no gradient at all. The transport has forgotten what was under
+        way.
+        """
         self.reset_residual()
         if self.buffer is not None and self.loan is not None and self._codec is None:
-            self._lender.return_buffer(self.buffer)
+            self.flat.lender.return_buffer(self.buffer)
         self._meter.end_loan(self.loan)
-        self.close()
-
-
-class PartialSum:
-    """A sum of gradients that no reduce has taken yet: of micro-batches on this rank, or of the
-    ranks of this node.
-
-    One that could not be made, read or written is lost: it reads as NaN.
-    """
-
-    def __init__(
-        self,
-        plan: SegmentPlan,
-        flat: FlatWeights,
-        context: Context,
-        make: Callable[[], State],
-    ) -> None:
-        """`make` makes the state."""
-        cell, layout = plan.cells.grad, flat.layout
-        # SHARD: one node's sum is the sum of all ranks
-        scope = layout.scope(cell) if cell.is_partial else None
-        self.of_micro_batches = scope is Scope.FULL
-        self.of_nodes = scope is Scope.NODE_SHARD
-        self.state: State | None = None
-        self.seen = [False] * len(flat.layout.slots)  # which parameters it has a gradient of
-        self._flat = flat
-        self._span = layout.span(plan.rank, layout.scope(cell))
-        self._make = make
-        self._note = context.faults.note
-        self._lost = False
-
-    @property
-    def is_there(self) -> bool:
-        """Whether anything waits."""
-        return self.state is not None or self._lost
-
-    @contextmanager
-    def _losing(self) -> Iterator[None]:
-        try:
-            yield
-        except StorageError as error:
-            self._lost = True
-            self._note(error)
-
-    def open(self) -> State:
-        """Make the state, its contents undefined."""
-        self.state = self._make()
-        return self.state
-
-    def take(self) -> torch.Tensor:
-        """Return the sum, which lies on the device, and hold it no longer."""
-        assert self.state is not None, self._flat.key
-        whole, self.state = self.state.whole, None
-        return whole
-
-    def add(self, index: int, grad: torch.Tensor) -> None:
-        """Add a gradient of parameter `index`."""
-        slot = self._flat.layout.slots[index]
-        with self._losing():
-            state = self.open() if self.state is None else self.state
-            with state.borrowed(slot.offset, slot.stop, write=True) as part:
-                view = self._flat.buffer.view_in(part, index)
-                if self.seen[index]:
-                    view.add_(grad.to(view.device))
-                else:
-                    view.copy_(grad)
-        self.seen[index] = True
-
-    def move_to(self, bucket: GradBucket) -> None:
-        """Hand the sums of every parameter over to `bucket`, which is open, and close."""
-        for index in [index for index, seen in enumerate(self.seen) if seen]:
-            slot = self._flat.layout.slots[index]
-            with self._losing():
-                if self.state is not None and not self._lost:
-                    with self.state.borrowed(slot.offset, slot.stop, write=False) as part:
-                        bucket.add(index, self._flat.buffer.view_in(part, index))
-            if self._lost:
-                bucket.views[index].fill_(float("nan"))
-                bucket.seen[index] = True
-        self.close()
-
-    def zero(self, indices: Container[int]) -> None:
-        """Set the sums of parameters `indices` to zero."""
-        if self.state is None:
-            return
-        for piece in self._flat.layout.pieces_in(self._span):
-            if piece.index in indices and (self.of_nodes or self.seen[piece.index]):
-                start, stop = piece.shard_start, piece.shard_stop
-                with self._losing(), self.state.borrowed(start, stop, write=True) as part:
-                    part.zero_()
-
-    def bytes_by_tier(self) -> dict[Tier, int]:
-        """Return the bytes at rest."""
-        return {} if self.state is None else self.state.bytes_by_tier()
-
-    def close(self) -> None:
-        """Give the memory back; nothing waits any more."""
-        if self.state is not None:
-            self.state.close()
-        self.state, self.seen, self._lost = None, [False] * len(self.seen), False
+        self._close()
+        if self.reduction is not None:
+            self.reduction.flight.abandon()
+            self._meter.end_loan(self.reduction.loan)
+        self.reduction = self._node_sum = None
+        self.accumulator.reset()
+        self._close_sum()
+        self.used[:] = [False] * len(self.used)  # a step asks this list

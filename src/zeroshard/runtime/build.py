@@ -10,25 +10,23 @@ unit order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from zeroshard.comm.codec import Codec
 from zeroshard.core.gradient_budget import UnitGradient
-from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
+from zeroshard.core.placement import Cell, Cells, Mesh, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.core.resting import AtRest, is_weight
 from zeroshard.core.shares import Dealer
 from zeroshard.memory.heap import return_freed_memory
-from zeroshard.runtime.bucket import PartialSum
+from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.context import Context, Dtypes, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.grad import Gradient
-from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, holding_others
@@ -290,11 +288,8 @@ def _storages_of(
     """
     share, cells, master = plan.num_weights, plan.cells, context.precision.master
     out = []
-    weight_away = cells.weight.tier is not Tier.DEVICE and splits.weight < share
-    if weight_away:
-        codec, numel, dtype = plan.rest_codec(context), share - splits.weight, plan.dtype
-        if codec is not None:
-            numel, dtype = codec.encoded_bytes(numel), torch.uint8
+    if weight_away := splits.weight < share:
+        numel, dtype = _form_of_weights(plan, share - splits.weight, context)
         out.append((f"{plan.key} weights", numel, dtype, cells.weight.tier))
     if (
         plan.trainable
@@ -319,7 +314,7 @@ def _build_segment(
     values = source.values(plan)
     rest = _rest_of_weights(plan, splits, reserved, context)
     flat = FlatWeights(plan, context, rest, reads_first=not splits.weights_stay)
-    grad = _gradient_path(plan, splits, flat, context) if plan.trainable else None
+    grad = _bucket_of(plan, splits, flat, context) if plan.trainable else None
     segment = Segment(plan, flat, grad, split=splits.optim)
     if plan.trainable and context.options.trains:
         make_master(segment, cells, context, reserved)
@@ -344,69 +339,36 @@ def make_master(
     )
 
 
+def _form_of_weights(plan: SegmentPlan, numel: int, context: Context) -> tuple[int, torch.dtype]:
+    """Return as how many elements, and of which dtype, `numel` weights rest: encoded as bytes."""
+    codec = plan.rest_codec(context)
+    return (numel, plan.dtype) if codec is None else (codec.encoded_bytes(numel), torch.uint8)
+
+
 def _rest_of_weights(
     plan: SegmentPlan, splits: Splits, reserved: Mapping[Tier, Store], context: Context
 ) -> State | None:
     """Return where this rank's weights rest, None for a window on the device."""
-    tier, share, codec = plan.cells.weight.tier, plan.num_weights, plan.rest_codec(context)
-    store = reserved.get(tier)
-    if codec is not None:
-        return _encoded_rest(plan, codec, share if store is None else splits.weight, store, context)
-    if splits.weights_stay:
+    codec, split = plan.rest_codec(context), splits.weight
+    if codec is None and splits.weights_stay:
         return None
-    here, away = splits.weight, share - splits.weight
-    near = torch.zeros(here, dtype=plan.dtype, device=context.device) if here or not away else None
-    there = None
-    if away:
-        assert store is not None, (plan.key, tier)
-        there = store.allocate(f"{plan.key} weights", away, plan.dtype)
-    return State.of(near, there, link=context.tiering.link)
-
-
-def _encoded_rest(
-    plan: SegmentPlan, codec: Codec, split: int, store: Store | None, context: Context
-) -> State:
-    """Return weights that rest encoded, the first `split` elements on the device."""
-    parts, left = [], plan.num_weights - split
-    if split or not left:  # zeros decode to zeros
-        num_bytes = codec.encoded_bytes(split)
-        near = torch.zeros(num_bytes, dtype=torch.uint8, device=context.device)
-        parts.append(EncodedStorage(split, plan.dtype, codec, DeviceStorage(near)))
-    if left:
-        assert store is not None, plan.key
-        away = store.allocate(f"{plan.key} weights", codec.encoded_bytes(left), torch.uint8)
-        parts.append(EncodedStorage(left, plan.dtype, codec, away))
+    near, there = None, None
+    if split or split == plan.num_weights:  # zeros decode to zeros
+        numel, dtype = _form_of_weights(plan, split, context)
+        near = torch.zeros(numel, dtype=dtype, device=context.device)
+    if left := plan.num_weights - split:
+        numel, dtype = _form_of_weights(plan, left, context)
+        there = reserved[plan.cells.weight.tier].allocate(f"{plan.key} weights", numel, dtype)
+    if codec is None:
+        return State.of(near, there, link=context.tiering.link)
+    parts = [] if near is None else [EncodedStorage(split, plan.dtype, codec, DeviceStorage(near))]
+    parts += [] if there is None else [EncodedStorage(left, plan.dtype, codec, there)]
     return State(*parts)
 
 
-def _gradient_path(
-    plan: SegmentPlan, splits: Splits, flat: FlatWeights, context: Context
-) -> GradientPath:
-    precision, cell = context.precision.at(plan.dtype), plan.cells.grad
-    store = context.tiering.store(cell.tier)
-
-    def make_partial() -> State:
-        """Return memory for a sum that no reduce between nodes has taken yet: of the whole
-        segment, or (of one node's ranks) of a column.
-        """
-        scope = plan.layout.scope(cell)
-        start, stop = plan.layout.span(plan.rank, scope)
-        numel = stop - start
-        # a sum of a node's ranks: the transport adds to it
-        if store is None or scope is Scope.NODE_SHARD:
-            return State.of(context.memory.empty(numel, precision.accumulate))
-        return State(store.allocate(f"{plan.key} partial gradient", numel, precision.accumulate))
-
+def _bucket_of(plan: SegmentPlan, splits: Splits, flat: FlatWeights, context: Context) -> Bucket:
+    store = context.tiering.store(plan.cells.grad.tier)
     # where fractions move, no rank knows those of the others
     leaves = not splits.grads_stay or context.tiering.automatic
-    summed = Gradient(plan, flat, context, store=store, split=splits.grad, leaves=leaves)
-    whole = partial = PartialSum(plan, flat, context, make_partial)
-    if not partial.of_micro_batches:
-        numel, cells = plan.layout.numel, replace(plan.cells, grad=Cell.parse("P P"))
-        whole = PartialSum(
-            replace(plan, cells=cells),
-            flat,
-            context,
-            lambda: State.of(context.memory.empty(numel, precision.accumulate)),
-        )
-    return GradientPath(plan, flat, context, summed=summed, partial=partial, whole=whole)
+    accumulator = Gradient(plan, flat, context, store=store, split=splits.grad, leaves=leaves)
+    return Bucket(plan, flat, context, accumulator=accumulator, store=store)

@@ -16,8 +16,6 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from zeroshard.comm.codec import DTYPES as CODED
-from zeroshard.comm.codec import Codec
 from zeroshard.comm.levels import Levels, Transports
 from zeroshard.comm.mesh_ranks import AlongAxes, MeshRanks
 from zeroshard.comm.quantized import Codecs
@@ -30,7 +28,7 @@ from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
 from zeroshard.core.route import Routes, routes
 from zeroshard.core.shares import Shares
-from zeroshard.core.wire import Formats, Wire
+from zeroshard.core.wire import BlockCodec, Formats, Wire
 from zeroshard.memory import MemoryCounter
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.faults import Faults
@@ -192,21 +190,22 @@ class SegmentPlan:
         """Return the dtypes of the segment's gradients."""
         return context.precision.at(self.dtype) if self.trainable else context.precision
 
-    def codec(self, context: Context) -> Codec | None:
+    def codec(self, context: Context) -> BlockCodec | None:
         """Return the codec in which the weights travel."""
-        if self.dtype not in CODED or self.cells.weight.scope is not Scope.SHARD:
+        if not Wire.of(self.dtype).may_be_packed or self.cells.weight.scope is not Scope.SHARD:
             return None
         codecs = context.options.codecs
         return codecs.frozen if codecs.frozen is not None and not self.trainable else codecs.weight
 
-    def rest_codec(self, context: Context) -> Codec | None:
+    def rest_codec(self, context: Context) -> BlockCodec | None:
         """Return the codec in which the weights rest: frozen ones alone rest encoded."""
         frozen = context.options.codecs.frozen
         return None if self.trainable or frozen is None else self.codec(context)
 
-    def grad_codec(self, context: Context) -> Codec | None:
+    def grad_codec(self, context: Context) -> BlockCodec | None:
         """Return the codec in which the gradients travel."""
-        return context.options.codecs.grad if self.precision(context).wire in CODED else None
+        travels = Wire.of(self.precision(context).wire)
+        return context.options.codecs.grad if travels.may_be_packed else None
 
     def routes(self, context: Context, rest: State, *, reads: bool) -> Routes:
         """Return the routes of weights that rest as `rest` and of their gradients; `reads`: the
@@ -239,5 +238,5 @@ class SegmentPlan:
         )
 
 
-def _wire(dtype: torch.dtype, codec: Codec | None) -> Wire:
+def _wire(dtype: torch.dtype, codec: BlockCodec | None) -> Wire:
     return Wire.of(dtype) if codec is None else Wire.of(dtype, codec.name, block=codec.block)

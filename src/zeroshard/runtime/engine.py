@@ -3,7 +3,7 @@
 It holds the parts together and answers the user; the parts do the work:
 
     hooks.py --> loop.py --> weights.py  (gather, prefetch, release) --> unit.py --> flight.py
-                         --> backward.py (units complete) --> reductions.py --> gradients.py
+                         --> backward.py (units complete) --> reductions.py --> bucket.py
     optimizer.step() --> loop.py --> finalize.py (average, agree, clip), rest.py (publish)
     whole.py: parameters and gradients gathered for the user     join.py: ranks without data
 """
@@ -84,7 +84,7 @@ def states_of(engine: Engine) -> StateAccess:
 
 def parts_of(engine: Engine) -> Parts:
     """Return the parts that hold the states of `engine`. They are others after each repartition."""
-    return Parts(engine._context, engine._loop, engine._finalizer, engine._sharded)
+    return Parts(engine._context, engine._loop, engine._finalizer, engine._watch, engine._sharded)
 
 
 def relaid(
@@ -430,7 +430,7 @@ class Engine(Assembly):
             "precision": self._context.precision.describe(),
             "ranks": str(self.world),
         }
-        return tracing(directory, self._context, self._weights.units, self._states.accounts, labels)
+        return tracing(directory, self._context, self._loop, self._states.accounts, labels)
 
     # ------------------------------------------------------------------ phases
 

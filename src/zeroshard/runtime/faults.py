@@ -92,14 +92,12 @@ class Faults:
             return self.refusal
         return f"{self._error}; {_LOAD}" if self._error is not None and self._loses else None
 
-    def agree(self, error: StorageError | None = None, *, lost: bool = False) -> None:
-        """Raise StorageError on every rank where one has an error: its own, or the first of the
-        others'. Collective.
+    def agree(self) -> None:
+        """Raise StorageError on every rank where one has noted an error: its own, or the first of
+        the others'. Collective.
         """
         if not self._active:
             return
-        if error is not None:
-            self.note(error, lost=lost)
         own, loses = self._error, self._loses
         self._error, self._loses = None, False
         mine = "" if own is None else f"{'!' if loses else '?'}{own}"

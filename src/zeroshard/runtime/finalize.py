@@ -32,7 +32,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroshard.comm.launched import heartbeat
 from zeroshard.comm.ranks import Meeting
 from zeroshard.core.digest import Digest, first_difference, holders
 from zeroshard.errors import PlanMismatch, StateError
@@ -128,7 +127,6 @@ class Finalizer:
         self._assigned = AssignedGradients(
             backward.leaves, backward.decisions, context.transport.control
         )
-        self._beat = heartbeat()
 
     @property
     def pending(self) -> bool:
@@ -203,7 +201,7 @@ class Finalizer:
         self._digest.enter("step", "")
         unreduced = backward.has_unreduced
         backward.reductions.wait()
-        sums = [path.summed for path in backward.paths]
+        sums = [bucket.accumulator for bucket in backward.buckets]
         averaged = [] if unreduced else sums
         bad = [summed.key for summed in averaged if not summed.average(divisor)]
         backward.reductions.gather_averages([summed for summed in sums if summed.gathers_averages])
@@ -214,8 +212,8 @@ class Finalizer:
 
     def _divide(self, weight: float) -> None:
         """Divide by the weights of all ranks, which are known now."""
-        for path in self._backward.paths:
-            path.summed.divide(weight)
+        for bucket in self._backward.buckets:
+            bucket.accumulator.divide(weight)
 
     def _read(self, averaged: Sequence[Gradient], divisor: float) -> list[str]:
         """Read once what is to be known of averages on an accelerator; return the keys of those
@@ -229,7 +227,7 @@ class Finalizer:
 
     def _compare(self, unreduced: bool, bad: str) -> list[_Answer]:
         """Exchange answers, of whose digests and decisions none may differ."""
-        used = [flag for path in self._backward.paths for flag in path.used]
+        used = [flag for bucket in self._backward.buckets for flag in bucket.used]
         bits = sum([1 << index for index, flag in enumerate(used) if flag])
         decisions, here = self._backward.decisions, self._backward.accumulation
         mine = _Answer(
@@ -243,11 +241,8 @@ class Finalizer:
             bad,
         )
         width = (len(used) + 7) // 8
-        recording = self._probe.recording
-        since = None if recording is None else recording.now()
-        payloads = self._transport.control.exchange(mine.pack(width), _STEP)
-        if recording is not None:
-            recording.waited("reduce", "", since)
+        with self._probe.waiting("reduce"):
+            payloads = self._transport.control.exchange(mine.pack(width), _STEP)
         read = {payload: _Answer.unpack(payload, width) for payload in set(payloads)}  # mostly one
         answers = [read[payload] for payload in payloads]
         known = {answer.micro_batches for answer in answers} - {UNKNOWN}
@@ -278,14 +273,14 @@ class Finalizer:
             )
         position, others_used = 0, False
         unions: dict[tuple[int, ...], int] = {}  # by the ranks that have the same parameters
-        for path in self._backward.paths:
-            members = path.flat.context.holders.members
+        for bucket in self._backward.buckets:
+            members = bucket.flat.context.holders.members
             if members not in unions:
                 unions[members] = _union([answers[rank] for rank in members])
-            for index in range(len(path.used)):
+            for index in range(len(bucket.used)):
                 used = bool(unions[members] >> position & 1)
-                others_used = others_used or used != path.used[index]
-                path.used[index] = used
+                others_used = others_used or used != bucket.used[index]
+                bucket.used[index] = used
                 position += 1
         if others_used:
             # those that only other ranks used: None there would say that the user cleared them
@@ -385,7 +380,9 @@ class Finalizer:
 
         Either may be empty. Collective; only after a bad step.
         """
-        bad = next(filter(None, (path.summed.first_bad() for path in self._backward.paths)), "")
+        bad = next(
+            filter(None, (one.accumulator.first_bad() for one in self._backward.buckets)), ""
+        )
         released = self._backward.saved.read_released or ""
         mine = [self._axes.name(name) for name in (bad, released)]
         answers = self._everyone.share(mine, _BAD)
@@ -399,9 +396,10 @@ class Finalizer:
         self.finalize()
         with self._axes.together(_NORM) as meeting:
             # on an accelerator, of averages that have been scaled since they were read
-            if asked := [one for path in self._backward.paths for one in path.summed.asked()]:
+            buckets = self._backward.buckets
+            if asked := [one for bucket in buckets for one in bucket.accumulator.asked()]:
                 read_squares(asked)
-            local = [path.summed.squares(path.in_norm) for path in self._backward.paths]
+            local = [bucket.accumulator.squares(bucket.in_norm) for bucket in buckets]
             self._faults.agree()
             meeting.give(self._sum_of_squares(local))
             meeting.compare({"max_norm of clip_grad_norm_()": repr(max_norm)})
@@ -409,13 +407,13 @@ class Finalizer:
         return torch.tensor(total, dtype=torch.float64).sqrt().to(torch.float32)
 
     def _sum_of_squares(self, local: Sequence[Mapping[int, float]]) -> float:
-        """Return the sum of the ranks' squares, in rank order, of which every path has `local`."""
-        size, paths = self._transport.size, self._backward.paths
+        """Return the sum of the ranks' squares, in rank order, of which each bucket has `local`."""
+        size, buckets = self._transport.size, self._backward.buckets
         if local and size > 1 and all(len(values) == size for values in local):
             # every rank holds all sums
             sums = [sum(values[other] for values in local) for other in range(size)]
         else:
-            ranks = [path.summed.rank for path in paths]
+            ranks = [bucket.accumulator.rank for bucket in buckets]
             own = sum((values[rank] for rank, values in zip(ranks, local, strict=True)), 0.0)
             answers = self._transport.control.exchange(struct.pack("<d", own), _NORM)
             sums = [struct.unpack("<d", answer)[0] for answer in answers]
@@ -433,8 +431,8 @@ class Finalizer:
         factor = float(coefficient)
         if factor < 1.0:
             self._backward.leaves.scale_assigned(factor)
-            for path in self._backward.paths:
-                path.summed.scale(factor)
+            for bucket in self._backward.buckets:
+                bucket.accumulator.scale(factor)
         return total
 
     def is_every(self, steps: int | None) -> bool:
@@ -454,14 +452,13 @@ class Finalizer:
             before = self._scaler.scale
             self._scaler.update(not self._result.finite)
             if self._scaler.scale != before:
-                for path in self._backward.paths:
-                    path.bucket.reset_residual()  # it was of gradients in another scale
+                for bucket in self._backward.buckets:
+                    bucket.reset_residual()  # it was of gradients in another scale
         self._digest.advance()
         self._result = None
         self.clipped = False
         self._backward.accumulation.finalized()
         self._backward.saved.end_step()
-        self._beat()
 
     @property
     def step(self) -> int:

@@ -23,14 +23,14 @@ from operator import attrgetter
 
 import torch
 
-from zeroshard.comm.codec import Codec
 from zeroshard.comm.levels import ColumnWindow, Start, Step
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import Transport, Window, Work
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Portion, Scope
-from zeroshard.core.recording import Operation, Recording
+from zeroshard.core.recording import Operation, Probe
 from zeroshard.core.route import Axis, Hop, Kind, Route
+from zeroshard.core.wire import BlockCodec
 from zeroshard.errors import StorageError
 from zeroshard.memory import placeholder_value, reads_wait
 from zeroshard.runtime.context import Context, SegmentPlan
@@ -83,7 +83,7 @@ class KeptColumn:
     ``numel / node_size`` elements from a forward to its backward.
     """
 
-    def __init__(self, key: str, span: Range, codec: Codec | None, *, is_wanted: bool) -> None:
+    def __init__(self, key: str, span: Range, codec: BlockCodec | None, *, is_wanted: bool) -> None:
         self.tensor: torch.Tensor | None = None
         self.key = f"{key}.column"  # of its gather
         self._span = span
@@ -138,7 +138,7 @@ class FlatWeights:
         self.key = plan.key
         self.layout = layout
         self.dtype = plan.dtype
-        self.codec: Codec | None = plan.codec(context)  # in which weights travel
+        self.codec: BlockCodec | None = plan.codec(context)  # in which weights travel
         self.scope = layout.scope(cells.weight)  # of what rests here
         self.replicated = self.scope is Scope.FULL  # every rank keeps the whole buffer
         self.rest_span = layout.span(rank, self.scope)
@@ -291,9 +291,9 @@ class FlatWeights:
         return route, self.rest.whole if coded is None else coded.encoded
 
     @property
-    def recording(self) -> Recording | None:
-        """Who is told of the segment's operations, if anybody is."""
-        return self.context.streams.probe.recording
+    def probe(self) -> Probe:
+        """Where waits for the segment are noted."""
+        return self.context.streams.probe
 
     @cached_property
     def sums_nodes_first(self) -> bool:
@@ -418,7 +418,7 @@ class _Gather:
         out.fill_(255 if out.dtype is torch.uint8 else placeholder_value(self._flat.dtype))
 
     @property
-    def _codec(self) -> Codec:
+    def _codec(self) -> BlockCodec:
         assert self._flat.codec is not None, self._flat.key
         return self._flat.codec
 

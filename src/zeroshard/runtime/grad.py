@@ -214,13 +214,9 @@ class Gradient:
     def flush(self) -> None:
         """Return when it is there."""
         resting = self.resting()
-        recording = self._flat.recording
-        since = None if recording is None else recording.now()
         if resting is not None:
-            with self._losing(resting):
+            with self._flat.probe.waiting("tier write", self.key), self._losing(resting):
                 resting.wait_writes()
-        if recording is not None:
-            recording.waited("tier write", self.key, since)
 
     def _reopen(self) -> None:
         """Turn our slice of the average back into a sum, to which more is added."""

@@ -321,8 +321,8 @@ class Hooks:
         waiting: dict[int, int] = {}  # graph task -> inputs still without a gradient
         # else nothing comes here: the first forward's hooks run
         counts = torch._C._current_graph_task_id() < 0 or is_recomputed()
-        for unit in units:
-            unit.forwards.begin(counts)
+        for unit in units if counts else ():
+            unit.residency.acquire(Use.FOLLOWED)
 
         def arrived(grad: torch.Tensor) -> None:
             if grad.grad_fn is not None:  # create_graph=True
@@ -398,7 +398,7 @@ class Hooks:
                     state[prefix + name] = part_within(parameter, value)
             for unit in units:
                 if unit.index not in self._loads:
-                    if unit.is_lent:
+                    if unit.residency.has(Use.EDIT):
                         continue  # gathered(writeback=True) keeps what is loaded into its copies
                     unit.residency.acquire(Use.USER)
                     self.loop.weights.unshard(unit, "forward")

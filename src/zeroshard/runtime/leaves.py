@@ -16,7 +16,7 @@ from torch import nn
 
 from zeroshard.errors import ConfigError
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
-from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.state.local import gradient_taker
@@ -30,7 +30,7 @@ class Leaf:
 
     unit: Unit
     segment: Segment
-    path: GradientPath
+    bucket: Bucket
     index: int  # in the segment
     parameter: nn.Parameter
     to_local: Callable[[torch.Tensor], torch.Tensor] | None  # of a DTensor's gradients
@@ -105,13 +105,13 @@ class Leaves(list[Leaf]):
             Leaf(
                 unit,
                 segment,
-                path,
+                bucket,
                 index,
                 parameter,
                 gradient_taker(parameter, segment.names[index]),
             )
             for unit in units
-            for segment, path in zip(unit.trainable, unit.paths, strict=True)
+            for segment, bucket in zip(unit.trainable, unit.buckets, strict=True)
             for index, parameter in enumerate(segment.parameters)
         )
         self._of = {id(leaf.parameter): leaf for leaf in self}
@@ -123,7 +123,7 @@ class Leaves(list[Leaf]):
 
     def _used(self) -> list[Leaf]:
         """Return those that have a gradient since the last drop."""
-        return [leaf for leaf in self if leaf.path.used[leaf.index]]
+        return [leaf for leaf in self if leaf.bucket.used[leaf.index]]
 
     def clear_gradients(self, *, assigned: bool = True) -> None:
         """Take all gradients off, or leave those that the user has `assigned`."""
@@ -143,8 +143,8 @@ class Leaves(list[Leaf]):
 
     def seal(self, owner: GradientOwner, *, holds: bool) -> None:
         """Put sealed gradients on those that have one. `holds`: it lives as long as they do."""
-        for path, leaves in groupby(self._used(), key=attrgetter("path")):
-            seal(leaves, owner, path.summed.resting() if holds else None)
+        for bucket, leaves in groupby(self._used(), key=attrgetter("bucket")):
+            seal(leaves, owner, bucket.accumulator.resting() if holds else None)
 
     def assigned(self, units: Collection[Unit] | None = None) -> list[Leaf]:
         """Return those in `units` (default: all) that have a gradient which no hook has taken."""
@@ -170,6 +170,6 @@ class Leaves(list[Leaf]):
             for leaf in gone:
                 if type(leaf.parameter.grad) is SealedGrad:  # else assigned after that
                     leaf.parameter.grad = None
-        for path, leaves in groupby(gone, key=attrgetter("path")):
-            path.clear([leaf.index for leaf in leaves])
+        for bucket, leaves in groupby(gone, key=attrgetter("bucket")):
+            bucket.clear([leaf.index for leaf in leaves])
         return gone

@@ -21,7 +21,7 @@ from zeroshard.runtime.unit import Unit
 __all__ = ["MemoryLevels"]
 
 # after the name of a state
-_PLACES = {tier: "" if tier is Tier.DEVICE else f" ({tier.value})" for tier in Tier}
+_PLACES = {tier: f" ({tier.value})" for tier in Tier} | {Tier.DEVICE: ""}
 
 
 class MemoryLevels:
@@ -38,7 +38,7 @@ class MemoryLevels:
         self._now = now
         self._accounts = accounts
         self._meter = meter
-        self._paths = [path for unit in units for path in unit.paths]
+        self._buckets = {one.key: one for unit in units for one in unit.buckets}
         self._noted: list[tuple[Stamp, dict[str, float]]] = []
         self._resting: dict[str, float] = {}
         self._grads: dict[str, Mapping[Tier, int]] = {}  # at rest, by key
@@ -52,12 +52,15 @@ class MemoryLevels:
             for state, by_tier in self._accounts.report().tiers.items()
             for tier, num_bytes in by_tier.items()
         }
-        self._grads = {path.key: path.bytes_by_tier() for path in self._paths}
+        self._grads = {key: bucket.bytes_by_tier() for key, bucket in self._buckets.items()}
         self._note()
 
-    def rests(self, key: str, by_tier: Mapping[Tier, int]) -> None:
-        """The gradient of `key` takes so many bytes at rest from now on."""
-        before, self._grads[key] = self._grads.get(key, {}), by_tier
+    def reduced(self, key: str) -> None:
+        """A reduce of the gradient of `key` has been started: note the bytes that rest since."""
+        before, by_tier = self._grads[key], self._buckets[key].bytes_by_tier()
+        if by_tier == before:
+            return
+        self._grads[key] = by_tier
         for tier in {*before, *by_tier}:
             state = f"grad{_PLACES[tier]}"
             more = by_tier.get(tier, 0) - before.get(tier, 0)

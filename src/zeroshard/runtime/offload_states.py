@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -49,7 +50,7 @@ class OffloadedStates:
         self._sharded = sharded
         self._transports = transports
         self._store = HostStore(device)
-        self._returns: list[Callable[[], None]] = []  # each brings one state back
+        self._returns: list[Callable[[], object]] = []  # each brings one state back
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +70,7 @@ class OffloadedStates:
             for shard in self._sharded.pieces():
                 for value in self._sharded.states.of(shard).values():
                     if isinstance(value, torch.Tensor) and value.dim() and value.stride() != (0,):
-                        self._put_tensor(f"{shard.name} state", value)
+                        self._put(f"{shard.name} state", value, partial(setattr, value, "data"))
                 shard.leave_memory()
         for segment in self._segments():
             for tensor in _own_memory(segment):
@@ -98,24 +99,18 @@ class OffloadedStates:
         return out
 
     def _put_gradient(self, segment: Segment) -> None:
-        resting = None if segment.grad is None else segment.grad.summed.resting()
+        resting = None if segment.grad is None else segment.grad.accumulator.resting()
         if resting is None or not resting.on_device:
             return
-        held = resting.whole
-        away = self._copy_out(f"{segment.key} gradient", held)
-        device = held.device
-        resting.replace(placeholder(held.shape, held.dtype, device))
-        self._returns.append(lambda: resting.replace(_on_device(away, device)))
+        self._put(f"{segment.key} gradient", resting.whole, resting.replace)
 
-    def _put_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Take away a tensor that the user may see, which becomes a placeholder."""
+    def _put(
+        self, name: str, tensor: torch.Tensor, replace: Callable[[torch.Tensor], object]
+    ) -> None:
+        """Take away a tensor that the user may see: a placeholder is put in its place."""
         away, device = self._copy_out(name, tensor), tensor.device
-
-        def bring_back() -> None:
-            tensor.data = _on_device(away, device)
-
-        tensor.data = placeholder(tensor.shape, tensor.dtype, device)
-        self._returns.append(bring_back)
+        replace(placeholder(tensor.shape, tensor.dtype, device))
+        self._returns.append(lambda: replace(_on_device(away, device)))
 
     def _put_memory(self, key: str, tensor: torch.Tensor) -> None:
         """Take away the memory of a tensor, which stays where it is: views refer to it."""

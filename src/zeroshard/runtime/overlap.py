@@ -97,7 +97,7 @@ def _extent(name: str, tensor: torch.Tensor, is_buffer: bool) -> _Extent:
     assert storage is not None, name
     # of tensors without memory: deferred ones, those on meta
     start, home = offset * size, ("storage", storage._cdata)
-    if storage.nbytes() and tensor.device.type != "meta":
+    if storage.nbytes() and storage.data_ptr():
         start, home = storage.data_ptr() + offset * size, (str(tensor.device), 0)
     last = sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
     return _Extent(

@@ -13,9 +13,7 @@ rank's pieces alone are read and written, joined, and nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 import torch
@@ -26,21 +24,13 @@ from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.engine import Engine, states_of
+from zeroshard.runtime.rest import RestingPiece
 from zeroshard.state.local import local_of, part_within, whole_of
 
 __all__ = ["ParameterStates"]
 
 _CALL = "ParameterStates"
 _Part = Callable[[int, int], torch.Tensor]  # the numbers of elements [start, stop)
-
-
-@dataclass(frozen=True)
-class _StatePiece:
-    """Elements [start, stop) of one parameter that rest on this rank."""
-
-    start: int
-    stop: int
-    numbers: torch.Tensor
 
 
 class ParameterStates:
@@ -84,19 +74,16 @@ class ParameterStates:
         whole = self._engine.full_grad(self._param)
         if whole is None or not local:
             return None if whole is None else whole.float()
-        grads = ((shard, shard.grad()) for shard in self._shards())
-        return _joined(
-            _StatePiece(shard.piece.start, shard.piece.stop, grad)
-            for shard, grad in grads
-            if grad is not None
-        )
+        grads = (shard.grad() for shard in self._shards())
+        return _joined(grad for grad in grads if grad is not None)
 
     def state(self, key: str, *, local: bool = False) -> torch.Tensor | None:
         """Return state `key` ("exp_avg", ...) of the optimizer; None before the first step, and
         for a key that it does not have.
         """
         self._states.finish_step()
-        return self._read(self._optimizer_states(key), local)
+        moments = [self._states.optimizer_states(shard)[0].get(key) for shard in self._shards()]
+        return self._read([piece for piece in moments if piece is not None], local)
 
     # ------------------------------------------------------------------ writing
 
@@ -107,9 +94,8 @@ class ParameterStates:
         part = self._parts(value, local)
         self._states.finish_step()
         with torch.no_grad(), self._states.rewriting():
-            for piece in self._states.resting_pieces():
-                if piece.parameter is self._param:
-                    piece.write(part(piece.start, piece.stop))
+            for piece in self._masters():
+                piece.write(part(piece.start, piece.stop))
 
     def set_grad(self, value: torch.Tensor, *, local: bool = False) -> None:
         """Set the averaged gradient. Raises StateError without one, and where the user has assigned
@@ -154,23 +140,9 @@ class ParameterStates:
     def _shards(self) -> list[ParamShard]:
         return [shard for shard in self._states.stepped_pieces() if shard.parameter is self._param]
 
-    def _masters(self) -> Iterator[_StatePiece]:
-        for piece in self._states.resting_pieces():
-            if piece.parameter is self._param:
-                with piece.borrowed() as numbers:
-                    yield _StatePiece(piece.start, piece.stop, numbers.detach().float().clone())
-
-    def _optimizer_states(self, key: str) -> Iterator[_StatePiece]:
-        assert self._engine.optimizer is not None
-        for shard in self._shards():
-            value = self._engine.optimizer.state.get(shard.tensor, {}).get(key)
-            if not isinstance(value, torch.Tensor) or value.shape != shard.tensor.shape:
-                continue
-            start, stop = shard.piece.start, shard.piece.stop
-            found = self._states.optimizer_state(shard, key, start, stop)
-            with ExitStack() as stack:
-                numbers = stack.enter_context(found()) if callable(found) else found
-                yield _StatePiece(start, stop, numbers.detach().float().clone())
+    def _masters(self) -> list[RestingPiece]:
+        resting = self._states.resting_pieces()
+        return [piece for piece in resting if piece.parameter is self._param]
 
     def _check_key(self, optimizer: torch.optim.Optimizer, key: str) -> None:
         """Raise StateError on every rank where one rank's state lacks `key`."""
@@ -183,26 +155,29 @@ class ParameterStates:
                     f" {', '.join(map(repr, held)) or 'none before its first step'}"
                 )
 
-    def _read(self, pieces: Iterable[_StatePiece], local: bool) -> torch.Tensor | None:
-        return _joined(pieces) if local else self._whole(list(pieces))
+    def _read(self, pieces: Sequence[RestingPiece], local: bool) -> torch.Tensor | None:
+        numbers = [_copied(piece) for piece in pieces]
+        return _joined(numbers) if local else self._whole(pieces, numbers)
 
-    def _whole(self, pieces: list[_StatePiece]) -> torch.Tensor | None:
+    def _whole(
+        self, pieces: Sequence[RestingPiece], numbers: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
         """Return the whole tensor that the ranks' `pieces` are; None where no rank has any."""
         ranges = [(piece.start, piece.stop) for piece in pieces]
         everyone = self._states.peers.share(ranges, _CALL)
         if not any(everyone):
             return None
-        param, here = self._param, local_of(self._param)
-        flat = torch.zeros(here.numel(), dtype=torch.float32, device=param.device)
-        for piece in pieces:
-            flat[piece.start : piece.stop] = piece.numbers
+        param, local = self._param, local_of(self._param)
+        flat = torch.zeros(local.numel(), dtype=torch.float32, device=param.device)
+        for piece, here in zip(pieces, numbers, strict=True):
+            flat[piece.start : piece.stop] = here
         known: list[list[int]] = []
         for rank, ranges in enumerate(everyone):
             for span in ranges:
                 if span not in known:  # else a lower rank has sent it
                     known.append(span)
                     self._states.transport.broadcast(flat[slice(*span)], rank)
-        return whole_of(param, flat.as_strided(here.shape, self._stride()))
+        return whole_of(param, flat.as_strided(local.shape, self._stride()))
 
     # ------------------------------------------------------------------ values to set
 
@@ -243,6 +218,11 @@ class _StateCut:
         return taken
 
 
-def _joined(pieces: Iterable[_StatePiece]) -> torch.Tensor:
-    parts = [piece.numbers.reshape(-1) for piece in pieces]
+def _copied(piece: RestingPiece) -> torch.Tensor:
+    with piece.borrowed() as numbers:
+        return numbers.detach().float().clone()
+
+
+def _joined(numbers: Iterable[torch.Tensor]) -> torch.Tensor:
+    parts = [part.reshape(-1) for part in numbers]
     return torch.cat(parts) if parts else torch.empty(0)

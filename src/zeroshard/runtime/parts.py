@@ -9,6 +9,7 @@ import torch
 
 from zeroshard.core.digest import Digest
 from zeroshard.core.schedule import Rules, Schedule, is_ordered
+from zeroshard.errors import StateError
 from zeroshard.memory.heap import Trimmer
 from zeroshard.optim.runner import StepOptions
 from zeroshard.optim.sharded import ShardedOptimizer
@@ -19,6 +20,7 @@ from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.unit import Unit
+from zeroshard.runtime.watch import Watch
 from zeroshard.runtime.weights import Weights
 
 __all__ = ["Parts", "input_dtype", "make_weights_and_gradients", "step_settings"]
@@ -31,6 +33,7 @@ class Parts:
     context: Context
     loop: Loop
     finalizer: Finalizer
+    watch: Watch
     sharded: ShardedOptimizer | None
 
     @property
@@ -42,6 +45,31 @@ class Parts:
     def backward(self) -> Backward:
         """Their gradients."""
         return self.loop.backward
+
+    def check_at_rest(self, call: str) -> None:
+        """Raise StateError, naming the `call`, where something is under way that goes on with
+        the layout as it is, or where the model is not the one that was sharded.
+        """
+        self.loop.check_states()
+        if (unsaved := self.context.faults.unsaved) is not None:
+            raise StateError(f"{call}: what rests here is not whole: {unsaved}")
+        if self.sharded is not None:
+            self.sharded.check_finished()
+        if self.context.streams.probe.recording is not None:
+            raise StateError(f"{call} inside engine.trace(): leave that first")
+        if not self.backward.runs_plainly:
+            raise StateError(
+                f"{call} inside no_sync(), join() or a schedule that the engine follows: call it"
+                " outside"
+            )
+        self.watch.check()
+        self.watch.check_frozen()
+        for leaf in self.backward.leaves:
+            if not leaf.parameter.requires_grad:
+                raise StateError(
+                    f"parameter {leaf.name!r} was trained when the model was sharded and is frozen"
+                    f" now: set requires_grad=True before {call}"
+                )
 
 
 def make_weights_and_gradients(

@@ -7,8 +7,8 @@ checkpoints gets several gradients in one backward, and only the last one comple
 of a module inside ``CheckpointFunction.forward`` counts one up, each forward with gradients inside
 a backward one down.
 
-The counts are in unit.py. Cost: nothing where gradients are on. What it does not do: know the
-reentrant checkpoints of other libraries; a gradient that comes late for that reason is reduced
+The counts are in core/residency.py. Cost: nothing where gradients are on. What it does not do: know
+the reentrant checkpoints of other libraries; a gradient that comes late for that reason is reduced
 before the step (backward.py).
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from zeroshard.core.residency import Use
 from zeroshard.runtime.unit import Unit
 
 __all__ = [
@@ -43,13 +44,13 @@ def count_recomputations(
     gradient before the one that the checkpoint runs inside it.
     """
     if ends_one:
-        if any(unit.forwards.to_recompute for unit in units) and is_recomputed():
+        if any(unit.residency.has(Use.REPEATED) for unit in units) and is_recomputed():
             enter()
             for unit in units:
-                unit.forwards.recompute()
+                unit.residency.release(Use.REPEATED)
     elif is_checkpointed():
         for unit in units:
-            unit.forwards.expect_recomputation()
+            unit.residency.acquire(Use.REPEATED)
 
 
 def is_checkpointed() -> bool:

@@ -40,29 +40,23 @@ class Recovery:
     """What one engine does after a step that ended by an exception."""
 
     def __init__(self, weights: Weights, rest: Rest, digest: Digest, context: Context) -> None:
-        # between the optimizer's hooks: masters may be written and are not published
-        self._in_step = False
         self._weights = weights
         self._rest = rest
         self._faults = context.faults
         self._digest = digest
         self._transport = context.transport
         self._everyone = context.everyone
-
-    def begin_step(self) -> None:
-        """Masters may be written from here on, and are not published yet."""
-        self._in_step = True
-
-    def end_step(self) -> None:
-        """What the step wrote is published."""
-        self._in_step = False
+        # whether several ranks step the same masters
+        self._has_copies = context.transport.size > 1 and any(
+            unit.cells.optim.scope is not Scope.SHARD for unit in weights.units
+        )
 
     def meet(self, optimizer: ShardedOptimizer | None, call: str) -> bool:
         """Bring the ranks to the same step and the weights to the masters; return whether a step
         was cut off on any rank. Collective.
         """
         taken = 0 if optimizer is None else optimizer.taken
-        cut_off, self._in_step = self._in_step, False
+        cut_off = optimizer is not None and optimizer.is_cut_off
         answers = self._everyone.share([self._digest.step, taken, cut_off], call)
         steps, finished, cuts = zip(*answers, strict=True)
         self._digest.advance(max(steps))
@@ -90,11 +84,7 @@ class Recovery:
                 " zs.load() goes back to a whole step",
                 ranks,
             )
-        if (
-            self._transport.size == 1
-            or not self._weights.units
-            or self._weights.units[0].cells.optim.scope is Scope.SHARD
-        ):
+        if not self._has_copies:
             return
         try:
             compare_replicas(self._weights, optimizer, self._transport)

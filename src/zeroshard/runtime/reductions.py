@@ -13,9 +13,9 @@ from zeroshard.comm.levels import Transports
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
 from zeroshard.core.schedule import MAX_FLUSHING, Command, Op, Reduces
+from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.grad import Gradient
-from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit
 
@@ -38,51 +38,53 @@ class Reductions:
         self._streams = streams
         self._digest = digest
         self._transports = transports
-        self._paths = {
-            (unit.index, number): path for unit in units for number, path in enumerate(unit.paths)
+        self._buckets = {
+            (unit.index, number): bucket
+            for unit in units
+            for number, bucket in enumerate(unit.buckets)
         }
-        self._flushing: list[GradientPath] = []  # whose sums go to another tier, oldest first
+        self._flushing: list[Bucket] = []  # whose sums go to another tier, oldest first
 
     def start(self, unit: Unit, *, sync: bool, with_earlier: bool) -> bool:
-        """Start the reduces of `unit`; see GradientPath.reduce. Return whether there was any:
+        """Start the reduces of `unit`; see Bucket.reduce. Return whether there was any:
         where not `sync`, some rows add micro-batches first.
         """
         any_started = False
-        for number, path in enumerate(unit.paths):
-            if not sync and path.sums_micro_batches:
+        for number, bucket in enumerate(unit.buckets):
+            if not sync and bucket.sums_micro_batches:
                 continue
             any_started = True
             self._digest.enter("reduce", unit.name)
             self._digest.fold(
                 "reduce",
                 unit.name,
-                dtype_name(path.precision.wire),
-                path.whole_numel,
+                dtype_name(bucket.precision.wire),
+                bucket.whole_numel,
                 ordered=False,
             )
             key = (unit.index, number)
             for command in self._reduces.before(key):
                 self.finish(command)
             flight: Flight | None
-            if path.partial.of_nodes and not sync:
-                flight = path.reduce_inside(make_room=self.make_room)
+            if bucket.sums_nodes and not sync:
+                flight = bucket.reduce_inside(make_room=self.make_room)
             else:
-                flight = path.reduce(make_room=self.make_room, with_earlier=with_earlier)
+                flight = bucket.reduce(make_room=self.make_room, with_earlier=with_earlier)
             if flight is None:
                 self._reduces.over(key)
             else:
                 flight.go(fork=True)
-                self._reduces.start(key, leaves=path.summed.leaves)
-            if path.summed.tiered:
-                self._flushing.append(path)
+                self._reduces.start(key, leaves=bucket.accumulator.leaves)
+            if bucket.accumulator.tiered:
+                self._flushing.append(bucket)
         return any_started
 
     def finish(self, command: Command) -> None:
         """Execute WAIT_REDUCE or POLL_REDUCE."""
         key = (command.unit, command.segment)
-        path = self._paths[key]
-        path.wait(block=command.op is Op.WAIT_REDUCE)
-        if not path.in_flight:
+        bucket = self._buckets[key]
+        bucket.wait(block=command.op is Op.WAIT_REDUCE)
+        if not bucket.in_flight:
             self._reduces.over(key)
 
     def advance(self) -> None:
@@ -100,11 +102,11 @@ class Reductions:
         is there. A matter of this rank alone.
         """
         self._flushing = [
-            path for path in self._flushing if path.in_flight or path.summed.is_flushing
+            one for one in self._flushing if one.in_flight or one.accumulator.is_flushing
         ]
-        landing = [path for path in self._flushing if not path.in_flight]
-        for path in landing[:-MAX_FLUSHING]:
-            path.summed.flush()
+        landing = [bucket for bucket in self._flushing if not bucket.in_flight]
+        for bucket in landing[:-MAX_FLUSHING]:
+            bucket.accumulator.flush()
 
     def make_room(self, num_bytes: int) -> None:
         """Wait for reduces under way until `num_bytes` fit the budget."""
@@ -118,8 +120,8 @@ class Reductions:
 
     def flush(self) -> None:
         """Return when no sum is on its way to another tier."""
-        for path in self._flushing:
-            path.summed.flush()
+        for bucket in self._flushing:
+            bucket.accumulator.flush()
 
     def gather_averages(self, sums: Sequence[Gradient]) -> None:
         """Bring whole averages together where every rank steps everything: all at once, one fork

@@ -21,15 +21,14 @@ state of one segment, whole where it is wanted whole, and for this rank's share 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from zeroshard.comm.hand_over import HandOver
 from zeroshard.core.layout import Range
-from zeroshard.core.overlaps import overlap
 from zeroshard.core.placement import Cells
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.memory import placeholder_value
@@ -37,17 +36,17 @@ from zeroshard.optim.copies import state_after_trial
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard, Tile
 from zeroshard.runtime.build import PlannedUnits
-from zeroshard.runtime.context import Context, SegmentPlan
+from zeroshard.runtime.context import SegmentPlan
 from zeroshard.runtime.offload_states import bring_to_rest
 from zeroshard.runtime.parts import Parts
 from zeroshard.runtime.released import restore_classes
 from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.segment_states import VALUE, SegmentStates
 from zeroshard.runtime.tile_cuts import cut_tiles
 from zeroshard.state.local import leave_hollow
 
-__all__ = ["Arrival", "Departure", "Facts", "StateTransfer", "let_go", "wanted"]
+__all__ = ["Departure", "Facts", "Move", "let_go", "wanted"]
 
-VALUE, STATE, AVERAGE = "value", "state ", "average "
 _NOTHING = (0, 0)
 
 
@@ -59,15 +58,10 @@ class Facts:
     held: dict[str, Range] = field(default_factory=dict)
     # by segment: the elements that rest here in the new layout, of values and of other states
     wanted: dict[str, tuple[Range, Range]] = field(default_factory=dict)
-    # by segment: its states, and the dtype of each
-    states: dict[str, dict[str, str]] = field(default_factory=dict)
-    # by parameter: the names of the optimizer's states of its size, and those of one number
-    moments: dict[str, list[str]] = field(default_factory=dict)
+    # by segment: its states, the dtype of each, and the parameters that have one of the optimizer's
+    states: dict[str, dict[str, tuple[str, list[str]]]] = field(default_factory=dict)
+    # by parameter: the optimizer's states of one number
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        return asdict(self)
 
 
 def wanted(planned: PlannedUnits, *, trains: bool) -> dict[str, tuple[Range, Range]]:
@@ -93,54 +87,33 @@ class Departure:
         self.error: StorageError | None = None  # the first read that has failed
         self._parts = parts
         self._averages = averages
-        self._segments = {s.key: s for unit in parts.weights.units for s in unit.segments}
-        self._tiles: dict[str, list[Tile]] = {key: [] for key in self._segments}
-        for tile in () if parts.sharded is None else parts.sharded.tiles:
-            self._tiles[tile.segment.key].append(tile)
-        with_master = [key for key, one in self._segments.items() if one.master is not None]
-        self._numbers = {key: number for number, key in enumerate(with_master)}
+        sharded = parts.sharded
+        tiles: dict[str, list[Tile]] = {}
+        for tile in () if sharded is None else sharded.tiles:
+            tiles.setdefault(tile.segment.key, []).append(tile)
+        optimizer, number = None if sharded is None else sharded.states, 0
+        self._segments: dict[str, SegmentStates] = {}
+        for segment in (segment for unit in parts.weights.units for segment in unit.segments):
+            cut = tiles.get(segment.key, ())
+            states = SegmentStates(segment, cut, optimizer, averages, number)
+            self._segments[segment.key] = states
+            number += segment.master is not None
 
     def facts(self) -> Facts:
         """Return what rests here. Raises ConfigError for a state that cannot be cut."""
         facts = Facts()
-        for key, segment in self._segments.items():
-            facts.held[key] = segment.flat.own_span
-            states = facts.states[key] = {}
-            source = segment.flat.rest if segment.master is None else segment.master
-            states[VALUE] = _name(source.dtype)
-            for shard in self._shards(key):
-                self._add_states(shard, states, facts)
-            for number, average in enumerate(self._averages if key in self._numbers else ()):
-                states[f"{AVERAGE}{number}"] = _name(average[self._numbers[key]].dtype)
+        for key, states in self._segments.items():
+            facts.held[key] = states.segment.flat.own_span
+            facts.states[key] = {
+                name: (_name(dtype), sorted(parameters))
+                for name, (dtype, parameters) in states.found().items()
+            }
+            for parameter, numbers in states.numbers().items():
+                facts.numbers[parameter] = {
+                    name: _number(value, f"optimizer state {name!r} of {parameter!r}")
+                    for name, value in numbers.items()
+                }
         return facts
-
-    def _add_states(self, shard: ParamShard, states: dict[str, str], facts: Facts) -> None:
-        assert self._parts.sharded is not None
-        moments = facts.moments.setdefault(shard.name, [])
-        numbers = facts.numbers.setdefault(shard.name, {})
-        for key, value in self._parts.sharded.states.of(shard).items():
-            where = f"optimizer state {key!r} of {shard.name!r}"
-            if isinstance(value, torch.Tensor) and value.dim():
-                if value.shape != shard.tensor.shape:
-                    raise ConfigError(
-                        f"{where} has shape {list(value.shape)}, not that of the parameter: it"
-                        " cannot be cut anew"
-                    )
-                states[f"{STATE}{key}"] = _name(value.dtype)
-                if key not in moments:
-                    moments.append(key)
-            elif isinstance(value, torch.Tensor):
-                numbers[key] = [value.item(), _name(value.dtype), value.device.type]
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                numbers[key] = [value]
-            else:
-                raise ConfigError(
-                    f"{where} is a {type(value).__name__}, neither a tensor nor a number: it cannot"
-                    " be given to other ranks"
-                )
-
-    def _shards(self, key: str) -> Iterator[ParamShard]:
-        return (shard for tile in self._tiles[key] for shard in tile.shards)
 
     def begin(self) -> None:
         """Bring everything to rest, and wait until no rank reads another's memory. Collective over
@@ -153,62 +126,19 @@ class Departure:
         parts.context.transports.begin_write()
         parts.context.memory.release_idle()
 
-    def read(self, key: str, state: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's own share of a state of a segment, on the host."""
-        segment = self._segments[key]
-        start, stop = segment.flat.own_span
+    def take(self, key: str, state: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return this rank's own share of a state of a segment, on the host, and give the memory
+        back in which the state rested.
+        """
+        states = self._segments[key]
+        start, stop = own = states.segment.flat.own_span
         try:
-            if state == VALUE:
-                return self._read_values(segment)
-            if state.startswith(AVERAGE):
-                average = self._averages[int(state.removeprefix(AVERAGE))][self._numbers[key]]
-                base = segment.flat.stepped[0]
-                return average[start - base : stop - base].cpu()
-            out = torch.zeros(stop - start, dtype=dtype)
-            self._read_moments(segment, state.removeprefix(STATE), out)
-            return out
+            out = states.read(state, own, dtype)
         except StorageError as error:
             self.error = self.error or error
-            return torch.full((stop - start,), placeholder_value(dtype), dtype=dtype)
-
-    def _read_values(self, segment: Segment) -> torch.Tensor:
-        flat, (start, stop) = segment.flat, segment.flat.own_span
-        source, base = (
-            (flat.rest, flat.rest_span[0])
-            if segment.master is None
-            else (segment.master, flat.stepped[0])
-        )
-        out = torch.empty(stop - start, dtype=source.dtype)
-        if start < stop:
-            with source.borrowed(start - base, stop - base, write=False) as numbers:
-                out.copy_(numbers)
+            out = torch.full((stop - start,), placeholder_value(dtype), dtype=dtype)
+        states.drop(state)
         return out
-
-    def _read_moments(self, segment: Segment, key: str, out: torch.Tensor) -> None:
-        assert self._parts.sharded is not None
-        states, own, base = self._parts.sharded.states, segment.flat.own_span, segment.flat.stepped
-        for shard in self._shards(segment.key):
-            common = overlap(own, (base[0] + shard.start, base[0] + shard.stop))
-            if common is None or key not in states.of(shard):
-                continue
-            first = shard.piece.start - shard.start - base[0]  # from the buffer to the parameter
-            target = out[common[0] - own[0] : common[1] - own[0]]
-            numbers = states.numbers(shard, key, common[0] + first, common[1] + first)
-            if isinstance(numbers, torch.Tensor):
-                target.copy_(numbers)
-                continue
-            with numbers() as lent:
-                target.copy_(lent)
-
-    def drop(self, key: str, state: str) -> None:
-        """Give the memory of a state of a segment back: every rank has what it wants of it."""
-        if state == VALUE:
-            for shard in self._shards(key):
-                shard.leave_memory()
-            self._segments[key].close()
-        elif state.startswith(STATE) and self._parts.sharded is not None:
-            tiles = self._tiles[key]
-            self._parts.sharded.states.drop(tiles, state.removeprefix(STATE))
 
     def end(self, *, stays: bool) -> None:
         """Everything has left: close what it rested in. A rank that does not stay keeps nothing."""
@@ -220,12 +150,6 @@ class Departure:
                 parts.sharded.leave()
         parts.context.close()
         parts.context.memory.release_idle()
-
-    def forget(self, key: str) -> None:
-        """The optimizer knows the old shards of a segment no longer."""
-        if self._parts.sharded is not None:
-            for shard in self._shards(key):
-                self._parts.sharded.optimizer.state.pop(shard.tensor, None)
 
 
 def let_go(parts: Parts) -> None:
@@ -240,78 +164,68 @@ def let_go(parts: Parts) -> None:
             leave_hollow(parameter, stride, dtype)
 
 
-class StateTransfer:
-    """The states of all segments on their way, in one order on every rank."""
+class Move:
+    """The states of all segments on their way, in one order on every rank. On those of the new
+    layout it is the Source (build.py) of that.
+    """
 
     def __init__(
-        self, hand_over: HandOver, told: Sequence[Facts], departure: Departure | None
+        self,
+        hand_over: HandOver,
+        told: Sequence[Facts],
+        departure: Departure | None,
+        sharded: ShardedOptimizer | None,
+        averages: Sequence[list[torch.Tensor]],
     ) -> None:
-        """`told` by rank; `departure`: of a rank of the old layout."""
+        """`told` by rank; `departure`: of a rank of the old layout, `sharded`: the tie to the
+        optimizer, if there is one; `averages`: see Departure.
+        """
+        self.cut: list[list[Tile]] = []  # by trained segment
         self._hand_over = hand_over
         self._told = told
         self._departure = departure
-        self._states: dict[str, dict[str, torch.dtype]] = {}
-        self.moments: dict[str, list[str]] = {}  # by parameter: the optimizer's states of its size
-        self.numbers: dict[str, dict[str, Any]] = {}  # and those of one number
+        self._sharded = sharded
+        self._averages = averages
+        self._trials: dict[int, dict[str, Any]] = {}  # by param group
+        # as in Facts, of all ranks together
+        self._states: dict[str, dict[str, tuple[torch.dtype, set[str]]]] = {}
+        self._numbers: dict[str, dict[str, Any]] = {}
         for facts in told:
             for key, states in facts.states.items():
                 known = self._states.setdefault(key, {})
-                known.update({name: getattr(torch, dtype) for name, dtype in states.items()})
-            for name in facts.moments:
-                if not self.moments.get(name):
-                    self.moments[name] = facts.moments[name]
-                if not self.numbers.get(name):
-                    self.numbers[name] = facts.numbers[name]
+                for state, (dtype, parameters) in states.items():
+                    known.setdefault(state, (getattr(torch, dtype), set()))[1].update(parameters)
+            for name, numbers in facts.numbers.items():
+                if not self._numbers.get(name):
+                    self._numbers[name] = numbers
 
-    def states(self, key: str) -> list[str]:
-        """Return the states of a segment beside its values, in the order in which they travel."""
-        return sorted(state for state in self._states[key] if state != VALUE)
-
-    def bring(self, key: str, state: str, numel: int) -> torch.Tensor:
+    def _bring(self, key: str, state: str, numel: int) -> torch.Tensor:
         """Move a state of a segment; return its buffer [numel] on the host with everything that
         this rank wants of it, zero elsewhere. Collective.
         """
-        dtype = self._states[key][state]
+        dtype, _ = self._states[key][state]
         held = [facts.held.get(key, _NOTHING) for facts in self._told]
         spans = [facts.wanted.get(key, (_NOTHING, _NOTHING)) for facts in self._told]
         wanted = [span[state != VALUE] for span in spans]
         mine = torch.empty(0, dtype=dtype)
         if self._departure is not None:
-            mine = self._departure.read(key, state, dtype)
-            self._departure.drop(key, state)
+            mine = self._departure.take(key, state, dtype)
         out = torch.zeros(numel, dtype=dtype)
         self._hand_over.move(held, wanted, mine, out)
         return out
 
+    def _beside_values(self, key: str) -> list[str]:
+        """Return the other states of a segment, in the order in which they travel."""
+        return sorted(state for state in self._states[key] if state != VALUE)
+
     def give_all(self) -> None:
         """Move everything without a part in the new layout. Collective."""
         for key in self._states:
-            for state in (VALUE, *self.states(key)):
-                self.bring(key, state, 0)
-
-
-class Arrival:
-    """The Source (build.py) of a new layout: numbers of an old one."""
-
-    def __init__(
-        self,
-        transfer: StateTransfer,
-        context: Context,
-        departure: Departure | None,
-        sharded: ShardedOptimizer | None,
-        averages: Sequence[list[torch.Tensor]],
-    ) -> None:
-        """`sharded`: the tie to the optimizer, if there is one; `averages`: see Departure."""
-        self.cut: list[list[Tile]] = []  # by trained segment
-        self._transfer = transfer
-        self._context = context
-        self._departure = departure
-        self._sharded = sharded
-        self._averages = averages
-        self._trials: dict[int, dict[str, Any]] = {}  # by param group
+            for state in (VALUE, *self._beside_values(key)):
+                self._bring(key, state, 0)
 
     def values(self, plan: SegmentPlan) -> Sequence[torch.Tensor]:
-        out = self._transfer.bring(plan.key, VALUE, plan.layout.numel)
+        out = self._bring(plan.key, VALUE, plan.layout.numel)
         return [
             out.as_strided(slot.shape, stride, slot.offset)
             for slot, stride in zip(plan.layout.slots, plan.strides, strict=True)
@@ -319,30 +233,23 @@ class Arrival:
 
     def built(self, segment: Segment, cells: Cells) -> None:
         tiles: list[Tile] = []
+        context, flat = segment.flat.context, segment.flat
         if segment.master is not None and self._sharded is not None:
-            tiles = cut_tiles(segment, cells, self._context)
+            tiles = cut_tiles(segment, cells, context)
             self.cut.append(tiles)
             self._set_numbers(tiles)
-        for state in self._transfer.states(segment.key):
-            out = self._transfer.bring(segment.key, state, segment.flat.layout.numel)
-            if state.startswith(AVERAGE):
-                self._set_average(segment, int(state.removeprefix(AVERAGE)), out)
-            else:
-                self._set_moments(segment, tiles, state.removeprefix(STATE), out)
-        if self._departure is not None:
-            self._departure.forget(segment.key)
-
-    def _set_average(self, segment: Segment, number: int, whole: torch.Tensor) -> None:
-        assert segment.master is not None
-        average, index = self._averages[number], len(self.cut) - 1
-        here = whole[slice(*segment.flat.stepped)].to(segment.flat.full.device, copy=True)
-        average[index:] = [here, *average[index + 1 :]]
+        optimizer = None if self._sharded is None else self._sharded.states
+        here = SegmentStates(segment, tiles, optimizer, self._averages, len(self.cut) - 1)
+        for state in self._beside_values(segment.key):
+            numbers = self._bring(segment.key, state, flat.layout.numel)[slice(*flat.stepped)]
+            with context.faults.noted(lost=True):
+                here.write(state, numbers, self._states[segment.key][state][1])
 
     def _set_numbers(self, tiles: Sequence[Tile]) -> None:
         assert self._sharded is not None
         optimizer = self._sharded.optimizer
         for shard in (shard for tile in tiles for shard in tile.shards):
-            found = self._transfer.numbers.get(shard.name)
+            found = self._numbers.get(shard.name)
             if found:
                 optimizer.state[shard.tensor] = {
                     key: self._placed(shard, key, *number) for key, number in found.items()
@@ -368,31 +275,32 @@ class Arrival:
     def _trial(self, shard: ParamShard) -> dict[str, Any]:
         """Return the state that the optimizer keeps of a tensor like a shard."""
         assert self._sharded is not None
-        groups = self._sharded.parameters
-        index = next(
-            index
-            for index, members in enumerate(groups)
-            if any(parameter is shard.parameter for parameter in members)
-        )
+        groups = enumerate(self._sharded.parameters)
+        index = next(i for i, group in groups if any(one is shard.parameter for one in group))
         if index not in self._trials:
             optimizer, tensor = self._sharded.optimizer, shard.tensor
             group = {k: v for k, v in optimizer.param_groups[index].items() if k != "params"}
             self._trials[index] = state_after_trial(optimizer, group, tensor.dtype, tensor.device)
         return self._trials[index]
 
-    def _set_moments(
-        self, segment: Segment, tiles: Sequence[Tile], key: str, whole: torch.Tensor
-    ) -> None:
-        assert self._sharded is not None
-        base = segment.flat.stepped[0]
-        for tile in tiles:
-            with_state = [
-                one for one in tile.shards if key in self._transfer.moments.get(one.name, ())
-            ]
-            if with_state:
-                numbers = whole[base + tile.start : base + tile.stop]
-                with self._context.faults.noted(lost=True):
-                    self._sharded.states.put(tile, key, numbers, with_state)
+
+def _number(value: object, what: str) -> list[Any]:
+    """Return a number of the optimizer's as JSON. Raises ConfigError, saying `what` it is, for
+    another object.
+    """
+    if isinstance(value, torch.Tensor) and value.dim():
+        raise ConfigError(
+            f"{what} has shape {list(value.shape)}, not that of the parameter: it cannot be cut"
+            " anew"
+        )
+    if isinstance(value, torch.Tensor):
+        return [value.item(), _name(value.dtype), value.device.type]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return [value]
+    raise ConfigError(
+        f"{what} is a {type(value).__name__}, neither a tensor nor a number: it cannot be given to"
+        " other ranks"
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -17,17 +17,20 @@ and state on the wire, every `verify_every` steps; of sharded state, too, where 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from zeroshard.comm.ranks import Groups
 from zeroshard.comm.transport import Transport
-from zeroshard.core.placement import Scope
+from zeroshard.core.digest import holders
+from zeroshard.core.placement import Cell, Scope
 from zeroshard.core.tensor_digest import digest_of, placed_sum
 from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
+from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.context import Context
+from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 
@@ -43,24 +46,50 @@ _REMEDY = (
 def compare_replicas(
     weights: Weights, optimizer: ShardedOptimizer | None, transport: Transport
 ) -> None:
-    """Raise PlanMismatch, on every rank, naming the first unit whose replicated weights or
-    optimizer state differ; collective.
+    """Raise PlanMismatch, on every rank, naming the first unit whose weights or optimizer state
+    differ between ranks that hold the same; collective.
     """
-    named: dict[str, str] = {}
-    within: dict[str, Groups] = {}  # of parameters that only some ranks have
     weights.finish_published()
-    units = weights.units
-    for unit in units:
-        groups = unit.segments[0].flat.context.holders.groups
-        if not unit.cells.weight.is_sharded:
-            name = f"weights of unit {unit.name}"
-            named[name] = digest_of(*(segment.flat.full for segment in unit.segments))
-            within[name] = groups
-        within |= {_state_of(name): groups for one in unit.segments for name in one.names}
-    if optimizer is not None and units and not units[0].cells.optim.is_sharded:
-        named |= _state_digests(optimizer)
-    _compare_columns(units, optimizer, transport)
-    transport.control.agree(named, _CALL, remedy=_REMEDY, within=within)
+    copies: dict[str, Groups] = {}  # the same on every rank
+    named: dict[str, str] = {}
+    for unit in weights.units:
+        resting: list[torch.Tensor] = []
+        for segment in unit.segments:
+            flat = segment.flat
+            copies[_weights_of(unit)] = _copies(flat, unit.cells.weight)
+            states = _copies(flat, unit.cells.optim)
+            copies |= dict.fromkeys(map(_state_of, segment.names), states)
+            flat.wait_published()
+            # on the device on all ranks that hold the same, and maybe on no other
+            resting += [flat.rest.whole] if flat.rest.on_device else []
+        if copies[_weights_of(unit)] and resting:
+            named[_weights_of(unit)] = digest_of(*resting)
+    for shard, tensors in _stepped(optimizer):
+        if copies[_state_of(shard.name)]:
+            named[_state_of(shard.name)] = digest_of(shard.tensor, *tensors)
+    answers = transport.control.share(named, _CALL)
+    for name, group in ((name, group) for name, groups in copies.items() for group in groups):
+        entries = [f"{name} = {answers[rank].get(name)}" for rank in group]
+        others = [rank for rank, entry in zip(group, entries, strict=True) if entry != entries[0]]
+        if others:
+            raise PlanMismatch(
+                f"the ranks disagree, first about {name!r}: {holders(entries, group)}. They differ"
+                f" between rank {group[0]} and rank(s) {others}, which hold the same. {_REMEDY}"
+            )
+
+
+def _copies(flat: FlatWeights, cell: Cell) -> Groups:
+    """Return the groups of ranks that hold the same of a state in `cell`: all of those that have
+    the parameters, those of one column (mics, hfsdp), or no two.
+    """
+    mesh, groups = flat.layout.mesh, flat.context.holders.groups
+    columns = [
+        tuple(group[rank] for rank in mesh.column(local))
+        for group in groups
+        for local in range(mesh.node_size)
+    ]
+    of_scope = {Scope.FULL: groups, Scope.NODE_SHARD: columns, Scope.SHARD: ()}
+    return tuple(group for group in of_scope[flat.layout.scope(cell)] if len(group) > 1)
 
 
 def verify_replicas(weights: Weights, optimizer: ShardedOptimizer | None, context: Context) -> None:
@@ -98,7 +127,7 @@ def _sums(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> dict[str
     sums: dict[str, int] = {}
     whole: set[str] = set()
     for unit in units:
-        name, total = f"weights of unit {unit.name}", 0
+        name, total = _weights_of(unit), 0
         for segment in unit.segments:
             flat = segment.flat
             parts = zip(segment.names, segment.parts, strict=True)
@@ -111,14 +140,22 @@ def _sums(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> dict[str
                     numbers = here[piece.shard_start :][: piece.numel]
                     total += placed_sum(numbers, piece.start + _seed(piece.name))
         sums[name] = total
-    for shard in () if optimizer is None else optimizer.pieces():
+    for shard, tensors in _stepped(optimizer):
         if shard.name in whole:
-            state = optimizer.optimizer.state.get(shard.tensor, {}) if optimizer else {}
-            tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            name = f"optimizer state of {shard.name}"
+            name = _state_of(shard.name)
             for tensor in (shard.tensor, *(each for each in tensors if each.dim())):
                 sums[name] = sums.get(name, 0) + placed_sum(tensor, shard.piece.start)
     return sums
+
+
+def _stepped(
+    optimizer: ShardedOptimizer | None,
+) -> Iterator[tuple[ParamShard, list[torch.Tensor]]]:
+    """Yield what this rank steps, with the tensors of its state."""
+    if optimizer is not None:
+        for shard in optimizer.pieces():
+            state = optimizer.states.of(shard).values()
+            yield shard, [value for value in state if isinstance(value, torch.Tensor)]
 
 
 def _seed(name: str) -> int:
@@ -126,53 +163,9 @@ def _seed(name: str) -> int:
     return int(digest_of(torch.tensor(list(name.encode()), dtype=torch.uint8))[:8], 16) << 24
 
 
-def _compare_columns(
-    units: Sequence[Unit], optimizer: ShardedOptimizer | None, transport: Transport
-) -> None:
-    """Compare what only the ranks of one column hold alike (mics: weights and optimizer state,
-    hfsdp: weights).
-    """
-    named: dict[str, str] = {}
-    columns: dict[str, list[tuple[int, ...]]] = {}  # of every entry
-    for unit in units:
-        for segment in unit.segments:
-            flat = segment.flat
-            if flat.scope is not Scope.NODE_SHARD:
-                continue
-            name, mesh = f"weights of unit {unit.name}", flat.layout.mesh
-            own = [
-                tuple(group[rank] for rank in mesh.column(local))
-                for group in flat.context.holders.groups
-                for local in range(mesh.node_size)
-            ]
-            columns |= dict.fromkeys((name, *map(_state_of, segment.names)), own)
-            if flat.rest.on_device:  # as on all ranks of the column, and maybe on no other
-                flat.wait_published()
-                named[name] = digest_of(flat.rest.whole)
-    if not columns:
-        return
-    if optimizer is not None and units[0].cells.optim.scope is Scope.NODE_SHARD:
-        named |= _state_digests(optimizer)
-    answers = transport.control.share(named, _CALL)
-    for name in named:
-        for column in columns[name]:
-            digest = answers[column[0]].get(name)
-            others = [rank for rank in column if answers[rank].get(name) != digest]
-            if others:
-                raise PlanMismatch(
-                    f"{name} differ between rank {column[0]} and rank(s) {others}, which hold the"
-                    f" same. {_REMEDY}"
-                )
-
-
-def _state_digests(optimizer: ShardedOptimizer) -> dict[str, str]:
-    """Return a digest of each piece here and its state, by what errors call it."""
-    named = {}
-    for piece in optimizer.pieces():
-        state = optimizer.optimizer.state.get(piece.tensor, {})
-        tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-        named[_state_of(piece.name)] = digest_of(piece.tensor, *tensors)
-    return named
+def _weights_of(unit: Unit) -> str:
+    """Return what errors call the weights of a unit."""
+    return f"weights of unit {unit.name}"
 
 
 def _state_of(parameter: str) -> str:

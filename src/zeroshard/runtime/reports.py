@@ -165,7 +165,7 @@ def _resting(units: Sequence[Unit], optimizer: dict[Tier, int]) -> dict[str, dic
                 add("master", {Tier.DEVICE: -segment.aliased * master.dtype.itemsize})
             if segment.grad is not None:
                 add("grad", segment.grad.bytes_by_tier())
-                add("residual", {Tier.DEVICE: segment.grad.bucket.residual_bytes})
+                add("residual", {Tier.DEVICE: segment.grad.residual_bytes})
     add("optimizer", optimizer)
     return {
         state: {tier: num_bytes for tier, num_bytes in by_tier.items() if num_bytes}

@@ -12,28 +12,37 @@ a step's publish.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from zeroshard.comm.levels import Transports
+from zeroshard.core.layout import Range
 from zeroshard.core.residency import UnitState
-from zeroshard.core.work import wait_on_host
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.faults import Faults
+from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.state import State
 
-__all__ = ["Rest", "RestingPiece"]
+__all__ = ["Rest", "RestingPiece", "values_of"]
+
+
+def values_of(segment: Segment) -> tuple[State, Range]:
+    """Return what holds the values of a segment, its master or else its weights at rest, and which
+    elements of the flat buffer these are.
+    """
+    flat = segment.flat
+    return (flat.rest, flat.rest_span) if segment.master is None else (segment.master, flat.stepped)
 
 
 @dataclass(frozen=True)
 class RestingPiece:
     """Elements ``start`` to ``stop`` of one parameter, in the order in which its memory holds
-    them, at rest on this rank, on whatever tier.
+    them, at rest on this rank, on whatever tier: of its value, or of another state.
     """
 
     name: str
@@ -43,13 +52,26 @@ class RestingPiece:
     stop: int
     state: State
     place: slice  # in the state
-    # which of `Rest.masters()` it lies in, and where; None for a frozen parameter's weight
-    master: tuple[int, slice] | None
+    # of a value: which of `Rest.masters()` it lies in; None for a frozen parameter's
+    master: int | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
         """The numbers [stop - start] of a state that lies on the device."""
         return self.state.whole[self.place]
+
+    def part(self, start: int, stop: int) -> RestingPiece:
+        """Return elements [start, stop) of the parameter, which it has."""
+        first = self.place.start - self.start
+        return replace(self, start=start, stop=stop, place=slice(first + start, first + stop))
+
+    def average(self, averages: Sequence[torch.Tensor]) -> RestingPiece | None:
+        """Return the same elements in `averages`, which are tensors like `Rest.masters()`; None
+        for a frozen parameter's.
+        """
+        if self.master is None:
+            return None
+        return replace(self, state=State.of(averages[self.master]))
 
     def borrowed(self, *, write: bool = False) -> AbstractContextManager[torch.Tensor]:
         """Lend the numbers [stop - start]; written only inside ``Engine.states.rewriting()``."""
@@ -59,12 +81,7 @@ class RestingPiece:
         """Write `numbers` [stop - start], of any dtype, here; only inside
         ``Engine.states.rewriting()``. What was there is not read.
         """
-        if self.state.on_device:
-            self.tensor.copy_(numbers)
-            return
-        source = numbers.to(self.state.dtype)
-        for work in self.state.write(self.place.start, self.place.stop, source):
-            wait_on_host(work)
+        self.state.put(self.place.start, self.place.stop, numbers)
 
 
 class Rest:
@@ -74,6 +91,12 @@ class Rest:
         self._weights = weights
         self._faults = faults
         self._transports = transports
+        # whether weights are waited for here, by unit: a peer may wait for them before this rank
+        # comes to the unit, or the weights are in use as they are
+        self._waits = [
+            transports.main.flat.size > 1 or not unit.cells.optim.is_sharded
+            for unit in weights.units
+        ]
 
     def before_writing(self) -> None:
         """Finish the gathers under way and wait until every rank is done reading the weights."""
@@ -90,12 +113,10 @@ class Rest:
         A step has brought what rests on another tier by itself: `everything` False.
         """
         with torch.no_grad():
-            for unit in self._weights.units:
+            for unit, waits in zip(self._weights.units, self._waits, strict=True):
                 for segment in unit.segments if frozen else unit.trainable:
                     segment.publish(everything=everything)
-                    if self._transports.main.flat.size > 1 or not unit.cells.optim.is_sharded:
-                        # a peer may wait for it before this rank comes to this unit; or the weights
-                        # are in use as they are
+                    if waits:
                         segment.wait_uploads()
         self._weights.invalidate(frozen=frozen)
 
@@ -112,7 +133,7 @@ class Rest:
         for unit in self._weights.units:
             for segment in unit.trainable:
                 if segment.grad is not None:
-                    segment.grad.bucket.reset_residual()  # of gradients of other weights
+                    segment.grad.reset_residual()  # of gradients of other weights
         self.publish(frozen=True)
         if any(segment.keeps_writes for unit in self._weights.units for segment in unit.segments):
             self.before_writing()  # before anybody writes to these, everybody has read them
@@ -179,29 +200,23 @@ class Rest:
         number = -1
         for unit in self._weights.units:
             for segment in unit.segments:
-                layout, has_master = segment.flat.layout, segment.master is not None
+                flat, has_master = segment.flat, segment.master is not None
                 number += has_master
-                flat = segment.flat
-                target, held = (
-                    (flat.rest, flat.rest_span)
-                    if segment.master is None
-                    else (segment.master, flat.stepped)
-                )
+                target, held = values_of(segment)
                 # the rest comes from them
-                by_peers = segment.master is None and not (
+                by_peers = not has_master and not (
                     flat.replicated and flat.stepped == flat.rest_span
                 )
                 mine = flat.own_span if share or by_peers else held
                 base = mine[0] - held[0]
-                for piece in layout.pieces_in(mine):
-                    span = slice(base + piece.shard_start, base + piece.shard_stop)
+                for piece in flat.layout.pieces_in(mine):
                     yield RestingPiece(
                         piece.name,
                         segment.parameters[piece.index],
-                        segment.flat.strides[piece.index],
+                        flat.strides[piece.index],
                         piece.start,
                         piece.stop,
                         target,
-                        span,
-                        (number, span) if has_master else None,
+                        slice(base + piece.shard_start, base + piece.shard_stop),
+                        number if has_master else None,
                     )

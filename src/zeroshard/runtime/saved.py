@@ -60,7 +60,7 @@ class SavedTensors:
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Unit | None, str]:
         """Note of which unit a tensor is that autograd saves, and of which parameter."""
         for unit in self._weights.units:
-            if unit.residency.state is UnitState.FULL and unit.cells.weight.is_sharded:
+            if unit.residency.state is UnitState.FULL:
                 name = unit.parameter_at(local_of(tensor).data_ptr())
                 if name is not None:
                     return tensor, unit, name

@@ -19,9 +19,9 @@ from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StorageError
 from zeroshard.memory import cast_for, mark
+from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.context import SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
-from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.parameters import Parameters
 from zeroshard.state.full import flatten
 from zeroshard.state.state import DeviceMemory, State, move
@@ -40,7 +40,7 @@ class Segment:
         self,
         plan: SegmentPlan,
         flat: FlatWeights,
-        grad: GradientPath | None,
+        grad: Bucket | None,
         *,
         split: int,
     ) -> None:
@@ -96,7 +96,7 @@ class Segment:
         """
         self.split = split
         if with_gradient and self.grad is not None:
-            self.grad.summed.move(split)
+            self.grad.accumulator.move(split)
 
     def make_master(
         self,
@@ -168,7 +168,7 @@ class Segment:
         """
         master = self.master
         if master is not None and not self.master_is_weight:
-            in_tiles = self.grad is not None and self.grad.summed.tiered
+            in_tiles = self.grad is not None and self.grad.accumulator.tiered
             spans = [] if in_tiles and not everything else [(self.aliased, master.split)]
             if everything:
                 spans += tiles(master.split, master.numel, _TILE)
@@ -239,15 +239,12 @@ class Segment:
         """Return when the weights that a step has sent here are here."""
         if not self.uploads and self.step.is_set():  # `is_coming`, asked at every gather
             return
-        recording = self.flat.recording
-        since = None if recording is None else recording.now()
-        self.step.wait()
-        uploads, self.uploads = self.uploads, []
-        for work, _ in uploads:
-            with self._noting():
-                work.wait()
-        if recording is not None:
-            recording.waited("host", self.key, since)
+        with self.flat.probe.waiting("host", self.key):
+            self.step.wait()
+            uploads, self.uploads = self.uploads, []
+            for work, _ in uploads:
+                with self._noting():
+                    work.wait()
         self.flat.publish()
 
     def renew(self, store_of: Callable[[Tier], Store | None]) -> None:
@@ -290,7 +287,7 @@ class Segment:
         if flat.window is not None:
             flat.window.close()
         if self.grad is not None:
-            self.grad.summed.release_idle()
+            self.grad.accumulator.release_idle()
 
     def attach(self) -> None:
         """Point the parameters at the gathered buffer."""

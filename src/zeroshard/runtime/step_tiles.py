@@ -6,27 +6,23 @@
 ``fraction="auto"`` (runtime/balance.py) decides where the cut goes; `StepTiles` puts it there.
 
 Invariant: no number changes; cuts fall on multiples of the layout's align, so no later step changes
-a bit either. Cost: one segment's state is held once more while it crosses; segments on which the
-cut does not fall are not touched.
+a bit either. Cost: one state of a segment on the host, and its master once more, while they cross;
+segments on which the cut does not fall are not touched.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any
 
-import torch
-
-from zeroshard.core.overlaps import overlaps
 from zeroshard.core.placement import Tier
 from zeroshard.core.split import splits
 from zeroshard.optim.sharded import ShardedOptimizer
-from zeroshard.optim.shards import ParamShard, Taken, Tile
-from zeroshard.optim.tiles import TileStates
+from zeroshard.optim.shards import Taken, Tile
 from zeroshard.runtime.balance import Balance
 from zeroshard.runtime.build import Context, make_master
 from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.segment_states import STATE, SegmentStates
 from zeroshard.runtime.tile_cuts import cut_tiles
 from zeroshard.runtime.unit import Unit
 from zeroshard.state.state import move
@@ -89,47 +85,23 @@ class StepTiles:
         sharded: ShardedOptimizer,
         before: list[Tile],
     ) -> list[Tile]:
-        """Cut a segment's optimizer state at `split`; return its new tiles, whose state stands in
-        the optimizer as real numbers.
-        """
+        """Cut a segment's optimizer state at `split`; return its new tiles, where it rests."""
         segment.wait_uploads()
-        old = segment.master
+        states, master = SegmentStates(segment, before, sharded.states), segment.master
         segment.recut(split, with_gradient=unit.cells.grad.tier is not Tier.DEVICE)
         make_master(segment, unit.cells, self._context)
-        master = segment.master
-        assert old is not None and master is not None, segment.key
-        move(old, master)
-        if old.away is not None and old.away is not master.away:
-            old.away.close()
+        assert master is not None and segment.master is not None, segment.key
+        move(master, segment.master)
+        master.close(kept=segment.master)
         after = cut_tiles(segment, unit.cells, self._context)
-        shards = [shard for tile in before for shard in tile.shards]
-        for shard in (shard for tile in after for shard in tile.shards):
-            state = _state_of(shard, shards, sharded.states)
-            if state:
-                sharded.optimizer.state[shard.tensor] = state
-        for tile in before:
-            tile.segment.close_moments()
+        moved = SegmentStates(segment, after, sharded.states)
+        numbers = states.numbers()
+        for shard in moved.shards:
+            if numbers[shard.name]:
+                sharded.optimizer.state[shard.tensor] = copy.deepcopy(numbers[shard.name])
+        for name, (dtype, parameters) in states.found().items():
+            if name.startswith(STATE):
+                moments = states.read(name, segment.flat.stepped, dtype)
+                states.drop(name)
+                moved.write(name, moments, parameters)
         return after
-
-
-def _state_of(shard: ParamShard, before: list[ParamShard], states: TileStates) -> dict[str, Any]:
-    """Return the state of a new shard out of that of the old shards of its parameter, as real
-    numbers of its own.
-    """
-    mine = [old for old in before if old.piece.index == shard.piece.index]
-    parts = overlaps(
-        [(old.piece.start, old.piece.stop) for old in mine], [(shard.piece.start, shard.piece.stop)]
-    )
-    out: dict[str, Any] = {}
-    for key, value in states.of(mine[parts[0].old]).items() if parts else ():
-        if not isinstance(value, torch.Tensor) or value.dim() != 1:
-            out[key] = value.clone() if isinstance(value, torch.Tensor) else value
-            continue
-        with ExitStack() as stack:
-            found = [states.numbers(mine[part.old], key, part.start, part.stop) for part in parts]
-            numbers = [
-                one if isinstance(one, torch.Tensor) else stack.enter_context(one())
-                for one in found
-            ]
-            out[key] = torch.cat([part.to(shard.tensor.device) for part in numbers])
-    return out

@@ -32,17 +32,17 @@ _ALIGN = 1024  # elements: a tile of fp32 begins on a page
 
 def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
     """Return the tiles of `segment` on this rank, each with at least one shard."""
-    path, master, split = segment.grad, segment.master, segment.split
-    assert path is not None and master is not None
+    bucket, master, split = segment.grad, segment.master, segment.split
+    assert bucket is not None and master is not None
     tier = cells.optim.tier
     stepped = SteppedSegment(
         segment.key,
         split,
         master,
         context.tiering.store(tier),
-        gradient=path.summed.resting,
-        set_gradient=path.summed.store_range,
-        used=path.used.__getitem__,
+        gradient=bucket.accumulator.resting,
+        set_gradient=bucket.accumulator.store_range,
+        used=bucket.used.__getitem__,
         bring=segment.bring,
         can_bring_from_rest=segment.can_bring_from_rest,
         bring_from_rest=segment.bring_from_rest,
@@ -50,7 +50,7 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
     )
     share = max(context.tiering.staging_bytes // (_TENSORS.get(tier, 4) * 4) // _ALIGN, 1) * _ALIGN
     cuts: list[tuple[Range, Taken]] = []
-    if path.summed.tiered:
+    if bucket.accumulator.tiered:
         cuts += [(span, Taken.ON_DEVICE) for span in tiles(0, split, share)]
     elif split:
         cuts.append(((0, split), Taken.BY_USER))

@@ -3,12 +3,12 @@
 A `Trace` is the Recording (core/recording.py) that is put into the probes of one engine for as long
 as the context lasts::
 
-    who tells it                                     what becomes of it
-    loop.py      a module's forward, a gradient      the parts of compute, by unit
-    flat_weights.py, gradients.py, grad.py           collectives, from start to end, with bytes
+    what it listens to                               what becomes of it
+    the events of a step (events.py)                 the parts of compute, by unit
+    operations of flights (flight.py)                collectives, from start to end, with bytes
     tier/host.py, tier/disk.py                       reads and writes, with bytes
     optim/runner.py                                  tiles stepped on the host
-    a Work that is waited for                        "wait for LANE"; it cuts the part of compute
+    a Work that is waited for, `Probe.waiting`       "wait for LANE"; it cuts the part of compute
     any of these                                     a level of memory, where it has changed
 
 Times are of the host's clock on the CPU. The end of a collective that goes on by itself is taken
@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,13 +44,14 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm.cpu.control import PeerOperation as Collective
-from zeroshard.core.placement import Tier
 from zeroshard.core.recording import Operation, Probe, Stamp
 from zeroshard.core.timeline import LANES, WAIT, Event, Timeline
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StateError, StorageError
 from zeroshard.memory import MemoryCounter
 from zeroshard.runtime.context import Context
+from zeroshard.runtime.events import StepEvents
+from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.memory_levels import MemoryLevels
 from zeroshard.runtime.reports import Accounts
 from zeroshard.runtime.streams import AcceleratorStreams
@@ -197,6 +199,8 @@ class Trace:
 
     def watch(self, work: Work, operation: Operation, since: Stamp) -> Work:
         self._last = operation
+        if operation.lane == "reduce":
+            self._levels.reduced(operation.key)
         self._levels.look()
         if isinstance(work, DoneWork):
             if operation.name:
@@ -238,7 +242,14 @@ class Trace:
 
     # ------------------------------------------------------------------ what compute waits for
 
+    @contextmanager
+    def waiting(self, lane: str, key: str) -> Iterator[None]:
+        since = self.now()
+        yield
+        self.waited(lane, key, since)
+
     def waited(self, lane: str, key: str, since: Stamp) -> None:
+        """Compute has waited since then, until now, for what `lane` does for `key`."""
         now = self.now()
         if isinstance(since, float) and isinstance(self._since, float):
             since = max(since, self._since)  # a wait inside it is noted already
@@ -258,7 +269,21 @@ class Trace:
 
     # ------------------------------------------------------------------ what compute does
 
+    def listeners(self) -> StepEvents:
+        """Return what listens to the events of a step."""
+        return StepEvents(
+            before_forward=[partial(self.enter, "forward")],
+            after_forward=[self.leave],
+            before_module=[lambda units: self.enter("forward", units[0].name)],
+            after_module=[self.leave],
+            before_backward=[lambda units: self.turn("backward", units[0].name)],
+            after_backward=[self.until_backward_ends],
+            before_step=[partial(self.enter, "step")],
+            after_step=[self.leave],
+        )
+
     def enter(self, name: str, unit: str = "") -> None:
+        """Compute begins a part ("forward", "backward", "step") inside what it is doing."""
         part, parts = (name, unit), self._parts
         if parts and parts[-1] == part:  # a module inside the unit's own
             parts.append(part)
@@ -271,6 +296,9 @@ class Trace:
         parts.append(part)
 
     def turn(self, name: str, unit: str) -> None:
+        """Compute goes on from one unit to another in part `name`, which begins if it is not the
+        current one.
+        """
         part, parts = (name, unit), self._parts
         if parts and parts[-1] == part:
             return
@@ -280,6 +308,7 @@ class Trace:
         parts.append(part)
 
     def leave(self) -> None:
+        """Compute goes back to what it did before the last `enter`."""
         parts = self._parts
         if not parts:
             return  # begun before the trace
@@ -293,6 +322,7 @@ class Trace:
             self._levels.count()
 
     def until_backward_ends(self) -> None:
+        """Leave the part that `turn` has begun when the backward under way is over."""
         # when the callback comes to its turn, the engine's own is over, too
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -315,9 +345,6 @@ class Trace:
         """End the part of compute that goes on, which may go on afterwards."""
         if self._parts:
             self._events.append(("compute", *self._parts[-1], self._since, at, 0.0))
-
-    def rests(self, key: str, by_tier: Mapping[Tier, int]) -> None:
-        self._levels.rests(key, by_tier)
 
     # ------------------------------------------------------------------ the end
 
@@ -353,7 +380,7 @@ def _in_order(events: Sequence[tuple[str, str, str, float, float, float]]) -> It
 def tracing(
     directory: str | Path,
     context: Context,
-    units: Sequence[Unit],
+    loop: Loop,
     accounts: Accounts,
     labels: Mapping[str, str],
 ) -> Iterator[None]:
@@ -367,13 +394,14 @@ def tracing(
     by_events = isinstance(streams, AcceleratorStreams)
     clock = DeviceClock(context.device) if by_events else HostClock()
     origin = time.time()
-    trace = Trace(clock, units, accounts, context.meter)
+    trace = Trace(clock, loop.weights.units, accounts, context.meter)
     probes: list[Probe] = [streams.probe, *(store.probe for store in stores)]
     for probe in probes:
         probe.start(trace)
     failed = True
     try:
-        yield
+        with loop.events.around(trace.listeners()):
+            yield
         failed = False
     finally:
         for probe in probes:

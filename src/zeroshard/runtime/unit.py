@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from zeroshard.core.placement import Cells
-from zeroshard.core.residency import Residency, UnitState, UnitTraits
+from zeroshard.core.residency import Residency, UnitState, UnitTraits, Use
 from zeroshard.errors import StateError
+from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.flight import Flight
-from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.released import release_classes, restore_classes
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Lane, Streams
@@ -32,42 +32,6 @@ from zeroshard.state.local import local_of
 __all__ = ["Unit"]
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-
-
-class Forwards:
-    """How many forwards of one unit's modules are still to be followed by something in a backward.
-
-    No count is below zero; a step resets both, since no backward of an earlier forward can follow.
-    """
-
-    def __init__(self) -> None:
-        self.open = 0  # that a backward follows, which is not over
-        # that ran inside reentrant checkpoints and run again in a backward (recomputed.py)
-        self.to_recompute = 0
-
-    def begin(self, count: int) -> None:
-        """So many forwards begin that a backward follows."""
-        self.open += count
-
-    def end(self, count: int) -> None:
-        """The backward of so many of them is over."""
-        self.open = max(0, self.open - count)
-
-    def expect_recomputation(self) -> None:
-        """A forward begins that will run again."""
-        self.to_recompute += 1
-
-    def recompute(self) -> None:
-        """It runs again."""
-        self.to_recompute = max(0, self.to_recompute - 1)
-
-    def restore(self, to_recompute: int) -> None:
-        """So many run again in another backward: the graph was retained."""
-        self.to_recompute = to_recompute
-
-    def reset(self) -> None:
-        """Nothing of an earlier forward can follow."""
-        self.open = self.to_recompute = 0
 
 
 class Unit:
@@ -91,12 +55,10 @@ class Unit:
         self.residency = Residency(index, self._traits(spans_one_module))
         # other units' modules lie inside its own, so that its backward goes on around theirs
         self.holds_others = holds_others
-        self.is_lent = False  # its parameters are copies that the user may edit
         # parameters whose gradient has come in this backward, by id, and the last graph task that
         # brought it
         self.arrived: dict[int, int] = {}
         self.expected = 0  # how many parameters get a gradient in this backward
-        self.forwards = Forwards()
         self._flight: Flight | None = None
         self._strict = strict
 
@@ -131,8 +93,8 @@ class Unit:
         return any(segment.grad is None for segment in self.segments)
 
     @cached_property
-    def paths(self) -> list[GradientPath]:
-        """The way of the gradients of each of the `trainable` segments."""
+    def buckets(self) -> list[Bucket]:
+        """The gradients of each of the `trainable` segments."""
         return [segment.grad for segment in self.segments if segment.grad is not None]
 
     # ------------------------------------------------------------------ its gradients
@@ -307,7 +269,6 @@ class Unit:
                 segment.flat.release()
         self.expected = 0
         self.arrived = {}
-        self.forwards.reset()
 
     @contextmanager
     def writable(self) -> Iterator[list[torch.Tensor]]:
@@ -319,11 +280,11 @@ class Unit:
         copies = [segment.flat.full.clone() for segment in self.segments]
         for segment, copy in zip(self.segments, copies, strict=True):
             segment.seen.lend(segment.flat.buffer.views_of(copy))
-        self.is_lent = True
+        self.residency.acquire(Use.EDIT)
         try:
             yield copies
         finally:
-            self.is_lent = False
+            self.residency.release(Use.EDIT)
             for segment in self.segments:
                 segment.attach()
 

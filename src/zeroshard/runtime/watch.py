@@ -15,7 +15,7 @@ microseconds for 300 of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import nn
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["Watch", "check_frozen"]
+__all__ = ["Watch"]
 
 _REMEDY = (
     "change the model before shard(), or call engine.close(), change it, build the optimizer again"
@@ -35,9 +35,16 @@ _REMEDY = (
 class Watch:
     """The modules and parameters of one sharded model."""
 
-    def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self._model = model
-        self._sharded = {id(parameter) for parameter in parameters}
+        segments = [segment for unit in units for segment in unit.segments]
+        self._sharded = {id(parameter) for one in segments for parameter in one.parameters}
+        self._frozen = [
+            (name, parameter)
+            for segment in segments
+            if segment.grad is None
+            for name, parameter in zip(segment.names, segment.parameters, strict=True)
+        ]
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._remember()
 
@@ -65,6 +72,18 @@ class Watch:
                 )
         self._remember()
 
+    def check_frozen(self) -> None:
+        """Raise ConfigError where a parameter that was frozen at shard() requires a gradient
+        now.
+        """
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"parameter {name!r} was frozen when the model was sharded and requires a"
+                    " gradient now: set requires_grad before shard(), or close() the engine and"
+                    " shard() again"
+                )
+
     def _remember(self) -> None:
         self._tables: list[dict[str, Any]] = []
         for module in self._model.modules():
@@ -72,17 +91,3 @@ class Watch:
         # so that no other object takes their ids
         self._held = [*chain.from_iterable(entries.values() for entries in self._tables)]
         self._ids = list(map(id, self._held))
-
-
-def check_frozen(units: Sequence[Unit]) -> None:
-    """Raise ConfigError where a parameter that was frozen at shard() requires a gradient now."""
-    for segment in (s for unit in units if unit.has_frozen for s in unit.segments):
-        if segment.grad is not None:
-            continue
-        for name, parameter in zip(segment.names, segment.parameters, strict=True):
-            if parameter.requires_grad:
-                raise ConfigError(
-                    f"parameter {name!r} was frozen when the model was sharded and requires a"
-                    " gradient now: set requires_grad before shard(), or close() the engine and"
-                    " shard() again"
-                )

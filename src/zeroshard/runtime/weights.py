@@ -282,7 +282,6 @@ class Weights:
         self.epoch += 1
         self.end_step()
         for unit in self.units:
-            unit.forwards.reset()
             for segment in unit.segments:
                 segment.invalidate(frozen=frozen)
         # one fork for all: nothing touches compute between these gathers

@@ -77,7 +77,7 @@ class Whole:
             if not writeback:
                 yield
                 return
-            if lent := [unit.name for unit in units if unit.is_lent]:
+            if lent := [unit.name for unit in units if unit.residency.has(Use.EDIT)]:
                 raise StateError(
                     f"gathered(writeback=True) of unit {lent[0]!r} inside another one: edit in one"
                     " of them"
@@ -252,21 +252,21 @@ class Whole:
         or None where no rank used it. Collective.
         """
         segment, index = self.find(param)
-        path = segment.grad
-        if path is None:
+        bucket = segment.grad
+        if bucket is None:
             return None
         self._finalizer.finalize(param)
-        if not path.used[index]:
+        if not bucket.used[index]:
             return None
         flat = segment.flat
-        resting = path.summed.resting()
+        resting = bucket.accumulator.resting()
         numel = flat.stepped[1] - flat.stepped[0]
         held: torch.Tensor | None = None
         if resting is not None:
             with self._faults.noted():
                 held = resting.fetch(0, numel)
         if held is None:
-            held = torch.zeros(numel, dtype=path.precision.accumulate, device=flat.full.device)
+            held = torch.zeros(numel, dtype=bucket.precision.accumulate, device=flat.full.device)
         whole = self._gather(f"{segment.key}.full_grad", segment, held)
         self._faults.agree()
         local = flat.buffer.views_of(whole)[index].clone()
@@ -314,7 +314,7 @@ class Whole:
         layout, start = segment.flat.layout, segment.flat.stepped[0]
         assert segment.grad is not None, segment.key
         # not as many elements: one rank may own all of them
-        if len(segment.grad.summed.members) == layout.num_shards:
+        if len(segment.grad.accumulator.members) == layout.num_shards:
             return local
         low, high = segment.flat.own_span
         local = local[low - start : high - start]

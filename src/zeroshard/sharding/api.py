@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroshard.comm.connect import connect_axes
 from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.launched import meeting_file
 from zeroshard.comm.mesh_ranks import MeshRanks
@@ -32,7 +33,7 @@ from zeroshard.core.holders import Holders
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.schedule import grad_pool_bytes
-from zeroshard.errors import ConfigError, StorageError
+from zeroshard.errors import StorageError
 from zeroshard.memory import MemoryCounter, Pages
 from zeroshard.nn.deferred import (
     allocate,
@@ -48,7 +49,7 @@ from zeroshard.runtime.stages import model_of
 from zeroshard.runtime.streams import make_streams
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.units import UnitSpec
-from zeroshard.sharding.asked import Call, ShardRequest, compared, told_by_id, understood
+from zeroshard.sharding.asked import Call, ShardRequest, requested
 from zeroshard.sharding.repartition import Repartition
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceMemory
@@ -131,26 +132,20 @@ def shard(
     rank, before anything is changed.
     """
     seat = seat_of(mesh, dp, mesh_of)
-    build = partial(build_config, config, stage=stage, policy=policy, units=units, **overrides)
-    module: Any = model
-    try:
-        module = model_of(model)
-        asked, error = understood(Call(module, optimizer, seat, sync_from), build)
-    except ConfigError as refused:
-        asked, error = None, refused
-    differences = compared(asked, error, seat)
-    assert asked is not None  # else that has raised
-    told = told_by_id(module, differences)
-    context = _make_context(module, asked, seat, sync_from, trains=optimizer is not None, told=told)
-    context.prepare([local_of(buffer) for buffer in module.buffers()])
-    again = Repartition(asked, seat, partial(_make_context, module))
-    engine = _engine(module, optimizer, asked, context, again)
+
+    def read() -> tuple[Call, Config]:
+        call = Call(model_of(model), optimizer, seat, sync_from)
+        return call, build_config(config, stage=stage, policy=policy, units=units, **overrides)
+
+    asked = requested(seat, read)
+    context = _make_context(asked, seat, sync_from, trains=optimizer is not None)
+    context.prepare([local_of(buffer) for buffer in asked.model.buffers()])
+    engine = _engine(optimizer, asked, context, Repartition(asked, seat, _make_context))
     context.faults.end_shard()
     return engine
 
 
 def _engine(
-    module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     asked: ShardRequest,
     context: Context,
@@ -159,7 +154,7 @@ def _engine(
     prefetch_bytes = asked.settings.prefetch_bytes
     try:
         engine = Engine(
-            module, asked.plans, context, prefetch_bytes=prefetch_bytes, repartition=again
+            asked.model, asked.plans, context, prefetch_bytes=prefetch_bytes, repartition=again
         )
     except StorageError:
         context.close()
@@ -174,21 +169,12 @@ def _engine(
 
 
 def _make_context(
-    model: nn.Module,
-    asked: ShardRequest,
-    seat: Seat,
-    sync_from: int | None = None,
-    *,
-    trains: bool,
-    told: Mapping[int, str],
+    asked: ShardRequest, seat: Seat, sync_from: int | None = None, *, trains: bool
 ) -> Context:
-    """Make the parts that the whole engine shares: transport, stores, ... Collective.
-
-    `told`: the errors of values that differ between ranks, by id of the parameter.
-    """
+    """Make the parts that the whole engine shares: transport, stores, ... Collective."""
     settings, policy = asked.settings, asked.policy
     precision = settings.resolved_precision()
-    device = next(model.parameters()).device
+    device = next(asked.model.parameters()).device
     spec = CommSpec(
         asked.mesh,
         name=settings.comm.transport,
@@ -201,10 +187,10 @@ def _make_context(
         pool_bytes=_pool_bytes(asked, ""),
     )
     with seat.axes.together("shard()"):
-        tiering = _make_tiering(asked, model, seat.group, device)
+        tiering = _make_tiering(asked, seat, device)
         levels = make_levels(seat.group, device, spec)
     transport = levels.flat
-    axes = seat.axes.connected(spec, transport.traffic)
+    axes = connect_axes(seat.axes, spec, transport.traffic)
     context = Context(
         policy=policy,
         precision=precision,
@@ -216,7 +202,7 @@ def _make_context(
         streams=make_streams(device),
         meter=MemoryCounter(),
         memory=DeviceMemory(device, Pages(), tiering.link),
-        faults=Faults(transport, active=bool(tiering.away), differing=told),
+        faults=Faults(transport, active=bool(tiering.away), differing=asked.differing),
         options=_make_options(asked, trains=trains),
         prepare=lambda tensors: _prepare(tensors, transport, sync_from),
         tiering=tiering,
@@ -263,15 +249,12 @@ def _pool_bytes(asked: ShardRequest, pattern: str) -> int:
     return grad_pool_bytes(numel, asked.dtypes.widest(asked.settings.resolved_precision()))
 
 
-def _make_tiering(
-    asked: ShardRequest, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device
-) -> Tiering:
+def _make_tiering(asked: ShardRequest, seat: Seat, device: torch.device) -> Tiering:
     """Make the configured stores. An unusable disk raises StorageError on every rank."""
     offload, leaving = asked.settings.offload, asked.common.offload.leaving
-    rank, world = (0, 1) if group is None else (group.rank(), group.size())
     link = link_of(device) if offload.link is None else offload.link
     stores: dict[Tier, Store] = {}
-    ranks = Ranks.through(group) if leaving else Ranks()  # leaving on any rank
+    ranks = seat.ranks if leaving else Ranks()  # leaving on any rank
     with ExitStack() as stack:
         with ranks.together("shard()", refusal=StorageError):
             for tier in {*offload.away.values()} - {Tier.DEVICE}:
@@ -279,7 +262,7 @@ def _make_tiering(
                     tier,
                     device,
                     disk_path=offload.disk_path,
-                    rank=rank,
+                    rank=seat.rank,
                     verify=offload.verify,
                     link=link,
                 )
@@ -287,8 +270,8 @@ def _make_tiering(
         stack.pop_all()
     fractions, automatic, least = offload.fractions(), offload.fraction == "auto", 0.0
     if automatic:
-        share = 1 / world if asked.shares is None else float(asked.shares[rank])
-        least = _no_room_for(model, device, share)
+        share = 1 / seat.size if asked.shares is None else float(asked.shares[seat.rank])
+        least = _no_room_for(asked.model, device, share)
         fractions["optimizer"] = fractions["grad"] = first_fraction(device, link, least=least)
     return Tiering(
         stores=stores,

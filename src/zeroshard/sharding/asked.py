@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.device_mesh import Seat
-from zeroshard.comm.ranks import Groups
+from zeroshard.comm.ranks import Groups, Meeting
 from zeroshard.config import AUTO, Config
 from zeroshard.core.digest import holders
 from zeroshard.core.gradient_budget import least_budget, resting_whole
@@ -23,7 +23,7 @@ from zeroshard.core.policy import Policy
 from zeroshard.core.precision import dtype_name
 from zeroshard.core.shares import Dealer, Shares, shares_of
 from zeroshard.core.tensor_digest import digest_of
-from zeroshard.errors import ConfigError, ZeroshardError
+from zeroshard.errors import ConfigError
 from zeroshard.nn.deferred import (
     fingerprint_of,
     refuse_inside,
@@ -42,7 +42,7 @@ from zeroshard.sharding.checks import (
 )
 from zeroshard.state.local import local_of, part_of, whole_shape
 
-__all__ = ["Call", "ShardRequest", "asked_again", "compared", "told_by_id", "understood"]
+__all__ = ["Call", "ShardRequest", "asked_again", "requested"]
 
 _log = logging.getLogger("zeroshard")
 _REMEDY = "Build the same model with the same options on every rank (same seed), or use sync_from=0"
@@ -73,8 +73,9 @@ class Call:
 
 @dataclass(frozen=True)
 class ShardRequest:
-    """This rank's settings, checked, and not yet compared with the other ranks'."""
+    """This rank's settings, checked."""
 
+    model: nn.Module
     settings: Config  # with this rank's own tiers
     common: Config  # as it was given, the same on every rank
     policy: Policy  # the row in force: gradients rest whole as far as the budget goes
@@ -88,35 +89,56 @@ class ShardRequest:
     parts: frozenset[str]  # entries of both about parts, which differ along the mesh
     # entries of parameters that some ranks hold, and by which groups of ranks
     within: dict[str, Groups]
+    # of parameters whose values differ between the ranks, by id: the error, unless files give them
+    # others before their first use
+    differing: dict[int, str] = field(default_factory=dict)
 
 
-def compared(
-    asked: ShardRequest | None, error: ZeroshardError | None, seat: Seat
-) -> dict[str, str]:
-    """Return which initial values of a deferred model differ between the data parallel ranks;
-    they are reported only if no file overwrites them. Collective.
+def requested(seat: Seat, read: Callable[[], tuple[Call, Config]]) -> ShardRequest:
+    """Return what all ranks of `seat` ask for: `read` on each, checked and compared. Collective.
 
-    Raises this rank's `error`, another's, or PlanMismatch where they ask for something else.
+    A check raises on its own rank. The ranks meet at the end of each `together`, so that every rank
+    raises: this rank's error, else a PlanMismatch with another's or with the first difference. They
+    meet twice: about settings, and about the model.
     """
-    ranks = seat.ranks
-    with seat.axes.together("shard()") as meeting:
-        report = {} if asked is None else asked.settings_report | asked.report
-        within = {} if asked is None else asked.within
-        ranks.agree(report, "shard()", error=error, remedy=_REMEDY, within=within)
-        assert asked is not None  # else that has raised
-        values, differences = asked.values, {}
-        if values:
-            differences = _differing(ranks.share(values, "shard()"), within)
-        alike = {name: text for name, text in values.items() if name not in differences}
-        alike |= asked.report
-        alike = {name: text for name, text in alike.items() if name not in asked.parts}
-        if within:  # what peers are told is the same on all ranks of the group
-            mine = [alike.pop(name) for name in within if name in alike]
-            everything = json.dumps(ranks.share(mine, "shard()")).encode()
-            alike["initial values of parameters with a mesh of their own"] = _hash(everything)
-        meeting.compare(asked.settings_report)
-        meeting.compare(alike, seat.axes.replicas)
-    return differences
+    together = partial(seat.ranks.together, "shard()", remedy=_REMEDY)
+    with seat.axes.together("shard()"):
+        with together() as meeting:
+            call, settings = read()
+            _report_settings(call, settings, meeting)
+        numbers = _numbers(call, settings)
+    facts = meeting.answers
+    with seat.axes.together("shard()") as along_axes:
+        with together() as meeting:
+            if settings.policy == AUTO:
+                settings = _chosen(call, settings, facts)
+            asked = _checked(call, settings, numbers)
+            meeting.compare(asked.settings_report | asked.report)
+            meeting.within.update(asked.within)
+            known = asked.values | asked.report
+            own = {name: known[name] for name in asked.within if name in known.keys() - asked.parts}
+            meeting.give([asked.values, own])
+        values, of_some = zip(*meeting.answers, strict=True)
+        differences = _differing(values, asked.within)
+        along_axes.compare(asked.settings_report)
+        along_axes.compare(_alike(asked, differences, of_some), seat.axes.replicas)
+    return replace(asked, differing=_errors_by_id(call.model, differences))
+
+
+def _alike(
+    asked: ShardRequest, differences: Mapping[str, str], of_some: Sequence[Mapping[str, str]]
+) -> dict[str, str]:
+    """Return what is the same on replicas, as every rank of a group says it: of parameters that
+    `of_some` ranks hold, given by each, one digest.
+    """
+    left_out = asked.within.keys() | differences.keys() | asked.parts
+    known = asked.values | asked.report
+    alike = {name: text for name, text in known.items() if name not in left_out}
+    if asked.within:
+        mine = [[t for name, t in one.items() if name not in differences] for one in of_some]
+        digest = _hash(json.dumps(mine).encode())
+        alike["initial values of parameters with a mesh of their own"] = digest
+    return alike
 
 
 def _differing(
@@ -135,69 +157,41 @@ def _differing(
     return found
 
 
-def understood(
-    call: Call, build: Callable[[], Config]
-) -> tuple[ShardRequest | None, ZeroshardError | None]:
-    """Return what is asked for, checked, or why this rank refuses. Collective for policy="auto",
-    and shares="memory" and "auto", alone.
+def _report_settings(call: Call, settings: Config, meeting: Meeting) -> None:
+    """Let the ranks compare `settings`; with policy="auto" all tell what they know of their
+    machines. Raises ConfigError.
     """
-    try:
-        settings = build()
-    except ZeroshardError as refused:
-        return None, refused
-    everyone, shares = None, settings.shares
+    seat, report = call.seat, {"policy": AUTO}
+    if settings.policy != AUTO:
+        _, _, node_size = _seated(settings, seat)
+        report = _settings_report(settings, seat, node_size)
+    meeting.compare(call.first_report() | report)
+    if settings.policy != AUTO and not isinstance(settings.shares, str):
+        return
+    if settings.policy == AUTO and (seat.dims.others or seat.own):
+        raise ConfigError("policy='auto' plans data parallel ranks alone, and this mesh has"
+                          " other axes or mesh_of: name a row")  # fmt: skip
+    refuse_inside("shard()")
+    check_model(call.model, call.optimizer)
     if settings.policy == AUTO:
-        everyone = _facts(call, settings)
-    elif isinstance(shares, str):
-        shares = _measured(call, settings)
-    try:
-        if everyone is not None:
-            settings = _chosen(call, settings, everyone)
-        numbers = None if shares is None or isinstance(shares, str) else shares
-        return _checked(call, settings, numbers), None
-    except ZeroshardError as refused:
-        return None, refused
+        from zeroshard.planner.modules.auto import facts  # and with it the planner
 
-
-def _facts(call: Call, settings: Config) -> list[dict[str, Any]]:
-    """Return what all ranks know of their machines, for policy="auto". Collective.
-
-    Raises this rank's error, another's, or PlanMismatch where not all ranks ask for it.
-    """
-    from zeroshard.planner.modules.auto import facts  # and with it the planner, for nobody else
-
-    seat = call.seat
-    together = seat.ranks.together("shard()", remedy=_REMEDY)
-    with seat.axes.together("shard()"), together as meeting:
-        meeting.compare(call.first_report() | {"policy": AUTO})  # as _settings_report begins
-        if seat.dims.others or seat.own:
-            raise ConfigError("policy='auto' plans data parallel ranks alone, and this mesh has"
-                              " other axes or mesh_of: name a row")  # fmt: skip
-        refuse_inside("shard()")
-        check_model(call.model, call.optimizer)
         meeting.give(facts(call.model, settings, seat.size))
-    return meeting.answers
 
 
-def _measured(call: Call, settings: Config) -> tuple[float, ...]:
-    """Return the shares that follow the ranks' memory; rank 0 logs why. Collective.
-
-    Raises this rank's error, another's, or PlanMismatch where not all ranks ask for them.
+def _numbers(call: Call, settings: Config) -> Sequence[float] | None:
+    """Return the shares of the ranks: as they are given, or those that follow their memory, where
+    rank 0 logs why. Collective.
     """
+    shares, seat = settings.shares, call.seat
+    if settings.policy == AUTO or not isinstance(shares, str):
+        return None if isinstance(shares, str) else shares
     from zeroshard.hetero import resolved
 
-    assert isinstance(settings.shares, str)
-    model, seat = call.model, call.seat
-    with seat.axes.together("shard()"):
-        with seat.ranks.together("shard()", remedy=_REMEDY) as meeting:
-            check_per_rank(settings, seat.size, seat)
-            refuse_inside("shard()")
-            check_model(model, call.optimizer)
-            meeting.compare(call.first_report() | _shares_report(settings, seat))
-        named = [p for p in model.parameters() if fingerprint_of(p) is None]
-        own_bytes = sum(local_of(p).nbytes for p in named)
-        device = next(model.parameters()).device
-        numbers, told = resolved(settings.shares, seat.group, device, own_bytes)
+    named = [p for p in call.model.parameters() if fingerprint_of(p) is None]
+    own_bytes = sum(local_of(p).nbytes for p in named)
+    device = next(call.model.parameters()).device
+    numbers, told = resolved(shares, seat.group, device, own_bytes)
     if seat.rank == 0:
         _log.info("%s", told)
     return numbers
@@ -252,6 +246,7 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
     else:
         report, values = report | values, {}
     return ShardRequest(
+        model=model,
         settings=settings,
         common=common,
         policy=_budgeted(settings, cut, plans, mesh, seat, dtypes),
@@ -278,12 +273,12 @@ def _check_sync(sync_from: int | None, mesh: Mesh) -> None:
         )
 
 
-def asked_again(asked: ShardRequest, model: nn.Module, common: Config, seat: Seat) -> ShardRequest:
+def asked_again(asked: ShardRequest, common: Config, seat: Seat) -> ShardRequest:
     """Return what `asked` becomes with other `common` settings in another `seat`: units and dtypes
     are the same, and so are shares that were measured. Raises ConfigError.
     """
     settings, mesh, node_size = _seated(common, seat)
-    check_codecs(model, asked.dtypes, settings)
+    check_codecs(asked.model, asked.dtypes, settings)
     shares = asked.shares
     if not isinstance(common.shares, str):
         shares = None if common.shares is None else shares_of(common.shares)
@@ -295,6 +290,7 @@ def asked_again(asked: ShardRequest, model: nn.Module, common: Config, seat: Sea
         shares=shares,
         mesh=mesh,
         settings_report=_settings_report(common, seat, node_size),
+        differing={},
     )
 
 
@@ -351,15 +347,11 @@ def _budgeted(
         raise ConfigError(f"accumulation_budget={budget}: {error}") from None
 
 
-def _shares_report(settings: Config, seat: Seat) -> dict[str, str]:
-    """Return how the report of settings begins: with what is compared before ranks are measured."""
-    policy = settings.at(seat.rank).resolved_policy().name
-    return {"policy": policy, "shares": str(settings.shares)}
-
-
 def _settings_report(settings: Config, seat: Seat, node_size: int | None) -> dict[str, str]:
     """Return the settings that must be equal on all ranks, in order of importance."""
-    report = _shares_report(settings, seat) | {
+    report = {
+        "policy": settings.at(seat.rank).resolved_policy().name,
+        "shares": str(settings.shares),
         "precision": settings.resolved_precision().describe(),
         "comm": settings.comm.model_dump_json(),
         "comm.node_size": str(node_size),
@@ -413,7 +405,7 @@ def _initial(name: str) -> str:
     return f"initial value of {name}"
 
 
-def told_by_id(model: nn.Module, differences: Mapping[str, str]) -> dict[int, str]:
+def _errors_by_id(model: nn.Module, differences: Mapping[str, str]) -> dict[int, str]:
     """Return, by parameter id, the error message for values that differ between ranks."""
     remedy = f"{_REMEDY}, or give it values with zs.load_pretrained() before its first use"
     named = named_parameters_once(model).items()

@@ -31,7 +31,7 @@ def carried(engine: Engine) -> dict[str, Any]:
         "scaler": None if scaler is None else scaler.state_dict(),
         "counts": [parts.finalizer.step, parts.finalizer.skipped],
         "steps": None if sharded is None else [sharded.taken, sharded.runner.num_steps],
-        "generators": _generators(),
+        "generators": encode(generators(), "random generators", _as_text),
     }
 
 
@@ -56,35 +56,18 @@ def take_over(engine: Engine, known: Mapping[str, Any]) -> None:
     if scaler is not None and known["scaler"] is not None:
         scaler.load_state_dict(known["scaler"])
     if known["generators"] is not None:
-        _restore_generators(known["generators"])
+        restore_generators(decode(known["generators"], _from_text))
 
 
-def _generators() -> dict[str, Any]:
-    """Return the random generators' states as JSON."""
-    tensors: dict[str, torch.Tensor] = {}
-
-    def store(path: str, tensor: torch.Tensor) -> str:
-        tensors[path] = tensor
-        return path
-
-    found = encode(generators(), "random generators", store)
-    data = {
-        path: [
-            base64.b64encode(tensor.cpu().contiguous().numpy().tobytes()).decode(),
-            str(tensor.dtype).removeprefix("torch."),
-        ]
-        for path, tensor in tensors.items()
-    }
-    return {"state": found, "tensors": data}
+def _as_text(path: str, tensor: torch.Tensor) -> str:
+    """Return a tensor as the text that stands in JSON for it."""
+    data = base64.b64encode(tensor.cpu().contiguous().numpy().tobytes()).decode()
+    return f"{str(tensor.dtype).removeprefix('torch.')} {data}"
 
 
-def _restore_generators(carried: Mapping[str, Any]) -> None:
-    def fetch(path: str) -> torch.Tensor:
-        text, dtype = carried["tensors"][path]
-        raw = bytearray(base64.b64decode(text))
-        return torch.frombuffer(raw, dtype=getattr(torch, dtype))
-
-    restore_generators(decode(carried["state"], fetch))
+def _from_text(text: str) -> torch.Tensor:
+    dtype, data = text.split(" ")
+    return torch.frombuffer(bytearray(base64.b64decode(data)), dtype=getattr(torch, dtype))
 
 
 def _no_tensor(path: str) -> torch.Tensor:

@@ -17,9 +17,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -49,7 +49,7 @@ from zeroshard.runtime.build import Context, PlannedUnits, build_units, plan_uni
 from zeroshard.runtime.ema import averages_of
 from zeroshard.runtime.engine import Engine, parts_of, relaid, states_of
 from zeroshard.runtime.parts import Parts
-from zeroshard.runtime.relayout import Arrival, Departure, Facts, StateTransfer, let_go, wanted
+from zeroshard.runtime.relayout import Departure, Facts, Move, let_go, wanted
 from zeroshard.sharding.asked import ShardRequest, asked_again
 from zeroshard.sharding.rejoin import carried, take_over
 from zeroshard.state.local import local_of
@@ -60,6 +60,7 @@ _log = logging.getLogger("zeroshard")
 EQUAL = "equal"  # shares that are none
 
 _CALL = "engine.repartition()"
+_SAME = "Build the same model on every rank, with as many zs.EMA"
 _AWAY = (
     "this rank has left the ranks of its engine in engine.repartition(): its model, optimizer and"
     " engine can be used again after engine.repartition(mesh=...) with a mesh that contains it"
@@ -75,9 +76,7 @@ class MakeContext(Protocol):
     ranks.
     """
 
-    def __call__(
-        self, asked: ShardRequest, seat: Seat, /, *, trains: bool, told: Mapping[int, str]
-    ) -> Context: ...
+    def __call__(self, asked: ShardRequest, seat: Seat, /, *, trains: bool) -> Context: ...
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,6 @@ class _Ready:
     seat: Seat
     context: Context
     planned: PlannedUnits
-
-    def close(self) -> None:
-        """Give it up."""
-        self.context.close()
 
 
 class Repartition:
@@ -107,17 +102,20 @@ class Repartition:
         """Lay `engine` out anew with these `changes` (``Engine.repartition``)."""
         if states_of(engine).is_closed or not self._is_away:
             states_of(engine).check_open()
-        refusal = self._agree_on_call(engine, changes)
-        seat, hand_over, refusal = self._meet(changes, refusal)
-        told = self._tell(engine, hand_over, changes, refusal)
-        ready = self._make_ready(engine, hand_over, seat, told, changes)
-        move = _Move(engine, hand_over, ready, is_away=self._is_away)
-        move.agree(told)
-        move.run()
+        try:
+            self._agree_on_call(engine, changes)
+        except (CheckpointError, ConfigError, PlanMismatch, StateError, StorageError) as refused:
+            self._tell_who_comes(changes, refused)
+            raise
+        seat, hand_over, told = self._meet(engine, changes)
+        asked = self._agree_on_settings(engine, hand_over, seat, told, changes)
+        relayout = _Relayout(engine, hand_over, told, is_away=self._is_away)
+        ready = relayout.prepare(lambda: self._ready(engine, asked, seat, changes))
+        relayout.run()
         self._is_away = ready is None
         if ready is not None:
             self._asked, self._seat = ready.asked, ready.seat
-        move.end()
+        relayout.end()
 
     # ------------------------------------------------------------------ the old ranks
 
@@ -127,20 +125,16 @@ class Repartition:
         group = self._seat.group
         return [_rank()] if group is None else dist.get_process_group_ranks(group)
 
-    def _agree_on_call(self, engine: Engine, changes: Mapping[str, Any]) -> ZeroshardError | None:
-        """Return why the old ranks refuse, the same on all of them. Collective over them."""
+    def _agree_on_call(self, engine: Engine, changes: Mapping[str, Any]) -> None:
+        """Raise, on all of the old ranks, what one of them refuses. Collective over them."""
         mesh = changes.get("mesh")
         asked = mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh
-        try:
-            ranks = Ranks() if self._is_away else states_of(engine).peers
-            with ranks.together(_CALL) as meeting:
-                self._check_call(engine, changes)
-                meeting.compare({"mesh": str(asked)})
-            if not self._is_away:
-                states_of(engine).finish_step()
-        except (CheckpointError, ConfigError, PlanMismatch, StateError, StorageError) as refused:
-            return refused
-        return None
+        ranks = Ranks() if self._is_away else states_of(engine).peers
+        with ranks.together(_CALL) as meeting:
+            self._check_call(engine, changes)
+            meeting.compare({"mesh": str(asked)})
+        if not self._is_away:
+            states_of(engine).finish_step()
 
     def _check_call(self, engine: Engine, changes: Mapping[str, Any]) -> None:
         """Raise for what cannot be done on this rank, whatever the others say."""
@@ -178,7 +172,7 @@ class Repartition:
                 f"{_CALL} while gradients rest that no step has taken: call it after"
                 " optimizer.step() or zero_grad()"
             )
-        parts.loop.check_at_rest(_CALL)
+        parts.check_at_rest(_CALL)
         Departure(parts, _averages(engine)).facts()  # raises for state that cannot be cut
         if mesh is not None and _overlap_in_part(self._ranks, mesh.mesh.flatten().tolist()):
             raise ConfigError(
@@ -189,58 +183,38 @@ class Repartition:
 
     # ------------------------------------------------------------------ old and new ranks
 
-    def _meet(
-        self, changes: Mapping[str, Any], refusal: ZeroshardError | None
-    ) -> tuple[Seat | None, HandOver, ZeroshardError | None]:
-        """Return this rank's new seat (None: it leaves), all ranks that take part, and why this one
-        refuses. Collective over the new ranks.
-        """
-        mesh = changes.get("mesh")
-        if not isinstance(mesh, DeviceMesh):
-            if refusal is not None:
-                raise refusal
-            return self._seat, HandOver(self._seat.group), None
-        ranks = mesh.mesh.flatten().tolist()
-        grows = self._is_away or not set(ranks) <= set(self._ranks)
-        if refusal is not None and not (grows and _rank() in ranks):
-            raise refusal  # else the ranks that come back are told
-        if _rank() not in ranks:
-            return None, HandOver(self._seat.group), None
-        try:
-            seat = seat_of(mesh, changes.get("dp"))
-            if seat.dims.others:
-                raise ConfigError(
-                    f"{_CALL} moves data parallel ranks alone, and mesh= has other dimensions:"
-                    " save, close and shard() again"
-                )
-        except ConfigError as refused:
-            if grows:  # then all ranks are in it
-                raise
-            return None, HandOver(self._seat.group), refused
-        return seat, HandOver(seat.group if grows else self._seat.group), refusal
+    def _grows(self, mesh: DeviceMesh) -> bool:
+        """Whether ranks come to the engine: all ranks that take part are then in `mesh`."""
+        return self._is_away or not set(mesh.mesh.flatten().tolist()) <= set(self._ranks)
 
-    def _tell(
-        self,
-        engine: Engine,
-        hand_over: HandOver,
-        changes: Mapping[str, Any],
-        refusal: ZeroshardError | None,
-    ) -> list[dict[str, Any]]:
-        """Return what every rank says of itself. Raises, on every rank, for a refusal of any, and
-        where the states of the new ranks cannot come from these ranks.
-        """
-        with hand_over.ranks.together(_CALL) as meeting:
-            if refusal is not None:
+    def _tell_who_comes(self, changes: Mapping[str, Any], refusal: ZeroshardError) -> None:
+        """Raise, on the ranks that come to the engine, too, what the old ranks refuse."""
+        mesh = changes.get("mesh")
+        if isinstance(mesh, DeviceMesh) and _rank() in mesh.mesh and self._grows(mesh):
+            with HandOver(_seat_in(mesh, changes).group).ranks.together(_CALL):
                 raise refusal
-            meeting.give(
-                {
-                    "ranks": None if self._is_away else self._ranks,
-                    "rank": _rank(),
-                    "model": _model_digest(self._asked),
-                    "averages": len(averages_of(engine)),
-                    "settings": self._settings_json(changes),
-                }
-            )
+
+    def _meet(
+        self, engine: Engine, changes: Mapping[str, Any]
+    ) -> tuple[Seat | None, HandOver, list[dict[str, Any]]]:
+        """Return this rank's new seat (None: it leaves), all ranks that take part, and what each of
+        these says of itself. Collective over them.
+
+        Raises, on every rank, for a refusal of any, and where the states of the new ranks cannot
+        come from these ranks.
+        """
+        mesh, seat = changes.get("mesh"), self._seat
+        if grows := mesh is not None and self._grows(mesh):
+            seat = _seat_in(mesh, changes)
+        hand_over = HandOver(seat.group)
+        with hand_over.ranks.together(_CALL, remedy=_SAME) as meeting:
+            leaves = mesh is not None and _rank() not in mesh.mesh
+            if mesh is not None and not (grows or leaves):
+                seat = _seat_in(mesh, changes)
+            averages = str(len(averages_of(engine)))
+            meeting.compare({"model": _model_digest(self._asked), "averages": averages})
+            ranks, settings = None if self._is_away else self._ranks, self._settings_json(changes)
+            meeting.give({"ranks": ranks, "rank": _rank(), "settings": settings})
         told: list[dict[str, Any]] = meeting.answers
         held = [one["ranks"] for one in told if one["ranks"] is not None]
         here = {one["rank"] for one in told}
@@ -253,14 +227,7 @@ class Repartition:
                 f"mesh= {sorted(here)} leaves out ranks that hold a part of the states, which lie"
                 f" over {held[0]}: call {_CALL} on these, too, over a mesh that contains them"
             )
-        for name in ("model", "averages"):
-            entries = [str(one[name]) for one in told]
-            if len(set(entries)) > 1:
-                raise PlanMismatch(
-                    f"the ranks disagree about their {name}: {holders(entries)}. Build the same"
-                    " model on every rank, with as many zs.EMA"
-                )
-        return told
+        return None if leaves else seat, hand_over, told
 
     def _settings_json(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings that may change, for ranks that come back."""
@@ -274,29 +241,20 @@ class Repartition:
             "node_size": settings.comm.node_size,
         }
 
-    def _make_ready(
+    def _agree_on_settings(
         self,
         engine: Engine,
         hand_over: HandOver,
         seat: Seat | None,
         told: Sequence[dict[str, Any]],
         changes: Mapping[str, Any],
-    ) -> _Ready | None:
-        """Make the new layout's transports and stores on its ranks. Raises on every rank."""
+    ) -> ShardRequest | None:
+        """Return what is asked again of a rank of the new layout. Raises on every rank."""
         with hand_over.ranks.together(_CALL) as meeting:
             asked = None if seat is None else self._asked_anew(engine, seat, told, changes)
             meeting.give(None if asked is None else asked.settings_report)
         _compare([found for found in meeting.answers if found is not None])
-        ready: _Ready | None = None
-        try:
-            with hand_over.ranks.together(_CALL):
-                if asked is not None and seat is not None:
-                    ready = self._ready(engine, _measured(engine, asked, seat, changes), seat)
-        except ZeroshardError:
-            if ready is not None:
-                ready.close()
-            raise
-        return ready
+        return asked
 
     def _asked_anew(
         self,
@@ -314,7 +272,7 @@ class Repartition:
             raise ConfigError(
                 f"shares={settings.shares!r} was measured on other ranks: pass shares= again"
             )
-        asked = asked_again(self._asked, engine.module, settings, seat)
+        asked = asked_again(self._asked, settings, seat)
         away = [cells.optim.tier for cells in asked.settings.resolved_policy().all_cells]
         if averages_of(engine) and set(away) != {Tier.DEVICE}:
             raise ConfigError(
@@ -323,9 +281,19 @@ class Repartition:
             )
         return asked
 
-    def _ready(self, engine: Engine, asked: ShardRequest, seat: Seat) -> _Ready:
+    def _ready(
+        self,
+        engine: Engine,
+        asked: ShardRequest | None,
+        seat: Seat | None,
+        changes: Mapping[str, Any],
+    ) -> _Ready | None:
+        """Make the new layout's transports and stores, on its ranks."""
+        if asked is None or seat is None:
+            return None
+        asked = _measured(engine, asked, seat, changes)
         trains = parts_of(engine).sharded is not None
-        context = self._make(asked, seat, trains=trains, told={})
+        context = self._make(asked, seat, trains=trains)
         scaler = parts_of(engine).context.options.loss_scaler
         context = replace(context, options=replace(context.options, loss_scaler=scaler))
         # strides and dtypes are those that shard() found: plans look at them when segments are made
@@ -336,52 +304,64 @@ class Repartition:
             raise
 
 
-class _Move:
+class _Relayout:
     """The states of one engine on their way into another layout."""
 
     def __init__(
-        self, engine: Engine, hand_over: HandOver, ready: _Ready | None, *, is_away: bool
+        self,
+        engine: Engine,
+        hand_over: HandOver,
+        told: Sequence[Mapping[str, Any]],
+        *,
+        is_away: bool,
     ) -> None:
         self._engine = engine
         self._hand_over = hand_over
-        self._ready = ready  # None: this rank leaves
+        self._ready: _Ready | None = None  # None: this rank leaves
         self._parts: Parts = parts_of(engine)
         self._averages = _averages(engine)
         self._departure = None if is_away else Departure(self._parts, self._averages)
         self._facts: list[Facts] = []
-        self._first = 0  # the first rank of the old layout
+        holds = [one["ranks"] is not None for one in told]
+        self._first = holds.index(True)  # the first rank of the old layout
+        self._some_come_back = not all(holds)
         self._carried: dict[str, Any] | None = None  # for ranks that come back
         self._comes_back = is_away
 
-    def agree(self, told: Sequence[dict[str, Any]]) -> None:
-        """Tell every rank what is held and wanted here. Nothing has changed; raises on every
-        rank.
+    def prepare(self, make: Callable[[], _Ready | None]) -> _Ready | None:
+        """Make the new layout ready, return it, and tell every rank what is held and wanted here.
+        Nothing has changed; raises on every rank.
         """
-        self._first = next(rank for rank, one in enumerate(told) if one["ranks"] is not None)
-        some_come_back = any(one["ranks"] is None for one in told)
-        facts = Facts() if self._departure is None else self._departure.facts()
-        if self._ready is not None:
-            trains = self._parts.sharded is not None
-            facts.wanted = wanted(self._ready.planned, trains=trains)
         try:
             with self._hand_over.ranks.together(_CALL) as meeting:
-                stays = some_come_back and self._departure is not None
-                try:
-                    known = carried(self._engine) if stays else None
-                except CheckpointError as odd:  # an option of a param group without a form
-                    raise ConfigError(str(odd)) from odd
-                meeting.give([facts.to_json(), known])
+                self._ready = make()
+                meeting.give([asdict(self._facts_here()), self._known()])
         except ZeroshardError:
             if self._ready is not None:
-                self._ready.close()
+                self._ready.context.close()
             raise
-        everyone = meeting.answers
-        self._facts = [Facts(**found) for found, _ in everyone]
-        if some_come_back:
-            self._carried = everyone[self._first][1]
-            states = [one[1]["generators"] for one in everyone if one[1] is not None]
+        self._facts = [Facts(**found) for found, _ in meeting.answers]
+        if self._some_come_back:
+            self._carried = meeting.answers[self._first][1]
+            states = [known["generators"] for _, known in meeting.answers if known is not None]
             if any(state != states[0] for state in states):
                 self._carried["generators"] = None
+        return self._ready
+
+    def _facts_here(self) -> Facts:
+        facts = Facts() if self._departure is None else self._departure.facts()
+        if self._ready is not None:
+            facts.wanted = wanted(self._ready.planned, trains=self._parts.sharded is not None)
+        return facts
+
+    def _known(self) -> dict[str, Any] | None:
+        """Return what this rank tells those that come back."""
+        if not self._some_come_back or self._departure is None:
+            return None
+        try:
+            return carried(self._engine)
+        except CheckpointError as odd:  # an option of a param group without a form
+            raise ConfigError(str(odd)) from odd
 
     def run(self) -> None:
         """Move everything. What is cut off leaves an engine that refuses to be used."""
@@ -413,14 +393,15 @@ class _Move:
 
     def _run(self) -> None:
         ready, departure = self._ready, self._departure
-        transfer = StateTransfer(self._hand_over, self._facts, departure)
+        sharded, averages = self._parts.sharded, self._averages
+        move = Move(self._hand_over, self._facts, departure, sharded, averages)
         if departure is not None:
             departure.begin()
         if ready is None:
-            transfer.give_all()
+            move.give_all()
         else:
             let_go(self._parts)
-            self._build(ready, transfer)
+            self._build(ready, move)
         if self._carried is not None:
             for buffer in self._engine.module.buffers():
                 self._hand_over.give(local_of(buffer), self._first)
@@ -435,31 +416,26 @@ class _Move:
         if departure is not None:
             departure.end(stays=ready is not None)
 
-    def _build(self, ready: _Ready, transfer: StateTransfer) -> None:
+    def _build(self, ready: _Ready, move: Move) -> None:
         context, plans = ready.context, ready.asked.plans
-        arrival = Arrival(transfer, context, self._departure, self._parts.sharded, self._averages)
-        units = build_units(plans, context, ready.planned, arrival)
+        units = build_units(plans, context, ready.planned, move)
         prefetch_bytes = ready.asked.settings.prefetch_bytes
-        relaid(self._engine, units, plans, context, prefetch_bytes=prefetch_bytes, cut=arrival.cut)
+        relaid(self._engine, units, plans, context, prefetch_bytes=prefetch_bytes, cut=move.cut)
         context.faults.end_shard()
 
     def end(self) -> None:
         """Raise StorageError on every rank where a tier has failed on any. Collective."""
-        error: StorageError | None = None
-        if self._ready is not None:
-            try:
-                self._ready.context.faults.agree()
-            except StorageError as failed:
-                error = failed
-        if self._departure is not None:
-            error = self._departure.error or error
-        told = self._hand_over.ranks.share(None if error is None else str(error), _CALL)
-        found = next((text for text in told if text is not None), None)
-        if found is None:
-            return
-        if self._ready is not None:
-            self._ready.context.faults.lose(_CALL, found)
-        raise StorageError(found) if error is None else error
+        faults = None if self._ready is None else self._ready.context.faults
+        try:
+            with self._hand_over.ranks.together(_CALL, refusal=StorageError):
+                if faults is not None:
+                    faults.agree()
+                if self._departure is not None and self._departure.error is not None:
+                    raise self._departure.error
+        except StorageError as error:
+            if faults is not None:
+                faults.lose(_CALL, str(error))
+            raise
 
 
 # ---------------------------------------------------------------------------------------- settings
@@ -491,6 +467,17 @@ def _measured(
     if seat.rank == 0:
         _log.info("%s", told)
     return replace(asked, shares=shares_of(numbers))
+
+
+def _seat_in(mesh: DeviceMesh, changes: Mapping[str, Any]) -> Seat:
+    """Return this rank's seat in `mesh`. Collective over it; raises ConfigError."""
+    seat = seat_of(mesh, changes.get("dp"))
+    if seat.dims.others:
+        raise ConfigError(
+            f"{_CALL} moves data parallel ranks alone, and mesh= has other dimensions:"
+            " save, close and shard() again"
+        )
+    return seat
 
 
 def _model_digest(asked: ShardRequest) -> str:

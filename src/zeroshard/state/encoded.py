@@ -17,8 +17,8 @@ from contextlib import contextmanager
 
 import torch
 
-from zeroshard.comm.codec import Codec
 from zeroshard.core.placement import Tier
+from zeroshard.core.wire import BlockCodec
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.tier.store import Storage, Store
 
@@ -30,7 +30,7 @@ class EncodedStorage:
     ``codec.encoded_bytes(numel)`` bytes.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, codec: Codec, rest: Storage) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, codec: BlockCodec, rest: Storage) -> None:
         assert rest.dtype is torch.uint8 and rest.numel == codec.encoded_bytes(numel), rest.key
         self.key = rest.key
         self.numel = numel

@@ -22,7 +22,7 @@ import torch
 
 from zeroshard.core.placement import Tier
 from zeroshard.core.split import tiles
-from zeroshard.core.work import DoneWork, Work
+from zeroshard.core.work import DoneWork, Work, wait_on_host
 from zeroshard.memory import Pages
 from zeroshard.state.encoded import EncodedStorage
 from zeroshard.tier.link import Direct, Link
@@ -221,10 +221,21 @@ class State:
                 self._rest(tuple(other if old is part else old for old in self.parts))
                 part.close()
 
-    def close(self) -> None:
-        """Give back memory of other tiers."""
+    def put(self, start: int, stop: int, numbers: torch.Tensor) -> None:
+        """Copy `numbers` [stop - start], of any dtype, into elements [start, stop). Blocks until
+        they are there.
+        """
+        if self.on_device:
+            self.whole[start:stop].copy_(numbers)
+            return
+        for work in self.write(start, stop, numbers.to(self.dtype)):
+            wait_on_host(work)
+
+    def close(self, kept: State | None = None) -> None:
+        """Give back memory of other tiers, but for that of the state `kept`."""
         for part in self.parts:
-            part.close()
+            if kept is None or part not in kept.parts:
+                part.close()
 
     def release(self) -> None:
         """Give back all memory, whoever refers to the state: its numbers rest elsewhere."""

@@ -225,7 +225,7 @@ class _DiskStorage:
         if view is not None:
             self._fetch(view, piece.low)
             return
-        memory = scratch.memory
+        memory = scratch()
         self._fetch(memory.view[: piece.high - piece.low], piece.low)
         there.put(start, memory, piece.start - piece.low, piece.stop - piece.start)
 
@@ -234,7 +234,7 @@ class _DiskStorage:
         try:
             view = self._straight(there, start, piece)
             if view is None:
-                memory = scratch.memory
+                memory = scratch()
                 view = memory.view[: piece.high - piece.low]
                 if piece.start == piece.low and piece.stop == self.num_bytes:
                     # beyond the storage's end there is nothing to keep

@@ -13,9 +13,11 @@ transfer that has ended keeps no tensor alive. Cost: about 20 µs of interpreter
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from zeroshard.errors import StorageError
 from zeroshard.tier.pieces import DiskPiece
@@ -24,23 +26,9 @@ from zeroshard.tier.staging import Memory
 __all__ = ["Scratch", "TierTransfer", "Workers"]
 
 
-class Scratch:
-    """One worker's buffer for unaligned transfers, allocated at its first use.
-
-    Not from the staging pool: whoever waits for a transfer may hold all of that.
-    """
-
-    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
-        self._num_bytes = num_bytes
-        self._pinned = pinned
-        self._memory: Memory | None = None
-
-    @property
-    def memory(self) -> Memory:
-        """Return the memory, allocated at the first call."""
-        if self._memory is None:
-            self._memory = Memory(self._num_bytes, pinned=self._pinned)
-        return self._memory
+# One worker's buffer for unaligned transfers, allocated at the first call. Not from the staging
+# pool: whoever waits for a transfer may hold all of that.
+Scratch = Callable[[], Memory]
 
 
 class TierTransfer:
@@ -118,7 +106,7 @@ class Workers:
         self._stopping = False
         self._threads: list[threading.Thread] = []
         for index in range(num_threads):
-            job = (Scratch(scratch_bytes, pinned=pinned),)
+            job = (functools.cache(partial(Memory, scratch_bytes, pinned=pinned)),)
             name = f"zeroshard-disk-{index}"
             thread = threading.Thread(target=self._work, args=job, name=name, daemon=True)
             self._threads.append(thread)

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard as zs
 from tests.support.harness import run_ranks, spawn_ranks
 from zeroshard.comm.groups import make_group
-from zeroshard.comm.plain import gather_bytes
-from zeroshard.comm.ranks import Ranks
+from zeroshard.comm.plain import gather_bytes, ranks_through
 from zeroshard.errors import ConfigError
 
 
@@ -119,11 +118,11 @@ def test_nccl_is_told_the_device_of_the_rank(
 
 def _through_two_groups(rank: int, world: int) -> tuple[int, int, list[Any]]:
     mesh = init_device_mesh("cpu", (2, 2))
-    ranks = Ranks.through(mesh.get_group(0), mesh.get_group(1))
+    ranks = ranks_through(mesh.get_group(0), mesh.get_group(1))
     return ranks.rank, ranks.size, ranks.share("é" * rank, "call")
 
 
 def test_process_groups_of_several_axes_make_ranks_in_the_order_of_the_mesh() -> None:
     everyone = ["", "é", "éé", "ééé"]
     assert run_ranks(4, _through_two_groups) == [(rank, 4, everyone) for rank in range(4)]
-    assert Ranks.through(None).share("alone", "call") == ["alone"]
+    assert ranks_through(None).share("alone", "call") == ["alone"]

@@ -104,7 +104,7 @@ def test_the_budget_counts_live_bytes_and_stops_at_the_first_unit_that_does_not_
     # d would fit, c comes first
     assert order.predict("forward", "a", sizes=sizes, live_bytes=4, budget_bytes=16) == ["b"]
     assert order.predict(
-        "forward", "a", sizes=sizes, live_bytes=8, budget_bytes=17, live={"a", "b"}
+        "forward", "a", sizes=sizes, live_bytes=8, budget_bytes=17, is_live={"a", "b"}.__contains__
     ) == ["c"]
 
 
@@ -142,7 +142,7 @@ def test_fitting_is_the_longest_prefix_within_the_budget(
     trace: list[str], start: int, sizes: dict[str, int], free_bytes: int, live: set[str]
 ) -> None:
     wanted = [unit for unit in dict.fromkeys(trace[start:]) if unit not in live]
-    units = fitting(trace, start, sizes=sizes, free_bytes=free_bytes, live=live)
+    units = fitting(trace, start, sizes=sizes, free_bytes=free_bytes, is_live=live.__contains__)
     assert units == wanted[: len(units)]
     assert not units or sum(sizes[unit] for unit in units) <= free_bytes
     if len(units) < len(wanted):
@@ -188,7 +188,7 @@ def test_a_repeated_pass_gathers_nothing_in_vain_and_keeps_the_budget(
             sizes=sizes,
             live_bytes=live_bytes,
             budget_bytes=budget_bytes,
-            live=live,
+            is_live=live.__contains__,
         )
         assert live.isdisjoint(predicted)
         assert set(predicted) <= set(trace[index + 1 :])

@@ -1,73 +1,90 @@
-"""Intersections of two cuts: every shared element once, in order, whatever the cuts."""
+"""What moves between two layouts: every element to each rank that wants it, once, whatever the
+layouts are.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.core.layout import Range
-from zeroshard.core.overlaps import Overlap, overlap, overlaps
+from zeroshard.core.overlaps import Send, sends
+
+LENGTH = 60
+NOTHING = (0, 0)
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> list[Range]:
-    """Ranges in order and disjoint, some empty, some with a gap before them."""
-    edges = sorted(draw(st.lists(st.integers(0, 60), max_size=16)))
-    ranges = list(itertools.pairwise(edges))
-    return ranges if draw(st.booleans()) else ranges[::2]
+def layouts(draw: st.DrawFn) -> tuple[list[Range], list[Range]]:
+    """What each rank holds, disjoint and in any order, some nothing, and what each one wants."""
+    edges = sorted(draw(st.lists(st.integers(0, LENGTH), min_size=1, max_size=8)))
+    held = draw(st.permutations([*itertools.pairwise(edges), NOTHING]))
+    element = st.integers(0, LENGTH)
+    spans = st.tuples(element, element).map(sorted).map(lambda ends: (ends[0], ends[1]))
+    return held, draw(st.lists(spans, min_size=len(held), max_size=len(held)))
 
 
-def elements(cut: list[Range]) -> list[int]:
-    return [element for start, stop in cut for element in range(start, stop)]
-
-
-@given(cuts(), cuts())
-def test_every_element_that_both_cuts_hold_is_in_one_overlap(
-    old: list[Range], new: list[Range]
+@given(layouts())
+def test_every_element_that_is_held_comes_to_each_rank_that_wants_it_once(
+    both: tuple[list[Range], list[Range]],
 ) -> None:
-    found = overlaps(old, new)
-    shared = [element for part in found for element in range(part.start, part.stop)]
-    assert shared == sorted(set(elements(old)) & set(elements(new)))
+    held, wanted = both
+    somewhere = {element for span in held for element in range(*span)}
+    for rank, span in enumerate(wanted):
+        taken = [part for part in sends(rank, held, wanted) if part.target == rank]
+        came = Counter(element for part in taken for element in range(part.start, part.stop))
+        assert came == Counter(somewhere & set(range(*span)))
 
 
-@given(cuts(), cuts())
-def test_an_overlap_lies_inside_both_of_its_ranges_and_is_not_empty(
-    old: list[Range], new: list[Range]
+@given(layouts())
+def test_a_send_lies_in_what_its_source_holds_and_its_target_wants_and_is_not_empty(
+    both: tuple[list[Range], list[Range]],
 ) -> None:
-    for part in overlaps(old, new):
-        assert part.start < part.stop
-        assert old[part.old][0] <= part.start and part.stop <= old[part.old][1]
-        assert new[part.new][0] <= part.start and part.stop <= new[part.new][1]
+    held, wanted = both
+    for rank in range(len(held)):
+        for part in sends(rank, held, wanted):
+            assert part.start < part.stop and rank in (part.source, part.target)
+            for span in (held[part.source], wanted[part.target]):
+                assert span[0] <= part.start and part.stop <= span[1]
 
 
-@given(cuts(), cuts())
-def test_the_other_way_round_the_same_ranges_overlap(old: list[Range], new: list[Range]) -> None:
-    turned = [Overlap(part.new, part.old, part.start, part.stop) for part in overlaps(new, old)]
-    assert turned == overlaps(old, new)
-
-
-@given(cuts(), cuts(), st.integers(0, 60), st.integers(0, 60))
-def test_numbers_that_are_moved_by_overlaps_there_and_back_are_the_same(
-    old: list[Range], new: list[Range], start: int, stop: int
+@given(layouts())
+def test_both_ends_name_their_sends_in_the_same_order(
+    both: tuple[list[Range], list[Range]],
 ) -> None:
-    old = [part for part in (overlap(span, (start, stop)) for span in old) if part is not None]
-    there = dict.fromkeys(elements(new), -1)
-    for part in overlaps(old, new):
-        there |= {element: element for element in range(part.start, part.stop)}
-    back = {
-        element: there[element]
-        for part in overlaps(new, old)
+    held, wanted = both
+    found = [sends(rank, held, wanted) for rank in range(len(held))]
+    for one, other in itertools.permutations(range(len(held)), 2):
+        pair = [(one, other)]
+        sent = [part for part in found[one] if (part.source, part.target) in pair]
+        assert sent == [part for part in found[other] if (part.source, part.target) in pair]
+
+
+@given(layouts())
+def test_numbers_that_are_moved_there_and_back_are_the_same(
+    both: tuple[list[Range], list[Range]],
+) -> None:
+    """All of them go to one rank, and from there to those that had them."""
+    held, _ = both
+    alone = [(0, LENGTH), *([NOTHING] * (len(held) - 1))]
+    came = {
+        element: part.source
+        for part in sends(0, held, alone)
         for element in range(part.start, part.stop)
     }
-    assert back == {element: element for element in elements(old) if element in there}
+    for rank, span in enumerate(held):
+        back = [part for part in sends(rank, alone, held) if part.target == rank]
+        elements = [element for part in back for element in range(part.start, part.stop)]
+        assert elements == list(range(*span)) and {came[one] for one in elements} <= {rank}
 
 
-def test_a_cut_that_moves_by_one_range_is_drawn_in_the_docstring() -> None:
-    assert overlaps([(0, 5), (5, 12)], [(0, 3), (3, 8), (8, 12)]) == [
-        Overlap(0, 0, 0, 3),
-        Overlap(0, 1, 3, 5),
-        Overlap(1, 1, 5, 8),
-        Overlap(1, 2, 8, 12),
-    ]
+def test_the_sends_of_the_docstring() -> None:
+    held, wanted = [(0, 16), (16, 32), NOTHING], [(0, 10), (12, 22), (22, 32)]
+    assert sends(0, held, wanted) == [Send(0, 0, 0, 10), Send(0, 1, 12, 16)]
+    assert sends(1, held, wanted) == [
+        Send(0, 1, 12, 16), Send(1, 1, 16, 22), Send(1, 2, 22, 32),
+    ]  # fmt: skip
+    assert sends(2, held, wanted) == [Send(1, 2, 22, 32)]

@@ -260,7 +260,7 @@ def test_a_unit_used_outside_its_modules_is_held_until_then(until: Until) -> Non
         executor.schedule.end_backward,
         executor.schedule.end_step,
     ]
-    for number, end in enumerate(ends):
+    for number, end in enumerate(ends, start=Until.FORWARD_ENDS):
         assert executor.gathered, "released too early"
         executor.run(end())
         if number == until:

@@ -12,25 +12,25 @@ beyond 248 bytes) per far one.
 
 from __future__ import annotations
 
-import contextlib
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 from zeroshard.comm.cpu.gloo_peers import Connections, GlooPeers, Subgroup, Transfer
 from zeroshard.comm.cpu.links import Dispatcher, Links, MessageKind, framed, given_up, unframed
 from zeroshard.comm.cpu.notices import Notices
 from zeroshard.comm.cpu.rendezvous import HostGroups
 from zeroshard.comm.ranks import Ranks
-from zeroshard.comm.transport import Traffic
+from zeroshard.comm.transport import (
+    Traffic,
+    serve,
+    serve_while_waiting,
+    served_beside,
+    stop_serving,
+)
 from zeroshard.core.placement import Mesh
-from zeroshard.errors import StallError, ZeroshardError
+from zeroshard.errors import StallError
 
-__all__ = [
-    "PeerControl", "PeerOperation", "Plane", "Served", "serve", "serve_while_waiting",
-    "served_beside", "stop_serving",
-]  # fmt: skip
+__all__ = ["PeerControl", "PeerOperation", "Plane"]
 
 # a rank that waits for a slot and hears nothing for so long is stuck ([Note: relief])
 _IDLE_S = 0.0002
@@ -100,55 +100,6 @@ class PeerOperation:
         if not self.is_over():
             self._control.progress()
         return self.is_over()
-
-
-class Served(Protocol):
-    """What needs our attention while we wait in another transport: peers need our part of what is
-    under way, in whatever transport of ours it is.
-
-    Two engines in one backward may have one rank wait in the first for a rank that waits in the
-    second; an operation of two levels needs the second one started. So a wait in one transport
-    serves all others.
-    """
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether there is, or may come, anything to do."""
-
-    @property
-    def descriptors(self) -> Sequence[int]:
-        """Become readable when there is, but for what another one that is served makes possible."""
-
-    def serve(self) -> None:
-        """Do what has become possible."""
-
-
-_served: weakref.WeakSet[Served] = weakref.WeakSet()
-
-
-def serve_while_waiting(transport: Served) -> None:
-    """Have `transport` served by every wait of this process, for as long as somebody holds it."""
-    _served.add(transport)
-
-
-def stop_serving(transport: Served) -> None:
-    """Stop serving `transport`. Idempotent."""
-    _served.discard(transport)
-
-
-def served_beside(transport: Served) -> list[Served]:
-    """Return those that a wait in `transport` has to serve."""
-    return [other for other in _served if other is not transport and other.is_waiting]
-
-
-def serve(transports: Iterable[Served]) -> None:
-    """Do what has become possible in `transports`, which are not those of who waits. Never blocks.
-
-    What goes wrong there is not the error of who waits here: its own waits meet it again.
-    """
-    for transport in transports:
-        with contextlib.suppress(ZeroshardError):
-            transport.serve()
 
 
 class PeerControl(Ranks):

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import chain
 
 from zeroshard.core.order import Order, to_evict
 from zeroshard.core.residency import Residency, UnitState, Use
@@ -87,17 +88,14 @@ class Schedule:
         self._reads = any(unit.traits.reads_first for unit in units)
         self._order: Order[int] = Order()
         self._around = False  # in this pass
-        # units that do not rest, by index
-        self._here = {unit.index for unit in units if unit.state is not RESTING}
-        self._ahead: dict[int, Residency] = {}  # gathered, and not used yet; oldest first
+        self._num_ahead = 0  # gathers ahead of their use so far, which number Use.EARLY
         self._ahead_bytes = 0
-        self._idle: Residency | None = None  # forward over, kept until another unit is needed
+        self._idle: Residency | None = None  # the unit with Use.IDLE, looked for at every use
         self.running = 0  # forwards under way, of the model or of any module that needs a unit
         self.evaluates = False  # the forward of the model under way runs without gradients
         # forwards with gradients since the last step, less backwards: graphs that may still need
         # what is held
         self._graphs = 0
-        self._until: dict[int, Until] = {}  # units used outside their modules
         if rules.around:
             self.expect("forward", [index for index, size in self._sizes.items() if size])
 
@@ -106,7 +104,10 @@ class Schedule:
     @property
     def ahead(self) -> list[int]:
         """The units that are gathered and not used yet, oldest first."""
-        return list(self._ahead)
+        numbered = [
+            (number, unit.index) for unit in self.units if (number := unit.counts[Use.EARLY])
+        ]
+        return [index for _, index in sorted(numbered)]
 
     def serves(self, unit: Residency) -> bool:
         """Whether `unit` is gathered for a backward, so that a further need brings no command."""
@@ -188,7 +189,7 @@ class Schedule:
         if self.running:
             return ()
         self._graphs += graph
-        return self._end_holds(Until.FORWARD_ENDS) if self._until else ()
+        return self._end_holds(Until.FORWARD_ENDS)
 
     def end_backward(self) -> Commands:
         """A backward is over, and its graph is gone."""
@@ -198,16 +199,16 @@ class Schedule:
     def end_step(self) -> Commands:
         """The weights have changed: no graph can need them."""
         self._graphs = 0
+        for unit in self.units:
+            unit.end_step()
         return self._end_holds(Until.STEP)
 
     def _end_holds(self, event: Until) -> Commands:
         """Release the units that were held until `event`, or less."""
-        ended = [index for index, until in self._until.items() if until <= event]
-        for index in ended:
-            del self._until[index]
-            self.units[index].release(Use.DIRECT)
-        for index in ended:
-            yield from self.release_unused(self.units[index])
+        ended = [unit for unit in self.units if 0 < unit.counts[Use.DIRECT] <= event]
+        for unit in ended:
+            unit.release(Use.DIRECT)
+        return chain.from_iterable(map(self.release_unused, ended)) if ended else ()
 
     # ------------------------------------------------------------------ weights
 
@@ -228,20 +229,27 @@ class Schedule:
             return
         to, size = self._to[unit.index], unit.traits.full_bytes
         if unit.state is RESTING:
-            if self._ahead:
+            if self._ahead_bytes:
                 yield from self._evict(unit, phase)
             yield from self.reduces.make_room(size)
             yield to[Op.START]
-            self._started(unit)
-        self._discard(unit)
+            unit.state = GATHERING  # not where the start has raised
+        if unit.counts[Use.EARLY]:
+            self._discard(unit)
         yield to[Op.WAIT]
         unit.state = FULL
         yield to[Op.USE]
         self._order.record(phase, unit.index)
         if self._reads:
             yield from self._advance()
-        if size:
-            yield from self._gather_ahead(unit, phase)
+        for index in self._expected(unit, phase) if size else ():
+            if size := self._sizes[index]:
+                other = self.units[index]
+                self._num_ahead += 1
+                other.counts[Use.EARLY] = self._num_ahead
+                self._ahead_bytes += size
+                yield self._to[index][Op.START]
+                other.state = GATHERING
 
     def _evict(self, unit: Residency, phase: Phase) -> Commands:
         """Release units that were gathered ahead, for another order, so that `unit` fits."""
@@ -249,39 +257,33 @@ class Schedule:
         if excess <= 0:
             return
         upcoming = self._order.upcoming(phase, unit.index, around=self._around)
-        for index in to_evict(self._ahead, upcoming, sizes=self._sizes, excess_bytes=excess):
+        for index in to_evict(self.ahead, upcoming, sizes=self._sizes, excess_bytes=excess):
             yield from self._drop(self.units[index])
 
-    def _gather_ahead(self, unit: Residency, phase: Phase) -> Commands:
+    def _expected(self, unit: Residency, phase: Phase) -> Sequence[int]:
+        """Return the units to gather ahead now, in the order in which they are needed."""
         allowed = min(self.room.left, self.rules.prefetch_bytes - self._ahead_bytes)
         if allowed <= 0:
-            return
-        predicted = self._order.predict(
+            return ()
+        return self._order.predict(
             phase,
             unit.index,
             sizes=self._sizes,
             live_bytes=0,
             budget_bytes=allowed,
-            live=self._here,
+            is_live=self._is_here,
             around=self._around,
         )
-        for index in predicted:
-            if size := self._sizes[index]:
-                self._ahead[index] = other = self.units[index]
-                self._ahead_bytes += size
-                yield self._to[index][Op.START]
-                self._started(other)
 
-    def _started(self, unit: Residency) -> None:
-        """A gather is under way: what raised at its start has not come here."""
-        unit.state = GATHERING
-        self._here.add(unit.index)
+    def _is_here(self, index: int) -> bool:
+        return self.units[index].state is not RESTING
 
     def _advance(self) -> Commands:
         """Let the gathers under way go on that began with reads. Where weights are read around the
         end of a pass, only the next one: the reads of the others keep the disk busy.
         """
-        coming = [unit for unit in self._ahead.values() if unit.traits.reads_first]
+        ahead = [self.units[index] for index in self.ahead]
+        coming = [unit for unit in ahead if unit.traits.reads_first]
         coming += [
             unit
             for unit in self.units
@@ -349,8 +351,8 @@ class Schedule:
 
     def drop_ahead(self) -> Commands:
         """Release what was gathered ahead and not used."""
-        for unit in list(self._ahead.values()):
-            yield from self._drop(unit)
+        for index in self.ahead if self._ahead_bytes else ():
+            yield from self._drop(self.units[index])
 
     def finish(self, unit: Residency) -> Commands:
         """Wait for the gather of `unit`, if one is under way."""
@@ -365,12 +367,12 @@ class Schedule:
 
     def _discard(self, unit: Residency) -> None:
         """`unit` is ahead no longer: it is used, or released."""
-        if self._ahead.pop(unit.index, None) is not None:
+        if unit.counts[Use.EARLY]:
+            unit.counts[Use.EARLY] = 0
             self._ahead_bytes -= unit.traits.full_bytes
 
     def _release(self, unit: Residency, op: Op = Op.RELEASE) -> Commands:
         # moved at once: what raises at a release has released
-        self._here.discard(unit.index)
         if unit.is_dozing:
             self.room.set_beside(unit.index, 0)
         unit.rest()
@@ -390,10 +392,8 @@ class Schedule:
 
     def hold(self, unit: Residency, phase: Phase, until: Until, *, keeps: bool = False) -> Commands:
         """Gather a unit that is used outside its modules, and keep it at least `until` then."""
-        before = self._until.get(unit.index)
-        if before is None:
-            unit.acquire(Use.DIRECT)
-        self._until[unit.index] = until if before is None else max(until, before)
+        unit.acquire(Use.DIRECT)
+        unit.counts[Use.DIRECT] = max(until, unit.counts[Use.DIRECT])
         return self.need(unit, phase, keeps=keeps)
 
     def hold_stage(self, units: Iterable[Residency], *, keeps: bool = False) -> Commands:
@@ -410,7 +410,7 @@ class Schedule:
             self.room.set_beside(unit.index, unit.traits.full_bytes)
             if unit.state is RESTING:
                 yield self._to[unit.index][Op.START]
-                self._started(unit)
+                unit.state = GATHERING
 
     def release_stage(self, units: Iterable[Residency]) -> Commands:
         """It does so no longer: release those that nothing else uses."""
@@ -434,21 +434,18 @@ class Schedule:
         for unit in self.units:
             if unit.traits.is_published and unit.state is RESTING:
                 yield self._to[unit.index][Op.START]
-                self._started(unit)
+                unit.state = GATHERING
 
     def reset(self) -> None:
         """After an exception: every unit at rest, nothing under way, and no expectation, since the
         ranks may have come to different places.
         """
         self._order = Order()
-        self._here.clear()
-        self._ahead.clear()
         self._ahead_bytes = 0
         self._idle = None
         self.room.reset()
         self.reduces.reset()
         self.running = self._graphs = 0
         self.evaluates = False
-        self._until.clear()
         for unit in self.units:
             unit.reset()

@@ -40,8 +40,10 @@ Commands = Iterable[Command]  # some are decided as one iterates
 
 
 class Until(IntEnum):
-    """How long a unit is held that is used outside its modules, where no hook tells its end."""
+    """How long a unit is held that is used outside its modules, where no hook tells its end; the
+    count of ``Use.DIRECT``.
+    """
 
-    FORWARD_ENDS = 0  # used without gradients
-    BACKWARD_ENDS = 1  # used with gradients: until as many backwards as forwards have run
-    STEP = 2  # left the model; a graph may refer to the weights that no hook announces
+    FORWARD_ENDS = 1  # used without gradients
+    BACKWARD_ENDS = 2  # used with gradients: until as many backwards as forwards have run
+    STEP = 3  # left the model; a graph may refer to the weights that no hook announces

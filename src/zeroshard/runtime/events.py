@@ -1,0 +1,65 @@
+"""The events of a step, and who is called at each of them beside the parts that the loop runs.
+
+    event            when
+    before_forward   a forward of the model begins, outside a backward; nothing is gathered yet
+    after_forward    it has ended, perhaps by an exception
+    forward_agreed   it has ended well, on every rank: failures may be shared
+    before_module    a module's forward begins; the units that it needs
+    after_module     it has ended
+    before_backward  a gradient has come to an output of a module; the module's units
+    after_backward   the weights are there for it
+    before_step      optimizer.step() begins
+    averaged         the gradients are averaged, and every rank knows; nothing is written yet
+    after_step       what the step wrote is published
+
+Listeners of one event are called in the order of its list. ``runtime/assembly.py`` registers those
+of an engine; `around` puts others around them for a while, a trace for one.
+
+Invariant: listeners that are collective are the same on every rank, in the same order. Cost: that
+of the listeners; an event that nobody listens to costs a look at an empty list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from zeroshard.runtime.unit import Unit
+
+__all__ = ["StepEvents"]
+
+_Listeners = list[Callable[[], None]]
+_OfUnits = list[Callable[[Sequence[Unit]], None]]
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """The listeners of each event, in order."""
+
+    before_forward: _Listeners = field(default_factory=list)
+    after_forward: _Listeners = field(default_factory=list)
+    forward_agreed: _Listeners = field(default_factory=list)
+    before_module: _OfUnits = field(default_factory=list)
+    after_module: _Listeners = field(default_factory=list)
+    before_backward: _OfUnits = field(default_factory=list)
+    after_backward: _Listeners = field(default_factory=list)
+    before_step: _Listeners = field(default_factory=list)
+    averaged: _Listeners = field(default_factory=list)
+    after_step: _Listeners = field(default_factory=list)
+
+    @contextmanager
+    def around(self, others: StepEvents) -> Iterator[None]:
+        """Inside, call `others` too: before ours at the beginning of anything, else after them."""
+        own: dict[str, list[Any]] = {
+            event.name: [*getattr(self, event.name)] for event in fields(self)
+        }
+        for name, here in own.items():
+            more = getattr(others, name)
+            getattr(self, name)[:] = [*more, *here] if name.startswith("before") else [*here, *more]
+        try:
+            yield
+        finally:
+            for name, here in own.items():
+                getattr(self, name)[:] = here

@@ -1,0 +1,186 @@
+"""Moves of states beside each other, and beside what else holds them: repartition(),
+offload_states(), averages, savers, a split that moves, columns that are published between nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zeroshard as zs
+from tests.support.broken_storage import patched
+from tests.support.harness import run_ranks
+from tests.support.repartitions import Trained, loaded, made, rests
+from tests.support.training import batch
+from zeroshard.comm.levels import ColumnWindow
+from zeroshard.runtime.balance import Balance
+
+NODES = zs.Comm(transport="gloo", node_size=2, hierarchical=True)
+
+
+class _Late:
+    """A column that arrives when it is waited for, and not before."""
+
+    def __init__(self, window: ColumnWindow) -> None:
+        self.has_arrived = False
+        self._rest, self._scratch = window.rest, window.rest.clone()
+        self._work = window._between.all_gather(
+            window.key, window.local, window.ranges, self._scratch
+        )
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._rest.copy_(self._scratch)
+        self.has_arrived = True
+
+
+@contextmanager
+def _late_columns() -> Iterator[list[_Late]]:
+    """Let every column that is published meanwhile be late, and list them."""
+    late: list[_Late] = []
+    publish = ColumnWindow.publish
+
+    def published(window: ColumnWindow) -> None:
+        window.wait_published()
+        late.append(_Late(window))
+        window._coming = late[-1]  # type: ignore[assignment]
+
+    ColumnWindow.publish = published  # type: ignore[method-assign]
+    try:
+        yield late
+    finally:
+        ColumnWindow.publish = publish  # type: ignore[method-assign]
+
+
+def _same(run: Trained, other: Trained, what: object) -> None:
+    found, expected = rests(run), rests(other)
+    wrong = [name for name in expected if found.get(name) != expected[name]]
+    assert not wrong and found.keys() == expected.keys(), (what, wrong[:5])
+
+
+def _columns(rank: int, world: int, path: str, change: dict[str, Any]) -> None:
+    """Save, and lay out anew, right after a step whose columns are on their way."""
+    run = made(policy="hfsdp", comm=NODES, averaged=True)
+    run.train(rank, range(2))
+    saver = zs.Saver(path, run.engine, states=run.states)
+    with _late_columns() as late:
+        run.train(rank, range(2, 3))
+        assert late and not all(column.has_arrived for column in late)
+        saver.save(1)
+        assert not all(column.has_arrived for column in late), "a save reads masters alone"
+        of_step = list(late)
+        run.engine.repartition(**change)
+        assert all(column.has_arrived for column in of_step)
+        saver.save(2)  # the new layout's columns may be on their way
+        saver.close()
+        other = loaded(run, Path(path), comm=NODES, **{"policy": "hfsdp", **change})
+        _same(run, other, change)
+        assert run.train(rank, range(3, 5)) == other.train(rank, range(3, 5))
+        _same(run, other, change)
+        zs.load(path, run.engine, step=1, states=run.states)
+        zs.load(path, other.engine, step=2, states=other.states)
+        _same(run, other, "one step, in two layouts")
+    run.engine.close()
+    other.engine.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"policy": "zero3"}, {"shares": [0.1, 0.2, 0.3, 0.4]}, {"policy": "hpz"}],
+    ids=["zero3", "shares", "hpz"],
+)
+def test_columns_on_their_way_arrive_before_states_move_and_are_not_saved(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    run_ranks(4, _columns, str(tmp_path), change, timeout=100)
+
+
+def _sleep(run: Trained) -> None:
+    run.engine.offload_states()
+    with pytest.raises(zs.StateError, match="reload_states"):
+        run.engine.repartition(policy="ddp")
+    with pytest.raises(zs.StateError, match="reload_states"):
+        assert run.average is not None
+        run.average.update()
+    run.engine.reload_states()
+
+
+def _looked(run: Trained, moves: list[dict[str, Any]], rank: int) -> list[float]:
+    """Train, with `moves` between steps, before and after each of which states sleep; return the
+    losses of training and of evaluations with the average.
+    """
+    losses = []
+    assert run.average is not None
+    for step, change in enumerate(moves):
+        losses += run.train(rank, range(step, step + 1))
+        if change:
+            _sleep(run)
+            run.engine.repartition(**change)
+            _sleep(run)
+        with run.average.swapped(), torch.no_grad():
+            losses.append(run.model(*batch(7, step)).item())
+    with run.average.swapped():
+        whole = run.engine.full_state_dict(rank0_only=False)
+    return losses + [value.double().sum().item() for value in whole.values()]
+
+
+def _averages(rank: int, world: int, transport: str) -> None:
+    comm = zs.Comm.model_validate({"transport": transport})
+    moves: list[dict[str, Any]] = [
+        {"policy": "zero3"}, {"shares": [0.25, 0.75]}, {"offload": {"weight": "host"}},
+        {"policy": "zero1", "offload": {"grad": "host"}},
+        {"policy": "ddp", "shares": "equal", "offload": {}},
+    ]  # fmt: skip
+    if world == 1:
+        moves[1:2] = []
+    still = made(policy="zero2", averaged=True, comm=comm)
+    expected = _looked(still, [{} for _ in moves], rank)
+    moved = made(policy="zero2", averaged=True, comm=comm)
+    assert _looked(moved, moves, rank) == expected
+    for run in (still, moved):
+        run.engine.close()
+
+
+@pytest.mark.parametrize(("world", "transport"), [(1, "gloo"), (2, "gloo"), (2, "shared_memory")])
+def test_averages_go_with_states_that_sleep_and_move(world: int, transport: str) -> None:
+    run_ranks(world, _averages, transport, timeout=100)
+
+
+def _split(rank: int, world: int, path: str, moving: bool) -> list[float]:
+    """Train with a split that moves with every step, or stays; return losses, and numbers of one
+    parameter's states.
+    """
+    fractions = iter([0.9, 0.2, 0.6, 0.4])
+    offload = {"optimizer": "host", "fraction": "auto" if moving else 0.5}
+    with patched(Balance, "after_step", lambda *_: next(fractions)):
+        run = made(policy="zero2", offload=offload)
+        losses, seen = run.train(rank, range(2)), []
+        for step in (2, 3):
+            states = zs.ParameterStates(run.engine, run.model.embed.weight)
+            seen += [states.master(), states.state("exp_avg"), states.state("exp_avg_sq")]
+            states.set_state("exp_avg", seen[-2] * 2)
+            run.engine.offload_states()
+            run.engine.reload_states()
+            losses += run.train(rank, range(step, step + 1))
+    zs.save(path, run.engine, step=1)
+    run.engine.repartition(policy="zero3", offload={})
+    other = loaded(run, Path(path), policy="zero3")
+    _same(run, other, "a split that has moved")
+    losses += run.train(rank, range(4, 6))
+    for one in (run, other):
+        one.engine.close()
+    return losses + [value.double().sum().item() for value in seen if value is not None]
+
+
+def _both_splits(rank: int, world: int, path: str) -> None:
+    found = [_split(rank, world, f"{path}/{moving}", moving) for moving in (True, False)]
+    assert found[0] == found[1]
+
+
+def test_a_split_that_moves_goes_with_states_that_are_set_sleep_and_move(tmp_path: Path) -> None:
+    run_ranks(2, _both_splits, str(tmp_path), timeout=100)
