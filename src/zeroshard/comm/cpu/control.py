@@ -58,8 +58,8 @@ class Plane:
         """Return what the error of a stall should say beside the rank."""
         return ""
 
-    def disconnect(self) -> None:
-        """The control plane is closed."""
+    def close(self) -> None:
+        """The control plane is closed: release memory and threads. Idempotent."""
 
 
 class PeerOperation:
@@ -132,7 +132,7 @@ class PeerControl(Ranks):
         links = Links(hosts.sockets, members=self.members, stall_timeout_s=stall_timeout_s)
         self.dispatcher = Dispatcher(self.rank, links, self.near)
         self.messages = GlooPeers(
-            connections, self.rank, members=self.members, wake=links.wake, wait=self._wait_transfers
+            connections, self.rank, members=self.members, wake=links.wake, finish=self._finish
         )
         self.notices = notices
         self._far_notices = notices if self.far else None  # near ranks are told on their sockets
@@ -273,7 +273,7 @@ class PeerControl(Ranks):
             assert call is not None
             self.exchange_quietly(b"", call)
 
-    def _wait_transfers(self, transfers: Sequence[Transfer]) -> None:
+    def _finish(self, transfers: Sequence[Transfer]) -> None:
         def ready() -> bool:
             return all(transfer.done() for transfer in transfers) or any(
                 transfer.error for transfer in transfers
@@ -284,7 +284,7 @@ class PeerControl(Ranks):
 
         self.wait_until(ready, transfers[0].what, far=awaited)
         for transfer in sorted(transfers, key=lambda transfer: transfer.error is None):
-            transfer.wait()
+            transfer.finish()
 
     @property
     def is_waiting(self) -> bool:
@@ -335,10 +335,10 @@ class PeerControl(Ranks):
 
     def close(self) -> None:
         stop_serving(self)
-        for plane in self._planes:
-            plane.disconnect()
         self.messages.close()
         self.dispatcher.close()
+        for plane in self._planes:
+            plane.close()
 
 
 def _name(groups: list[list[int]]) -> str:
