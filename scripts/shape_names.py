@@ -24,8 +24,8 @@ Trees = Mapping[str, ast.Module]  # by path in the package
 GRADIENT_HOLDERS = (
     "runtime/bucket.py Bucket",
     "comm/transport.py GradBuffer",
-    "runtime/grad.py Gradient",
-    "state/gradient.py GradientState",
+    "runtime/grad.py Accumulator",
+    "state/gradient.py Gradient",
     "optim/sealed.py SealedGrad",
 )
 GATHERED_BECAUSE = (
@@ -36,12 +36,11 @@ GATHERED_BECAUSE = (
 )
 NUMBERS_AT_REST = (
     "state/state.py State",
-    "state/gradient.py GradientState",
+    "state/gradient.py Gradient",
     "runtime/segment.py Segment",
     "runtime/flat_weights.py FlatWeights",
-    "runtime/flat_weights.py KeptColumn",
     "runtime/bucket.py Bucket",
-    "runtime/grad.py Gradient",
+    "runtime/grad.py Accumulator",
     "runtime/rest.py Rest",
     "runtime/rest.py RestingPiece",
     "optim/tiles.py TileStates",

@@ -295,8 +295,6 @@ class _Copy:
 class _Enqueued:
     """A link whose copies are never over."""
 
-    overlaps = True
-
     def __init__(self) -> None:
         self.copies: list[_Copy] = []
 

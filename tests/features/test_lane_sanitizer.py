@@ -297,7 +297,7 @@ def test_each_fork_before_a_copy_of_checkpointed_inputs_is_needed() -> None:
         (["Segment.wait_uploads"], "zero3", "fraction", "fp32"),
         (["TileRunner.wait"], "zero3", "late", "bf16"),
         (["TileRunner._step_on_host"], "zero3", "optimizer", "fp32"),
-        (["GradientState.wait_writes"], "zero3", "grad", "fp32"),
+        (["Gradient.wait_writes"], "zero3", "grad", "fp32"),
         (["_HostStorage.flush"], "zero3", "grad", "fp32"),
         (["State.borrowed"], "zero3", "fraction", "bf16"),
         (["Bucket.put"], "zero1", "grad", "bf16"),

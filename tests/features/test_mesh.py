@@ -607,6 +607,8 @@ def _axes_disagree(rank: int, world: int) -> list[str]:
         {"mesh": mesh, "dp": ("batch", "rows") if rank else "batch"},
         {"mesh": None if rank == 3 else usual},
         {"mesh": _mesh(*(("dp", "pp") if rank == 2 else ("pp", "dp")))},
+        {"mesh": "dp, tp" if rank == 1 else usual},
+        {"mesh_of": {} if rank == 1 else None},
     ]
     for options in mine:
         with pytest.raises((PlanMismatch, ConfigError)) as refused:
@@ -621,6 +623,9 @@ def test_ranks_that_disagree_about_the_axes_are_told_before_they_meet() -> None:
         assert "disagree, first about 'mesh'" in told[1], (rank, told[1])
         assert ("Pass the same mesh=" in told[1]) == (rank != 3)
         assert "disagree, first about 'mesh'" in told[2]
+        assert ("rank 1 refused: " in told[3]) == ("rank 1 refused: " in told[4]) == (rank != 1)
+        assert "mesh is a str, not a DeviceMesh" in told[3]
+        assert "mesh_of is {}: give a dict" in told[4]
         assert not any("\n" in one for one in told)
 
 

@@ -45,10 +45,9 @@ def _train(
     SlowAdamW.sleeps = False  # not in the probe
     optimizer = SlowAdamW(model.parameters(), lr=1e-3)
     link = None if seconds_per_element is None else Paced(4 / seconds_per_element)
-    offload = zs.Offload(
-        grad=grad, optimizer="host", fraction=fraction, link=link, staging_bytes=16 * TILE
-    )
-    engine = zs.shard(model, optimizer, policy="zero2", offload=offload)
+    offload = zs.Offload(grad=grad, optimizer="host", fraction=fraction, staging_bytes=16 * TILE)
+    with inside.linked(link):
+        engine = zs.shard(model, optimizer, policy="zero2", offload=offload)
     SlowAdamW.sleeps = seconds_per_element is not None
     x = torch.randn(4, WIDTH)
     settled_after = 0

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from tests.support import inside
 from tests.support.endless_link import Endless
 from tests.support.harness import run_ranks
 
@@ -64,8 +65,9 @@ def _train(
     torch.manual_seed(0)
     model = nn.Sequential(*(Watched(report) for _ in range(BLOCKS)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    options = {"offload": zs.Offload(**tiers, link=link)} if link is not None else {}
-    engine = zs.shard(model, optimizer, policy=row, **options)
+    options = {"offload": zs.Offload(**tiers)} if link is not None else {}
+    with inside.linked(link):
+        engine = zs.shard(model, optimizer, policy=row, **options)
     x = torch.randn(8, WIDTH, requires_grad=True)
     for step in range(3):
         if step == 2:

@@ -29,7 +29,7 @@ from tests.support.repartitions import Trained, loaded, made, rests
 from tests.support.training import batch, make_model
 from zeroshard.comm.hand_over import HandOver
 from zeroshard.runtime.engine import parts_of
-from zeroshard.runtime.relayout import Departure
+from zeroshard.runtime.relayout import Move
 
 Change = dict[str, Any]
 
@@ -572,12 +572,12 @@ def _fails_on_the_way(rank: int, world: int, transport: str, at: int) -> str:
     comm = zs.Comm.model_validate({"transport": transport})
     run = made(policy="zero1", averaged=True, stall_timeout_s=60, comm=comm)
     run.train(rank, range(2))
-    real, begin, count = torch.Tensor.copy_, Departure.begin, -1
+    real, begin, count = torch.Tensor.copy_, Move.begin, -1
 
-    def begun(self: Departure) -> None:
+    def begun(self: Move, told: Any) -> None:
         nonlocal count
         count = 0
-        begin(self)
+        begin(self, told)
 
     def failing(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal count
@@ -588,7 +588,7 @@ def _fails_on_the_way(rank: int, world: int, transport: str, at: int) -> str:
 
     torch.Tensor.copy_ = failing  # type: ignore[method-assign, assignment]
     try:
-        with patched(Departure, "begin", begun):  # elements go from rank to rank
+        with patched(Move, "begin", begun):  # elements go from rank to rank
             run.engine.repartition(policy="zero3", shares=[0.25, 0.75])
         told = ""
     except (MemoryError, zs.StateError) as error:

@@ -1,4 +1,4 @@
-"""A gradient at rest without an engine: of one rank, whose segment is a list of parameters."""
+"""An accumulator without an engine: of one rank, whose segment is a list of parameters."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 
 from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Cell, Mesh
+from zeroshard.core.recording import Probe
 from zeroshard.errors import StorageError
-from zeroshard.runtime.grad import Gradient
+from zeroshard.runtime.grad import Accumulator
 from zeroshard.runtime.streams import NoStreams
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.store import Store
 
-__all__ = ["one_gradient"]
+__all__ = ["one_accumulator"]
 
 
-def one_gradient(
+def one_accumulator(
     memory: DeviceMemory,
     sizes: Sequence[int],
     *,
@@ -27,9 +28,9 @@ def one_gradient(
     split: int | None = None,
     store: Store | None = None,
     note: Callable[[StorageError], None],
-) -> Gradient:
-    """Return the gradient of parameters of these `sizes`, which rests on the device up to element
-    `split` (None: all of it).
+) -> Accumulator:
+    """Return the accumulator of parameters of these `sizes`, whose gradient rests on the device up
+    to element `split` (None: all of it).
     """
     named = [(f"p{index}", (size,)) for index, size in enumerate(sizes)]
     layout = Layout.build(named, Mesh(1, 1), align=1)
@@ -40,7 +41,7 @@ def one_gradient(
         precision=lambda context: SimpleNamespace(accumulate=dtype),
     )
     flat: Any = SimpleNamespace(
-        key="unit", layout=layout, own_span=whole, stepped=whole, recording=None
+        key="unit", layout=layout, own_span=whole, stepped=whole, probe=Probe()
     )
     context: Any = SimpleNamespace(
         transport=SimpleNamespace(rank=0, size=1),
@@ -49,4 +50,4 @@ def one_gradient(
         faults=SimpleNamespace(note=note),
     )
     split = layout.numel if split is None else split
-    return Gradient(plan, flat, context, store=store, split=split, leaves=split < layout.numel)
+    return Accumulator(plan, flat, context, store=store, split=split, leaves=split < layout.numel)

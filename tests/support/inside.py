@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 import zeroshard as zs
+from tests.support.endless_link import Endless
+from tests.support.paced_link import Paced
 from zeroshard.comm.cpu import collectives
 from zeroshard.comm.transport import Transport
 from zeroshard.core.placement import Tier
@@ -24,12 +26,14 @@ from zeroshard.memory import MemoryCounter
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.bucket import Bucket
+from zeroshard.runtime.context import Context
 from zeroshard.runtime.engine import states_of
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
+from zeroshard.sharding import api
 from zeroshard.tier.store import Store
 
 
@@ -130,6 +134,19 @@ def recordings(engine: zs.Engine) -> list[object]:
     runner = engine._sharded.runner._options
     probes = [engine._context.streams.probe, runner.probe, *(store.probe for store in stores)]
     return [probe.recording for probe in probes]
+
+
+@contextmanager
+def linked(link: Endless | Paced | None) -> Iterator[None]:
+    """Put `link` between device and host of the engines made inside, if it is one. Where nothing
+    goes on while one copies, a step on the host does not go on into the next forward.
+    """
+    with ExitStack() as stack:
+        if link is not None:
+            stack.enter_context(mock.patch.object(api, "link_of", lambda device: link))
+            if not link.overlaps:
+                stack.enter_context(mock.patch.object(Context, "steps_into_forward", False))
+        yield
 
 
 class Commands:
@@ -345,7 +362,7 @@ def drop_full_weights(engine: zs.Engine) -> None:
 
 def column_bytes(engine: zs.Engine) -> int:
     """Return the bytes of the columns that `hpz` keeps for the backward."""
-    return sum(segment.flat.column.num_bytes for segment in segments(engine))
+    return sum(segment.flat.column_bytes for segment in segments(engine))
 
 
 def alter_weights_at_rest(engine: zs.Engine) -> None:

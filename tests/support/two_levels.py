@@ -48,7 +48,7 @@ class TwoLevels:
         return flight
 
     def window(self, *args: Any, **options: Any) -> Window:
-        window = self.levels.window(*args, **options)
+        window = self.levels._window(*args, **options)
         assert isinstance(window, PrivateWindow), window
         window._transport = self
         return window

@@ -48,7 +48,7 @@ from zeroshard.core.recording import Operation
 from zeroshard.core.route import Axis
 from zeroshard.memory import Pool
 
-__all__ = ["ColumnWindow", "Levels", "Start", "Step", "Transports"]
+__all__ = ["Levels", "Start", "Step", "Transports"]
 
 Start = Callable[[], Work | None]  # None: nothing is left to wait for
 
@@ -123,7 +123,7 @@ class Levels:
         self.one_sided = flat.one_sided and not self.is_deep
         self.keyed = all(transport.keyed for transport in self)
         self._followed: list[Follower] = []
-        self._column_windows: list[ColumnWindow] = []
+        self._published: list[Follower] = []  # operations that writing waits for
         # columns of node sums on their way into an encoding; as many as reduces are under way
         self._sums = Pool()
 
@@ -139,7 +139,29 @@ class Levels:
 
     # -------------------------------------------------------------------------------------- windows
 
-    def window(
+    def memory(
+        self,
+        key: str,
+        ranges: Sequence[Range],
+        dtype: torch.dtype,
+        device: torch.device,
+        scope: Scope,
+    ) -> tuple[Window, torch.Tensor]:
+        """Allocate one segment's resting memory, of which `scope` rests here; return the window
+        and that. A column's window is among this node's ranks. See Transport.window. Collective.
+        """
+        if scope is Scope.NODE_SHARD:
+            self._prepare(key, ranges, dtype, "by columns")
+            columns = self._columns(ranges)[0]
+            window = self.inside.window(key, columns, dtype, device, replicated=False)
+            return window, window.local
+        window = self._window(key, ranges, dtype, device, replicated=scope is Scope.FULL)
+        if scope is Scope.SHARD:
+            return window, window.local
+        assert window.full is not None, key
+        return window, window.full
+
+    def _window(
         self,
         key: str,
         ranges: Sequence[Range],
@@ -148,30 +170,10 @@ class Levels:
         *,
         replicated: bool,
     ) -> Window:
-        """Allocate one segment's resting memory; see Transport.window. Collective."""
         if not self.is_deep:
             return self.flat.window(key, ranges, dtype, device, replicated=replicated)
         self._prepare(key, ranges, dtype, "replicated" if replicated else "sharded")
         return PrivateWindow(self.flat, key, ranges, dtype, device, replicated=replicated)
-
-    def column_window(
-        self,
-        key: str,
-        ranges: Sequence[Range],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        written: Scope,
-    ) -> ColumnWindow:
-        """Allocate one segment's resting memory where a rank keeps its column; it writes
-        `written` of it: SHARD, or all of it.
-        """
-        self._prepare(key, ranges, dtype, "by columns")
-        columns, own = self._columns(ranges)
-        inner = self.inside.window(key, columns, dtype, device, replicated=False)
-        window = ColumnWindow(self.between, inner, own, is_whole=written is not Scope.SHARD)
-        self._column_windows.append(window)
-        return window
 
     def _prepare(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, kind: str) -> None:
         """Make `key` known. Raises PlanMismatch where the ranks ask for another key, cut, dtype
@@ -191,10 +193,9 @@ class Levels:
         """Return when every rank has called it; see Transport. What nodes have published is here
         then, and gathers in two levels are over.
         """
-        for window in self._column_windows:
-            window.wait_published()
-        for operation in self._followed:
+        for operation in (*self._published, *self._followed):
             operation.wait()
+        self._published = []
         self.flat.begin_write()
         if self.is_deep:
             self.inside.begin_write()
@@ -260,6 +261,10 @@ class Levels:
         serve_while_waiting(self)
         self._followed.append(operation)
 
+    def hold_writes(self, operation: Follower) -> None:
+        """Let `begin_write` wait for `operation`, a publish."""
+        self._published.append(operation)
+
     @property
     def is_waiting(self) -> bool:
         """Whether a second level is still to be started."""
@@ -286,11 +291,10 @@ class Levels:
 
     def give_up(self) -> None:
         """After an exception: leave everything under way; see Transport."""
-        left, self._followed = self._followed, []
+        left = [*self._published, *self._followed]
+        self._published, self._followed = [], []
         for operation in left:
             operation.leave()
-        for window in self._column_windows:
-            window.leave()
         for transport in self:
             transport.give_up()
 
@@ -306,7 +310,7 @@ class Levels:
     def close(self) -> None:
         """Release threads, sockets and memory. Idempotent."""
         stop_serving(self)
-        self._followed, self._column_windows = [], []
+        self._published, self._followed = [], []
         for transport in self:
             transport.close()
 
@@ -410,52 +414,3 @@ class NodeSum:
         if self._hop is not None:
             self._levels.between.return_buffer(self._hop)
             self._hop = None
-
-
-class ColumnWindow:
-    """A rank's column, in memory that its node's ranks may be able to read where it lies (`inner`).
-
-    Where a rank writes only its shard, `publish` starts bringing the other nodes' shards, and the
-    next gather tells this node when they are here.
-    """
-
-    def __init__(
-        self, between: Transport, inner: Window, ranges: tuple[Range, ...], *, is_whole: bool
-    ) -> None:
-        """`ranges`: of the shards in the column, by node; `is_whole`: a rank writes all of it."""
-        self.key = inner.key
-        self.ranges = ranges
-        self.rest = inner.local
-        self.local = inner.local[slice(*ranges[between.rank])]
-        self.full = inner.full
-        self.aliased = inner.aliased
-        self._between = between
-        self._inner = inner
-        self._is_whole = is_whole
-        self._coming: Work | None = None
-
-    def gather(self, out: torch.Tensor | None = None) -> Work:
-        self.wait_published()
-        return self._inner.gather(out)
-
-    def publish(self) -> None:
-        self.wait_published()
-        if self._is_whole:
-            self._inner.publish()
-        else:
-            self._coming = self._between.all_gather(self.key, self.local, self.ranges, self.rest)
-
-    def wait_published(self) -> None:
-        """Return when what the other nodes have published is here."""
-        if self._coming is not None:
-            self._coming.wait()
-            self._coming = None
-            self._inner.publish()
-
-    def leave(self) -> None:
-        """Wait for nothing any more: the transports have given up."""
-        self._coming = None
-
-    def close(self) -> None:
-        self._inner.close()
-        self.full, self.local, self.rest = None, torch.empty(0), torch.empty(0)

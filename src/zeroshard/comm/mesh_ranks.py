@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from zeroshard.comm.ranks import Groups, Ranks
-from zeroshard.core.dims import MeshPlace
+from zeroshard.core.placement import MeshPlace
 from zeroshard.errors import ZeroshardError
 
 __all__ = ["AlongAxes", "MeshRanks"]

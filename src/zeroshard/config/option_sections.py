@@ -169,8 +169,6 @@ class Offload(Strict):
     verify: bool = Field(
         default=False, description="Whether what is read from disk is checked against its hash."
     )
-    # replaces the link between device and host in tests: tests/support/paced_link.py
-    link: Any = Field(default=None, exclude=True, repr=False, description="For tests.")
 
     @field_validator("weight", "grad", "optimizer", mode="before")
     @classmethod

@@ -79,7 +79,6 @@ def schema() -> dict[str, Any]:
     }
     for name, form in forms.items():
         fields[name] = {**fields[name], "anyOf": form}
-    del made["$defs"]["Offload"]["properties"]["link"]  # not for files
     made["$defs"] = {model.__name__: made["$defs"][model.__name__] for model in SECTIONS.values()}
     for model in (made, *made["$defs"].values()):
         model["description"] = model["description"].partition("\n\n")[0]

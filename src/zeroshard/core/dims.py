@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from zeroshard.core.placement import OtherAxis
+from zeroshard.core.placement import MeshPlace, OtherAxis
 from zeroshard.errors import ConfigError
 
-__all__ = ["Dims", "MeshPlace", "shared_dims"]
+__all__ = ["Dims", "shared_dims"]
 
 _FLAT, _OUTER, _INNER, _CONTEXT = "dp", "dp_replicate", "dp_shard", "cp"
 _EXPERT = "ep"
@@ -32,17 +32,6 @@ _USUAL = ([_FLAT], [_OUTER], [_INNER], [_OUTER, _INNER])
 _ALIKE = {"tp": True, "pp": False}  # by name: whether plain parameters are alike along it
 _KNOWN = "'dp', or 'dp_replicate' and 'dp_shard', are data parallel, as is 'cp'; 'tp' and 'pp'"
 _OTHERS = f"{_KNOWN} are not"
-
-
-@dataclass(frozen=True)
-class MeshPlace:
-    """Where a rank is along the other axes."""
-
-    text: str = ""  # "pp=1, tp=0": one text per data parallel group
-    stage: str = ""  # "pp=1": ranks of one stage have the same parameters
-    # along which axes, by name, it is the first rank: what is replicated along an axis counts there
-    first_along: frozenset[str] = frozenset()
-    is_first: bool = True  # of the groups of its stage, which are replicas
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ __all__ = [
     "Cell",
     "Cells",
     "Mesh",
+    "MeshPlace",
     "OtherAxis",
     "Placement",
     "Portion",
@@ -82,6 +83,17 @@ class OtherAxis:
     name: str
     size: int
     alike: bool  # plain parameters are the same along it
+
+
+@dataclass(frozen=True)
+class MeshPlace:
+    """Where a rank is along the other axes."""
+
+    text: str = ""  # "pp=1, tp=0": one text per data parallel group
+    stage: str = ""  # "pp=1": ranks of one stage have the same parameters
+    # along which axes, by name, it is the first rank: what is replicated along an axis counts there
+    first_along: frozenset[str] = frozenset()
+    is_first: bool = True  # of the groups of its stage, which are replicas
 
 
 @dataclass(frozen=True)

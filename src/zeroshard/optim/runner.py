@@ -58,7 +58,7 @@ from zeroshard.memory.heap import Trimmer
 from zeroshard.optim.copies import TileOptimizer
 from zeroshard.optim.shards import Taken, Tile
 from zeroshard.optim.tiles import TileStates
-from zeroshard.state.gradient import GradientState
+from zeroshard.state.gradient import Gradient
 from zeroshard.tier.staging import Memory
 
 __all__ = ["StepJob", "StepOptions", "TileRunner"]
@@ -82,7 +82,7 @@ class _TileStep:
     """One tile to be stepped, and its numbers while they pass through memory."""
 
     tile: Tile
-    gradient: GradientState
+    gradient: Gradient
     used: list[bool]  # which of its shards are stepped
     buffers: _Buffers | None = None
     master: torch.Tensor | None = None

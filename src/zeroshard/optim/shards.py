@@ -22,7 +22,7 @@ from torch import nn
 from zeroshard.core.layout import Piece
 from zeroshard.core.work import Work
 from zeroshard.memory import placeholder
-from zeroshard.state.gradient import GradientState
+from zeroshard.state.gradient import Gradient
 from zeroshard.state.state import State
 from zeroshard.tier.store import Storage, Store
 
@@ -51,8 +51,7 @@ class SteppedSegment:
     split: int  # the first elements, whose optimizer state rests on the device
     master: State
     store: Store | None  # where the state of the others rests; None: there are no others
-    gradient: Callable[[], GradientState | None]
-    set_gradient: Callable[[int, int, torch.Tensor], None]  # a range of the average
+    gradient: Callable[[], Gradient | None]
     used: Callable[[int], bool]  # whether any rank has a gradient of this parameter
     # start casting stepped masters into the weights; do they stay meanwhile?
     bring: Callable[[int, int, torch.Tensor, bool], list[Work]]
@@ -147,7 +146,9 @@ class ParamShard:
 
     def set_grad(self, numbers: torch.Tensor) -> None:
         """Set its slice of the averaged gradient, which some rank used, to `numbers`."""
-        self.segment.set_gradient(self.start, self.stop, numbers)
+        resting = self.segment.gradient()
+        assert resting is not None, f"the gradient of {self.name} is used and not held"
+        resting.store_range(self.start, self.stop, numbers)
 
     def leave_memory(self) -> None:
         """Let go of its master on the device, whose memory is about to be released."""

@@ -60,6 +60,8 @@ class StateAccess:
         self._recovery = recovery
         self._scaler = scaler
         self._faults = context.faults
+        # whether a step may go on by itself, and fail unheard of
+        self._steps_go_on = context.steps_into_forward and bool(context.tiering.away)
         self.transport = context.transport
         self._sharded: ShardedOptimizer | None = None
         self.accounts = Accounts(weights.units, context)
@@ -316,7 +318,7 @@ class StateAccess:
         """
         self.check_open()
         self._faults.check(passes=False)
-        if self._context.steps_into_forward and self._context.tiering.away:
+        if self._steps_go_on:
             self._join_step()  # averages may be in the place of what is trained
             self._faults.agree()
 

@@ -38,6 +38,7 @@ from zeroshard.runtime.units import UnitPlan
 from zeroshard.runtime.watch import Watch
 from zeroshard.runtime.weights import Weights
 from zeroshard.runtime.whole import Whole
+from zeroshard.state.local import local_of
 
 __all__ = ["Assembly"]
 
@@ -47,12 +48,14 @@ class _Listeners:
 
     def __init__(
         self,
+        module: nn.Module,
         context: Context,
         weights: Weights,
         backward: Backward,
         finalizer: Finalizer,
         watch: Watch,
     ) -> None:
+        self._module = module
         self._context = context
         self._weights = weights
         self._backward = backward
@@ -60,14 +63,17 @@ class _Listeners:
         self._watch = watch
         self._sharded: ShardedOptimizer | None = None
         self._tiles: StepTiles | None = None
+        self.events = self._listen()
 
     def attach(self, sharded: ShardedOptimizer, tiles: StepTiles) -> None:
         """`sharded` steps the `tiles` from here on."""
         self._sharded, self._tiles = sharded, tiles
+        if tiles.balance is not None:
+            self.events.after_step.append(self._balance)
 
-    def events(self) -> StepEvents:
+    def _listen(self) -> StepEvents:
         """Return who is called at each event, in this order."""
-        context, faults = self._context, self._context.faults
+        context, options, faults = self._context, self._context.options, self._context.faults
         beats = [] if (beat := heartbeat()) is None else [beat]
         # elsewhere ranks may run forwards that the others do not
         may_agree = context.weights_leave or context.transport.size == 1
@@ -80,19 +86,32 @@ class _Listeners:
                 partial(self._backward.tell, "forward"),  # to ranks without data, in join()
                 *beats,
             ],
+            forward_begun=[self._broadcast] if options.broadcast_buffers else [],
             forward_agreed=[self._agree] if agrees else [],
             before_step=[
                 faults.check,
                 self._weights.availability.check_trained,
                 self._watch.check,
+                *([] if options.clip_norm is None else [self._clip]),
             ],
-            averaged=[] if context.options.verify_every is None else [self._verify],
-            after_step=[*beats, self._balance],
+            averaged=[] if options.verify_every is None else [self._verify],
+            after_step=beats,
         )
 
     def _check_finished(self) -> None:
         if self._sharded is not None:
             self._sharded.check_finished()
+
+    def _broadcast(self) -> None:
+        """Let every rank have rank 0's buffers."""
+        for buffer in self._module.buffers():
+            self._context.transport.broadcast(local_of(buffer))
+
+    def _clip(self) -> None:
+        """Clip as the configuration says where the user has not clipped."""
+        max_norm = self._context.options.clip_norm
+        if max_norm is not None and not self._finalizer.clipped:
+            self._finalizer.clip(max_norm)
 
     def _agree(self) -> None:
         """Share failures between the ranks, those of a step that goes on by itself included."""
@@ -106,9 +125,9 @@ class _Listeners:
 
     def _balance(self) -> None:
         """Move the cut between device and host to where the last steps say."""
-        if self._sharded is not None and self._tiles is not None and self._tiles.balance:
-            with self._context.faults.noted(lost=True):
-                self._tiles.after_step(self._sharded)
+        assert self._sharded is not None and self._tiles is not None
+        with self._context.faults.noted(lost=True):
+            self._tiles.after_step(self._sharded)
 
 
 class Assembly:
@@ -169,9 +188,11 @@ class Assembly:
         rest = Rest(weights, transports=transports, faults=faults)
         self._recovery = Recovery(weights, rest, digest, context)
         self._watch = Watch(self.module, units)
-        self._listeners = _Listeners(context, weights, backward, self._finalizer, self._watch)
-        events = self._listeners.events()
-        self._loop = Loop(self.module, context, weights, backward, self._finalizer, rest, events)
+        self._listeners = _Listeners(
+            self.module, context, weights, backward, self._finalizer, self._watch
+        )
+        events = self._listeners.events
+        self._loop = Loop(context, weights, backward, self._finalizer, rest, events)
         self._states = StateAccess(
             context, weights, rest, backward, self._finalizer, self._recovery, self._scaler
         )

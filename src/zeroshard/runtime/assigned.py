@@ -104,11 +104,11 @@ class AssignedGradients:
         taken, self._taken = self._taken, []
         with torch._C.DisableTorchFunctionSubclass():
             for one in taken:
-                summed = one.leaf.bucket.accumulator
-                if summed.open_empty():
-                    summed.average(divisor)
+                zeros = one.leaf.bucket.accumulator.open_empty()
+                if zeros is not None:
+                    zeros.average(divisor)
                     if weight is not None:
-                        summed.divide(weight)
+                        zeros.divide(weight)
                 one.store()
         return bool(taken)
 

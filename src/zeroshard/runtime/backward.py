@@ -45,6 +45,7 @@ from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.saved import SavedTensors
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
+from zeroshard.state.gradient import Gradient
 
 __all__ = ["Backward", "retains_graph"]
 
@@ -444,6 +445,12 @@ class Backward:
         self.seal()
 
     @property
+    def gradients(self) -> list[Gradient]:
+        """The gradients that rest here."""
+        resting = [bucket.accumulator.resting() for bucket in self.buckets]
+        return [gradient for gradient in resting if gradient is not None]
+
+    @property
     def has_unreduced(self) -> bool:
         """Whether gradients rest here that no reduce over all ranks has taken."""
         return any(bucket.has_unreduced for bucket in self.buckets)
@@ -481,7 +488,7 @@ class Backward:
         anything = True in chain.from_iterable(map(_USED, self.buckets))
         # gradients of parameters unused here; a step agrees about what is used
         if changed and not anything:
-            anything = any(bucket.accumulator.resting() is not None for bucket in self.buckets)
+            anything = bool(self.gradients)
         if not anything:
             same_on_all = everything or not changed or cleared.issuperset(self.leaves.ids)
             self.reset(0 if same_on_all else UNKNOWN)

@@ -20,6 +20,7 @@ the sum over all ranks (runtime/grad.py), nor what a module is.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from zeroshard.memory import Loan
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
-from zeroshard.runtime.grad import Gradient
+from zeroshard.runtime.grad import Accumulator
 from zeroshard.state.state import State
 from zeroshard.tier.store import Store
 
@@ -69,7 +70,7 @@ class Bucket:
         flat: FlatWeights,
         context: Context,
         *,
-        accumulator: Gradient,
+        accumulator: Accumulator,
         store: Store | None,
     ) -> None:
         """`accumulator` takes what reduces bring. In `store` (None: on the device) a sum of
@@ -97,8 +98,9 @@ class Bucket:
         self.loan: Loan | None = None  # None where the gradient is summed where it rests
         self.num_bytes = layout.numel * precision.wire.itemsize  # of a buffer
         self.reduction: Reduction | None = None
-        self._summed = none.copy()  # of which parameters a sum of micro-batches waits
-        self._sum: State | None = None
+        self.has_sum = False  # whether a sum of micro-batches waits for a reduce
+        self._summed = none.copy()  # ... and of which parameters
+        self._sum: State | None = None  # None: lost, or not there
         self._is_lost = False
         self._store = store if self.sums_micro_batches else None
         self._column = layout.span(plan.rank, Scope.NODE_SHARD)
@@ -125,23 +127,17 @@ class Bucket:
 
     def bytes_by_tier(self) -> dict[Tier, int]:
         """Return the bytes of the gradient at rest now on each tier, sums that wait included."""
-        node_sum = None if self._node_sum is None else State.of(self._node_sum)
-        out: dict[Tier, int] = {}
-        for held in (self._sum, node_sum, self.accumulator.resting()):
-            if held is not None:
-                for tier, num_bytes in held.bytes_by_tier().items():
-                    out[tier] = out.get(tier, 0) + num_bytes
+        resting, out = self.accumulator.resting(), Counter[Tier]()
+        out.update({} if self._sum is None else self._sum.bytes_by_tier())
+        out.update({} if resting is None else resting.numbers.bytes_by_tier())
+        if self._node_sum is not None:
+            out[Tier.DEVICE] += self._node_sum.nbytes
         return out
 
     @property
     def in_flight(self) -> bool:
         """Whether a reduce of this segment is under way."""
         return self.reduction is not None
-
-    @property
-    def has_sum(self) -> bool:
-        """Whether a sum of micro-batches waits for a reduce."""
-        return self._sum is not None or self._is_lost
 
     @property
     def has_unreduced(self) -> bool:
@@ -234,7 +230,7 @@ class Bucket:
         return self._sum
 
     def _add_to_sum(self, index: int, grad: torch.Tensor) -> None:
-        slot = self.flat.layout.slots[index]
+        slot, self.has_sum = self.flat.layout.slots[index], True
         with self._losing():
             state = self._open_sum() if self._sum is None else self._sum
             with state.borrowed(slot.offset, slot.stop, write=True) as part:
@@ -246,9 +242,7 @@ class Bucket:
         self._summed[index] = True
 
     def _move_sum(self, make_room: Callable[[int], None]) -> None:
-        """Add the sum of micro-batches to the buffer, if there is one."""
-        if not self.has_sum:
-            return
+        """Add the sum of micro-batches to the buffer."""
         self._open(make_room)
         for index in [index for index, summed in enumerate(self._summed) if summed]:
             slot = self.flat.layout.slots[index]
@@ -265,7 +259,8 @@ class Bucket:
         """Give the memory of the sum back."""
         if self._sum is not None:
             self._sum.close()
-        self._sum, self._summed, self._is_lost = None, [False] * len(self._summed), False
+        self._sum, self._summed = None, [False] * len(self._summed)
+        self.has_sum = self._is_lost = False
 
     # ------------------------------------------------------------------ reduces
 
@@ -277,8 +272,9 @@ class Bucket:
 
         Without `with_earlier`, sums of earlier micro-batches stay here for the next reduce.
         """
-        self.wait()
-        if with_earlier:
+        if self.reduction is not None:
+            self.wait()
+        if with_earlier and self.has_sum:
             self._move_sum(make_room)
         self._zero_unseen()
         accumulator, (resting, fresh) = self.accumulator, self.accumulator.open()
@@ -292,7 +288,7 @@ class Bucket:
             out = resting.fetch(*accumulator.own)
             return self._hand_over(self._steps(out, held, accumulate=not fresh), held, out)
         out = accumulator.room()
-        to_rest = Step(partial(accumulator.take, out, fresh), "here")
+        to_rest = Step(partial(resting.take, out, fresh), "here")
         return self._hand_over([*self._steps(out, held, accumulate=False), to_rest], held, out)
 
     def reduce_inside(self, *, make_room: Callable[[int], None]) -> Flight:
@@ -300,7 +296,8 @@ class Bucket:
         sum waits here for the reduce that goes on between nodes.
         """
         self.wait()
-        self._move_sum(make_room)
+        if self.has_sum:
+            self._move_sum(make_room)
         self._zero_unseen()
         is_there = self._node_sum is not None
         out = self._open_node_sum() if self._node_sum is None else self._node_sum
@@ -413,9 +410,11 @@ class Bucket:
         if any(self.used):
             self.zero(indices)
             return
-        self.wait()
+        if self.reduction is not None:
+            self.wait()
         self.seen = [False] * len(self.seen)
-        self._close_sum()
+        if self.has_sum:
+            self._close_sum()
         self._node_sum = None
         self.accumulator.reset()
 

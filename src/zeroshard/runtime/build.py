@@ -26,7 +26,7 @@ from zeroshard.memory.heap import return_freed_memory
 from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.context import Context, Dtypes, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
-from zeroshard.runtime.grad import Gradient
+from zeroshard.runtime.grad import Accumulator
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, holding_others
@@ -139,7 +139,8 @@ def build_units(
             strict=context.options.strict,
         )
         for segment in segments:
-            segment.seen.detach() if cells.weight.is_sharded else segment.attach()
+            views = segment.flat.buffer.views
+            segment.seen.detach() if cells.weight.is_sharded else segment.seen.attach(views)
             segment.flat.publish()
         units.append(unit)
         return_freed_memory()  # of the original parameters
@@ -370,5 +371,5 @@ def _bucket_of(plan: SegmentPlan, splits: Splits, flat: FlatWeights, context: Co
     store = context.tiering.store(plan.cells.grad.tier)
     # where fractions move, no rank knows those of the others
     leaves = not splits.grads_stay or context.tiering.automatic
-    accumulator = Gradient(plan, flat, context, store=store, split=splits.grad, leaves=leaves)
+    accumulator = Accumulator(plan, flat, context, store=store, split=splits.grad, leaves=leaves)
     return Bucket(plan, flat, context, accumulator=accumulator, store=store)

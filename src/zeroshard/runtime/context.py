@@ -133,8 +133,7 @@ class Context:
         """Whether weights may still be on their way when a forward begins: not where a peer
         reads this rank's memory as it is.
         """
-        alone = self.transport.size == 1 or self.streams.enqueues
-        return self.tiering.link.overlaps and alone
+        return self.transport.size == 1 or self.streams.enqueues
 
     @property
     def device(self) -> torch.device:

@@ -2,6 +2,8 @@
 
     event            when
     before_forward   a forward of the model begins, outside a backward; nothing is gathered yet
+    forward_begun    its first gathers have been started, or those of other ranks' forward, which
+                     this rank takes part in without one of its own (join.py)
     after_forward    it has ended, perhaps by an exception
     forward_agreed   it has ended well, on every rank: failures may be shared
     before_module    a module's forward begins; the units that it needs
@@ -39,6 +41,7 @@ class StepEvents:
     """The listeners of each event, in order."""
 
     before_forward: _Listeners = field(default_factory=list)
+    forward_begun: _Listeners = field(default_factory=list)
     after_forward: _Listeners = field(default_factory=list)
     forward_agreed: _Listeners = field(default_factory=list)
     before_module: _OfUnits = field(default_factory=list)
@@ -52,14 +55,14 @@ class StepEvents:
     @contextmanager
     def around(self, others: StepEvents) -> Iterator[None]:
         """Inside, call `others` too: before ours at the beginning of anything, else after them."""
-        own: dict[str, list[Any]] = {
-            event.name: [*getattr(self, event.name)] for event in fields(self)
-        }
-        for name, here in own.items():
-            more = getattr(others, name)
-            getattr(self, name)[:] = [*more, *here] if name.startswith("before") else [*here, *more]
+        lists: list[tuple[str, list[Any], list[Any]]] = [
+            (event.name, getattr(self, event.name), getattr(others, event.name))
+            for event in fields(self)
+        ]
+        for name, here, more in lists:
+            here[:] = [*more, *here] if name.startswith("before") else [*here, *more]
         try:
             yield
         finally:
-            for name, here in own.items():
-                getattr(self, name)[:] = here
+            for _, here, more in lists:
+                here[:] = [one for one in here if all(one is not other for other in more)]

@@ -40,7 +40,6 @@ from zeroshard.runtime.accumulation import UNKNOWN, total_weight
 from zeroshard.runtime.assigned import AssignedGradients
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.context import Context
-from zeroshard.runtime.grad import Gradient
 from zeroshard.state.reduction import read_squares
 
 __all__ = ["Finalized", "Finalizer"]
@@ -201,29 +200,29 @@ class Finalizer:
         self._digest.enter("step", "")
         unreduced = backward.has_unreduced
         backward.reductions.wait()
-        sums = [bucket.accumulator for bucket in backward.buckets]
-        averaged = [] if unreduced else sums
-        bad = [summed.key for summed in averaged if not summed.average(divisor)]
-        backward.reductions.gather_averages([summed for summed in sums if summed.gathers_averages])
-        bad += self._read(averaged, divisor)
+        averaged = [] if unreduced else backward.gradients
+        bad = [gradient.key for gradient in averaged if not gradient.average(divisor)]
+        accumulators = [bucket.accumulator for bucket in backward.buckets]
+        backward.reductions.gather_averages([one for one in accumulators if one.gathers_averages])
+        if not unreduced and self._read():
+            bad += [gradient.key for gradient in averaged if not gradient.average(divisor)]
         bad.append(backward.saved.read_released or self._assigned.first_bad() or "")
         self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step
         return self._compare(unreduced, bad[0])
 
     def _divide(self, weight: float) -> None:
         """Divide by the weights of all ranks, which are known now."""
-        for bucket in self._backward.buckets:
-            bucket.accumulator.divide(weight)
+        for gradient in self._backward.gradients:
+            gradient.divide(weight)
 
-    def _read(self, averaged: Sequence[Gradient], divisor: float) -> list[str]:
-        """Read once what is to be known of averages on an accelerator; return the keys of those
-        that are not finite.
+    def _read(self) -> bool:
+        """Read once what is to be known of averages on an accelerator; return whether there was
+        anything.
         """
-        asked = {summed: summed.asked() for summed in averaged}
-        waiting = [summed for summed, each in asked.items() if each]
-        if waiting:
-            read_squares([one for each in asked.values() for one in each])
-        return [summed.key for summed in waiting if not summed.average(divisor)]
+        asked = [one for bucket in self._backward.buckets for one in bucket.accumulator.asked()]
+        if asked:
+            read_squares(asked)
+        return bool(asked)
 
     def _compare(self, unreduced: bool, bad: str) -> list[_Answer]:
         """Exchange answers, of whose digests and decisions none may differ."""
@@ -396,9 +395,8 @@ class Finalizer:
         self.finalize()
         with self._axes.together(_NORM) as meeting:
             # on an accelerator, of averages that have been scaled since they were read
+            self._read()
             buckets = self._backward.buckets
-            if asked := [one for bucket in buckets for one in bucket.accumulator.asked()]:
-                read_squares(asked)
             local = [bucket.accumulator.squares(bucket.in_norm) for bucket in buckets]
             self._faults.agree()
             meeting.give(self._sum_of_squares(local))
@@ -431,8 +429,8 @@ class Finalizer:
         factor = float(coefficient)
         if factor < 1.0:
             self._backward.leaves.scale_assigned(factor)
-            for bucket in self._backward.buckets:
-                bucket.accumulator.scale(factor)
+            for gradient in self._backward.gradients:
+                gradient.scale(factor)
         return total
 
     def is_every(self, steps: int | None) -> bool:

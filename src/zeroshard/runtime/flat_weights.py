@@ -3,12 +3,16 @@
     rest (a State) ----- unshard: read, encode, all-gather, keep, decode -----> full (FullBuffer)
     rest, encoded ------ unshard: read bytes, all-gather bytes, decode -------^
     column (hpz) ------- unshard_backward: all-gather inside the node, decode ----^
+    rest <-- publish: slices of other nodes arrive (a column), then peers may read
 
 What rests here is this rank's part as the row's cell says: its own slice, its column, or the whole
-buffer. Where the transport maps the peers' memory (or there is no peer) the full buffer *is* the
-resting shards: gathering moves nothing. Weights that rest on another tier have no window: each rank
-reads its own slice alone into its place in the full buffer (ZeRO-Infinity, section 6.1, bandwidth-
-centric partitioning), and the slices meet on the wire from there.
+buffer. Where the routes keep one, the column of a forward's gather stays on the device until its
+backward: ZeRO++'s secondary shard (arXiv 2306.10209, section 3.2), ``numel / node_size`` elements,
+encoded where weights travel encoded, so that both passes compute with the same numbers. Where the
+transport maps the peers' memory (or there is no peer) the full buffer *is* the resting shards:
+gathering moves nothing. Weights that rest on another tier have no window: each rank reads its own
+slice alone into its place in the full buffer (ZeRO-Infinity, section 6.1, bandwidth-centric
+partitioning), and the slices meet on the wire from there.
 
 Invariant: ``full`` may be read only between the wait of an `unshard` flight and `release()`. It
 does not know modules, parameters or autograd; those are runtime/unit.py's.
@@ -23,7 +27,7 @@ from operator import attrgetter
 
 import torch
 
-from zeroshard.comm.levels import ColumnWindow, Start, Step
+from zeroshard.comm.levels import Start, Step
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import Transport, Window, Work
 from zeroshard.core.layout import Range
@@ -34,6 +38,7 @@ from zeroshard.core.wire import BlockCodec
 from zeroshard.errors import StorageError
 from zeroshard.memory import placeholder_value, reads_wait
 from zeroshard.runtime.context import Context, SegmentPlan
+from zeroshard.runtime.flight import Flight
 from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.full import FullBuffer
 from zeroshard.state.state import State
@@ -74,52 +79,6 @@ class _Reads:
         return all(work.done() for work in self._works)
 
 
-class KeptColumn:
-    """The column of one segment that stays on the device between a forward and its backward, where
-    the routes keep one: ZeRO++'s secondary shard (arXiv 2306.10209, section 3.2).
-
-    With it the backward gathers inside the node alone. Where weights travel encoded, the encoded
-    column of the forward's gather is kept, so that both passes compute with the same numbers. Cost:
-    ``numel / node_size`` elements from a forward to its backward.
-    """
-
-    def __init__(self, key: str, span: Range, codec: BlockCodec | None, *, is_wanted: bool) -> None:
-        self.tensor: torch.Tensor | None = None
-        self.key = f"{key}.column"  # of its gather
-        self._span = span
-        self._codec = codec
-        self.is_wanted = is_wanted
-        # the encoded column of what is gathered now
-        self._arrived: torch.Tensor | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that are kept now."""
-        return 0 if self.tensor is None else self.tensor.nbytes
-
-    def arrive(self, encoded: torch.Tensor) -> None:
-        """Note a copy of the column in the `encoded` buffer that a gather has filled."""
-        if self._codec is not None:
-            self._arrived = encoded[slice(*self._codec.bytes_of(self._span))].clone()
-
-    def end_gather(self, full: torch.Tensor, *, for_backward: bool | None) -> None:
-        """The gathered weights `full` are about to be released: keep their column `for_backward`,
-        as it has arrived where they travel encoded; release it (None: leave it as it is).
-        """
-        if for_backward and self.tensor is None:
-            if self._codec is None:
-                self.tensor = full[slice(*self._span)].clone()
-            else:
-                self.tensor = self._arrived
-        elif for_backward is False:
-            self.release()
-        self._arrived = None
-
-    def release(self) -> None:
-        """Release the memory."""
-        self.tensor = None
-
-
 class FlatWeights:
     """The weights of one segment."""
 
@@ -152,9 +111,8 @@ class FlatWeights:
             at_rest = torch.zeros(numel, dtype=plan.dtype, device=context.device)
             rest = State.of(at_rest, link=context.memory.link)
         if rest is None:
-            is_stepped = plan.trainable and context.options.trains
-            self.window, at_rest = self._make_window(
-                context, layout.scope(cells.optim) if is_stepped else Scope.SHARD
+            self.window, at_rest = context.levels.memory(
+                plan.key, layout.ranges, plan.dtype, context.device, self.scope
             )
             rest = State.of(at_rest, link=context.memory.link)
         self.rest = rest  # this rank's weights at rest
@@ -168,28 +126,21 @@ class FlatWeights:
         )
         self.full_bytes = self.buffer.num_bytes  # that gathering takes beyond what rests
         self.routes = plan.routes(context, rest, reads=reads_first)
-        # between forward and backward
-        self.column = KeptColumn(
-            plan.key,
-            layout.span(rank, Scope.NODE_SHARD),
-            self.codec,
-            is_wanted=any(hop.kind is Kind.KEEP for hop in self.routes.unshard_forward),
-        )
+        self.keeps_column = any(hop.kind is Kind.KEEP for hop in self.routes.unshard_forward)
+        self.column: torch.Tensor | None = None  # between forward and backward
+        self._column_span = layout.span(rank, Scope.NODE_SHARD)
+        self._arrived: torch.Tensor | None = None  # the encoded column of what is gathered now
         self.context = context  # of the ranks that have these parameters
+        is_stepped = plan.trainable and context.options.trains
+        # whether what rests here is a column of which this rank writes its own slice alone
+        self.awaits_nodes = (
+            self.window is not None
+            and self.scope is Scope.NODE_SHARD
+            and not (is_stepped and layout.scope(cells.optim) is Scope.NODE_SHARD)
+        )
+        self._publishing: Flight | None = None  # slices of other nodes on their way here
         # a plain gather, with the buffer that it fills and the memory at rest
         self._built: tuple[torch.Tensor, torch.Tensor | None, Sequence[Step]] | None = None
-
-    def _make_window(self, context: Context, written: Scope) -> tuple[Window, torch.Tensor]:
-        """Make the window; return it and what of it rests here."""
-        key, ranges, levels = self.key, self.layout.ranges, context.levels
-        if self.scope is Scope.NODE_SHARD:
-            columns = levels.column_window(key, ranges, self.dtype, context.device, written=written)
-            return columns, columns.rest
-        window = levels.window(key, ranges, self.dtype, context.device, replicated=self.replicated)
-        if not self.replicated:
-            return window, window.local
-        assert window.full is not None, key
-        return window, window.full
 
     def _part(self, span: Range, context: Context) -> State:
         """Return what rests here of `span`."""
@@ -221,6 +172,11 @@ class FlatWeights:
         """Bytes of this rank's weights at rest."""
         return sum(self.rest.bytes_by_tier().values())
 
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of the column that is kept now."""
+        return 0 if self.column is None else self.column.nbytes
+
     @cached_property
     def reads_first(self) -> bool:
         """Whether a gather begins with a read of another tier, on this rank or another."""
@@ -243,17 +199,14 @@ class FlatWeights:
 
     # ------------------------------------------------------------------------------ gathering
 
-    def take_memory(self) -> None:
-        """Take the memory of the full buffer, on compute."""
+    def gather(self, raw: bool) -> Sequence[Step]:
+        """Take the memory of the full buffer, on compute, and return a gather into it, step by
+        step; `raw`: of the weights as they rest, without a codec.
+        """
         if self.buffer.is_ours:
             on_pages = self.rest.rests_elsewhere and not reads_wait(self.buffer.tensor)
             self.buffer.take(self.context.memory if on_pages else None, self.rest_span[0])
             self.context.meter.add(self.full_bytes)
-
-    def hops(self, raw: bool) -> Sequence[Step]:
-        """Return a gather into memory that has been taken, step by step; `raw`: of the weights as
-        they rest, without a codec.
-        """
         if self.is_local:
             return self._mapped
         if not self._is_plain or raw:
@@ -267,7 +220,7 @@ class FlatWeights:
     @cached_property
     def _is_plain(self) -> bool:
         """Whether every gather of this buffer is the same: from memory that stays, as it rests."""
-        return self.codec is None and not (self.column.is_wanted or self.reads_first)
+        return self.codec is None and not (self.keeps_column or self.reads_first)
 
     @cached_property
     def _mapped(self) -> Sequence[Step]:
@@ -276,12 +229,23 @@ class FlatWeights:
         received = self._start(raw=False)[0].bytes(self.portion).total
         operation = Operation("gather", Kind.ALL_GATHER.value, self.key, received)
         told = (lambda: operation) if received else None  # else there is a single rank
-        return (Step(self.window.gather, told=told),)
+        return (Step(self.window_gather, told=told),)
+
+    def _gather_column(self, out: torch.Tensor | None = None) -> Work:
+        assert self.window is not None, self.key
+        self.wait_published()
+        return self.window.gather(out)
+
+    @cached_property
+    def window_gather(self) -> Callable[..., Work]:
+        """What starts the gather of the window, once what rests there is up to date."""
+        assert self.window is not None, self.key
+        return self._gather_column if self.awaits_nodes else self.window.gather
 
     def _start(self, raw: bool) -> tuple[Route, torch.Tensor]:
         """Return the route to take, and what it starts with; where that is read first: where to."""
-        if self.column.tensor is not None and not raw:
-            return self.routes.unshard_backward, self.column.tensor
+        if self.column is not None and not raw:
+            return self.routes.unshard_backward, self.column
         route = self.routes.raw if raw else self.routes.unshard_forward
         if self.replicated:
             route = self.routes.regather
@@ -327,22 +291,56 @@ class FlatWeights:
         `for_backward`: it is gathered again with the same numbers; where the policy says so, its
         column stays (None: a column that is here stays).
         """
-        if self.column.is_wanted:
-            self.column.end_gather(self.buffer.tensor, for_backward=for_backward)
+        if self.keeps_column:
+            if for_backward and self.column is None:
+                full = self.buffer.tensor[slice(*self._column_span)]
+                self.column = full.clone() if self._arrived is None else self._arrived
+            elif for_backward is False:
+                self.column = None
+            self._arrived = None
         if not self.buffer.is_ours:
             return 0
         self.context.meter.remove(self.full_bytes)
         return self.buffer.release()
 
-    def wait_published(self) -> None:
-        """Return when what rests here is up to date with what other nodes have published."""
-        if isinstance(self.window, ColumnWindow):
-            self.window.wait_published()
+    def arrive(self, encoded: torch.Tensor) -> None:
+        """Keep a copy of the column in the `encoded` buffer that a gather has filled."""
+        if self.codec is not None:
+            self._arrived = encoded[slice(*self.codec.bytes_of(self._column_span))].clone()
+
+    def release_column(self) -> None:
+        """Release what a forward has kept for its backward."""
+        self.column = None
 
     def publish(self) -> None:
-        """Say that our slice is written and may be read."""
-        if self.window is not None:
+        """Say that our slice is written and may be read. Where a rank keeps its column, slices of
+        other nodes come first, and whoever needs them waits for the flight: `wait_published`.
+        """
+        if self.window is None:
+            return
+        if not self.awaits_nodes:
             self.window.publish()
+            return
+        self.wait_published()
+        levels, column, base = self.context.levels, self.rest.whole, self.rest_span[0]
+        own = column[self.own_span[0] - base : self.own_span[1] - base]
+        starts = levels.gathers((Axis.NODE,), self.key, own, self.layout.ranges, column)
+        # no "wire": its wait would come at once where streams are enqueued on, and not where the
+        # column is needed
+        steps = [Step(starts[0], "copy"), Step(self.window.publish, "here")]
+        self._publishing = Flight([steps], self.context.streams, None)
+        self._publishing.go()
+        levels.hold_writes(self._publishing)
+
+    def wait_published(self) -> None:
+        """Return when what rests here is up to date with what other nodes have published."""
+        if self._publishing is not None:
+            self._publishing.wait()
+            self._publishing = None
+
+    def abandon(self) -> None:
+        """After an exception: nothing is under way or kept. The transports have given up."""
+        self.column = self._arrived = self._publishing = None
 
 
 class _Gather:
@@ -357,8 +355,8 @@ class _Gather:
         self._starts: Sequence[Start] = ()
         self._key = f"{flat.key}.weight"
         self._window = flat.window
-        if here is flat.column.tensor:
-            self._key, self._window = flat.column.key, None
+        if here is flat.column:
+            self._key, self._window = f"{flat.key}.column", None
 
     def steps(self) -> Iterator[Step]:
         """Yield a step for each hop that does something here."""
@@ -385,10 +383,10 @@ class _Gather:
         axes = tuple(hop.axis for hop in hops if hop.axis is not None)
         if hops and hops[0].wire.codec is not None:
             return [partial(self._gather_encoded, axes, level) for level in range(len(axes))]
-        if isinstance(window, PrivateWindow) and hops:
+        if isinstance(window, PrivateWindow) and hops and flat.scope is not Scope.NODE_SHARD:
             local, key = flat.weight.whole, flat.key  # what this rank has stepped
         elif window is not None:
-            return [partial(window.gather, flat.full)]
+            return [partial(flat.window_gather, flat.full)]
         elif self._route.hops[0].kind is Kind.READ:
             local = flat.full[slice(*flat.rest_span)]  # which has been read
         return flat.context.levels.gathers(axes, key, local, flat.layout.ranges, flat.full)
@@ -438,7 +436,7 @@ class _Gather:
         return self._starts[level]()
 
     def _keep(self) -> None:
-        self._flat.column.arrive(self._whole)
+        self._flat.arrive(self._whole)
 
     def _decode(self) -> None:
         self._codec.decode(self._whole, self._flat.full)

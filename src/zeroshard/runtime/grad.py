@@ -1,30 +1,22 @@
-"""The gradient of one segment at rest: the sum that its reduces add to, and the average that a step
-reads.
+"""The accumulator of one segment: to which numbers its reduces add, and where these lie.
 
-    reduce --(+=)--> sum over ranks and micro-batches     [own)  of what this rank steps
-           average   / ranks / loss scale                 [own)
-           gather_averages                                all of it, where every rank steps it all
-           divide    / weights, where backwards had any   all of it
-           scale     x clip                               all of it
+    Bucket --reduce--> `open`: a Gradient [elements that this rank steps] --> sealed gradients, step
+                               (state/gradient.py: a sum, then an average)
 
-It is a *sum* until ``average`` divides it, once, and one again where a reduce follows without
-``zero_grad()``. Where it rests, and what is done there: state/gradient.py.
+The next gradient may begin before a step has read this one, so each sum is a Gradient of its own,
+and what lasts is here: where they rest, which parameter lies where in them, which rank averages
+what, and memory of another tier, kept for the next one.
 
-One that could not be read or written is *lost*: it says so once (runtime/faults.py), reads as NaN
-from then on, and takes what comes without a word.
-
-Invariants: the numbers are held here from the reduce that makes them until ``release``, then by
-their sealed gradients and by a step that reads them; they end with the last of these, and do not
-change before that step has read them. Cost: memory of another tier stays for the next gradient.
+Invariant: a Gradient is held here from the reduce that makes it until ``release``, then by its
+sealed gradients and by a step that reads it, and ends with the last of these. Cost: memory of
+another tier stays for the next gradient.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Container, Sequence
+from functools import cached_property, partial
 
 import torch
 
@@ -36,22 +28,21 @@ from zeroshard.errors import StorageError
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
-from zeroshard.state.gradient import GradientState
+from zeroshard.state.gradient import Gradient
 from zeroshard.state.reduction import SquaresRequest
-from zeroshard.state.state import DeviceStorage
+from zeroshard.state.state import State
 from zeroshard.tier.store import Storage, Store
 
-__all__ = ["Gradient"]
+__all__ = ["Accumulator"]
 
 
-class Gradient:
-    """The gradient of one trainable segment at rest, and this rank's slice of it. Ranges count the
-    elements that rest here: this rank's share, or the whole where every rank steps everything.
+class Accumulator:
+    """Where the gradient of one trainable segment rests, and this rank's slice of it. Ranges count
+    the elements that rest here: this rank's share, or the whole where every rank steps everything.
 
-    The accumulator is one running sum: `open` says to which numbers the next reduce adds, `take`
-    adds a sum that arrives elsewhere, `average` closes it. A binary counter of partial sums would
-    be chosen there, and nowhere else: `open` would return the partial sum of the leaf's level, and
-    `average` would add the levels up first.
+    It keeps one running sum: `open` says to which numbers the next reduce adds. A binary counter of
+    partial sums would be another class in its place, and nothing else: `open` would return the
+    partial sum of the leaf's level, and `Gradient.average` would add the levels up first.
     """
 
     def __init__(
@@ -84,24 +75,20 @@ class Gradient:
         self._idle: list[Storage] = []  # memory of the other tier, kept for the next gradient
         self.reset()
 
-    # ------------------------------------------------------------------ where it rests
+    # ------------------------------------------------------------------ which numbers rest
 
     def reset(self) -> None:
-        """Forget it: there is no gradient."""
-        self._held: GradientState | None = None
-        self._alive: weakref.ref[GradientState] | None = None
-        self._divided_by = 0.0  # the ranks and the loss scale, once averaged; 0 while it is a sum
-        self._weight = 0.0  # part of that: the sum of weights, once divided by it
-        # of slices on an accelerator: sums of squares that the host has read
-        self._squares: dict[Range, float] = {}
+        """Forget them: there is no gradient."""
+        self._held: Gradient | None = None
+        self._alive: weakref.ref[Gradient] | None = None
 
-    def resting(self) -> GradientState | None:
+    def resting(self) -> Gradient | None:
         """Return the numbers at rest, if there is a gradient."""
         if self._held is not None:
             return self._held
         return None if self._alive is None else self._alive()
 
-    def open(self) -> tuple[GradientState, bool]:
+    def open(self) -> tuple[Gradient, bool]:
         """Return the sum to which more is added, and whether it was made just now."""
         resting = self.resting()
         fresh = resting is None
@@ -109,18 +96,18 @@ class Gradient:
             self.reset()
             resting = self._allocate()
             self._alive = weakref.ref(resting)
-        elif self._divided_by:  # no zero_grad() since the last step
-            self._reopen()
+        else:  # an average, where no zero_grad() came since the last step
+            resting.reopen()
         self._held = resting
         return resting, fresh
 
-    def open_empty(self) -> bool:
-        """Let zeros rest here where nothing does; return whether that was so."""
+    def open_empty(self) -> Gradient | None:
+        """Let zeros rest here where nothing does, and return them."""
         if self.resting() is not None:
-            return False
+            return None
         resting, _ = self.open()
-        self.zero_range(0, resting.numel)
-        return True
+        resting.zero_range(0, resting.numbers.numel)
+        return resting
 
     def release(self) -> None:
         """Stop holding the numbers: the sealed gradients do."""
@@ -141,121 +128,58 @@ class Gradient:
         while self._idle:
             self._idle.pop().close()
 
-    def _allocate(self) -> GradientState:
+    def _allocate(self) -> Gradient:
         """Return memory for a gradient, its contents undefined."""
-        parts, lost = [], None
+        away, lost = None, None
         try:
-            parts = self._away()
+            away = self._away()
         except StorageError as error:
             lost = error
             self._note(error)
-        if self._split or not parts:
+        near = None
+        if self._split or away is None:
             near = self._memory.empty(self._split, self._dtype)
-            parts = [DeviceStorage(near, self._memory.link), *parts]
-        return GradientState(*parts, own=self.own, memory=self._memory, idle=self._idle, lost=lost)
+        numbers = State.of(near, away, link=self._memory.link)
+        made = Gradient(
+            self.key, numbers, own=self.own, memory=self._memory, idle=self._idle, note=self._note
+        )
+        if lost is not None:
+            made.lose(lost)
+        return made
 
-    def _away(self) -> list[Storage]:
+    def _away(self) -> Storage | None:
         """Return memory of the other tier, if any rests there: kept, or new."""
         numel = self._numel - self._split
         while self._idle:
             storage = self._idle.pop()
             if storage.numel == numel:
-                return [storage]
+                return storage
             storage.close()  # it came back after a move
         if not numel:
-            return []
+            return None
         assert self._store is not None, self.key
-        return [self._store.allocate(f"{self.key} gradient", numel, self._dtype)]
+        return self._store.allocate(f"{self.key} gradient", numel, self._dtype)
 
-    @contextmanager
-    def _losing(self, resting: GradientState) -> Iterator[None]:
-        """Lose the numbers where the body raises StorageError."""
-        try:
-            yield
-        except StorageError as error:
-            self._lose(resting, error)
-
-    def _lose(self, resting: GradientState, error: StorageError) -> None:
-        resting.lose(error)
-        self._note(error)
-
-    def _changing(self) -> GradientState | None:
-        """Return the numbers, if there are any, to change them: a step under way has read them."""
-        resting = self.resting()
-        if resting is not None:
-            resting.wait_for_reader()
-            self._squares.clear()
-        return resting
-
-    # ------------------------------------------------------------------ what arrives
+    # ------------------------------------------------------------------ sums on their way here
 
     def room(self) -> torch.Tensor:
-        """Return memory on the device for our slice of a sum, which `take` takes over."""
+        """Return memory on the device for our slice of a sum, which `Gradient.take` takes over."""
         return self._memory.empty(self.own[1] - self.own[0])
-
-    def take(self, total: torch.Tensor, fresh: bool) -> None:
-        """Hand our slice of a finished sum over to the tier where the gradient rests; `fresh`: it
-        is the first. Not of one on the device, where a reduce adds by itself.
-        """
-        resting = self.resting()
-        if resting is not None and resting.lost is None:
-            with self._losing(resting):
-                resting.take(total, fresh=fresh)
 
     @property
     def is_flushing(self) -> bool:
         """Whether a sum is on its way to another tier, and so held on the device, too."""
-        resting, flushing = self.resting(), False
-        if resting is not None:
-            with self._losing(resting):
-                flushing = resting.is_flushing
-        return flushing
+        resting = self.resting()
+        return resting is not None and resting.is_flushing
 
     def flush(self) -> None:
         """Return when it is there."""
         resting = self.resting()
         if resting is not None:
-            with self._flat.probe.waiting("tier write", self.key), self._losing(resting):
+            with self._flat.probe.waiting("tier write", self.key), resting.losing():
                 resting.wait_writes()
 
-    def _reopen(self) -> None:
-        """Turn our slice of the average back into a sum, to which more is added."""
-        resting, divided_by = self._changing(), self._divided_by
-        assert resting is not None, self.key
-        with self._losing(resting):
-            resting.wait_writes()
-            changes = resting.pending or divided_by != 1.0
-            for _, there in resting.blocks(*self.own, write=True) if changes else ():
-                resting.apply_to(there)
-                there.mul_(divided_by)
-        resting.pending.clear()
-        self._divided_by = self._weight = 0.0
-
-    # ------------------------------------------------------------------ from sum to average
-
-    def average(self, divisor: float) -> bool:
-        """Divide our slice of the sum by `divisor`, once; return whether all of it is finite, as
-        far as the host knows: of numbers on an accelerator once it has read what is `asked` for.
-        """
-        if (resting := self.resting()) is None:
-            return True
-        if not self._divided_by:
-            self._divided_by = divisor
-            if divisor != 1.0:
-                resting.pending.append(("div", divisor))
-        try:
-            return resting.settle() and all(map(math.isfinite, self._squares.values()))
-        except StorageError as error:
-            self._lose(resting, error)
-            return False
-
-    def divide(self, weight: float) -> None:
-        """Divide all that rests here by the sum of weights, after `gather_averages`, once."""
-        resting = self._changing()
-        if resting is not None and not self._weight:
-            self._weight = weight
-            self._divided_by *= weight
-            resting.change("div", weight)
+    # ------------------------------------------------------------------ averages of other ranks
 
     @property
     def gathers_averages(self) -> bool:
@@ -270,14 +194,14 @@ class Gradient:
         assert resting is not None, self.key
         if not resting.on_device:  # through the device, a segment at a time
             return (Step(partial(self._exchange, resting), "here"),)
-        return self._meeting(resting.fetch(*self.own), resting.whole)
+        return self._meeting(resting.fetch(*self.own), resting.numbers.whole)
 
-    def _exchange(self, resting: GradientState) -> None:
+    def _exchange(self, resting: Gradient) -> None:
         """Let every rank's slice of the average rest here, by way of the device."""
         start, stop = self._flat.stepped  # a lost gradient has fewer elements
         whole = self._memory.empty(stop - start, resting.dtype)
         mine = whole[slice(*self.own)]
-        with self._losing(resting):
+        with resting.losing():
             resting.wait_writes()
             for work in resting.read(*self.own, mine) if resting.lost is None else ():
                 work.wait()
@@ -288,8 +212,9 @@ class Gradient:
         flight = Flight([self._meeting(mine, whole)], self._streams, None, levels)
         flight.go()
         flight.wait()
-        with self._losing(resting):
-            for work in resting.write(0, whole.numel(), whole) if resting.lost is None else ():
+        with resting.losing():
+            numbers = None if resting.lost is not None else resting.numbers
+            for work in () if numbers is None else numbers.write(0, whole.numel(), whole):
                 work.wait()
         resting.pending.clear()
 
@@ -308,108 +233,67 @@ class Gradient:
         received = hop.link_bytes(self._flat.portion).total
         return Operation("reduce", Kind.ALL_GATHER.value, self.key, received)
 
-    # ------------------------------------------------------------------ what is asked and done then
+    # ------------------------------------------------------------------ where parameters lie
 
     def asked(self) -> list[SquaresRequest]:
-        """Return what the host has yet to read of an accelerator (state/reduction.py) to know
-        `squares`, and whether the averages are finite; nothing of the CPU.
+        """Return what the host has yet to read of an accelerator to know `squares`, and whether the
+        averages are finite; nothing of the CPU.
         """
-        if (resting := self.resting()) is None:
-            return []
-        if not resting.is_read_late:
-            return resting.passed.asked()
-        return [
-            SquaresRequest(resting.whole[slice(*span)], partial(self._squares.__setitem__, span))
-            for rank in self.members
-            for _, span in self._spans(rank)
-            if span not in self._squares
-        ]
+        resting = self.resting()
+        return [] if resting is None else resting.asked(self._ranges)
 
     def squares(self, used: Sequence[bool]) -> dict[int, float]:
         """Return, for every rank whose averages are here, the sum of squares of its own in fp64;
         not of parameters that are not `used`: their gradients were cleared elsewhere.
         """
-        out = {}
-        for rank in self.members:
-            total = 0.0
-            for index, span in self._spans(rank):
+        resting, out = self.resting(), dict.fromkeys(self.members, 0.0)
+        if resting is not None:
+            for rank, index, span in self._spans:
                 if used[index]:
-                    total += self.squares_in(*span)
-            out[rank] = total
+                    out[rank] += resting.squares_in(*span)
         return out
 
-    def _spans(self, rank: int) -> Iterator[tuple[int, Range]]:
-        """Yield the parameters of which `rank` averages a part, and where that rests here."""
-        base = self._flat.layout.ranges[rank][0] - self._flat.stepped[0]
-        for piece in self._flat.layout.pieces(rank):
-            yield piece.index, (base + piece.shard_start, base + piece.shard_stop)
+    @cached_property
+    def _spans(self) -> list[tuple[int, int, Range]]:
+        """The ranks of which averages rest here, the parameters of which each averages a part, and
+        where that is.
+        """
+        spans = []
+        for rank in self.members:
+            base = self._flat.layout.ranges[rank][0] - self._flat.stepped[0]
+            for piece in self._flat.layout.pieces(rank):
+                span = (base + piece.shard_start, base + piece.shard_stop)
+                spans.append((rank, piece.index, span))
+        return spans
 
-    def squares_in(self, start: int, stop: int) -> float:
-        """Return the sum of squares of a range in fp64: 0 without a gradient, NaN of a lost one."""
-        if (resting := self.resting()) is None:
-            return 0.0
-        if (start, stop) in self._squares:
-            return self._squares[start, stop]
-        try:
-            return resting.squares(start, stop)
-        except StorageError as error:
-            self._lose(resting, error)
-            return float("nan")
-
-    def is_finite(self, start: int, stop: int) -> bool:
-        """Whether a range holds neither NaN nor infinity."""
-        if (resting := self.resting()) is None:
-            return True
-        if (start, stop) in self._squares:
-            return math.isfinite(self._squares[start, stop])
-        try:
-            return resting.is_finite(start, stop)
-        except StorageError as error:
-            self._lose(resting, error)
-            return False
+    @cached_property
+    def _ranges(self) -> list[Range]:
+        return [span for _, _, span in self._spans]
 
     def first_bad(self) -> str | None:
         """Return the name of the first parameter here whose averaged gradient is not finite."""
-        pieces = self._flat.layout.pieces_in(self._flat.stepped)
-        bad = (one.name for one in pieces if not self.is_finite(one.shard_start, one.shard_stop))
-        return next(bad, None)
-
-    def scale(self, factor: float) -> None:
-        """Multiply the averaged gradient by `factor`."""
-        resting = self._changing()
-        if resting is not None:
-            resting.change("mul", factor)
+        resting = self.resting()
+        if resting is None:
+            return None
+        for piece in self._flat.layout.pieces_in(self._flat.stepped):
+            if not resting.is_finite(piece.shard_start, piece.shard_stop):
+                return piece.name
+        return None
 
     def store(self, index: int, average: torch.Tensor) -> None:
         """Let `average` [numel, as the buffer holds it] be that of parameter `index`."""
+        resting = self.resting()
+        assert resting is not None, self.key
         for piece in self._flat.layout.pieces_in(self._flat.stepped):
             if piece.index == index:
                 numbers = average[piece.start : piece.stop]
-                self.store_range(piece.shard_start, piece.shard_stop, numbers)
-
-    def store_range(self, start: int, stop: int, numbers: torch.Tensor) -> None:
-        """Set a range of the average to `numbers` [stop - start], of any dtype and device."""
-        resting = self._changing()
-        assert resting is not None, self.key
-        with self._losing(resting):
-            resting.wait_writes()
-            for _, there in resting.blocks(0, resting.numel, write=True) if resting.pending else ():
-                resting.apply_to(there)
-            resting.pending.clear()
-            for low, there in resting.blocks(start, stop, write=True):
-                there.copy_(numbers[low - start :][: there.numel()])
+                resting.store_range(piece.shard_start, piece.shard_stop, numbers)
 
     def zero(self, indices: Container[int]) -> None:
-        """Set the gradients of parameters `indices` to zero."""
+        """Set the gradients of parameters `indices` to zero, where there are any."""
+        resting = self.resting()
+        if resting is None:
+            return
         for piece in self._flat.layout.pieces_in(self._flat.stepped):
             if piece.index in indices:
-                self.zero_range(piece.shard_start, piece.shard_stop)
-
-    def zero_range(self, start: int, stop: int) -> None:
-        """Set a range to zero, if there is a gradient."""
-        resting = self._changing()
-        if resting is not None:
-            with self._losing(resting):
-                resting.wait_writes()
-                for _, there in resting.blocks(start, stop, write=True):
-                    there.zero_()
+                resting.zero_range(piece.shard_start, piece.shard_stop)

@@ -40,7 +40,6 @@ from zeroshard.runtime.rest import Rest
 from zeroshard.runtime.trees import tensors_within
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
-from zeroshard.state.local import local_of
 
 __all__ = ["Loop"]
 
@@ -50,7 +49,6 @@ class Loop:
 
     def __init__(
         self,
-        model: nn.Module,
         context: Context,
         weights: Weights,
         backward: Backward,
@@ -61,7 +59,6 @@ class Loop:
         self.weights = weights
         self.backward = backward
         self.events = events
-        self._model = model
         self._context = context
         self._finalizer = finalizer
         self._rest = rest
@@ -93,7 +90,7 @@ class Loop:
         self.weights.begin("forward", repeats=evaluates and self.backward.optimizer is None)
         self.weights.enter(evaluates=evaluates)
         self._saved.begin()
-        self._broadcast_buffers()
+        self._begun()
 
     def end_forward(self, output: Any) -> None:
         """It has ended, perhaps by an exception (`output` None)."""
@@ -118,13 +115,12 @@ class Loop:
         """
         for _ in self.weights.shadow("forward"):
             pass
-        self._broadcast_buffers()
+        self._begun()
         self.agree()
 
-    def _broadcast_buffers(self) -> None:
-        if self._context.options.broadcast_buffers:
-            for buffer in self._model.buffers():
-                self._context.transport.broadcast(local_of(buffer))
+    def _begun(self) -> None:
+        for listener in self.events.forward_begun:
+            listener()
 
     # ------------------------------------------------------------------ one module's forward
 
@@ -228,16 +224,13 @@ class Loop:
         """``optimizer.step()`` begins: agree on the gradients, and wait until every rank is done
         reading the weights. Return whether the step may be taken.
         """
-        context = self._context
         for listener in self.events.before_step:
             listener()
-        if context.options.clip_norm is not None and not self._finalizer.clipped:
-            self._finalizer.clip(context.options.clip_norm)
         result = self._finalizer.before_step()
         for listener in self.events.averaged:
             listener()
-        context.faults.agree()  # before anything is written
-        with context.streams.probe.waiting("gather"):
+        self._context.faults.agree()  # before anything is written
+        with self._context.streams.probe.waiting("gather"):
             self._rest.before_writing()
         return result.finite
 

@@ -102,7 +102,7 @@ class OffloadedStates:
         resting = None if segment.grad is None else segment.grad.accumulator.resting()
         if resting is None or not resting.on_device:
             return
-        self._put(f"{segment.key} gradient", resting.whole, resting.replace)
+        self._put(f"{segment.key} gradient", resting.numbers.whole, resting.replace)
 
     def _put(
         self, name: str, tensor: torch.Tensor, replace: Callable[[torch.Tensor], object]
@@ -137,7 +137,7 @@ def bring_to_rest(unit: Unit, weights: Weights) -> None:
     """Bring a unit to rest, whatever row it is."""
     weights.bring_to_rest(unit)
     for segment in unit.segments:
-        segment.flat.column.release()
+        segment.flat.release_column()
         segment.wait_uploads()
 
 

@@ -48,7 +48,8 @@ class Parameters:
         # whose memory comes and goes
         self._locals: tuple[torch.Tensor, ...] = tuple(local_of(p) for p in parameters)
         self._dtype = dtype
-        self._has_no_nan = not (dtype.is_floating_point or dtype.is_complex)
+        # so that `lost_by_value` is always asked, too
+        self.has_no_nan = not (dtype.is_floating_point or dtype.is_complex)
         self._poison = [
             torch.full((), placeholder_value(dtype), dtype=dtype, device=p.device)
             for p in parameters
@@ -86,7 +87,11 @@ class Parameters:
 
     def detach(self) -> None:
         """Point the parameters at their NaN."""
-        self.attach(self._released)
+        with torch._C.DisableTorchFunctionSubclass():  # they may answer as released ones already
+            for local, released in zip(self._locals, self._released, strict=True):
+                local.data = released
+            self._versions = list(map(_VERSION, self.parameters))
+        self._there = self._released
         release_classes(self.parameters)
 
     def heal(self) -> None:
@@ -113,13 +118,8 @@ class Parameters:
             moved = next(i for i, seen in enumerate(versions) if seen != self._versions[i])
         return self.names[moved]
 
-    def lost_at_rest(self, *, strict: bool) -> str | None:
-        """Return what `lost` does of detached parameters; `strict`: written through ``.data``,
-        too, as is found always in a dtype without NaN.
-        """
-        name = self.lost()
-        if name is not None or not (strict or self._has_no_nan):
-            return name
+    def lost_by_value(self) -> str | None:
+        """Return the name of a detached parameter that was written to through ``.data``, if any."""
         expected = placeholder_value(self._dtype)
         for name, poison in zip(self.names, self._poison, strict=True):
             value = poison.item()

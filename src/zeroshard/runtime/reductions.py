@@ -15,7 +15,7 @@ from zeroshard.core.precision import dtype_name
 from zeroshard.core.schedule import MAX_FLUSHING, Command, Op, Reduces
 from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.flight import Flight
-from zeroshard.runtime.grad import Gradient
+from zeroshard.runtime.grad import Accumulator
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit
 
@@ -84,7 +84,7 @@ class Reductions:
         key = (command.unit, command.segment)
         bucket = self._buckets[key]
         bucket.wait(block=command.op is Op.WAIT_REDUCE)
-        if not bucket.in_flight:
+        if bucket.reduction is None:
             self._reduces.over(key)
 
     def advance(self) -> None:
@@ -123,12 +123,12 @@ class Reductions:
         for bucket in self._flushing:
             bucket.accumulator.flush()
 
-    def gather_averages(self, sums: Sequence[Gradient]) -> None:
+    def gather_averages(self, accumulators: Sequence[Accumulator]) -> None:
         """Bring whole averages together where every rank steps everything: all at once, one fork
         and one wait for all.
         """
-        if sums:
-            routes = [summed.gather_averages() for summed in sums]
+        if accumulators:
+            routes = [accumulator.gather_averages() for accumulator in accumulators]
             flight = Flight(routes, self._streams, "reduce", self._transports.main)
             flight.go(fork=True)
             flight.wait()

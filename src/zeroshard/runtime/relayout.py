@@ -21,7 +21,7 @@ state of one segment, whole where it is wanted whole, and for this rank's share 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,6 @@ from zeroshard.core.placement import Cells
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.memory import placeholder_value
 from zeroshard.optim.copies import state_after_trial
-from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard, Tile
 from zeroshard.runtime.build import PlannedUnits
 from zeroshard.runtime.context import SegmentPlan
@@ -45,7 +44,7 @@ from zeroshard.runtime.segment_states import VALUE, SegmentStates
 from zeroshard.runtime.tile_cuts import cut_tiles
 from zeroshard.state.local import leave_hollow
 
-__all__ = ["Departure", "Facts", "Move", "let_go", "wanted"]
+__all__ = ["Facts", "Move", "facts_of", "let_go", "segments_of"]
 
 _NOTHING = (0, 0)
 
@@ -64,7 +63,7 @@ class Facts:
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def wanted(planned: PlannedUnits, *, trains: bool) -> dict[str, tuple[Range, Range]]:
+def _wanted(planned: PlannedUnits, *, trains: bool) -> dict[str, tuple[Range, Range]]:
     """Return, by segment, the elements of values and of other states that will rest here."""
     out = {}
     for plan in (plan for group in planned.segments for plan in group):
@@ -79,77 +78,36 @@ def wanted(planned: PlannedUnits, *, trains: bool) -> dict[str, tuple[Range, Ran
     return out
 
 
-class Departure:
-    """What rests on this rank in the old layout, and leaves it state by state."""
+def segments_of(parts: Parts, averages: Sequence[list[torch.Tensor]]) -> dict[str, SegmentStates]:
+    """Return what rests on this rank, by segment; `averages`: of each moving average (ema.py), its
+    tensors by trained segment.
+    """
+    sharded, out, number = parts.sharded, dict[str, SegmentStates](), 0
+    tiles: dict[str, list[Tile]] = {}
+    for tile in () if sharded is None else sharded.tiles:
+        tiles.setdefault(tile.segment.key, []).append(tile)
+    for segment in (segment for unit in parts.weights.units for segment in unit.segments):
+        cut, optimizer = tiles.get(segment.key, ()), None if sharded is None else sharded.states
+        out[segment.key] = SegmentStates(segment, cut, optimizer, averages, number)
+        number += segment.master is not None
+    return out
 
-    def __init__(self, parts: Parts, averages: Sequence[list[torch.Tensor]]) -> None:
-        """`averages`: of each moving average, its tensors by segment (ema.py)."""
-        self.error: StorageError | None = None  # the first read that has failed
-        self._parts = parts
-        self._averages = averages
-        sharded = parts.sharded
-        tiles: dict[str, list[Tile]] = {}
-        for tile in () if sharded is None else sharded.tiles:
-            tiles.setdefault(tile.segment.key, []).append(tile)
-        optimizer, number = None if sharded is None else sharded.states, 0
-        self._segments: dict[str, SegmentStates] = {}
-        for segment in (segment for unit in parts.weights.units for segment in unit.segments):
-            cut = tiles.get(segment.key, ())
-            states = SegmentStates(segment, cut, optimizer, averages, number)
-            self._segments[segment.key] = states
-            number += segment.master is not None
 
-    def facts(self) -> Facts:
-        """Return what rests here. Raises ConfigError for a state that cannot be cut."""
-        facts = Facts()
-        for key, states in self._segments.items():
-            facts.held[key] = states.segment.flat.own_span
-            facts.states[key] = {
-                name: (_name(dtype), sorted(parameters))
-                for name, (dtype, parameters) in states.found().items()
+def facts_of(segments: Mapping[str, SegmentStates]) -> Facts:
+    """Return what rests in `segments`. Raises ConfigError for a state that cannot be cut."""
+    facts = Facts()
+    for key, states in segments.items():
+        facts.held[key] = states.segment.flat.own_span
+        facts.states[key] = {
+            name: (_name(dtype), sorted(parameters))
+            for name, (dtype, parameters) in states.found().items()
+        }
+        for parameter, numbers in states.numbers().items():
+            facts.numbers[parameter] = {
+                name: _number(value, f"optimizer state {name!r} of {parameter!r}")
+                for name, value in numbers.items()
             }
-            for parameter, numbers in states.numbers().items():
-                facts.numbers[parameter] = {
-                    name: _number(value, f"optimizer state {name!r} of {parameter!r}")
-                    for name, value in numbers.items()
-                }
-        return facts
-
-    def begin(self) -> None:
-        """Bring everything to rest, and wait until no rank reads another's memory. Collective over
-        the old layout.
-        """
-        parts = self._parts
-        parts.backward.abandon()
-        for unit in parts.weights.units:
-            bring_to_rest(unit, parts.weights)
-        parts.context.transports.begin_write()
-        parts.context.memory.release_idle()
-
-    def take(self, key: str, state: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's own share of a state of a segment, on the host, and give the memory
-        back in which the state rested.
-        """
-        states = self._segments[key]
-        start, stop = own = states.segment.flat.own_span
-        try:
-            out = states.read(state, own, dtype)
-        except StorageError as error:
-            self.error = self.error or error
-            out = torch.full((stop - start,), placeholder_value(dtype), dtype=dtype)
-        states.drop(state)
-        return out
-
-    def end(self, *, stays: bool) -> None:
-        """Everything has left: close what it rested in. A rank that does not stay keeps nothing."""
-        parts = self._parts
-        if not stays:
-            for average in self._averages:
-                average.clear()
-            if parts.sharded is not None:
-                parts.sharded.leave()
-        parts.context.close()
-        parts.context.memory.release_idle()
+    return facts
 
 
 def let_go(parts: Parts) -> None:
@@ -165,31 +123,48 @@ def let_go(parts: Parts) -> None:
 
 
 class Move:
-    """The states of all segments on their way, in one order on every rank. On those of the new
-    layout it is the Source (build.py) of that.
+    """The states of all segments on their way from an old layout to a new one, in one order on
+    every rank. On a rank of the new layout it is the Source (build.py) of that.
     """
 
     def __init__(
         self,
         hand_over: HandOver,
-        told: Sequence[Facts],
-        departure: Departure | None,
-        sharded: ShardedOptimizer | None,
+        parts: Parts,
         averages: Sequence[list[torch.Tensor]],
+        *,
+        has_states: bool,
     ) -> None:
-        """`told` by rank; `departure`: of a rank of the old layout, `sharded`: the tie to the
-        optimizer, if there is one; `averages`: see Departure.
+        """`parts`: of this rank's engine, in which (`has_states`) the old layout rests;
+        `averages`: see `segments_of`.
         """
-        self.cut: list[list[Tile]] = []  # by trained segment
+        self.error: StorageError | None = None  # the first read that has failed
+        self.cut: list[list[Tile]] = []  # by trained segment of the new layout
         self._hand_over = hand_over
-        self._told = told
-        self._departure = departure
-        self._sharded = sharded
+        self._parts = parts
+        self._sharded = parts.sharded  # the tie to the optimizer, if there is one
         self._averages = averages
-        self._trials: dict[int, dict[str, Any]] = {}  # by param group
+        self._segments = segments_of(parts, averages) if has_states else {}
+        self._told: Sequence[Facts] = ()  # by rank
         # as in Facts, of all ranks together
         self._states: dict[str, dict[str, tuple[torch.dtype, set[str]]]] = {}
         self._numbers: dict[str, dict[str, Any]] = {}
+        self._trials: dict[int, dict[str, Any]] = {}  # by param group
+
+    def facts(self, planned: PlannedUnits | None) -> Facts:
+        """Return what rests here, and what is to rest here as `planned`. Raises ConfigError for a
+        state that cannot be cut.
+        """
+        facts = facts_of(self._segments)
+        if planned is not None:
+            facts.wanted = _wanted(planned, trains=self._sharded is not None)
+        return facts
+
+    def begin(self, told: Sequence[Facts]) -> None:
+        """Bring the old layout to rest, and wait until no rank reads another's memory; `told`: the
+        facts of each rank. Collective over the old layout.
+        """
+        self._told = told
         for facts in told:
             for key, states in facts.states.items():
                 known = self._states.setdefault(key, {})
@@ -198,6 +173,42 @@ class Move:
             for name, numbers in facts.numbers.items():
                 if not self._numbers.get(name):
                     self._numbers[name] = numbers
+        if self._segments:
+            parts = self._parts
+            parts.backward.abandon()
+            for unit in parts.weights.units:
+                bring_to_rest(unit, parts.weights)
+            parts.context.transports.begin_write()
+            parts.context.memory.release_idle()
+
+    def end(self, *, stays: bool) -> None:
+        """Everything has left the old layout: close what it rested in. A rank that does not stay
+        keeps nothing.
+        """
+        if self._segments:
+            if not stays:
+                for average in self._averages:
+                    average.clear()
+                if self._sharded is not None:
+                    self._sharded.leave()
+            self._parts.context.close()
+            self._parts.context.memory.release_idle()
+
+    def _take(self, key: str, state: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return this rank's own share of a state of a segment, on the host, and give the memory
+        back in which the state rested.
+        """
+        if not self._segments:
+            return torch.empty(0, dtype=dtype)
+        states = self._segments[key]
+        start, stop = own = states.segment.flat.own_span
+        try:
+            out = states.read(state, own, dtype)
+        except StorageError as error:
+            self.error = self.error or error
+            out = torch.full((stop - start,), placeholder_value(dtype), dtype=dtype)
+        states.drop(state)
+        return out
 
     def _bring(self, key: str, state: str, numel: int) -> torch.Tensor:
         """Move a state of a segment; return its buffer [numel] on the host with everything that
@@ -207,9 +218,7 @@ class Move:
         held = [facts.held.get(key, _NOTHING) for facts in self._told]
         spans = [facts.wanted.get(key, (_NOTHING, _NOTHING)) for facts in self._told]
         wanted = [span[state != VALUE] for span in spans]
-        mine = torch.empty(0, dtype=dtype)
-        if self._departure is not None:
-            mine = self._departure.take(key, state, dtype)
+        mine = self._take(key, state, dtype)
         out = torch.zeros(numel, dtype=dtype)
         self._hand_over.move(held, wanted, mine, out)
         return out
@@ -233,17 +242,23 @@ class Move:
 
     def built(self, segment: Segment, cells: Cells) -> None:
         tiles: list[Tile] = []
-        context, flat = segment.flat.context, segment.flat
         if segment.master is not None and self._sharded is not None:
-            tiles = cut_tiles(segment, cells, context)
+            tiles = cut_tiles(segment, cells, segment.flat.context)
             self.cut.append(tiles)
             self._set_numbers(tiles)
         optimizer = None if self._sharded is None else self._sharded.states
         here = SegmentStates(segment, tiles, optimizer, self._averages, len(self.cut) - 1)
         for state in self._beside_values(segment.key):
-            numbers = self._bring(segment.key, state, flat.layout.numel)[slice(*flat.stepped)]
-            with context.faults.noted(lost=True):
-                here.write(state, numbers, self._states[segment.key][state][1])
+            self._write(here, state)
+
+    def _write(self, here: SegmentStates, state: str) -> None:
+        """Move a state into the new layout. The host holds nothing of it afterwards, when the next
+        one comes.
+        """
+        key, flat = here.segment.key, here.segment.flat
+        numbers = self._bring(key, state, flat.layout.numel)[slice(*flat.stepped)]
+        with flat.context.faults.noted(lost=True):
+            here.write(state, numbers, self._states[key][state][1])
 
     def _set_numbers(self, tiles: Sequence[Tile]) -> None:
         assert self._sharded is not None

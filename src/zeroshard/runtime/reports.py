@@ -159,7 +159,7 @@ def _resting(units: Sequence[Unit], optimizer: dict[Tier, int]) -> dict[str, dic
         for segment in unit.segments:
             flat, master = segment.flat, segment.master
             add("weight", flat.rest.bytes_by_tier())
-            add("weight", {Tier.DEVICE: flat.column.num_bytes})
+            add("weight", {Tier.DEVICE: flat.column_bytes})
             if master is not None and not segment.master_is_weight:
                 add("master", master.bytes_by_tier())
                 add("master", {Tier.DEVICE: -segment.aliased * master.dtype.itemsize})

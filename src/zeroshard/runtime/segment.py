@@ -9,9 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 
+from zeroshard.comm.levels import Step
 from zeroshard.core.layout import Piece, round_up
 from zeroshard.core.placement import Tier
 from zeroshard.core.resting import AtRest, is_weight, num_shared
@@ -53,6 +55,7 @@ class Segment:
         self.key = flat.key  # what it is called in collectives
         self.grad = grad
         self.master: State | None = None  # what the optimizer steps
+        self.own_master: State | None = None  # the same, unless it is the weights themselves
         self.weight = flat.weight  # the weights that follow from it
         self.split = split  # how many elements of the master rest on the device
         # how many elements of the master, from its start, are those weights themselves
@@ -73,7 +76,7 @@ class Segment:
         """
         return self.grad is not None or not self.flat.replicated or self.rewritten
 
-    @property
+    @cached_property
     def keeps_writes(self) -> bool:
         """Whether its parameters may be written to wherever they can be read, alike on every rank:
         every rank keeps them whole, on the device, and no step writes to them.
@@ -119,7 +122,7 @@ class Segment:
         rests = AtRest(dtype, weight.numel, split, Tier.DEVICE if store is None else store.tier)
         self.aliased = 0 if apart else num_shared(followed, rests)
         if not apart and is_weight(followed, rests):
-            self.master = weight
+            self.master, self.own_master = weight, None
             return
         storage = (
             None
@@ -132,6 +135,7 @@ class Segment:
         else:
             near = memory.empty(split, dtype).zero_()  # padding is published, too
         self.master = State.of(near, storage, link=memory.link)
+        self.own_master = None if self.master_is_weight else self.master
 
     def fill_master(self) -> None:
         """Take the master's numbers from the weights."""
@@ -152,13 +156,13 @@ class Segment:
                 self.rewritten = self.rewritten and not self.keeps_writes
             else:
                 _fill(self.flat.rest, self.flat.layout.pieces_in(self.flat.rest_span), values)
-            if self.master is not None and not self.master_is_weight:
+            if self.own_master is not None:
                 pieces = (
                     self.stepped_pieces
                     if masters is None
                     else [piece for piece in self.stepped_pieces if masters[piece.index]]
                 )
-                _fill(self.master, pieces, values, keeps=len(pieces) < len(self.stepped_pieces))
+                _fill(self.own_master, pieces, values, keeps=len(pieces) < len(self.stepped_pieces))
 
     def publish(self, *, everything: bool = True) -> None:
         """Cast the master into the weights at rest and let the peers read them.
@@ -166,8 +170,8 @@ class Segment:
         A step leaves out (`everything` False) what was stepped in tiles: each has brought its
         weights itself, or still will.
         """
-        master = self.master
-        if master is not None and not self.master_is_weight:
+        master = self.own_master
+        if master is not None:
             in_tiles = self.grad is not None and self.grad.accumulator.tiered
             spans = [] if in_tiles and not everything else [(self.aliased, master.split)]
             if everything:
@@ -221,10 +225,10 @@ class Segment:
 
     def bring_from_rest(self, start: int, stop: int) -> list[Work]:
         """Start copying stepped masters into the weights from where they rest."""
-        if self.master_is_weight:
+        if self.own_master is None:
             return []
         assert self.weight.tensor is not None
-        return self._sent(self._master.read(start, stop, self.weight.tensor[start:stop]), None)
+        return self._sent(self.own_master.read(start, stop, self.weight.tensor[start:stop]), None)
 
     @property
     def _master(self) -> State:
@@ -264,14 +268,14 @@ class Segment:
     def _master_or_weight(self) -> State:
         return self.weight if self.master is None else self.master
 
-    def outgoing(self) -> FlatWeights:
-        """Return the buffer that a gather is about to fill."""
+    def gather(self, raw: bool) -> Sequence[Step]:
+        """Return a gather of the weights, step by step; see FlatWeights."""
         self.rewritten = False
-        return self.flat
+        return self.flat.gather(raw)
 
     def invalidate(self, *, frozen: bool) -> None:
         """Trained weights have been rewritten, and `frozen` ones."""
-        self.flat.column.release()
+        self.flat.release_column()
         self.rewritten |= frozen
 
     def close(self) -> None:
@@ -279,7 +283,7 @@ class Segment:
         have been pointed elsewhere.
         """
         flat = self.flat
-        flat.column.release()
+        flat.release_column()
         flat.buffer.close()
         for state in (flat.rest, self.weight, self.master):
             if state is not None:
@@ -288,10 +292,6 @@ class Segment:
             flat.window.close()
         if self.grad is not None:
             self.grad.accumulator.release_idle()
-
-    def attach(self) -> None:
-        """Point the parameters at the gathered buffer."""
-        self.seen.attach(self.flat.buffer.views)
 
     def heal(self) -> None:
         """Make released parameters read as NaN again; what was on its way is lost."""

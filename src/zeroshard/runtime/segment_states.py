@@ -70,7 +70,8 @@ class SegmentStates:
         }
         for index, average in enumerate(self._averages):
             out[f"{AVERAGE}{index}"] = average[self._number].dtype, set()
-        for shard in () if self._optimizer is None else self.shards:
+        for shard in self.shards:
+            assert self._optimizer is not None, self.segment.key
             for key, moment in self._optimizer.moments(shard).items():
                 out.setdefault(f"{STATE}{key}", (moment.dtype, set()))[1].add(shard.name)
         return out

@@ -41,7 +41,6 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
         master,
         context.tiering.store(tier),
         gradient=bucket.accumulator.resting,
-        set_gradient=bucket.accumulator.store_range,
         used=bucket.used.__getitem__,
         bring=segment.bring,
         can_bring_from_rest=segment.can_bring_from_rest,

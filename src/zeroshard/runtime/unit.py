@@ -129,9 +129,7 @@ class Unit:
 
     @property
     def gathered_segments(self) -> Sequence[Segment]:
-        """The segments whose weights a gather moves."""
-        if not self._may_have_no_news:
-            return self.segments
+        """The segments whose weights a gather moves; all, unless it `may_have_no_news`."""
         return [segment for segment in self.segments if segment.has_news]
 
     @cached_property
@@ -140,7 +138,8 @@ class Unit:
         return any(segment.flat.context.tiering.away for segment in self.segments)
 
     @cached_property
-    def _may_have_no_news(self) -> bool:
+    def may_have_no_news(self) -> bool:
+        """Whether a gather may leave segments out: frozen ones that every rank keeps whole."""
         return any(segment.grad is None and segment.flat.replicated for segment in self.segments)
 
     def unshard(self, streams: Streams, *, raw: bool = False) -> Flight:
@@ -150,20 +149,20 @@ class Unit:
         for segment in self.segments:
             if self._steps_elsewhere and not segment.flat.is_local:
                 segment.wait_uploads()
-            name = segment.seen.lost_at_rest(strict=self._strict)
+            seen = segment.seen
+            name = seen.lost()
+            if name is None and (self._strict or seen.has_no_nan):
+                name = seen.lost_by_value()
             if name is not None:
                 raise _lost(name, "while it was released")
         if self.residency.state is not UnitState.RESTING:
             raise self._cannot("start a gather")
-        segments = self.gathered_segments if self._may_have_no_news else self.segments
-        flats = [segment.outgoing() for segment in segments]
-        moves = False
-        for flat in flats:
-            flat.take_memory()
-            moves = moves or not flat.is_local
+        routes, moves = [], False
+        for segment in self.gathered_segments if self.may_have_no_news else self.segments:
+            routes.append(segment.gather(raw))
+            moves = moves or not segment.flat.is_local
         lane: Lane | None = "gather" if moves else None
-        levels = self.segments[0].flat.context.levels
-        self._flight = Flight([flat.hops(raw) for flat in flats], streams, lane, levels)
+        self._flight = Flight(routes, streams, lane, self.segments[0].flat.context.levels)
         return self._flight
 
     def advance(self) -> None:
@@ -184,7 +183,7 @@ class Unit:
         """The weights are here: point the parameters at them."""
         self._flight = None
         for segment in self.segments:
-            segment.attach()
+            segment.seen.attach(segment.flat.buffer.views)
 
     def reshard(self, *, for_backward: bool | None = False) -> int:
         """Give the gathered memory back (replicated rows keep theirs, and only unpoint the
@@ -264,7 +263,7 @@ class Unit:
         for segment in self.segments:
             segment.heal()
             segment.seen.detach()
-            segment.flat.column.release()
+            segment.flat.abandon()
             if not rested:
                 segment.flat.release()
         self.expected = 0
@@ -286,7 +285,7 @@ class Unit:
         finally:
             self.residency.release(Use.EDIT)
             for segment in self.segments:
-                segment.attach()
+                segment.seen.attach(segment.flat.buffer.views)
 
 
 def _lost(name: str, when: str) -> StateError:

@@ -112,7 +112,7 @@ class Weights:
 
     def _fold_gathers(self, unit: Unit) -> None:
         """Note that a collective of every rank begins for each segment of `unit`."""
-        for segment in unit.gathered_segments:
+        for segment in unit.gathered_segments if unit.may_have_no_news else unit.segments:
             flat = segment.flat
             if not flat.is_local:
                 self.digest.fold(

@@ -1,9 +1,9 @@
 """``zeroshard.shard``: from what the user asks to an engine, in one direction.
 
-    asked.py     the options, understood, and compared between the ranks
-    checks.py    what cannot be done, refused before anything changes
-    auto.py      policy="auto": the row that a plan for this machine recommends
     api.py       shard() itself, which makes transports, stores and the engine
+    asked.py     what is asked for: read, checked and compared, in two meetings of the ranks
+    checks.py    what cannot be done, refused before anything changes
+    compare.py   what the ranks say of their requests, which must be the same
     repartition.py, rejoin.py    the same for an engine that is there: other rows, tiers and ranks
 
 The folder cannot be called ``shard``: importing it would put a module in the place of the function.

@@ -49,7 +49,8 @@ from zeroshard.runtime.stages import model_of
 from zeroshard.runtime.streams import make_streams
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.units import UnitSpec
-from zeroshard.sharding.asked import Call, ShardRequest, requested
+from zeroshard.sharding.asked import ShardRequest, requested
+from zeroshard.sharding.compare import Call
 from zeroshard.sharding.repartition import Repartition
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceMemory
@@ -252,7 +253,7 @@ def _pool_bytes(asked: ShardRequest, pattern: str) -> int:
 def _make_tiering(asked: ShardRequest, seat: Seat, device: torch.device) -> Tiering:
     """Make the configured stores. An unusable disk raises StorageError on every rank."""
     offload, leaving = asked.settings.offload, asked.common.offload.leaving
-    link = link_of(device) if offload.link is None else offload.link
+    link = link_of(device)
     stores: dict[Tier, Store] = {}
     ranks = seat.ranks if leaving else Ranks()  # leaving on any rank
     with ExitStack() as stack:

@@ -1,28 +1,22 @@
-"""What `shard()` is asked for on this rank: understood, checked, compared with the other ranks."""
+"""What `shard()` is asked for: read on every rank, checked there, and compared (compare.py)."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from zeroshard.comm.device_mesh import Seat
-from zeroshard.comm.ranks import Groups, Meeting
+from zeroshard.comm.ranks import Meeting
 from zeroshard.config import AUTO, Config
-from zeroshard.core.digest import holders
 from zeroshard.core.gradient_budget import least_budget, resting_whole
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import Policy
-from zeroshard.core.precision import dtype_name
 from zeroshard.core.shares import Dealer, Shares, shares_of
-from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError
 from zeroshard.nn.deferred import (
     fingerprint_of,
@@ -40,35 +34,12 @@ from zeroshard.sharding.checks import (
     check_precision,
     node_size_of,
 )
-from zeroshard.state.local import local_of, part_of, whole_shape
+from zeroshard.sharding.compare import REMEDY, Call, Report, errors_by_id, settings_report
+from zeroshard.state.local import local_of
 
-__all__ = ["Call", "ShardRequest", "asked_again", "requested"]
+__all__ = ["ShardRequest", "asked_again", "requested"]
 
 _log = logging.getLogger("zeroshard")
-_REMEDY = "Build the same model with the same options on every rank (same seed), or use sync_from=0"
-
-# settings that must be the same on every rank
-_COMPARED = (
-    "prefetch_bytes", "strict", "verify_every", "broadcast_buffers", "gradient_clipping",
-    "loss_scale", "batch_shares", "accumulation_budget",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Call:
-    """What shard() was called with on this rank, beside its settings."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None
-    seat: Seat
-    sync_from: int | None
-
-    def first_report(self) -> dict[str, str]:
-        """Return how every report begins. Ranks that have a mesh have compared it before
-        (seat_of).
-        """
-        mesh = {"mesh": "none"} if self.seat.mesh is None else {}
-        return mesh | {"sync_from": str(self.sync_from)}
 
 
 @dataclass(frozen=True)
@@ -83,12 +54,7 @@ class ShardRequest:
     mesh: Mesh
     dtypes: Dtypes
     plans: list[UnitPlan]
-    settings_report: dict[str, str]  # must be the same on every rank of the mesh
-    report: dict[str, str]  # must be the same on every data parallel rank, and on replicas
-    values: dict[str, str]  # of a deferred model: should be
-    parts: frozenset[str]  # entries of both about parts, which differ along the mesh
-    # entries of parameters that some ranks hold, and by which groups of ranks
-    within: dict[str, Groups]
+    report: Report
     # of parameters whose values differ between the ranks, by id: the error, unless files give them
     # others before their first use
     differing: dict[int, str] = field(default_factory=dict)
@@ -101,7 +67,7 @@ def requested(seat: Seat, read: Callable[[], tuple[Call, Config]]) -> ShardReque
     raises: this rank's error, else a PlanMismatch with another's or with the first difference. They
     meet twice: about settings, and about the model.
     """
-    together = partial(seat.ranks.together, "shard()", remedy=_REMEDY)
+    together = partial(seat.ranks.together, "shard()", remedy=REMEDY)
     with seat.axes.together("shard()"):
         with together() as meeting:
             call, settings = read()
@@ -113,48 +79,9 @@ def requested(seat: Seat, read: Callable[[], tuple[Call, Config]]) -> ShardReque
             if settings.policy == AUTO:
                 settings = _chosen(call, settings, facts)
             asked = _checked(call, settings, numbers)
-            meeting.compare(asked.settings_report | asked.report)
-            meeting.within.update(asked.within)
-            known = asked.values | asked.report
-            own = {name: known[name] for name in asked.within if name in known.keys() - asked.parts}
-            meeting.give([asked.values, own])
-        values, of_some = zip(*meeting.answers, strict=True)
-        differences = _differing(values, asked.within)
-        along_axes.compare(asked.settings_report)
-        along_axes.compare(_alike(asked, differences, of_some), seat.axes.replicas)
-    return replace(asked, differing=_errors_by_id(call.model, differences))
-
-
-def _alike(
-    asked: ShardRequest, differences: Mapping[str, str], of_some: Sequence[Mapping[str, str]]
-) -> dict[str, str]:
-    """Return what is the same on replicas, as every rank of a group says it: of parameters that
-    `of_some` ranks hold, given by each, one digest.
-    """
-    left_out = asked.within.keys() | differences.keys() | asked.parts
-    known = asked.values | asked.report
-    alike = {name: text for name, text in known.items() if name not in left_out}
-    if asked.within:
-        mine = [[t for name, t in one.items() if name not in differences] for one in of_some]
-        digest = _hash(json.dumps(mine).encode())
-        alike["initial values of parameters with a mesh of their own"] = digest
-    return alike
-
-
-def _differing(
-    everyone: Sequence[Mapping[str, str]], within: Mapping[str, Groups]
-) -> dict[str, str]:
-    """Return the entries that are not the same on every rank (or `within` groups of ranks), with
-    who holds what; all have the same names.
-    """
-    found: dict[str, str] = {}
-    all_ranks = (tuple(range(len(everyone))),)
-    for name in everyone[0]:
-        for ranks in within.get(name, all_ranks):
-            texts = [everyone[rank][name] for rank in ranks]
-            if len(set(texts)) > 1:
-                found.setdefault(name, holders(texts, ranks))
-    return found
+            asked.report.bring(meeting)
+        differences = asked.report.compare(meeting.answers, along_axes, seat.axes.replicas)
+    return replace(asked, differing=errors_by_id(call.model, differences))
 
 
 def _report_settings(call: Call, settings: Config, meeting: Meeting) -> None:
@@ -164,7 +91,7 @@ def _report_settings(call: Call, settings: Config, meeting: Meeting) -> None:
     seat, report = call.seat, {"policy": AUTO}
     if settings.policy != AUTO:
         _, _, node_size = _seated(settings, seat)
-        report = _settings_report(settings, seat, node_size)
+        report = settings_report(settings, seat, node_size)
     meeting.compare(call.first_report() | report)
     if settings.policy != AUTO and not isinstance(settings.shares, str):
         return
@@ -231,20 +158,7 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
     plans = partition_units(model, settings.units, own_meshes=[own.pattern for own in seat.own])
     check_own_meshes(model, plans, seat, mesh, settings, call.sync_from)
     cut = None if shares is None else shares_of(shares)
-    groups = {own.pattern: own.holders.groups for own in seat.own}
-    within = {
-        _initial(name): groups[plan.pattern]
-        for plan in plans
-        if plan.pattern
-        for name in plan.parameters
-    }
-    report = _report(model, call.optimizer, dtypes, plans)
-    values = _initial_values(model) if call.sync_from is None else {}
-    named = named_parameters_once(model).items()
-    if values and any(fingerprint_of(parameter) is not None for parameter in model.parameters()):
-        report["a deferred model"] = "yes"
-    else:
-        report, values = report | values, {}
+    compared = call.first_report() | settings_report(common, seat, node_size)
     return ShardRequest(
         model=model,
         settings=settings,
@@ -254,11 +168,7 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
         mesh=mesh,
         dtypes=dtypes,
         plans=plans,
-        settings_report=call.first_report() | _settings_report(common, seat, node_size),
-        report=report,
-        values=values,
-        parts=frozenset(_initial(name) for name, p in named if part_of(name, p).axes),
-        within=within,
+        report=Report.of(call, dtypes, plans, compared),
     )
 
 
@@ -289,7 +199,7 @@ def asked_again(asked: ShardRequest, common: Config, seat: Seat) -> ShardRequest
         policy=_budgeted(settings, shares, asked.plans, mesh, seat, asked.dtypes),
         shares=shares,
         mesh=mesh,
-        settings_report=_settings_report(common, seat, node_size),
+        report=replace(asked.report, settings=settings_report(common, seat, node_size)),
         differing={},
     )
 
@@ -345,72 +255,3 @@ def _budgeted(
         return policy.with_whole_gradients(resting)
     except ValueError as error:
         raise ConfigError(f"accumulation_budget={budget}: {error}") from None
-
-
-def _settings_report(settings: Config, seat: Seat, node_size: int | None) -> dict[str, str]:
-    """Return the settings that must be equal on all ranks, in order of importance."""
-    report = {
-        "policy": settings.at(seat.rank).resolved_policy().name,
-        "shares": str(settings.shares),
-        "precision": settings.resolved_precision().describe(),
-        "comm": settings.comm.model_dump_json(),
-        "comm.node_size": str(node_size),
-        "offload": settings.offload.model_dump_json(exclude={"disk_path"}),
-    }
-    return report | {name: str(getattr(settings, name)) for name in _COMPARED}
-
-
-def _report(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    dtypes: Dtypes,
-    plans: list[UnitPlan],
-) -> dict[str, str]:
-    """Return what of the model must be equal on all of its ranks, in order of importance."""
-    report: dict[str, str] = {}
-    names: dict[int, str] = {}
-    for name, parameter in named_parameters_once(model).items():
-        names[id(parameter)] = name
-        dtype = dtype_name(dtypes.of[id(parameter)])
-        kind = "trained" if parameter.requires_grad else "frozen"
-        report[f"parameter {name}"] = f"{whole_shape(parameter)} {dtype} {kind}"
-    for plan in plans:
-        report[f"unit {plan.name}"] = ", ".join(plan.parameters)
-    report["optimizer"] = type(optimizer).__name__
-    for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
-        params = [names[id(parameter)] for parameter in group["params"]]
-        report[f"optimizer param group {index}"] = ", ".join(params)
-        for key, value in group.items():
-            if key not in ("params", "param_names"):
-                report[f"optimizer param group {index}: {key}"] = repr(value)
-    return report
-
-
-def _initial_values(model: nn.Module) -> dict[str, str]:
-    """Return a digest of each parameter's values, or of how they will be computed."""
-    values: dict[str, str] = {}
-    for name, parameter in named_parameters_once(model).items():
-        recipe = fingerprint_of(parameter)
-        value = digest_of(local_of(parameter)) if recipe is None else f"deferred {recipe}"
-        values[_initial(name)] = value
-    return values
-
-
-def _hash(payload: bytes) -> str:
-    return hashlib.blake2b(payload, digest_size=8).hexdigest()
-
-
-def _initial(name: str) -> str:
-    """Return what reports call the initial value of a parameter."""
-    return f"initial value of {name}"
-
-
-def _errors_by_id(model: nn.Module, differences: Mapping[str, str]) -> dict[int, str]:
-    """Return, by parameter id, the error message for values that differ between ranks."""
-    remedy = f"{_REMEDY}, or give it values with zs.load_pretrained() before its first use"
-    named = named_parameters_once(model).items()
-    keys = {_initial(name): id(parameter) for name, parameter in named}
-    return {
-        keys[name]: f"the ranks disagree, first about {name!r}: {who}. {remedy}"
-        for name, who in differences.items()
-    }

@@ -49,7 +49,7 @@ from zeroshard.runtime.build import Context, PlannedUnits, build_units, plan_uni
 from zeroshard.runtime.ema import averages_of
 from zeroshard.runtime.engine import Engine, parts_of, relaid, states_of
 from zeroshard.runtime.parts import Parts
-from zeroshard.runtime.relayout import Departure, Facts, Move, let_go, wanted
+from zeroshard.runtime.relayout import Facts, Move, facts_of, let_go, segments_of
 from zeroshard.sharding.asked import ShardRequest, asked_again
 from zeroshard.sharding.rejoin import carried, take_over
 from zeroshard.state.local import local_of
@@ -173,7 +173,7 @@ class Repartition:
                 " optimizer.step() or zero_grad()"
             )
         parts.check_at_rest(_CALL)
-        Departure(parts, _averages(engine)).facts()  # raises for state that cannot be cut
+        facts_of(segments_of(parts, _averages(engine)))  # raises for state that cannot be cut
         if mesh is not None and _overlap_in_part(self._ranks, mesh.mesh.flatten().tolist()):
             raise ConfigError(
                 f"mesh has the ranks {mesh.mesh.flatten().tolist()}, and the engine lies over"
@@ -252,7 +252,7 @@ class Repartition:
         """Return what is asked again of a rank of the new layout. Raises on every rank."""
         with hand_over.ranks.together(_CALL) as meeting:
             asked = None if seat is None else self._asked_anew(engine, seat, told, changes)
-            meeting.give(None if asked is None else asked.settings_report)
+            meeting.give(None if asked is None else asked.report.settings)
         _compare([found for found in meeting.answers if found is not None])
         return asked
 
@@ -319,8 +319,7 @@ class _Relayout:
         self._hand_over = hand_over
         self._ready: _Ready | None = None  # None: this rank leaves
         self._parts: Parts = parts_of(engine)
-        self._averages = _averages(engine)
-        self._departure = None if is_away else Departure(self._parts, self._averages)
+        self._move = Move(hand_over, self._parts, _averages(engine), has_states=not is_away)
         self._facts: list[Facts] = []
         holds = [one["ranks"] is not None for one in told]
         self._first = holds.index(True)  # the first rank of the old layout
@@ -334,8 +333,9 @@ class _Relayout:
         """
         try:
             with self._hand_over.ranks.together(_CALL) as meeting:
-                self._ready = make()
-                meeting.give([asdict(self._facts_here()), self._known()])
+                ready = self._ready = make()
+                facts = self._move.facts(None if ready is None else ready.planned)
+                meeting.give([asdict(facts), self._known()])
         except ZeroshardError:
             if self._ready is not None:
                 self._ready.context.close()
@@ -346,17 +346,11 @@ class _Relayout:
             states = [known["generators"] for _, known in meeting.answers if known is not None]
             if any(state != states[0] for state in states):
                 self._carried["generators"] = None
-        return self._ready
-
-    def _facts_here(self) -> Facts:
-        facts = Facts() if self._departure is None else self._departure.facts()
-        if self._ready is not None:
-            facts.wanted = wanted(self._ready.planned, trains=self._parts.sharded is not None)
-        return facts
+        return ready
 
     def _known(self) -> dict[str, Any] | None:
         """Return what this rank tells those that come back."""
-        if not self._some_come_back or self._departure is None:
+        if not self._some_come_back or self._comes_back:
             return None
         try:
             return carried(self._engine)
@@ -392,16 +386,13 @@ class _Relayout:
                 raise of_another from error
 
     def _run(self) -> None:
-        ready, departure = self._ready, self._departure
-        sharded, averages = self._parts.sharded, self._averages
-        move = Move(self._hand_over, self._facts, departure, sharded, averages)
-        if departure is not None:
-            departure.begin()
+        ready, move = self._ready, self._move
+        move.begin(self._facts)
         if ready is None:
             move.give_all()
         else:
             let_go(self._parts)
-            self._build(ready, move)
+            self._build(ready)
         if self._carried is not None:
             for buffer in self._engine.module.buffers():
                 self._hand_over.give(local_of(buffer), self._first)
@@ -413,11 +404,10 @@ class _Relayout:
         else:
             finalizer = self._parts.finalizer
             parts_of(self._engine).finalizer.continue_from(finalizer.step, finalizer.skipped)
-        if departure is not None:
-            departure.end(stays=ready is not None)
+        move.end(stays=ready is not None)
 
-    def _build(self, ready: _Ready, move: Move) -> None:
-        context, plans = ready.context, ready.asked.plans
+    def _build(self, ready: _Ready) -> None:
+        context, plans, move = ready.context, ready.asked.plans, self._move
         units = build_units(plans, context, ready.planned, move)
         prefetch_bytes = ready.asked.settings.prefetch_bytes
         relaid(self._engine, units, plans, context, prefetch_bytes=prefetch_bytes, cut=move.cut)
@@ -430,8 +420,8 @@ class _Relayout:
             with self._hand_over.ranks.together(_CALL, refusal=StorageError):
                 if faults is not None:
                     faults.agree()
-                if self._departure is not None and self._departure.error is not None:
-                    raise self._departure.error
+                if self._move.error is not None:
+                    raise self._move.error
         except StorageError as error:
             if faults is not None:
                 faults.lose(_CALL, str(error))
@@ -482,7 +472,7 @@ def _seat_in(mesh: DeviceMesh, changes: Mapping[str, Any]) -> Seat:
 
 def _model_digest(asked: ShardRequest) -> str:
     """Return what the parameters and units of a model are, as a few letters."""
-    return hashlib.blake2b(json.dumps(asked.report).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(asked.report.model).encode(), digest_size=8).hexdigest()
 
 
 def _compare(reports: Sequence[Mapping[str, str]]) -> None:

@@ -1,4 +1,10 @@
-"""The numbers of a gradient at rest, which sealed gradients and steps hold.
+"""The gradient of one segment at rest, which sealed gradients and steps hold: a sum, and then the
+average that a step reads.
+
+    take       += what a reduce brings                    range `own`, of what this rank steps
+    average    / ranks / loss scale                       range `own`
+    divide     / weights, where backwards had any         all of it
+    scale      x clip                                     all of it
 
     on the device    sum --/ ranks, / loss scale--> average --x clip--> read by the step
     elsewhere        sum, and what is pending on it: [/ 2, x 0.3]
@@ -8,14 +14,21 @@ arrives in two steps: it is copied there, and added by whoever comes next. Whoev
 applies what is pending to a copy, in the order in which the device would have done it: the same
 bits. So a gradient on disk is written once by each reduce and read once by the step.
 
-Invariant: the memory lasts as long as somebody holds it; that of another tier then serves the next
-gradient. What it does not do: it knows no parameter and no rank; runtime/grad.py does.
+It is a *sum* until ``average`` divides it, once, and one again from ``reopen`` on: a reduce follows
+without ``zero_grad()``. One that could not be made, read or written is *lost*: it says so once
+(runtime/faults.py), reads as NaN from then on, and takes what comes without a word.
+
+Invariants: the memory lasts as long as somebody holds it; that of another tier then serves the next
+gradient. The numbers do not change before a step that reads them has read them. What it does not
+do: it knows no parameter and no rank; runtime/grad.py does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -24,87 +37,120 @@ from zeroshard.core.split import tiles
 from zeroshard.core.work import Work, wait_on_host
 from zeroshard.errors import StorageError
 from zeroshard.memory import bounce_buffer, reads_wait
-from zeroshard.state.reduction import RunningSum, chunks, is_finite, sum_of_squares
-from zeroshard.state.state import DeviceMemory, DeviceStorage, State
+from zeroshard.state.reduction import (
+    RunningSum,
+    SquaresRequest,
+    chunks,
+    is_finite,
+    sum_of_squares,
+)
+from zeroshard.state.state import DeviceMemory, State
 from zeroshard.tier.link import Direct
 from zeroshard.tier.store import Storage
 
-__all__ = ["GradientState"]
+__all__ = ["Gradient"]
 
 _BLOCK = 1 << 20  # elements read from another tier at a time; a multiple of a chunk (reduction.py)
 
 
-class GradientState(State):
-    """A State that sums arrive in, and the divisions and multiplications that it still lacks.
+class Gradient:
+    """Numbers at rest that sums arrive in, and the divisions and multiplications that they still
+    lack.
 
-    Methods raise StorageError. One that could not be made, read or written is *lost*.
+    Readers (`block`, `blocks`, `read`, `fetch`) and `wait_writes` raise StorageError; the other
+    methods note it, and the gradient is lost.
     """
 
     def __init__(
         self,
-        *parts: Storage,
+        key: str,
+        numbers: State,
+        *,
         own: Range,
         memory: DeviceMemory,
         idle: list[Storage],
-        lost: StorageError | None = None,
+        note: Callable[[StorageError], None],
     ) -> None:
-        """Sums of range `own` arrive here; `idle` takes the memory of another tier in the end."""
-        super().__init__(*parts)
+        """The gradient of segment `key`, `numbers`: sums of range `own` arrive there. `idle` takes
+        the memory of another tier in the end, `note` a StorageError.
+        """
+        self.key = key
+        self.numbers = numbers
+        self.dtype = numbers.dtype
+        # whether all of it is one device tensor
+        self.on_device = numbers.on_device
         self.lost: StorageError | None = None
-        if lost is not None:
-            self.lose(lost)
         self.pending: list[tuple[str, float]] = []  # ("div", 2.0), ("mul", 0.3)
-        self.passed = RunningSum()  # of a rest on another tier: all that has arrived
+        self._passed = RunningSum()  # of a rest on another tier: all that has arrived
         self._own = own
         self._memory = memory
         self._idle = idle
+        self._note = note
+        self._divided_by = 0.0  # the ranks and the loss scale, once averaged; 0 while it is a sum
+        self._weight = 0.0  # part of that: the sum of weights, once divided by it
+        # of ranges on an accelerator: sums of squares that the host has read
+        self._squares: dict[Range, float] = {}
         self._wait: Callable[[], None] | None = None  # for a step that may be reading it
         self._flushing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
         # sums on their way to the host, to be added there
         self._to_add: list[tuple[torch.Tensor, Work, torch.Tensor]] = []
-
-    @property
-    def is_read_late(self) -> bool:
-        """Whether a read of it waits for what is enqueued on an accelerator."""
-        return self.on_device and reads_wait(self.whole)
 
     def lose(self, error: StorageError) -> None:
         """It holds no gradient any more."""
         self.lost = self.lost or error
         self.on_device = False
 
+    @contextmanager
+    def losing(self) -> Iterator[None]:
+        """Lose the numbers where the body raises StorageError, and note it."""
+        try:
+            yield
+        except StorageError as error:
+            self._fail(error)
+
+    def _fail(self, error: StorageError) -> None:
+        self.lose(error)
+        self._note(error)
+
     def replace(self, tensor: torch.Tensor) -> None:
         """Rest in `tensor`, which holds the same numbers or will."""
-        self._rest((DeviceStorage(tensor),))
+        self.numbers, self.on_device = State.of(tensor), True
 
     def lend(self, wait: Callable[[], None]) -> None:
         """Let a step that goes on by itself read it; `wait` returns when the step has done so."""
         self._wait = wait
 
-    def wait_for_reader(self) -> None:
-        """Return when the step that it was lent to has read it."""
+    def _begin_change(self) -> None:
+        """Return when the step that it was lent to has read it; what is known of the numbers is
+        known no longer.
+        """
         wait, self._wait = self._wait, None
         if wait is not None:
             wait()
+        self._squares.clear()
 
     # ------------------------------------------------------------------ what arrives
 
-    def take(self, total: torch.Tensor, *, fresh: bool) -> None:
+    def take(self, total: torch.Tensor, fresh: bool) -> None:
         """Take over `total` (the device's sum, fp32 or the dtype of the rest); `fresh`: it is the
         first. Not of one on the device, where a reduce adds by itself.
         """
-        if fresh:
-            self.passed.add(total)
-            source = total.to(self.dtype)
-            self._flushing += [(work, source) for work in self.write(*self._own, source)]
+        if self.lost is not None:
             return
-        self.wait_writes()
-        if isinstance(self._memory.link, Direct):
-            self._add(total)
-            return
-        host = bounce_buffer(total.numel(), total.dtype, total.device)
-        work = self._memory.link.copy(host, total, "to_host")
-        self._to_add.append((host, work, total))  # the copy reads `total`
+        with self.losing():
+            if fresh:
+                self._passed.add(total)
+                source = total.to(self.dtype)
+                writes = self.numbers.write(*self._own, source)
+                self._flushing += [(work, source) for work in writes]
+                return
+            self.wait_writes()
+            if isinstance(self._memory.link, Direct):
+                self._add(total)
+                return
+            host = bounce_buffer(total.numel(), total.dtype, total.device)
+            work = self._memory.link.copy(host, total, "to_host")
+            self._to_add.append((host, work, total))  # the copy reads `total`
 
     def _add(self, total: torch.Tensor) -> None:
         for low, there in self.blocks(*self._own, write=True):
@@ -115,7 +161,7 @@ class GradientState(State):
                     target.add_(more)
                 else:  # rounded once
                     target.copy_(more.float().add_(target))
-            self.passed.add(there)
+            self._passed.add(there)
 
     def wait_writes(self) -> None:
         """Return when everything that has arrived rests."""
@@ -130,25 +176,88 @@ class GradientState(State):
     @property
     def is_flushing(self) -> bool:
         """Whether a sum is still on its way here, and so held on the device, too."""
-        while self._flushing and self._flushing[0][0].done():
-            self._flushing.pop(0)[0].wait()  # raises what went wrong
+        with self.losing():
+            while self._flushing and self._flushing[0][0].done():
+                self._flushing.pop(0)[0].wait()  # raises what went wrong
         return bool(self._to_add or self._flushing)
 
+    def reopen(self) -> None:
+        """Turn range `own` of an average back into a sum, to which more is added."""
+        if not self._divided_by:
+            return
+        self._begin_change()
+        with self.losing():
+            self.wait_writes()
+            changes = self.pending or self._divided_by != 1.0
+            for _, there in self.blocks(*self._own, write=True) if changes else ():
+                self.apply_to(there)
+                there.mul_(self._divided_by)
+        self.pending.clear()
+        self._divided_by = self._weight = 0.0
+
     # ------------------------------------------------------------------ what is done to it
+
+    def average(self, divisor: float) -> bool:
+        """Divide range `own` of the sum by `divisor`, once; return whether all of it is finite, as
+        far as the host knows: of numbers on an accelerator once it has read what is `asked` for.
+        """
+        if not self._divided_by:
+            self._divided_by = divisor
+            if divisor != 1.0:
+                self.pending.append(("div", divisor))
+        try:
+            return self._settle() and all(map(math.isfinite, self._squares.values()))
+        except StorageError as error:
+            self._fail(error)
+            return False
+
+    def divide(self, weight: float) -> None:
+        """Divide all that rests here by the sum of weights, after the averages of other ranks have
+        come, once.
+        """
+        self._begin_change()
+        if not self._weight:
+            self._weight = weight
+            self._divided_by *= weight
+            self._change("div", weight)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the average by `factor`."""
+        self._begin_change()
+        self._change("mul", factor)
+
+    def store_range(self, start: int, stop: int, numbers: torch.Tensor) -> None:
+        """Set a range of the average to `numbers` [stop - start], of any dtype and device."""
+        self._begin_change()
+        with self.losing():
+            self.wait_writes()
+            for _, there in self.blocks(0, self.numbers.numel, write=True) if self.pending else ():
+                self.apply_to(there)
+            self.pending.clear()
+            for low, there in self.blocks(start, stop, write=True):
+                there.copy_(numbers[low - start :][: there.numel()])
+
+    def zero_range(self, start: int, stop: int) -> None:
+        """Set a range to zero."""
+        self._begin_change()
+        with self.losing():
+            self.wait_writes()
+            for _, there in self.blocks(start, stop, write=True):
+                there.zero_()
 
     def apply_to(self, tensor: torch.Tensor) -> None:
         """Do to `tensor`, in place, what is pending."""
         for what, by in self.pending:
             tensor.div_(by) if what == "div" else tensor.mul_(by)
 
-    def change(self, what: str, by: float) -> None:
+    def _change(self, what: str, by: float) -> None:
         """Divide ("div") or multiply ("mul") all of it, now or when it is read."""
         self.pending.append((what, by))
         if self.on_device:
-            self.apply_to(self.whole)
+            self.apply_to(self.numbers.whole)
             self.pending.clear()
 
-    def settle(self) -> bool:
+    def _settle(self) -> bool:
         """Bring range `own` to rest: on the device with everything pending applied, elsewhere with
         all that has arrived. Return whether it is finite, as far as the host knows.
         """
@@ -158,8 +267,8 @@ class GradientState(State):
             if self.lost is not None:
                 return False
             # the sum of all numbers may have overflowed by itself
-            return self.passed.is_finite() or self.is_finite(*self._own)
-        mine = self.whole[slice(*self._own)]
+            return self._passed.is_finite() or self.is_finite(*self._own)
+        mine = self.numbers.whole[slice(*self._own)]
         if reads_wait(mine):
             self.apply_to(mine)
             self.pending.clear()
@@ -182,7 +291,7 @@ class GradientState(State):
         """
         if self.lost is not None:
             raise self.lost
-        with self.borrowed(start, stop, write=False) as there:
+        with self.numbers.borrowed(start, stop, write=False) as there:
             if self.pending:
                 there = there.clone()
                 self.apply_to(there)
@@ -196,38 +305,68 @@ class GradientState(State):
         """
         size = max(stop - start, 1) if self.on_device else _BLOCK
         for low, high in [] if write and self.lost else tiles(start, stop, size):
-            with self.borrowed(low, high, write=True) if write else self.block(low, high) as there:
+            lent = self.numbers.borrowed(low, high, write=True) if write else self.block(low, high)
+            with lent as there:
                 yield low, there
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> list[Work]:
         """Start copying a range to `out` on the host; the caller then applies what is pending."""
         if self.lost is not None:
             raise self.lost
-        return super().read(start, stop, out)
-
-    def is_finite(self, start: int, stop: int) -> bool:
-        """Whether a range holds neither NaN nor infinity."""
-        return all(bool(torch.isfinite(block).all()) for _, block in self.blocks(start, stop))
-
-    def squares(self, start: int, stop: int) -> float:
-        """Return the sum of squares of a range in fp64."""
-        if self.on_device:
-            return sum_of_squares(self.whole[start:stop])
-        total = 0.0
-        for _, block in self.blocks(start, stop):
-            total = sum_of_squares(block, total)
-        return total
+        return self.numbers.read(start, stop, out)
 
     def fetch(self, start: int, stop: int) -> torch.Tensor:
         """Return a range as it would be on the device: there a view, else a copy."""
         if self.on_device:
-            return self.whole[start:stop]
+            assert self.numbers.tensor is not None
+            return self.numbers.tensor[start:stop]
         out = self._memory.empty(stop - start, self.dtype)
         for low, block in self.blocks(start, stop):
             out[low - start :][: block.numel()].copy_(block)
         return out
 
+    # ------------------------------------------------------------------ its norm
+
+    def asked(self, ranges: Iterable[Range]) -> list[SquaresRequest]:
+        """Return what the host has yet to read of an accelerator (state/reduction.py) to know the
+        squares of `ranges`, and whether the average is finite; nothing of the CPU.
+        """
+        if not self.on_device or not reads_wait(self.numbers.whole):
+            return self._passed.asked()
+        return [
+            SquaresRequest(
+                self.numbers.whole[slice(*span)], partial(self._squares.__setitem__, span)
+            )
+            for span in ranges
+            if span not in self._squares
+        ]
+
+    def squares_in(self, start: int, stop: int) -> float:
+        """Return the sum of squares of a range in fp64: NaN of a lost one."""
+        if (start, stop) in self._squares:
+            return self._squares[start, stop]
+        if self.on_device:
+            return sum_of_squares(self.numbers.whole[start:stop])
+        total = 0.0
+        try:
+            for _, block in self.blocks(start, stop):
+                total = sum_of_squares(block, total)
+        except StorageError as error:
+            self._fail(error)
+            return float("nan")
+        return total
+
+    def is_finite(self, start: int, stop: int) -> bool:
+        """Whether a range holds neither NaN nor infinity."""
+        if (start, stop) in self._squares:
+            return math.isfinite(self._squares[start, stop])
+        try:
+            return all(bool(torch.isfinite(block).all()) for _, block in self.blocks(start, stop))
+        except StorageError as error:
+            self._fail(error)
+            return False
+
     def __del__(self) -> None:
-        away = self.away
+        away = self.numbers.away
         if away is not None:  # of one that was lost, the next gradient gets another
             self._idle.append(away) if self.lost is None else away.close()

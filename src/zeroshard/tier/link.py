@@ -25,8 +25,6 @@ Direction = Literal["to_host", "to_device"]
 class Link(Protocol):
     """The way between device and host."""
 
-    overlaps: bool  # whether anything may go on while a copy is under way
-
     def copy(self, out: torch.Tensor, source: torch.Tensor, direction: Direction) -> Work:
         """Start ``out.copy_(source)``."""
 
@@ -42,8 +40,6 @@ def link_of(device: torch.device) -> Link:
 class Direct:
     """Device and host are the same memory."""
 
-    overlaps = True
-
     def copy(self, out: torch.Tensor, source: torch.Tensor, direction: Direction) -> Work:
         out.copy_(source)
         return DoneWork()
@@ -53,8 +49,6 @@ class Direct:
 
 class Enqueued:
     """Copies on the current stream; the host side is pinned memory."""
-
-    overlaps = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zeroshard.core.dims import Dims, MeshPlace
-from zeroshard.core.placement import Mesh, OtherAxis
+from zeroshard.core.dims import Dims
+from zeroshard.core.placement import Mesh, MeshPlace, OtherAxis
 from zeroshard.errors import ConfigError
 
 

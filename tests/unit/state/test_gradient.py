@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.support.endless_link import Endless
-from tests.support.gradients import one_gradient
+from tests.support.gradients import one_accumulator
 from zeroshard.errors import StorageError
 from zeroshard.memory import Pages
-from zeroshard.runtime.grad import Gradient
+from zeroshard.runtime.grad import Accumulator
 from zeroshard.state import gradient as module
 from zeroshard.state import reduction
-from zeroshard.state.gradient import GradientState
+from zeroshard.state.gradient import Gradient
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import Direct
@@ -42,7 +42,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def gradient(place: str) -> Iterator[Gradient]:
+def accumulator(place: str) -> Iterator[Accumulator]:
     split, link = (
         PLACES[place][0],
         Direct() if PLACES[place][1] == "direct" else Endless(overlaps=True),
@@ -50,21 +50,18 @@ def gradient(place: str) -> Iterator[Gradient]:
     store = HostStore(CPU, link=link)
     lost: list[StorageError] = []
     memory = DeviceMemory(CPU, Pages(), link)
-    made = one_gradient(memory, [NUMEL], split=split, store=store, note=lost.append)
+    made = one_accumulator(memory, [NUMEL], split=split, store=store, note=lost.append)
     assert made.open()[0].on_device is (split == NUMEL)
     yield made
     assert lost == []
     store.close()
 
 
-def at_rest(gradient: Gradient) -> GradientState:
-    resting = gradient.resting()
+@pytest.fixture
+def gradient(accumulator: Accumulator) -> Gradient:
+    resting = accumulator.resting()
     assert resting is not None
     return resting
-
-
-def fetch(gradient: Gradient, start: int, stop: int) -> torch.Tensor:
-    return at_rest(gradient).fetch(start, stop)
 
 
 def numbers(seed: int) -> torch.Tensor:
@@ -73,13 +70,12 @@ def numbers(seed: int) -> torch.Tensor:
 
 def take(gradient: Gradient, total: torch.Tensor, *, fresh: bool = False) -> None:
     """Do what a reduce does with the sum that it brings."""
-    resting = at_rest(gradient)
-    if not resting.on_device:
+    if not gradient.on_device:
         gradient.take(total, fresh)
     elif fresh:
-        resting.fetch(*OWN).copy_(total)
+        gradient.fetch(*OWN).copy_(total)
     else:
-        resting.fetch(*OWN).add_(total)
+        gradient.fetch(*OWN).add_(total)
 
 
 @everywhere
@@ -93,8 +89,8 @@ def test_sums_are_added_averaged_once_and_scaled_wherever_they_rest(
     assert gradient.average(3.0), "a second time divides by nothing"
     gradient.scale(0.3)
     expected = (numbers(0) + numbers(1) + numbers(2)).div(3.0).mul(0.3)
-    assert torch.equal(fetch(gradient, *OWN), expected)
-    assert torch.equal(fetch(gradient, 5, 71), expected[5:71])
+    assert torch.equal(gradient.fetch(*OWN), expected)
+    assert torch.equal(gradient.fetch(5, 71), expected[5:71])
     for start, stop in (OWN, (5, 71), (36, 38), (50, 50)):
         assert gradient.squares_in(start, stop) == pytest.approx(
             float((expected[start:stop].double() ** 2).sum()), rel=1e-12
@@ -103,16 +99,16 @@ def test_sums_are_added_averaged_once_and_scaled_wherever_they_rest(
 
 @everywhere
 def test_what_is_added_to_an_average_is_added_to_the_sum_that_it_was(
-    gradient: Gradient,
+    accumulator: Accumulator, gradient: Gradient
 ) -> None:
     take(gradient, numbers(0), fresh=True)
     assert gradient.average(4.0)
     gradient.scale(0.5)
-    assert gradient.open() == (at_rest(gradient), False)
+    assert accumulator.open() == (gradient, False)
     take(gradient, numbers(1))
     assert gradient.average(4.0)
     assert torch.equal(
-        fetch(gradient, *OWN), (numbers(0).div(4.0).mul(0.5).mul(4.0) + numbers(1)).div(4.0)
+        gradient.fetch(*OWN), (numbers(0).div(4.0).mul(0.5).mul(4.0) + numbers(1)).div(4.0)
     )
 
 
@@ -137,7 +133,7 @@ def test_a_sum_that_overflows_by_itself_is_no_number_that_is_not_finite(
 ) -> None:
     take(gradient, torch.full((NUMEL,), 3e38), fresh=True)
     assert gradient.average(2.0)
-    assert torch.equal(fetch(gradient, *OWN), torch.full((NUMEL,), 3e38) / 2.0)
+    assert torch.equal(gradient.fetch(*OWN), torch.full((NUMEL,), 3e38) / 2.0)
 
 
 @everywhere
@@ -146,44 +142,45 @@ def test_a_range_that_is_zeroed_is_zero_and_the_rest_stays(gradient: Gradient) -
     gradient.zero_range(10, 60)
     expected = numbers(0)
     expected[10:60] = 0.0
-    assert torch.equal(fetch(gradient, *OWN), expected)
+    assert torch.equal(gradient.fetch(*OWN), expected)
 
 
 def test_a_sum_on_the_host_is_added_to_the_part_on_the_device_over_there() -> None:
     far = torch.device("meta")
     store = HostStore(CPU)
     memory = DeviceMemory(far, Pages(), Direct())
-    gradient = one_gradient(memory, [NUMEL], split=32, store=store, note=_raise)
-    resting, _ = gradient.open()
+    gradient, _ = one_accumulator(memory, [NUMEL], split=32, store=store, note=_raise).open()
     for is_first in (True, False):
         gradient.take(torch.ones(NUMEL), is_first)
-    with resting.borrowed(32, NUMEL, write=False) as there:
+    with gradient.numbers.borrowed(32, NUMEL, write=False) as there:
         assert there.tolist() == [2.0] * (NUMEL - 32)
 
 
 def test_memory_serves_the_next_gradient_when_nobody_holds_it_any_more() -> None:
     store = HostStore(CPU)
     memory = DeviceMemory(CPU, Pages(), Direct())
-    gradient = one_gradient(memory, [NUMEL], split=40, store=store, note=_raise)
-    seal, fresh = gradient.open()  # what a sealed gradient holds
-    first = seal.away
-    gradient.release()
-    assert fresh and gradient.open() == (seal, False), "it is held, and added to"
-    gradient.reset()
-    other, fresh = gradient.open()
-    assert fresh and other is not seal and other.away is not first, "a step may still read it"
+    accumulator = one_accumulator(memory, [NUMEL], split=40, store=store, note=_raise)
+    seal, fresh = accumulator.open()  # what a sealed gradient holds
+    first = seal.numbers.away
+    accumulator.release()
+    assert fresh and accumulator.open() == (seal, False), "it is held, and added to"
+    accumulator.reset()
+    other, fresh = accumulator.open()
+    assert fresh and other is not seal and other.numbers.away is not first, (
+        "a step may still read it"
+    )
     del seal, other
-    gradient.reset()
+    accumulator.reset()
     assert len(store.storages) == 2
-    assert gradient.open()[0].away in store.storages and len(store.storages) == 2
-    gradient.move(60)
+    assert accumulator.open()[0].numbers.away in store.storages and len(store.storages) == 2
+    accumulator.move(60)
     assert len(store.storages) == 1, "only what rests is left"
-    gradient.reset()
-    moved = gradient.open()[0]
+    accumulator.reset()
+    moved = accumulator.open()[0].numbers
     assert (moved.split, moved.numel, len(store.storages)) == (60, NUMEL, 1), "of the new size"
     del moved
-    gradient.reset()
-    gradient.release_idle()
+    accumulator.reset()
+    accumulator.release_idle()
     assert not store.storages
     store.close()
 
@@ -192,19 +189,19 @@ def test_a_lost_gradient_is_noted_reads_as_nan_and_its_memory_is_closed() -> Non
     store = HostStore(CPU)
     memory = DeviceMemory(CPU, Pages(), Direct())
     lost: list[StorageError] = []
-    gradient = one_gradient(memory, [NUMEL], split=40, store=store, note=lost.append)
-    resting, _ = gradient.open()
+    accumulator = one_accumulator(memory, [NUMEL], split=40, store=store, note=lost.append)
+    resting, _ = accumulator.open()
     error = StorageError("gone")
     resting.lose(error)
-    gradient.take(torch.ones(NUMEL), True)
-    gradient.zero_range(*OWN)
-    assert not gradient.average(2.0) and lost == [], "it takes what comes without a word"
-    assert math.isnan(gradient.squares([True])[0]) and gradient.first_bad() == "p0"
+    resting.take(torch.ones(NUMEL), True)
+    resting.zero_range(*OWN)
+    assert not resting.average(2.0) and lost == [], "it takes what comes without a word"
+    assert math.isnan(accumulator.squares([True])[0]) and accumulator.first_bad() == "p0"
     with pytest.raises(StorageError, match="gone"):
         resting.fetch(*OWN)
     error.__traceback__ = None  # its frames hold the gradient
     del resting
-    gradient.reset()
+    accumulator.reset()
     assert not store.storages, "something may be wrong with it"
     store.close()
 

@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.gradients import one_gradient
+from tests.support.gradients import one_accumulator
 from tests.support.harness import run_ranks
 from tests.support.training import batch, make_model
 from zeroshard.memory import Pages
-from zeroshard.runtime.grad import Gradient
+from zeroshard.runtime.grad import Accumulator
 from zeroshard.state import gradient, reduction
+from zeroshard.state.gradient import Gradient
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.link import Direct
 
@@ -66,12 +67,13 @@ def on_an_accelerator() -> Iterator[Reads]:
         yield reads
 
 
-def gradient_of(numbers: torch.Tensor, sizes: Sequence[int]) -> Gradient:
-    """Return a gradient of parameters of these `sizes`, of which `numbers` rest."""
+def gradient_of(numbers: torch.Tensor, sizes: Sequence[int]) -> tuple[Accumulator, Gradient]:
+    """Return the accumulator of parameters of these `sizes`, and `numbers`, which rest there."""
     memory = DeviceMemory(CPU, Pages(), Direct())
-    made = one_gradient(memory, sizes, dtype=numbers.dtype, note=lambda error: None)
-    made.open()[0].whole.copy_(numbers)
-    return made
+    made = one_accumulator(memory, sizes, dtype=numbers.dtype, note=lambda error: None)
+    gradient, _ = made.open()
+    gradient.numbers.whole.copy_(numbers)
+    return made, gradient
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -99,21 +101,22 @@ def test_gradients_are_divided_scaled_and_zeroed_without_a_read_and_then_read_to
         for one in numbers
     ]
     with on_an_accelerator() as reads:
-        gradients = [gradient_of(one, [40, 20]) for one in numbers]
+        made = [gradient_of(one, [40, 20]) for one in numbers]
+        accumulators, gradients = [one for one, _ in made], [one for _, one in made]
         for one in gradients:
             assert one.average(4.0), "nothing is known of it yet"
-        asked = [each for one in gradients for each in one.asked()]
+        asked = [each for one in accumulators for each in one.asked()]
         assert (reads.numbers, reads.vectors) == (0, [])
         reduction.read_squares(asked)
         assert reads.vectors == [4]
-        assert [one.asked() for one in gradients] == [[], []]
+        assert [one.asked() for one in accumulators] == [[], []]
         for one, squares in zip(gradients, expected, strict=True):
             for span, value in zip(spans, squares, strict=True):
                 assert one.squares_in(*span) == pytest.approx(value, rel=1e-12)
                 assert one.is_finite(*span)
         gradients[0].scale(0.5)
-        gradients[1].zero({0})
-        assert [len(one.asked()) for one in gradients] == [2, 2], "they have changed"
+        accumulators[1].zero({0})
+        assert [len(one.asked()) for one in accumulators] == [2, 2], "they have changed"
     assert (reads.numbers, reads.vectors) == (0, [4])
 
 
@@ -121,9 +124,9 @@ def test_what_is_not_finite_is_known_once_it_has_been_read() -> None:
     numbers = torch.randn(100)
     numbers[50] = float("inf")
     with on_an_accelerator():
-        one = gradient_of(numbers, [40, 60])
+        accumulator, one = gradient_of(numbers, [40, 60])
         assert one.average(2.0)
-        reduction.read_squares(one.asked())
+        reduction.read_squares(accumulator.asked())
         assert not one.average(2.0)
         assert one.is_finite(0, 40) and not one.is_finite(40, 100)
 

@@ -373,7 +373,7 @@ class Schedule:
 
     def _release(self, unit: Residency, op: Op = Op.RELEASE) -> Commands:
         # moved at once: what raises at a release has released
-        if unit.is_dozing:
+        if unit.counts[Use.IDLE] or unit.counts[Use.KEPT]:
             self.room.set_beside(unit.index, 0)
         unit.rest()
         return (self._to[unit.index][op],)
