@@ -43,7 +43,7 @@ BESIDE = ("mesh.py", "transport.py")  # arithmetic and counting, not on the way
 SERVING = ("progress", "serve")  # of comm/: functions that go on with whatever has begun
 # by a function on the way: of Loop, of Backward
 KINDS = {"gather": ("begin_module", "begin_backward"), "reduce": ("_hand_over",)}
-HOOKED = "begin_backward"  # is a hook itself
+HOOKED = (["begin_backward"], ["taken"])  # hooks themselves
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "nccl": (2, {"transport": "nccl"}),
     "shared memory": (2, {"transport": "shared_memory"}),
@@ -116,7 +116,7 @@ class Watch:
             if above.f_code.co_filename.startswith(SOURCE):
                 names.append(above.f_code.co_name)
             above = above.f_back
-        is_hooked = above is not None or names[-1:] == [HOOKED]
+        is_hooked = above is not None or names[-1:] in HOOKED
         if not is_hooked or (not serves and not set(SERVING).isdisjoint(names)):
             return
         num_frames = len(names) + (above is not None)

@@ -23,7 +23,6 @@ Trees = Mapping[str, ast.Module]  # by path in the package
 # from autograd to the step, in this order
 GRADIENT_HOLDERS = (
     "runtime/bucket.py Bucket",
-    "comm/transport.py GradBuffer",
     "runtime/grad.py Accumulator",
     "state/gradient.py Gradient",
     "optim/sealed.py SealedGrad",

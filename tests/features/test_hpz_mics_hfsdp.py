@@ -447,17 +447,30 @@ def test_a_column_that_differs_between_nodes_is_found(row: str) -> None:
         assert "differ between rank 1 and rank(s) [3], which hold the same" in text, text
 
 
-def _compared(rank: int, world: int, tiers: dict[str, Any]) -> None:
+def _compared(rank: int, world: int, tiers: dict[str, Any], alters: bool = False) -> str:
+    """Return what is told of columns; rank 3 `alters` a moment."""
     model = make_model()
     optimizer, offload = two_groups(model), zs.Offload(**tiers)
     engine = zs.shard(
         model, optimizer, policy="mics", comm=zs.Comm(node_size=2), offload=offload, verify_every=1
     )
-    for step in range(2):
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    engine.close()
+    try:
+        for step in range(2):
+            model(*batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if alters and rank == 3:
+                next(iter(optimizer.state.values()))["exp_avg"][0] += 1.0
+        engine.close()
+    except PlanMismatch as error:
+        return str(error)
+    return "nothing noticed"
+
+
+def test_a_moment_that_differs_between_nodes_is_found_where_weights_rest_elsewhere() -> None:
+    for text in run_ranks(4, _compared, {"weight": "host"}, True, timeout=30):
+        assert "first about 'optimizer state of " in text, text
+        assert "differ between rank 1 and rank(s) [3], which hold the same" in text, text
 
 
 @pytest.mark.parametrize(
@@ -466,7 +479,7 @@ def _compared(rank: int, world: int, tiers: dict[str, Any]) -> None:
     ids=["weights away", "a part of all away"],
 )
 def test_columns_are_compared_where_weights_rest_elsewhere(tiers: dict[str, Any]) -> None:
-    run_ranks(4, _compared, tiers, timeout=30)
+    assert run_ranks(4, _compared, tiers, timeout=30) == ["nothing noticed"] * 4
 
 
 def _late(rank: int, world: int) -> str:

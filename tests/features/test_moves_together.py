@@ -17,8 +17,9 @@ from tests.support.broken_storage import patched
 from tests.support.harness import run_ranks
 from tests.support.repartitions import Trained, loaded, made, rests
 from tests.support.training import batch
-from zeroshard.comm.levels import ColumnWindow
+from zeroshard.core.work import Work
 from zeroshard.runtime.balance import Balance
+from zeroshard.runtime.flat_weights import FlatWeights
 
 NODES = zs.Comm(transport="gloo", node_size=2, hierarchical=True)
 
@@ -26,35 +27,43 @@ NODES = zs.Comm(transport="gloo", node_size=2, hierarchical=True)
 class _Late:
     """A column that arrives when it is waited for, and not before."""
 
-    def __init__(self, window: ColumnWindow) -> None:
+    def __init__(self, work: Work, scratch: torch.Tensor, column: torch.Tensor) -> None:
         self.has_arrived = False
-        self._rest, self._scratch = window.rest, window.rest.clone()
-        self._work = window._between.all_gather(
-            window.key, window.local, window.ranges, self._scratch
-        )
+        self._work, self._scratch, self._column = work, scratch, column
 
     def wait(self) -> None:
         self._work.wait()
-        self._rest.copy_(self._scratch)
+        self._column.copy_(self._scratch)
         self.has_arrived = True
+
+    def done(self) -> bool:
+        return self.has_arrived
 
 
 @contextmanager
 def _late_columns() -> Iterator[list[_Late]]:
     """Let every column that is published meanwhile be late, and list them."""
     late: list[_Late] = []
-    publish = ColumnWindow.publish
+    publish = FlatWeights.publish
 
-    def published(window: ColumnWindow) -> None:
-        window.wait_published()
-        late.append(_Late(window))
-        window._coming = late[-1]  # type: ignore[assignment]
+    def published(flat: FlatWeights) -> None:
+        gathers = flat.context.levels.gathers
 
-    ColumnWindow.publish = published  # type: ignore[method-assign]
-    try:
+        def slow(axes: Any, key: str, own: Any, ranges: Any, column: torch.Tensor) -> list[Any]:
+            scratch = column.clone()
+            (start,) = gathers(axes, key, own, ranges, scratch)
+
+            def begin() -> _Late:
+                late.append(_Late(start(), scratch, column))
+                return late[-1]
+
+            return [begin]
+
+        with patched(flat.context.levels, "gathers", slow):
+            publish(flat)
+
+    with patched(FlatWeights, "publish", published):
         yield late
-    finally:
-        ColumnWindow.publish = publish  # type: ignore[method-assign]
 
 
 def _same(run: Trained, other: Trained, what: object) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.transports import CPU, Spec, length, made, opened, values
 from tests.unit.comm.test_ordered import bits, naive_sum
-from zeroshard.comm.transport import GradBuffer, ReduceRequest, Transport
+from zeroshard.comm.transport import ReduceRequest, Transport
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import PlanMismatch, StateError, StorageError
@@ -26,11 +26,11 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(bits(actual), bits(expected))
 
 
-def fill(transport: Transport, key: str, seed: int, numel: int, dtype: torch.dtype) -> GradBuffer:
+def fill(transport: Transport, key: str, seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Borrow a buffer and put this rank's numbers in it."""
     buffer = transport.grad_buffer(key, numel, dtype, CPU)
-    assert buffer.data.shape == (numel,) and buffer.data.dtype == dtype
-    buffer.data.copy_(values(1000 * seed + transport.rank, numel, dtype))
+    assert buffer.shape == (numel,) and buffer.dtype == dtype
+    buffer.copy_(values(1000 * seed + transport.rank, numel, dtype))
     return buffer
 
 
@@ -147,9 +147,9 @@ def a_sum_in_fp16_overflows_only_where_a_rank_has(rank: int, world_size: int, sp
             for accumulate in (False, True):
                 key, numel = f"unit {number}", end_of(ranges)
                 buffer = transport.grad_buffer(key, numel, torch.float16, CPU)
-                buffer.data.copy_(torch.tensor([57344.0, -61440.0, 32768.0, 3.0] * (numel // 4)))
+                buffer.copy_(torch.tensor([57344.0, -61440.0, 32768.0, 3.0] * (numel // 4)))
                 if rank == world_size - 1:
-                    buffer.data[2::4] = float("inf")
+                    buffer[2::4] = float("inf")
                 own = length(ranges[rank])
                 out = torch.ones(own)
                 request = ReduceRequest(key, ranges, torch.float16)
@@ -375,7 +375,7 @@ def buffers_return_to_the_pool(rank: int, world_size: int, spec: Spec) -> None:
             unused = transport.grad_buffer("unused", numel, torch.float32, CPU)
             transport.return_buffer(unused)
             buffer = fill(transport, "unit", step, numel, torch.float32)
-            addresses.add(buffer.data.data_ptr())
+            addresses.add(buffer.data_ptr())
             out = torch.empty(1024)
             transport.reduce(
                 ReduceRequest("unit", ranges, torch.float32), buffer, out, accumulate=False

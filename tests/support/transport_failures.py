@@ -18,7 +18,7 @@ from tests.support.transport_cases import check_sum, expected_sum, fill, same
 from tests.support.transports import CPU, Spec, opened, values
 from zeroshard.comm.cpu.links import MessageKind
 from zeroshard.comm.cpu.matching import Contribution
-from zeroshard.comm.transport import CommSpec, GradBuffer, ReduceRequest, Transport, Window
+from zeroshard.comm.transport import CommSpec, ReduceRequest, Transport, Window
 from zeroshard.core.layout import end_of
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError, PeerLostError, PlanMismatch, StallError, StateError
@@ -65,7 +65,7 @@ def a_rank_ahead_leaves_for_a_collective(rank: int, world_size: int, spec: Spec)
     left = store.add("ranks that left", 0)
     with opened(spec, rank, pool_bytes=1, stall_timeout_s=5.0) as transport:
 
-        def reduce(key: str, buffer: GradBuffer) -> None:
+        def reduce(key: str, buffer: torch.Tensor) -> None:
             request = ReduceRequest(key, ranges, torch.float32)
             works.append(transport.reduce(request, buffer, torch.zeros(640), accumulate=False))
 

@@ -12,9 +12,10 @@ import torch
 
 from zeroshard.comm.levels import Levels, Start, Step
 from zeroshard.comm.private_window import PrivateWindow
-from zeroshard.comm.transport import GradBuffer, ReduceRequest, Window
+from zeroshard.comm.transport import ReduceRequest, Window
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range
+from zeroshard.core.placement import Scope
 from zeroshard.core.route import Axis
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.streams import NoStreams
@@ -47,8 +48,8 @@ class TwoLevels:
         flight.go()
         return flight
 
-    def window(self, *args: Any, **options: Any) -> Window:
-        window = self.levels._window(*args, **options)
+    def window(self, *args: Any, replicated: bool) -> Window:
+        window, _ = self.levels.memory(*args, Scope.FULL if replicated else Scope.SHARD)
         assert isinstance(window, PrivateWindow), window
         window._transport = self
         return window
@@ -65,16 +66,16 @@ class TwoLevels:
 
     def grad_buffer(
         self, key: str, numel: int, dtype: torch.dtype, device: torch.device
-    ) -> GradBuffer:
+    ) -> torch.Tensor:
         return self.levels.inside.grad_buffer(key, numel, dtype, device)
 
-    def return_buffer(self, buffer: GradBuffer) -> None:
+    def return_buffer(self, buffer: torch.Tensor) -> None:
         self.levels.inside.return_buffer(buffer)
 
     def reduce(
         self,
         request: ReduceRequest,
-        buffer: GradBuffer | None,
+        buffer: torch.Tensor | None,
         out: torch.Tensor,
         *,
         accumulate: bool,

@@ -32,7 +32,6 @@ import torch
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import (
     CommSpec,
-    GradBuffer,
     ReduceRequest,
     Transport,
     Window,
@@ -380,16 +379,16 @@ class NodeSum:
         self._held = held
         self._sums = sums
         self._accumulate = accumulate
-        self._hop: GradBuffer | None = None  # what travels between nodes
+        self._hop: torch.Tensor | None = None  # what travels between nodes
 
-    def inside(self, buffer: GradBuffer | None) -> Work:
+    def inside(self, buffer: torch.Tensor | None) -> Work:
         """Start summing the node's buffers; each rank's column of the sum stays here."""
         request, device = self._of_shards, self._out.device
         hop = self._levels.between.grad_buffer(
             request.key, end_of(request.wire_ranges), request.wire_dtype, device
         )
         self._hop = hop
-        self._column = hop.data
+        self._column = hop
         if request.codec is not None:
             self._column = self._sums.take(end_of(request.ranges), torch.float32, device)
         of_columns = self._levels.reduce_inside(self._request)
@@ -402,7 +401,7 @@ class NodeSum:
             self._column.add_(self._held)
         codec, hop = self._of_shards.codec, self._hop
         if codec is not None:
-            codec.encode(self._column, hop.data)
+            codec.encode(self._column, hop)
             self._sums.give(self._column)
         self._hop = None
         return self._levels.between.reduce(

@@ -41,7 +41,7 @@ from zeroshard.comm.cpu.control import PeerControl
 from zeroshard.comm.ordered import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.stalls import StallWatch
-from zeroshard.comm.transport import CommSpec, GradBuffer, ReduceRequest, Work
+from zeroshard.comm.transport import CommSpec, ReduceRequest, Work
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh
@@ -162,20 +162,20 @@ class NcclTransport:
 
     def grad_buffer(
         self, key: str, numel: int, dtype: torch.dtype, device: torch.device
-    ) -> GradBuffer:
+    ) -> torch.Tensor:
         for work in [work for work in self._under_way if not work.is_gather]:
             if self._pool.has_room(numel * dtype.itemsize):
                 break
             work.complete()
-        return GradBuffer(self._pool.take(numel, dtype, device))
+        return self._pool.take(numel, dtype, device)
 
-    def return_buffer(self, buffer: GradBuffer) -> None:
-        self._pool.give(buffer.data)
+    def return_buffer(self, buffer: torch.Tensor) -> None:
+        self._pool.give(buffer)
 
     def reduce(
         self,
         request: ReduceRequest,
-        buffer: GradBuffer | None,
+        buffer: torch.Tensor | None,
         out: torch.Tensor,
         *,
         accumulate: bool,
@@ -184,7 +184,7 @@ class NcclTransport:
         exchanges = self.ordered or codec is not None  # codes cannot be summed by the backend
         numel = end_of(ranges)
         start, stop = ranges[self.rank]
-        data = self._pool.take(numel, dtype, out.device).zero_() if buffer is None else buffer.data
+        data = self._pool.take(numel, dtype, out.device).zero_() if buffer is None else buffer
         assert data.dtype == dtype and data.numel() == numel, (request, data.dtype, data.numel())
         own = stop - start
         loan = self._temporaries.take(own * (self.size if exchanges else 1), dtype, out.device)

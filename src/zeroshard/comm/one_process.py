@@ -13,7 +13,7 @@ import torch
 from zeroshard.comm.ordered import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.ranks import Ranks
-from zeroshard.comm.transport import CommSpec, DoneWork, GradBuffer, ReduceRequest, Traffic, Work
+from zeroshard.comm.transport import CommSpec, DoneWork, ReduceRequest, Traffic, Work
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range
 from zeroshard.memory import Pool
@@ -51,25 +51,24 @@ class OneProcess:
 
     def grad_buffer(
         self, key: str, numel: int, dtype: torch.dtype, device: torch.device
-    ) -> GradBuffer:
-        return GradBuffer(self._pool.take(numel, dtype, device))
+    ) -> torch.Tensor:
+        return self._pool.take(numel, dtype, device)
 
-    def return_buffer(self, buffer: GradBuffer) -> None:
-        self._pool.give(buffer.data)
+    def return_buffer(self, buffer: torch.Tensor) -> None:
+        self._pool.give(buffer)
 
     def reduce(
         self,
         request: ReduceRequest,
-        buffer: GradBuffer | None,
+        buffer: torch.Tensor | None,
         out: torch.Tensor,
         *,
         accumulate: bool,
     ) -> Work:
-        own = None if buffer is None else buffer.data
-        sum_parts([own], out, codec=request.codec, node_size=None, accumulate=accumulate)
+        sum_parts([buffer], out, codec=request.codec, node_size=None, accumulate=accumulate)
         self.traffic.add("reduce_scatter", "local", 0)
         if buffer is not None:
-            self._pool.give(buffer.data)
+            self._pool.give(buffer)
         return DoneWork()
 
     def all_gather(

@@ -43,7 +43,7 @@ from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import ZeroshardError
 
 __all__ = [
-    "CommSpec", "DoneWork", "GradBuffer", "ReduceRequest", "Served", "Traffic", "Transport",
+    "CommSpec", "DoneWork", "ReduceRequest", "Served", "Traffic", "Transport",
     "Window", "Work", "serve", "serve_while_waiting", "served_beside", "stop_serving",
 ]  # fmt: skip
 
@@ -101,14 +101,6 @@ class Window(Protocol):
         """Release the memory (peers keep theirs). Tensors handed out stay valid as long as
         somebody holds them.
         """
-
-
-@dataclass
-class GradBuffer:
-    """A temporary whole-segment buffer on loan from the transport's pool."""
-
-    data: torch.Tensor  # [numel]; contents undefined when handed out
-    slot: int = 0  # the transport's own bookkeeping
 
 
 @dataclass(frozen=True)
@@ -206,20 +198,20 @@ class Transport(Protocol):
 
     def grad_buffer(
         self, key: str, numel: int, dtype: torch.dtype, device: torch.device
-    ) -> GradBuffer:
-        """Borrow a buffer of `numel` elements from the pool.
+    ) -> torch.Tensor:
+        """Borrow a buffer [numel] from the pool, its contents undefined.
 
         Where the pool is full, wait for a reduce under way and serve the peers meanwhile; never
         deadlocks, even when ranks run units in opposite order and the pool holds one buffer.
         """
 
-    def return_buffer(self, buffer: GradBuffer) -> None:
+    def return_buffer(self, buffer: torch.Tensor) -> None:
         """Return a buffer to the pool that was never submitted to `reduce`."""
 
     def reduce(
         self,
         request: ReduceRequest,
-        buffer: GradBuffer | None,
+        buffer: torch.Tensor | None,
         out: torch.Tensor,
         *,
         accumulate: bool,

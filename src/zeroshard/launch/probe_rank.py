@@ -96,7 +96,7 @@ def _reduce_scatter(transport: Transport, numel: int, device: torch.device) -> C
 
     def run() -> None:
         buffer = transport.grad_buffer(key, _SIZE * numel, torch.float32, device)
-        buffer.data.fill_(1.0)  # part of the time, as in a backward
+        buffer.fill_(1.0)  # part of the time, as in a backward
         transport.reduce(request, buffer, out, accumulate=False).wait()
 
     return run

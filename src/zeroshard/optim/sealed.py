@@ -163,10 +163,6 @@ class SealedGrad(torch.Tensor):
         sealed._parameter = None if parameter is None else weakref.ref(parameter)
         return sealed
 
-    def hold(self, what: object) -> None:
-        """Keep `what` alive, and nothing else, as long as this is somebody's ``.grad``."""
-        self.holds = what
-
     def accumulated(self) -> torch.Tensor | None:
         """Return the gradient that autograd has just added to this one, once."""
         grad, self._accumulated = self._accumulated, None

@@ -390,7 +390,7 @@ class ShardedOptimizer:
                         shard.tensor, shard.name, self._hooks, shard.parameter
                     )
                 if sealed.holds is not held:
-                    sealed.hold(held)
+                    sealed.holds = held
         for empty in self._empty:
             if empty is not None and empty.grad is None:
                 empty.grad = SealedGrad(

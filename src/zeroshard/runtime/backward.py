@@ -21,7 +21,8 @@ buffer and goes with the next reduce; the ranks agree about what is left before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -35,11 +36,9 @@ from zeroshard.core.residency import Use
 from zeroshard.core.schedule import Until
 from zeroshard.errors import StateError
 from zeroshard.optim.sealed import SealedGrad, SealedShards
-from zeroshard.runtime.accumulation import UNKNOWN, Accumulation
-from zeroshard.runtime.assigned import ASSIGNED, names_of
-from zeroshard.runtime.backward_pass import BackwardPass, Manner
+from zeroshard.runtime.backward_pass import UNKNOWN, Accumulation, BackwardPass, Manner
 from zeroshard.runtime.decisions import Decisions
-from zeroshard.runtime.leaves import Leaf, Leaves
+from zeroshard.runtime.leaves import ASSIGNED, Leaf, Leaves, names_of, seal
 from zeroshard.runtime.recomputed import checkpoint_around, when_over
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.saved import SavedTensors
@@ -232,44 +231,54 @@ class Backward:
             self._pass.finished.pop(unit.index, None)
             self._weights.after_backward(unit)
 
-    def take(self, number: int) -> None:
-        """Autograd has finished the gradient of `leaves[number]`.
+    def taker(self, number: int, hooks: Mapping[int, int]) -> Callable[[torch.Tensor], None]:
+        """Return the hook for when autograd has finished the gradient of `leaves[number]`; `hooks`
+        are the ids of these, by number of the leaf.
 
-        Most gradients are plain tensors, and their bucket is open: they are taken here, in two
-        frames. `_take_any` takes every gradient.
+        Most gradients are plain tensors, and their buffer is open: they are taken here, in one
+        frame. `_take_any` takes every gradient.
         """
-        leaf, current = self.leaves[number], self._pass
-        unit, bucket, index, parameter = leaf.unit, leaf.bucket, leaf.index, leaf.parameter
-        grad = parameter.grad
-        task = torch._C._current_graph_task_id()
-        if (
-            bucket.buffer is None
-            or leaf.to_local is not None
-            or type(grad) is not torch.Tensor
-            or grad.requires_grad
-            or grad.layout is not torch.strided
-            or len(current.tasks) != 1  # none is nested in another
-            or task not in current.tasks
-            or current.units is not None
-            or current.gathers
-            or not (current.brings and (current.seen or not _multiplying))  # as the first one
-            or (bucket.sums_micro_batches and (not self.manner.sync or bucket.has_sum))
-        ):
-            del grad
-            self._take_any(leaf)
-            return
-        parameter.grad = None
-        bucket.put(index, grad)
-        del grad  # as in `_take_any`
-        bucket.used[index] = True
-        key = id(parameter)
-        unit.arrived[key] = task
-        current.outer.discard(key)
-        if len(unit.arrived) >= unit.expected:
-            if not unit.has_frozen:
-                current.finished[unit.index] = unit
-            if self._is_due(unit):
-                self._hand_over(unit)
+        backward = weakref.ref(self)  # [Note: weak hooks]
+
+        def taken(parameter: torch.Tensor) -> None:
+            alive = backward()
+            if alive is None:
+                return
+            leaf, current = alive.leaves[number], alive._pass
+            unit, bucket, index, grad = leaf.unit, leaf.bucket, leaf.index, parameter.grad
+            task = torch._C._current_graph_task_id()
+            if (
+                bucket.buffer is None
+                or bucket.seen[index]
+                or leaf.to_local is not None
+                or type(grad) is not torch.Tensor
+                or grad.requires_grad
+                or grad.layout is not torch.strided
+                or len(current.tasks) != 1  # none is nested in another
+                or task not in current.tasks
+                or current.units is not None
+                or current.gathers
+                or not (current.brings and (current.seen or not _multiplying))  # as the first one
+                or (bucket.sums_micro_batches and (not alive.manner.sync or bucket.has_sum))
+            ):
+                del grad
+                alive._take_any(leaf)
+            else:
+                parameter.grad = None
+                bucket.views[index].copy_(grad)
+                del grad  # as in `_take_any`
+                bucket.seen[index] = bucket.used[index] = True
+                unit.arrived[id(parameter)] = task
+                current.outer.discard(id(parameter))
+                if len(unit.arrived) >= unit.expected:
+                    if not unit.has_frozen:
+                        current.finished[unit.index] = unit
+                    if alive._is_due(unit):
+                        alive._hand_over(unit)
+            if next(reversed(parameter._post_accumulate_grad_hooks)) != hooks[number]:
+                seal([leaf], alive, None)  # for the hook after this one
+
+        return taken
 
     def _take_any(self, leaf: Leaf) -> None:
         parameter = leaf.parameter
@@ -453,7 +462,7 @@ class Backward:
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients rest here that no reduce over all ranks has taken."""
-        return any(bucket.has_unreduced for bucket in self.buckets)
+        return True in [bucket.has_unreduced for bucket in self.buckets]
 
     def flush(self) -> None:
         """Reduce everything once more: some rank `has_unreduced` gradients (every backward was

@@ -1,16 +1,33 @@
-"""One backward: how it is run, its graph tasks, and how far each unit has come in it."""
+"""What `Backward` notes: of one backward how it is run, its graph tasks and how far each unit has
+come in it; of all since the user cleared the gradients whether any rest here, of how many
+micro-batches, of which weights, and whether they have been averaged.
+
+    backward --add--> a sum --finalized--> an average --add--> a sum ... --clear--> nothing
+
+Invariant: `micro_batches` is the same number on every rank, or UNKNOWN; the ranks compare it before
+a step (finalize.py).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from zeroshard.core.digest import holders
+from zeroshard.errors import StateError
 from zeroshard.runtime.leaves import Leaf
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["BackwardPass", "Manner"]
+__all__ = ["UNKNOWN", "WEIGHTED", "Accumulation", "BackwardPass", "Manner", "total_weight"]
+
+# micro-batches of a rank that cannot tell whether all gradients were cleared
+UNKNOWN = (1 << 32) - 1
+# kinds of backwards, a bit each
+UNWEIGHTED, WEIGHTED, PLAIN, OF_ANOTHER = 1, 2, 4, 8
+_KINDS = ("no backward", "none with a weight", "all with a weight", "some with a weight")
 
 
 @dataclass(frozen=True)
@@ -115,3 +132,118 @@ class BackwardPass:
             self.outer.discard(id(parameter))
         if unit.has_all and not unit.has_frozen:
             self.finished[unit.index] = unit
+
+
+class Accumulation:
+    """What the backwards since the last `clear` have left."""
+
+    def __init__(self) -> None:
+        self.has_gradient = False
+        self.changed = False  # since the last average
+        self.scaled = False  # whether the loss of these gradients was scaled
+        self.divisor = 1  # by which the step divides them, beside the number of ranks
+        self.micro_batches = 0  # backwards
+        self.kinds = 0  # of backwards
+        self.weight = 0.0  # the sum of their weights; NaN where one is negative or not finite
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the step divides by the weights of all ranks."""
+        return self.kinds == WEIGHTED
+
+    def check(self, *, scaled: bool, divisor: int = 1) -> None:
+        """Raise StateError where a backward of a `scaled` loss, or of another, cannot be added, or
+        one whose gradients are to be divided by another `divisor`.
+        """
+        if self.has_gradient and self.scaled != scaled:
+            raise StateError(
+                "fp16: this backward's loss is scaled otherwise than an earlier one's: call"
+                " engine.backward(loss) for all"
+            )
+        if self.has_gradient and self.divisor != divisor:
+            raise StateError(
+                f"scale_grads divides these gradients by {divisor}, and those that rest here by"
+                f" {self.divisor}: give all schedules of one step as many micro-batches and the"
+                " same scale_grads, or call zero_grad() between them"
+            )
+
+    def add(self, *, scaled: bool, divisor: int = 1) -> None:
+        """A backward begins."""
+        self.micro_batches += self.micro_batches != UNKNOWN
+        self.has_gradient = self.changed = True
+        self.scaled, self.divisor = scaled, divisor
+
+    def assign(self, *, scaled: bool) -> None:
+        """Gradients rest that no backward has brought, divided as those of `scaled` losses are."""
+        if not self.has_gradient:
+            self.has_gradient, self.scaled = True, scaled
+
+    def weigh(self, weight: float | None) -> None:
+        """The loss of a backward that has begun counts `weight` (None: its rank's share)."""
+        if weight is None:
+            self.kinds |= UNWEIGHTED
+        else:
+            self.kinds |= WEIGHTED
+            self.weight += weight if 0.0 <= weight < math.inf else math.nan
+
+    def bring(self, *, of_another: bool) -> None:
+        """A backward brings a gradient of a loss that the engine does not see: a plain
+        ``loss.backward()``, or that `of_another` engine, which has multiplied the loss.
+        """
+        self.kinds |= OF_ANOTHER if of_another else PLAIN
+
+    def finalized(self) -> None:
+        """The gradients have been averaged, or stepped."""
+        self.changed = False
+
+    def clear(self, micro_batches: int = 0) -> None:
+        """No gradient rests here any more; `micro_batches` UNKNOWN: others may have some."""
+        self.has_gradient = self.scaled = False
+        self.changed, self.divisor = True, 1
+        self.kinds, self.weight = 0, 0.0
+        self.micro_batches = micro_batches
+
+
+def total_weight(
+    kinds: Sequence[int], weights: Sequence[float], *, shared: bool = False
+) -> float | None:
+    """Return the sum of all ranks' `weights`, in rank order; None where no backward had one.
+
+    Raises StateError where only some of the backwards had one (`kinds`, of every rank), for weights
+    that are negative or not finite, and for a sum of 0; where losses are `shared` (batch_shares),
+    and one was not seen, and where another engine has multiplied one.
+    """
+    found = set(kinds)  # a few, of thousands of ranks
+    if any(kind & OF_ANOTHER for kind in found):
+        raise StateError(
+            "another engine's backward() has brought these gradients, and has multiplied its loss"
+            " by a weight, its batch_shares or its loss scale: give zs.shard() one module that"
+            " holds both models, or call zero_grad() where these gradients are not wanted"
+        )
+    if not any(kind & WEIGHTED for kind in found):
+        if shared and any(kind & PLAIN for kind in found):
+            raise StateError(
+                "batch_shares multiply the loss, and loss.backward() does not show it to the"
+                " engine: call engine.backward(loss) instead, on every rank"
+            )
+        return None
+    if any(kind & ~WEIGHTED for kind in found):
+        told = [_KINDS[(kind & WEIGHTED) + bool(kind & ~WEIGHTED)] for kind in kinds]
+        raise StateError(
+            f"backwards with a weight and without one cannot be added ({holders(told)}): give every"
+            " engine.backward() of a step a weight on every rank, or none, and call zero_grad()"
+            " between the steps"
+        )
+    total = sum(weights)
+    if not math.isfinite(total):
+        wrong = [str(rank) for rank, weight in enumerate(weights) if not math.isfinite(weight)]
+        raise StateError(
+            f"a weight of engine.backward() on rank {', '.join(wrong) or 'all'} is negative or not"
+            " finite: give the number of samples or tokens of which the loss is the mean"
+        )
+    if not total:
+        raise StateError(
+            "the weights of all backwards of this step are 0 on every rank, so there is nothing to"
+            " average: call zero_grad() and go on with the next batch"
+        )
+    return total

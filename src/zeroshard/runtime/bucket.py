@@ -30,7 +30,7 @@ from math import prod
 import torch
 
 from zeroshard.comm.levels import Step
-from zeroshard.comm.transport import GradBuffer, ReduceRequest, Work
+from zeroshard.comm.transport import ReduceRequest, Work
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.recording import Operation
 from zeroshard.core.route import Axis, Kind
@@ -51,7 +51,7 @@ class Reduction:
     """One reduce under way."""
 
     flight: Flight
-    buffer: GradBuffer | None  # the bucket's
+    buffer: torch.Tensor | None  # the bucket's
     loan: Loan | None
     # other memory of it: an accelerator's allocator would give it away while the lane still uses it
     uses: Sequence[object]
@@ -92,7 +92,7 @@ class Bucket:
         none = [False] * len(layout.slots)  # a flag for each parameter
         self.used = none.copy()  # has a gradient since the last drop
         # the buffer that is open, its part of each parameter, and which of them have a gradient
-        self.buffer: GradBuffer | None = None
+        self.buffer: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
         self.seen = none.copy()
         self.loan: Loan | None = None  # None where the gradient is summed where it rests
@@ -190,7 +190,7 @@ class Bucket:
     def _open_at_rest(self) -> None:
         """Fill the resting gradient [numel] itself."""
         resting = self.accumulator.open()[0].fetch(*self.accumulator.own)
-        self.buffer = GradBuffer(resting)
+        self.buffer = resting
         self.views = self.flat.buffer.views_of(resting)
 
     def _borrow(self) -> None:
@@ -200,9 +200,9 @@ class Bucket:
         if self._codec is None:
             self.buffer = self.flat.lender.grad_buffer(self.key, numel, wire, device)
         else:
-            self.buffer = GradBuffer(self._memory.empty(numel, wire))
-        self.loan = self._meter.lend(self.buffer.data, self.num_bytes)
-        self.views = self.flat.buffer.views_of(self.buffer.data)
+            self.buffer = self._memory.empty(numel, wire)
+        self.loan = self._meter.lend(self.buffer, self.num_bytes)
+        self.views = self.flat.buffer.views_of(self.buffer)
 
     def _close(self) -> None:
         """Let the next gradient open another buffer."""
@@ -316,7 +316,7 @@ class Bucket:
         """Set to zero what has no gradient."""
         if self.buffer is None:
             return
-        data, layout = self.buffer.data, self.flat.layout
+        data, layout = self.buffer, self.flat.layout
         empty = list(layout.gaps)
         if not all(self.seen):
             slots = zip(layout.slots, self.seen, strict=True)
@@ -359,7 +359,7 @@ class Bucket:
             going.release_buffer()
         return reduce(buffer=coded)
 
-    def _encoding(self, buffer: GradBuffer | None) -> GradBuffer | None:
+    def _encoding(self, buffer: torch.Tensor | None) -> torch.Tensor | None:
         """Return the transport's buffer with the encoding of `buffer`, which has been handed over,
         with the residual added first.
         """
@@ -367,12 +367,12 @@ class Bucket:
         assert codec is not None
         if buffer is None:
             return None
-        num_bytes, device = codec.encoded_bytes(buffer.data.numel()), buffer.data.device
+        num_bytes, device = codec.encoded_bytes(buffer.numel()), buffer.device
         coded = self.flat.lender.grad_buffer(self.key, num_bytes, torch.uint8, device)
         if self._residual is None:
-            codec.encode(buffer.data, coded.data)
+            codec.encode(buffer, coded)
         else:
-            self._residual.encode(codec, buffer.data, coded.data)
+            self._residual.encode(codec, buffer, coded)
         return coded
 
     def _operation(self, axis: Axis) -> Operation:

@@ -22,6 +22,7 @@ import torch
 __all__ = ["Decisions"]
 
 _NOT_OURS = ("params", "param_names")
+_PLAIN = frozenset((type(None), bool, int, float, str))  # equal as long as they are
 
 
 class Decisions:
@@ -84,7 +85,11 @@ class Decisions:
             return 0
         groups = self._optimizer.param_groups
         seen = [
-            [_look(value) for key, value in group.items() if key not in _NOT_OURS]
+            [
+                value if type(value) in _PLAIN else _look(value)
+                for key, value in group.items()
+                if key not in _NOT_OURS
+            ]
             for group in groups
         ]
         if seen != self._seen or not self._digest:

@@ -36,10 +36,10 @@ from zeroshard.comm.ranks import Meeting
 from zeroshard.core.digest import Digest, first_difference, holders
 from zeroshard.errors import PlanMismatch, StateError
 from zeroshard.optim.scaler import LossScaler
-from zeroshard.runtime.accumulation import UNKNOWN, total_weight
-from zeroshard.runtime.assigned import AssignedGradients
 from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.backward_pass import UNKNOWN, total_weight
 from zeroshard.runtime.context import Context
+from zeroshard.runtime.leaves import AssignedGradients
 from zeroshard.state.reduction import read_squares
 
 __all__ = ["Finalized", "Finalizer"]

@@ -35,7 +35,6 @@ from zeroshard.core.residency import UnitState, Use
 from zeroshard.errors import StateError
 from zeroshard.runtime.casts import cast, casting_hooks, explain
 from zeroshard.runtime.guards import compiled_whole, guard, is_traced
-from zeroshard.runtime.leaves import seal
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.recomputed import is_recomputed
 from zeroshard.runtime.released import know_class, release_classes, restore_classes
@@ -350,25 +349,14 @@ class Hooks:
             release_classes(segment.parameters)
 
     def _install_parameters(self) -> None:
-        # [Note: weak hooks] what hangs on a tensor is invisible to the garbage collector
-        backward = weakref.ref(self.loop.backward)
-        own: dict[int, int] = {}
-
-        def hook_for(number: int) -> Callable[[torch.Tensor], None]:
-            def taken(parameter: torch.Tensor) -> None:
-                alive = backward()
-                if alive is not None:
-                    alive.take(number)
-                    if next(reversed(parameter._post_accumulate_grad_hooks)) != own[number]:
-                        seal([alive.leaves[number]], alive, None)  # for the hook after this one
-
-            return taken
-
-        for number, leaf in enumerate(self.loop.backward.leaves):
+        # [Note: weak hooks] what hangs on a tensor is invisible to the garbage collector: it holds
+        # nothing of the engine
+        backward, ids = self.loop.backward, dict[int, int]()
+        for number, leaf in enumerate(backward.leaves):
             hooked: Any = leaf.parameter  # the method is untyped in torch
-            handle = hooked.register_post_accumulate_grad_hook(hook_for(number))
+            handle = hooked.register_post_accumulate_grad_hook(backward.taker(number, ids))
             self._handles.append(handle)
-            own[number] = handle.id
+            ids[number] = handle.id
 
     # ------------------------------------------------------------------ state_dict, load_state_dict
 

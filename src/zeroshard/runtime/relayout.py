@@ -22,7 +22,7 @@ state of one segment, whole where it is wanted whole, and for this rank's share 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -156,9 +156,9 @@ class Move:
         state that cannot be cut.
         """
         facts = facts_of(self._segments)
-        if planned is not None:
-            facts.wanted = _wanted(planned, trains=self._sharded is not None)
-        return facts
+        if planned is None:
+            return facts
+        return replace(facts, wanted=_wanted(planned, trains=self._sharded is not None))
 
     def begin(self, told: Sequence[Facts]) -> None:
         """Bring the old layout to rest, and wait until no rank reads another's memory; `told`: the

@@ -35,7 +35,7 @@ from zeroshard.comm.cpu.links import Message, MessageKind
 from zeroshard.comm.cpu.matching import Contribution, Matching, Pending, checked_parts
 from zeroshard.comm.cpu.slots import FAR, SlotPool
 from zeroshard.comm.ordered import sum_parts
-from zeroshard.comm.transport import GradBuffer, ReduceRequest, Work
+from zeroshard.comm.transport import ReduceRequest, Work
 from zeroshard.core.layout import Range
 from zeroshard.memory import Pool
 
@@ -96,12 +96,12 @@ class Collectives(Plane):
 
     def grad_buffer(
         self, key: str, numel: int, dtype: torch.dtype, device: torch.device
-    ) -> GradBuffer:
+    ) -> torch.Tensor:
         buffer = self.slots.take(numel, dtype, device)
         if buffer is not None:
             return buffer
         begin = time.monotonic()
-        found: list[GradBuffer] = []
+        found: list[torch.Tensor] = []
 
         def free() -> bool:
             readers = self.slots.readers()
@@ -137,23 +137,23 @@ class Collectives(Plane):
     def reduce(
         self,
         request: ReduceRequest,
-        buffer: GradBuffer | None,
+        buffer: torch.Tensor | None,
         out: torch.Tensor,
         *,
         accumulate: bool,
     ) -> Work:
         key, dtype, ranges = request.key, request.wire_dtype, request.wire_ranges
-        assert buffer is None or buffer.data.dtype == dtype, (request, buffer.data.dtype)
+        slot = None if buffer is None else self._slot_of(buffer, dtype)
         start, stop = request.ranges[self._rank]
         assert out.numel() == stop - start, (request, out.numel())
         start, stop = ranges[self._rank]
         what, name, far = f"reduce of {key}", f"reduce {key}", self._control.far
         sequence = self.matching.next_sequence(name)
         shares = {peer: ranges[peer] for peer in self._control.near}
-        readers = self._send_near(name, sequence, buffer, shares, dtype)
+        readers = self._send_near(name, sequence, slot, shares, dtype)
         own_bytes = (stop - start) * dtype.itemsize
         if own_bytes:
-            own = Contribution(None) if buffer is None else self._own_part(buffer, start, stop)
+            own = self._own_part(buffer, slot, start, stop)
             self.matching.contribute(name, sequence, self._rank, own)
             readers.add(self._rank)
         loans = {
@@ -167,7 +167,7 @@ class Collectives(Plane):
                 self._control.messages.tag(key, REDUCE_SCATTER),
                 _slices(buffer, {peer: ranges[peer] for peer in far}, dtype),
                 loans,
-                lambda: self._far_parts_came(name, sequence, loans, buffer),
+                lambda: self._far_parts_came(name, sequence, loans, slot),
             )
         if buffer is not None:
             self.slots.submit(buffer, readers)
@@ -243,9 +243,10 @@ class Collectives(Plane):
             own.copy_(local)
         if local.numel() and self._control.near:
             buffer = self.grad_buffer(key, local.numel(), local.dtype, torch.device("cpu"))
-            buffer.data.copy_(local)
+            buffer.copy_(local)
+            slot = self._slot_of(buffer, local.dtype)
             shares = dict.fromkeys(self._control.near, (0, local.numel()))
-            readers = self._send_near(name, sequence, buffer, shares, local.dtype)
+            readers = self._send_near(name, sequence, slot, shares, local.dtype)
             self.slots.submit(buffer, readers)
         contributors = {rank for rank in self._control.near if ranges[rank][1] > ranges[rank][0]}
         if far:
@@ -307,19 +308,19 @@ class Collectives(Plane):
         self,
         name: str,
         sequence: int,
-        buffer: GradBuffer | None,
+        slot: int | None,
         shares: dict[int, Range],
         dtype: torch.dtype,
     ) -> set[int]:
-        """Send where our part lies to the near peers whose share of it is not empty; return those
-        that will read our slot.
+        """Send that our part lies in `slot` to the near peers whose share of it is not empty;
+        return those that will read it.
         """
         readers = set()
         for peer, share in shares.items():
             start, stop = (edge * dtype.itemsize for edge in share)
             if start == stop:
                 continue
-            if buffer is None:
+            if slot is None:
                 self._control.dispatcher.links.send(
                     peer, MessageKind.NONE, sequence, tail=name.encode()
                 )
@@ -328,7 +329,7 @@ class Collectives(Plane):
                     peer,
                     MessageKind.READY,
                     sequence,
-                    buffer.slot,
+                    slot,
                     start,
                     stop - start,
                     tail=name.encode(),
@@ -336,19 +337,27 @@ class Collectives(Plane):
                 readers.add(peer)
         return readers
 
-    def _own_part(self, buffer: GradBuffer, start: int, stop: int) -> Contribution:
-        return Contribution(
-            buffer.data[start:stop].view(torch.uint8),
-            lambda: self.slots.release(buffer.slot, self._rank),
-        )
+    def _slot_of(self, buffer: torch.Tensor, dtype: torch.dtype) -> int:
+        slot = self.slots.lent(buffer)
+        assert slot is not None, "a gradient buffer that is not on loan"
+        assert buffer.dtype == dtype, (buffer.dtype, dtype)
+        return slot.number
+
+    def _own_part(
+        self, buffer: torch.Tensor | None, slot: int | None, start: int, stop: int
+    ) -> Contribution:
+        if buffer is None or slot is None:
+            return Contribution(None)
+        part = buffer[start:stop].view(torch.uint8)
+        return Contribution(part, partial(self.slots.release, slot, self._rank))
 
     def _far_parts_came(
-        self, name: str, sequence: int, loans: dict[int, torch.Tensor], buffer: GradBuffer | None
+        self, name: str, sequence: int, loans: dict[int, torch.Tensor], slot: int | None
     ) -> None:
         for peer, tensor in loans.items():
             self.matching.contribute(name, sequence, peer, Contribution(tensor.view(torch.uint8)))
-        if buffer is not None:
-            self.slots.release(buffer.slot, FAR)
+        if slot is not None:
+            self.slots.release(slot, FAR)
 
     def _missing(self, name: str, sequence: int) -> set[int]:
         return self.matching.missing(name, sequence).intersection(self._control.near)
@@ -416,10 +425,10 @@ class PartsWork(PeerOperation):
 
 
 def _slices(
-    buffer: GradBuffer | None, shares: dict[int, Range], dtype: torch.dtype
+    buffer: torch.Tensor | None, shares: dict[int, Range], dtype: torch.dtype
 ) -> dict[int, torch.Tensor]:
     """Return each peer's share of `buffer`; None stands for zeros."""
     if buffer is not None:
-        return {peer: buffer.data[slice(*share)] for peer, share in shares.items()}
+        return {peer: buffer[slice(*share)] for peer, share in shares.items()}
     zeros = torch.zeros(max(stop - start for start, stop in shares.values()), dtype=dtype)
     return {peer: zeros[: stop - start] for peer, (start, stop) in shares.items()}

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 import torch
 
 from zeroshard.comm import memfd
-from zeroshard.comm.transport import GradBuffer
 from zeroshard.errors import ConfigError
 
 __all__ = ["PoolSlot", "SlotPool"]
@@ -36,7 +35,7 @@ class PoolSlot:
 
     number: int
     memory: torch.Tensor  # uint8
-    loan: GradBuffer | None = None
+    loan: torch.Tensor | None = None  # a part of the memory
     # who still reads it: ranks (ours included), or FAR
     readers: set[int] = field(default_factory=set)
     spilled: bool = False
@@ -70,7 +69,7 @@ class SlotPool:
 
     def take(
         self, numel: int, dtype: torch.dtype, device: torch.device, *, spill: bool = False
-    ) -> GradBuffer | None:
+    ) -> torch.Tensor | None:
         """Lend a buffer, or return None when the pool is full and `spill` is off."""
         num_bytes = max(-(-numel * dtype.itemsize // _PAGE_BYTES), 1) * _PAGE_BYTES
         self._largest_bytes = max(self._largest_bytes, num_bytes)
@@ -80,7 +79,7 @@ class SlotPool:
             slot.spilled = spill
         if slot is None:
             return None
-        slot.loan = GradBuffer(slot.memory[: numel * dtype.itemsize].view(dtype), slot.number)
+        slot.loan = slot.memory[: numel * dtype.itemsize].view(dtype)
         return slot.loan
 
     def _fit(self, num_bytes: int, device: torch.device) -> PoolSlot | None:
@@ -125,10 +124,14 @@ class SlotPool:
         slot = self.slots[number] = PoolSlot(number, memory)
         return slot
 
-    def submit(self, buffer: GradBuffer, readers: set[int]) -> None:
+    def lent(self, buffer: torch.Tensor) -> PoolSlot | None:
+        """Return the slot that `buffer` was lent from, if it is on loan."""
+        return next((slot for slot in self.slots.values() if slot.loan is buffer), None)
+
+    def submit(self, buffer: torch.Tensor, readers: set[int]) -> None:
         """End the loan; the slot is idle again once each of `readers` has been released."""
-        slot = self.slots[buffer.slot]
-        assert slot.loan is buffer, f"gradient buffer {buffer.slot} is not on loan"
+        slot = self.lent(buffer)
+        assert slot is not None, "a gradient buffer that is not on loan"
         slot.loan, slot.readers = None, set(readers)
         self._drop_spilled(slot)
 
@@ -138,12 +141,12 @@ class SlotPool:
         slot.readers.remove(reader)
         self._drop_spilled(slot)
 
-    def give(self, buffer: GradBuffer) -> None:
+    def give(self, buffer: torch.Tensor) -> None:
         """End the loan of a buffer that nobody will read. Buffers from before `reset` are
         ignored.
         """
-        slot = self.slots.get(buffer.slot)
-        if slot is not None and slot.loan is buffer:
+        slot = self.lent(buffer)
+        if slot is not None:
             slot.loan = None
             self._drop_spilled(slot)
 
