@@ -35,6 +35,11 @@ def test_a_rank_that_blocks_elsewhere_ahead_of_the_others_does_not_end_them() ->
     assert ran == [1, 2]
 
 
+def test_a_waiting_rank_sleeps_also_where_it_serves_another_transport() -> None:
+    looks = run_ranks(2, failures.looks_while_waiting, SHM2, timeout=30)
+    assert looks[1] < 60  # some twenty: at first, ten times a second, and at the end
+
+
 def test_a_slow_rank_costs_neither_copies_nor_slots() -> None:
     assert run_ranks(2, failures.a_slow_rank_costs_no_copies, SHM2, timeout=30) == [(0, 1), (0, 1)]
 

@@ -25,8 +25,7 @@ from zeroshard.comm import nccl, select
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.levels import Levels, NodeSum
 from zeroshard.comm.nccl import NcclTransport
-from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import ReduceRequest
+from zeroshard.comm.transport import CommSpec, ReduceRequest
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.bucket import Bucket

@@ -7,8 +7,9 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,7 @@ from tests.support.transport_cases import check_sum, expected_sum, fill, same
 from tests.support.transports import CPU, Spec, opened, values
 from zeroshard.comm.cpu.links import MessageKind
 from zeroshard.comm.cpu.matching import Contribution
-from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import ReduceRequest, Transport, Window
+from zeroshard.comm.transport import CommSpec, ReduceRequest, Transport, Window
 from zeroshard.core.layout import end_of
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError, PeerLostError, PlanMismatch, StallError, StateError
@@ -73,7 +73,7 @@ def a_rank_ahead_leaves_for_a_collective(rank: int, world_size: int, spec: Spec)
             buffer = fill(transport, key, ord(key), numel, torch.float32)
             # it computes, and serves the other rank meanwhile, however late that is
             while rank == 1 and key == "a" and store.add("ranks that left", 0) == left:
-                transport.progress()
+                transport.control.serve()  # type: ignore[attr-defined]
                 time.sleep(0.01)
             reduce(key, buffer)
         most = len(transport.collectives.slots.slots)  # type: ignore[attr-defined]
@@ -83,6 +83,26 @@ def a_rank_ahead_leaves_for_a_collective(rank: int, world_size: int, spec: Spec)
             work.wait()
         transport.control.exchange(b"")
         return most
+
+
+def looks_while_waiting(rank: int, world_size: int, spec: Spec) -> int:
+    """Wait half a second for rank 0, with another transport to serve; return how often this rank
+    looked for records meanwhile.
+    """
+    with opened(spec, rank) as transport, opened(spec, rank):
+        links = transport.control.dispatcher.links  # type: ignore[attr-defined]
+        looks, receive = 0, links.receive
+
+        def counted(timeout_s: float, beside: Sequence[int] = ()) -> Any:
+            nonlocal looks
+            looks += 1
+            return receive(timeout_s, beside)
+
+        links.receive = counted
+        if rank == 0:
+            time.sleep(0.5)
+        transport.control.exchange(b"")
+        return looks
 
 
 def a_slow_rank_costs_no_copies(rank: int, world_size: int, spec: Spec) -> tuple[int, int]:

@@ -13,8 +13,7 @@ import torch
 from tests.support.hosts import pretended_host
 from tests.support.two_levels import TwoLevels
 from zeroshard.comm.select import make_levels
-from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import Transport
+from zeroshard.comm.transport import CommSpec, Transport
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Mesh
 

@@ -18,8 +18,7 @@ from zeroshard.comm.cpu.control import PeerControl
 from zeroshard.comm.cpu.gloo_peers import Connections, Subgroup, notices_of
 from zeroshard.comm.cpu.rendezvous import HostGroups, find_hosts
 from zeroshard.comm.mesh_ranks import AlongAxes
-from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import Traffic
+from zeroshard.comm.transport import CommSpec, Traffic
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 
@@ -49,6 +48,8 @@ def make_control(subgroup: Subgroup, spec: CommSpec, traffic: Traffic) -> PeerCo
             meeting.close()
     if hosts.problems and spec.name != "nccl":
         _refuse_or_warn(hosts, subgroup, required=spec.name != "auto")
+    if len(hosts.groups) == 1:
+        make = partial(PeerControl, subgroup, connections=None)  # nobody is far: end gloo's thread
     return make(
         hosts,
         spec.mesh,

@@ -15,9 +15,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.along import group_along, ranks_along
 from zeroshard.comm.mesh_ranks import AlongAxes
-from zeroshard.comm.own_mesh import OwnMesh, check_meshes, own_meshes
+from zeroshard.comm.own_mesh import OwnMesh, check_meshes, group_along, own_meshes, ranks_along
 from zeroshard.comm.plain import ranks_through
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.dims import Dims

@@ -29,10 +29,16 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.comm import serving
 from zeroshard.comm.private_window import PrivateWindow
-from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import ReduceRequest, Transport, Window, Work
+from zeroshard.comm.transport import (
+    CommSpec,
+    ReduceRequest,
+    Transport,
+    Window,
+    Work,
+    serve_while_waiting,
+    stop_serving,
+)
 from zeroshard.core.cost import all_gather, goes_deep
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range, end_of
@@ -41,7 +47,7 @@ from zeroshard.core.recording import Operation
 from zeroshard.core.route import Axis
 from zeroshard.memory import Pool
 
-__all__ = ["Levels", "Start", "Step"]
+__all__ = ["Levels", "Start", "Step", "Transports"]
 
 Start = Callable[[], Work | None]  # None: nothing is left to wait for
 
@@ -251,7 +257,7 @@ class Levels:
 
     def follow(self, operation: Follower) -> None:
         """Serve `operation` until no collective of it is left to start."""
-        serving.register(self)
+        serve_while_waiting(self)
         self._followed.append(operation)
 
     def hold_writes(self, operation: Follower) -> None:
@@ -262,6 +268,10 @@ class Levels:
     def is_waiting(self) -> bool:
         """Whether a second level is still to be started."""
         return bool(self._followed)
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        return ()  # the first level's end is heard by the transport that it goes over
 
     def serve(self) -> None:
         """Start every second level that has become possible."""
@@ -298,10 +308,54 @@ class Levels:
 
     def close(self) -> None:
         """Release threads, sockets and memory. Idempotent."""
-        serving.unregister(self)
+        stop_serving(self)
         self._published, self._followed = [], []
         for transport in self:
             transport.close()
+
+
+@dataclass(frozen=True)
+class Transports:
+    """The transports of one engine: that of all data parallel ranks, and those of parameters with a
+    mesh of their own (experts). Methods are those of Levels, on each.
+
+    Invariant: what concerns memory that peers read concerns every transport, in the same order on
+    every rank; agreements go over `main` alone. A wait in one serves the others (`Served`).
+    """
+
+    main: Levels
+    own: tuple[Levels, ...] = ()
+
+    def __iter__(self) -> Iterator[Levels]:
+        return iter((self.main, *self.own))
+
+    def begin_write(self) -> None:
+        """Return when every rank has called it."""
+        for levels in self:
+            levels.begin_write()
+
+    def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None:
+        """Watch for stalls."""
+        for levels in self:
+            levels.watch(digest, is_idle)
+
+    def progress(self) -> None:
+        """Take note of what has arrived. Never blocks."""
+        for levels in self:
+            levels.progress()
+
+    def abandon(self) -> None:
+        """After an exception: give up in all, before this rank waits in one of them."""
+        if self.own:
+            for levels in self:
+                levels.give_up()
+        for levels in self:
+            levels.abandon()
+
+    def close(self) -> None:
+        """Release threads, sockets and memory."""
+        for levels in self:
+            levels.close()
 
 
 class NodeSum:

@@ -38,11 +38,10 @@ from torch import distributed as dist
 
 from zeroshard.comm.compat import all_gather_single, reduce_scatter_single
 from zeroshard.comm.cpu.control import PeerControl
-from zeroshard.comm.cpu.matching import sum_parts
+from zeroshard.comm.ordered import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
-from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.stalls import StallWatch
-from zeroshard.comm.transport import ReduceRequest, Work
+from zeroshard.comm.transport import CommSpec, ReduceRequest, Work
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zeroshard.comm.cpu.matching import sum_parts
+from zeroshard.comm.ordered import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.ranks import Ranks
-from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import DoneWork, ReduceRequest, Traffic, Work
+from zeroshard.comm.transport import CommSpec, DoneWork, ReduceRequest, Traffic, Work
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range
 from zeroshard.memory import Pool

@@ -6,25 +6,26 @@ pattern.
 
 Every rank tells its group to all data parallel ranks, so that all know every group.
 
-Invariant: a group is a part of the data parallel ranks. The process groups are those of the mesh.
+Invariant: a group is a part of the data parallel ranks. A process group is one of the mesh's or the
+job's, but where several dimensions are not the whole job: then one is made, by its members alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.along import group_along, ranks_along
+from zeroshard.comm.groups import make_group
 from zeroshard.comm.plain import ranks_through
 from zeroshard.core.dims import shared_dims
 from zeroshard.core.holders import Holders
 from zeroshard.errors import ConfigError
 
-__all__ = ["MeshRequest", "OwnMesh", "check_meshes", "own_meshes"]
+__all__ = ["MeshRequest", "OwnMesh", "check_meshes", "group_along", "own_meshes", "ranks_along"]
 
 
 @dataclass(frozen=True)
@@ -136,3 +137,26 @@ def own_meshes(
         holders = Holders(places, everyone.index(dist.get_rank()))
         own.append(OwnMesh(one.pattern, group_along(one.mesh, one.dims), holders))
     return tuple(own)
+
+
+def ranks_along(mesh: DeviceMesh, dims: Collection[int]) -> list[int]:
+    """Return the ranks of the job along the dimensions `dims`, in mesh order."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    index = tuple(slice(None) if dim in dims else number for dim, number in enumerate(coordinate))
+    ranks: list[int] = mesh.mesh[index].flatten().tolist()
+    return ranks
+
+
+def group_along(mesh: DeviceMesh, dims: Sequence[int]) -> dist.ProcessGroup:
+    """Return the process group of `ranks_along`, which are in order. Collective among them."""
+    groups: list[dist.ProcessGroup] = [mesh.get_group(dim) for dim in dims]
+    if len(groups) == 1:
+        return groups[0]
+    ranks = ranks_along(mesh, dims)
+    if len(ranks) == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    # not DeviceMesh._flatten(), in which every rank of the job takes part; members agree along one
+    # dimension after the other
+    return make_group(ranks, ranks_through(*groups).exchange)

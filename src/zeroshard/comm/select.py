@@ -22,9 +22,8 @@ from zeroshard.comm.levels import Levels
 from zeroshard.comm.nccl import NcclTransport
 from zeroshard.comm.one_process import OneProcess
 from zeroshard.comm.plain import gather_bytes
-from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.stalls import every
-from zeroshard.comm.transport import Traffic, Transport
+from zeroshard.comm.transport import CommSpec, Traffic, Transport
 from zeroshard.core.cost import all_gather, goes_deep, reduce_scatter
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.errors import ConfigError

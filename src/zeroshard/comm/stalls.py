@@ -66,7 +66,7 @@ class StallWatch(Plane):
         self._notices.place("")  # so that whoever reads never waits for a rank that moves
         threading.Thread(target=self._watch, name="zeroshard-stalls", daemon=True).start()
 
-    def disconnect(self) -> None:
+    def close(self) -> None:
         self._closed.set()
 
     def explain_stall(self) -> str:

@@ -25,7 +25,9 @@ Cost per rank, N equal shares, buffer of B bytes: ``gather`` and ``reduce`` rece
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -35,12 +37,39 @@ import torch
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range
+from zeroshard.core.placement import Mesh
 from zeroshard.core.wire import BlockCodec
 from zeroshard.core.work import DoneWork, Work
+from zeroshard.errors import ZeroshardError
 
 __all__ = [
-    "DoneWork", "ReduceRequest", "Traffic", "Transport", "Window", "Work",
+    "CommSpec", "DoneWork", "ReduceRequest", "Served", "Traffic", "Transport",
+    "Window", "Work", "serve", "serve_while_waiting", "served_beside", "stop_serving",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CommSpec:
+    """What a transport is asked for; every rank gives an equal one."""
+
+    mesh: Mesh  # of the group's ranks: its nodes shape the canonical sum
+    # "auto" takes what fits the device; "one_process", "shared_memory", "gloo", "mixed" and "nccl"
+    # are made or refused
+    name: str = "auto"
+    # sum canonically also where the backend has a faster sum of its own
+    ordered: bool | None = None
+    stall_timeout_s: float = 300.0
+    # of the gradient buffers, of which at least one is always given; None: twice the largest
+    pool_bytes: int | None = None
+    # let sharded windows of one host be one mapping, which is the full buffer
+    alias: bool = True
+    # collectives go in two levels, inside nodes and between; None: where fewer bytes leave a host
+    two_level: bool | None = None
+    columns: bool = False  # the row keeps columns
+    node_sums: bool = False  # the row keeps sums of nodes
+    hop_dtype: torch.dtype = torch.float32  # in which sums of nodes travel
+    # what errors call the ranks; (): their numbers in the group
+    members: tuple[int, ...] = ()
 
 
 class Window(Protocol):
@@ -239,3 +268,52 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release threads, sockets and memory. Idempotent."""
+
+
+class Served(Protocol):
+    """What needs our attention while we wait in another transport: peers need our part of what is
+    under way, in whatever transport of ours it is.
+
+    Two engines in one backward may have one rank wait in the first for a rank that waits in the
+    second; an operation of two levels needs the second one started. So a wait in one transport
+    serves all others.
+    """
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is, or may come, anything to do."""
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """Become readable when there is, but for what another one that is served makes possible."""
+
+    def serve(self) -> None:
+        """Do what has become possible."""
+
+
+_served: weakref.WeakSet[Served] = weakref.WeakSet()
+
+
+def serve_while_waiting(transport: Served) -> None:
+    """Have `transport` served by every wait of this process, for as long as somebody holds it."""
+    _served.add(transport)
+
+
+def stop_serving(transport: Served) -> None:
+    """Stop serving `transport`. Idempotent."""
+    _served.discard(transport)
+
+
+def served_beside(transport: Served) -> list[Served]:
+    """Return those that a wait in `transport` has to serve."""
+    return [other for other in _served if other is not transport and other.is_waiting]
+
+
+def serve(transports: Iterable[Served]) -> None:
+    """Do what has become possible in `transports`, which are not those of who waits. Never blocks.
+
+    What goes wrong there is not the error of who waits here: its own waits meet it again.
+    """
+    for transport in transports:
+        with contextlib.suppress(ZeroshardError):
+            transport.serve()

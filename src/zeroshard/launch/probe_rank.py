@@ -20,8 +20,7 @@ import torch
 from torch import distributed as dist
 
 from zeroshard.comm.select import make_transport
-from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import ReduceRequest, Transport
+from zeroshard.comm.transport import CommSpec, ReduceRequest, Transport
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 

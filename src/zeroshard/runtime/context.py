@@ -16,11 +16,10 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from zeroshard.comm.levels import Levels
+from zeroshard.comm.levels import Levels, Transports
 from zeroshard.comm.mesh_ranks import AlongAxes, MeshRanks
 from zeroshard.comm.quantized import Codecs
 from zeroshard.comm.transport import Transport
-from zeroshard.comm.transports import Transports
 from zeroshard.core.holders import Holders
 from zeroshard.core.layout import Layout
 from zeroshard.core.part import Part

@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 
-from zeroshard.comm.transports import Transports
+from zeroshard.comm.levels import Transports
 from zeroshard.memory import placeholder
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.segment import Segment

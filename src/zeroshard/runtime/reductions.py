@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroshard.comm.transports import Transports
+from zeroshard.comm.levels import Transports
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
 from zeroshard.core.schedule import MAX_FLUSHING, Command, Op, Reduces

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from zeroshard.comm.transports import Transports
+from zeroshard.comm.levels import Transports
 from zeroshard.core.layout import Range
 from zeroshard.core.residency import UnitState
 from zeroshard.errors import ConfigError

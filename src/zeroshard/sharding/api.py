@@ -27,8 +27,7 @@ from zeroshard.comm.mesh_ranks import MeshRanks
 from zeroshard.comm.own_mesh import OwnMesh
 from zeroshard.comm.ranks import Ranks
 from zeroshard.comm.select import make_levels
-from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import Transport
+from zeroshard.comm.transport import CommSpec, Transport
 from zeroshard.config import Config, ShardOptions, build_config
 from zeroshard.core.holders import Holders
 from zeroshard.core.placement import Tier

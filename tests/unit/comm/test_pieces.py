@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from zeroshard.comm import serving
 from zeroshard.comm.cpu.gloo_peers import Waiters
 from zeroshard.comm.cpu.links import MAX_TAIL, Links, Message, MessageKind
 from zeroshard.comm.cpu.matching import Contribution, Matching
 from zeroshard.comm.cpu.rendezvous import _agree
 from zeroshard.comm.cpu.slots import FAR, SlotPool
 from zeroshard.comm.select import make_transport
-from zeroshard.comm.spec import CommSpec
+from zeroshard.comm.transport import CommSpec, serve
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError, PeerLostError, StallError
 
@@ -83,6 +83,19 @@ def test_another_thread_can_end_a_wait() -> None:
     ours.close()
     ours.wake()  # after the end: nothing
     theirs.close()
+
+
+def test_a_wait_ends_by_what_another_transport_hears() -> None:
+    ours, theirs = pair()
+    waiting, silent = pair()
+    threading.Timer(0.05, theirs.send, (0, MessageKind.ACK, 1)).start()
+    start = time.monotonic()
+    assert waiting.receive(10.0, ours.descriptors) == [] and time.monotonic() - start < 5.0
+    assert [message.a for message in ours.receive(0.0)] == [1]
+    assert waiting.receive(0.01, ours.descriptors) == []  # nothing is left to hear
+    for links in (ours, theirs, waiting, silent):
+        links.close()
+        assert links.descriptors == ()
 
 
 def make_pool(limit_bytes: int | None) -> tuple[SlotPool, list[int], list[int]]:
@@ -198,6 +211,7 @@ def test_what_fails_in_another_transport_is_not_the_error_of_who_waits() -> None
 
     class Broken:
         is_waiting = True
+        descriptors = ()
 
         def serve(self) -> None:
             served.append("broken")
@@ -207,5 +221,5 @@ def test_what_fails_in_another_transport_is_not_the_error_of_who_waits() -> None
         def serve(self) -> None:
             served.append("fine")
 
-    serving.serve([Broken(), Fine()])
+    serve([Broken(), Fine()])
     assert served == ["broken", "fine"]

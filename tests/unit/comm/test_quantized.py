@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zeroshard.comm.codec import codec
-from zeroshard.comm.cpu.matching import sum_parts
+from zeroshard.comm.ordered import sum_parts
 from zeroshard.comm.quantized import Feedback, Residual
 
 CODEC = codec("int8", block=64)

@@ -32,8 +32,9 @@ from zeroshard.comm import memfd
 from zeroshard.comm.cpu.control import PeerControl, PeerOperation, Plane
 from zeroshard.comm.cpu.gloo_peers import LOOSE_GATHER, REDUCE_SCATTER, Transfer
 from zeroshard.comm.cpu.links import Message, MessageKind
-from zeroshard.comm.cpu.matching import Contribution, Matching, Pending, checked_parts, sum_parts
+from zeroshard.comm.cpu.matching import Contribution, Matching, Pending, checked_parts
 from zeroshard.comm.cpu.slots import FAR, SlotPool
+from zeroshard.comm.ordered import sum_parts
 from zeroshard.comm.transport import ReduceRequest, Work
 from zeroshard.core.layout import Range
 from zeroshard.memory import Pool
@@ -52,7 +53,7 @@ class Collectives(Plane):
     def __init__(self, control: PeerControl, *, pool_bytes: int | None) -> None:
         self.matching = Matching()
         self.slots = SlotPool(
-            self._send_slot if control.near else None, self._withdraw_slot, pool_bytes
+            self._send_slot if control.near else None, self._send_drop, pool_bytes
         )
         # far parts, and what to do when they are here
         self._arriving: list[tuple[Transfer, Callable[[], None]]] = []
@@ -364,13 +365,13 @@ class Collectives(Plane):
     def _send_slot(self, number: int, num_bytes: int, fd: int) -> None:
         self._control.dispatcher.send(MessageKind.SLOT, number, num_bytes, fd=fd)
 
-    def _withdraw_slot(self, number: int) -> None:
+    def _send_drop(self, number: int) -> None:
         self._control.dispatcher.send(MessageKind.DROP, number)
 
     def progress(self) -> None:
         ended = [entry for entry in self._arriving if entry[0].done()]
         for transfer, then in ended:
-            transfer.wait()
+            transfer.finish()
             self._arriving = [entry for entry in self._arriving if entry[0] is not transfer]
             then()
         while self.matching.advance():
@@ -392,7 +393,6 @@ class Collectives(Plane):
         self.slots.reset()
 
     def close(self) -> None:
-        """Release the memory. Idempotent."""
         self.reset()
         self._mapped.clear()
         self.slots.slots.clear()

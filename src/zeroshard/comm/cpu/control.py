@@ -1,9 +1,9 @@
 """The control plane: small messages between the ranks of one group, over sockets to those of this
 host and over gloo to the others. It never touches a device, beside NCCL either.
 
-Here a rank waits, whatever for; here it learns that others have ended, given up or are in another
-call. A wait serves the data plane of the same ranks (`attach`), and the other control planes of
-this process (``serving.py``), so ranks may run units in different order.
+Here a rank waits, whatever for, asleep until it hears something; here it learns that others have
+ended, given up or are in another call. A wait serves the data plane of the same ranks (`attach`),
+and the other control planes of this process (`Served`), so ranks may run units in different order.
 
 Invariant: whatever ends a wait on one rank by an error ends it on every rank that waits for that
 one. Cost: an exchange is one socket record per near peer and 32 KiB, and one gloo message (two
@@ -15,14 +15,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from zeroshard.comm import serving
-from zeroshard.comm.cpu.dispatcher import Dispatcher, framed, given_up, unframed
 from zeroshard.comm.cpu.gloo_peers import Connections, GlooPeers, Subgroup, Transfer
-from zeroshard.comm.cpu.links import Links, MessageKind
+from zeroshard.comm.cpu.links import Dispatcher, Links, MessageKind, framed, given_up, unframed
 from zeroshard.comm.cpu.notices import Notices
 from zeroshard.comm.cpu.rendezvous import HostGroups
 from zeroshard.comm.ranks import Ranks
-from zeroshard.comm.transport import Traffic
+from zeroshard.comm.transport import (
+    Traffic,
+    serve,
+    serve_while_waiting,
+    served_beside,
+    stop_serving,
+)
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import StallError
 
@@ -30,7 +34,6 @@ __all__ = ["PeerControl", "PeerOperation", "Plane"]
 
 # a rank that waits for a slot and hears nothing for so long is stuck ([Note: relief])
 _IDLE_S = 0.0002
-_POLL_S = 0.002  # how often to look after what cannot wake us
 _PATIENT_S = 0.1
 _LISTEN_AFTER_S = 1.0  # when a wait begins to ask whether it can ever end
 
@@ -55,8 +58,8 @@ class Plane:
         """Return what the error of a stall should say beside the rank."""
         return ""
 
-    def disconnect(self) -> None:
-        """The control plane is closed."""
+    def close(self) -> None:
+        """The control plane is closed: release memory and threads. Idempotent."""
 
 
 class PeerOperation:
@@ -129,13 +132,13 @@ class PeerControl(Ranks):
         links = Links(hosts.sockets, members=self.members, stall_timeout_s=stall_timeout_s)
         self.dispatcher = Dispatcher(self.rank, links, self.near)
         self.messages = GlooPeers(
-            connections, self.rank, members=self.members, wake=links.wake, wait=self._wait_transfers
+            connections, self.rank, members=self.members, wake=links.wake, finish=self._finish
         )
         self.notices = notices
         self._far_notices = notices if self.far else None  # near ranks are told on their sockets
         self._has_given_up = False
         self._planes: list[Plane] = []
-        serving.register(self)
+        serve_while_waiting(self)
 
     def attach(self, plane: Plane) -> None:
         """Have every wait serve `plane`, and every `give_up` reset it."""
@@ -216,13 +219,13 @@ class PeerControl(Ranks):
         ranks then. Raises StallError, PeerLostError, PlanMismatch where an awaited rank waits for
         us in another call, and StateError where one has given up what we wait for.
         """
-        others, begin, patience_s = serving.others(self), time.monotonic(), _IDLE_S
+        others, begin, patience_s = served_beside(self), time.monotonic(), _IDLE_S
         deadline = begin + self.stall_timeout_s
         if self._far_notices is not None:
             self._far_notices.begin_wait()
         while True:
             self.progress()
-            serving.serve(others)
+            serve(others)
             if ready():
                 return
             awaited = sorted(near())
@@ -238,11 +241,11 @@ class PeerControl(Ranks):
             if transfer is not None and now > begin + _LISTEN_AFTER_S:
                 self._listen(transfer, call)
             self._relieve()
-            if self.dispatcher.collect(min(patience_s, deadline - now + 0.001)):
+            beside = [descriptor for other in others for descriptor in other.descriptors]
+            if self.dispatcher.collect(min(patience_s, deadline - now + 0.001), beside):
                 patience_s = _IDLE_S
             elif time.monotonic() - now >= _IDLE_S:
-                # what others wait for cannot wake us
-                patience_s = _POLL_S if others else _PATIENT_S
+                patience_s = _PATIENT_S
                 if idle is not None:
                     idle()
 
@@ -270,7 +273,7 @@ class PeerControl(Ranks):
             assert call is not None
             self.exchange_quietly(b"", call)
 
-    def _wait_transfers(self, transfers: Sequence[Transfer]) -> None:
+    def _finish(self, transfers: Sequence[Transfer]) -> None:
         def ready() -> bool:
             return all(transfer.done() for transfer in transfers) or any(
                 transfer.error for transfer in transfers
@@ -281,11 +284,15 @@ class PeerControl(Ranks):
 
         self.wait_until(ready, transfers[0].what, far=awaited)
         for transfer in sorted(transfers, key=lambda transfer: transfer.error is None):
-            transfer.wait()
+            transfer.finish()
 
     @property
     def is_waiting(self) -> bool:
         return bool(self.near)
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        return self.dispatcher.links.descriptors
 
     def serve(self) -> None:
         self.progress()
@@ -327,11 +334,11 @@ class PeerControl(Ranks):
             plane.restart()
 
     def close(self) -> None:
-        serving.unregister(self)
-        for plane in self._planes:
-            plane.disconnect()
+        stop_serving(self)
         self.messages.close()
         self.dispatcher.close()
+        for plane in self._planes:
+            plane.close()
 
 
 def _name(groups: list[list[int]]) -> str:

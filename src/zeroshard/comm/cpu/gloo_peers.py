@@ -270,8 +270,8 @@ class Transfer:
         with self._lock:
             return set(self._receiving)
 
-    def wait(self) -> None:
-        """Finish a transfer that is `done`: raise what went wrong, move staged arrivals to their
+    def finish(self) -> None:
+        """End a transfer that is `done`: raise what went wrong, move staged arrivals to their
         device.
         """
         if self.error is not None:
@@ -377,7 +377,7 @@ class GlooPeers:
     """Tags, transfers and small exchanges over `connections` (None where there is no peer to
     reach).
 
-    `wake` is called by another thread when a transfer ends; `wait` blocks until all of some
+    `wake` is called by another thread when a transfer ends; `finish` waits until all of some
     transfers are done and finishes them.
     """
 
@@ -388,13 +388,13 @@ class GlooPeers:
         *,
         members: Sequence[int],
         wake: Callable[[], None],
-        wait: Callable[[Sequence[Transfer]], None],
+        finish: Callable[[Sequence[Transfer]], None],
     ) -> None:
         self._connections = connections
         self._members = members
         self._rank = rank
         self._wake = wake
-        self._wait = wait
+        self._finish = finish
         self._waiters = Waiters()
         self._generation = 0
         self._key_ids: dict[str, int] = {}
@@ -466,7 +466,7 @@ class GlooPeers:
             if peer not in listening
         }
         transfer = self.post(what, tag, {peer: self._head(payload, peer) for peer in peers}, heads)
-        self._wait([transfer, *(waiting for waiting, _ in listening.values())])
+        self._finish([transfer, *(waiting for waiting, _ in listening.values())])
         heads |= {peer: head for peer, (_, head) in listening.items()}
         sizes = {peer: _HEAD.unpack(_to_bytes(heads[peer][: _HEAD.size]))[0] for peer in peers}
         rests = {
@@ -477,7 +477,7 @@ class GlooPeers:
             if len(payload) > _INLINE
             else torch.empty(0, dtype=torch.uint8)
         )
-        self._wait([self.post(what, tag, dict.fromkeys(peers, rest), rests)])
+        self._finish([self.post(what, tag, dict.fromkeys(peers, rest), rests)])
         return {
             peer: _to_bytes(torch.cat([heads[peer][_HEAD.size :], rests[peer]]))[: sizes[peer]]
             for peer in peers

@@ -25,11 +25,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeroshard.comm.ordered import ordered_sum
-from zeroshard.core.wire import BlockCodec
 from zeroshard.errors import PlanMismatch
 
-__all__ = ["Contribution", "Matching", "Pending", "checked_parts", "sum_parts"]
+__all__ = ["Contribution", "Matching", "Pending", "checked_parts"]
 
 
 @dataclass
@@ -149,32 +147,3 @@ def checked_parts(
     ranks as in `members`, for one of another length.
     """
     return [parts[rank].checked(num_bytes, what, name) for rank, name in enumerate(members)]
-
-
-def sum_parts(
-    parts: Sequence[torch.Tensor | None] | torch.Tensor,
-    out: torch.Tensor,
-    *,
-    codec: BlockCodec | None,
-    node_size: int | None,
-    accumulate: bool,
-) -> None:
-    """Store (or add) the sum of all ranks' `parts` in `out`, in rank order; None stands for zeros.
-    They may be the rows of one tensor.
-
-    Numbers are summed by the canonical tree; encoded parts (`codec`, uint8) are decoded and added
-    from first to last.
-    """
-    if codec is None:
-        ordered_sum(parts, out, node_size=node_size, accumulate=accumulate)
-        return
-    here = [part for part in parts if part is not None]
-    if not here:
-        if not accumulate:
-            out.zero_()
-    elif accumulate:
-        total = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
-        codec.decode_sum(here, total)
-        out.add_(total)
-    else:
-        codec.decode_sum(here, out)

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from zeroshard.comm.cpu.collectives import Collectives
 from zeroshard.comm.cpu.control import PeerControl
 from zeroshard.comm.cpu.windows import Windows
-from zeroshard.comm.spec import CommSpec
+from zeroshard.comm.transport import CommSpec
 from zeroshard.core.digest import Digest
 
 __all__ = ["PairedTransport"]
@@ -55,6 +55,7 @@ class PairedTransport:
         self.progress = control.progress
         self.give_up = control.give_up
         self.abandon = control.abandon
+        self.close = control.close
 
     @property
     def stall_timeout_s(self) -> float:
@@ -66,8 +67,3 @@ class PairedTransport:
         self.control.stall_timeout_s = seconds
 
     def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None: ...
-
-    def close(self) -> None:
-        self.control.close()
-        self.collectives.close()
-        self.windows.close()

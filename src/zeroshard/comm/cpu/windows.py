@@ -138,7 +138,7 @@ class Windows(Plane):
         if self.control.rank == 0:
             own = self._offer(serial, num_bytes, reserved=False)
         else:
-            own = self._await_memory(key, serial, [0])[0]
+            own = self._memory_of(key, serial, [0])[0]
         start, stop = (edge * dtype.itemsize for edge in ranges[self.control.rank])
         reason = own.reason if self.control.rank == 0 else ""
         if own.fd is not None:
@@ -164,7 +164,7 @@ class Windows(Plane):
         start, stop = ranges[self.control.rank]
         num_bytes = (end_of(ranges) if replicated else stop - start) * dtype.itemsize
         own = self._offer(serial, num_bytes, reserved=True)
-        theirs = self._await_memory(key, serial, self.control.near)
+        theirs = self._memory_of(key, serial, self.control.near)
         self._agree_on_memory(key, num_bytes, [own, *theirs], own.reason)
         whole, *mapped = (
             memfd.map_bytes(memory.fd, memory.num_bytes).view(dtype)
@@ -190,7 +190,9 @@ class Windows(Plane):
         )
         return own
 
-    def _await_memory(self, key: str, serial: int, peers: Sequence[int]) -> list[_Offer]:
+    def _memory_of(self, key: str, serial: int, peers: Sequence[int]) -> list[_Offer]:
+        """Return what `peers` offer, once all of it is here."""
+
         def missing() -> set[int]:
             return {peer for peer in peers if (serial, peer) not in self._memory}
 
@@ -255,7 +257,6 @@ class Windows(Plane):
         self._windows.pop(window.serial, None)
 
     def close(self) -> None:
-        """Release what peers have offered and nobody has mapped. Idempotent."""
         self._windows.clear()
         self._gathers = []
         for memory in self._memory.values():
@@ -381,6 +382,6 @@ class GatherWork(PeerOperation):
             self._near_done = True
             self._copies = []
         if not self._far_done and self.transfer is not None and self.transfer.done():
-            self.transfer.wait()
+            self.transfer.finish()
             self._far_done = True
         return self.is_over()
