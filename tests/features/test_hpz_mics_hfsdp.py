@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
@@ -24,6 +25,7 @@ from tests.support.training import (
     batch,
     bytes_between_nodes,
     make_model,
+    make_sharded,
     one_step,
     take_steps,
     train,
@@ -227,6 +229,28 @@ def _saved(rank: int, world: int, path: str) -> list[str]:
 
 def test_checkpoints_lead_from_row_to_row(tmp_path: Path) -> None:
     assert run_ranks(4, _saved, str(tmp_path), timeout=90) == [[]] * 4
+
+
+def _meets_after_backward(rank: int, world: int, row: str) -> None:
+    comm = zs.Comm(node_size=2, hierarchical=True)
+    model, optimizer, engine = make_sharded(row, comm=comm)
+    for step in range(2):
+        loss = model(*batch(rank, step))
+        if rank == 3:
+            time.sleep(0.3)  # the sums of rank 2 with it are not over when rank 2 leaves
+        loss.backward()
+        dist.all_reduce(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero3", "hfsdp"])
+def test_ranks_may_meet_in_a_call_of_their_own_after_a_backward(row: str) -> None:
+    """Whoever has left its backward has started all levels of its sums: others wait for them
+    in theirs.
+    """
+    run_ranks(4, _meets_after_backward, row, timeout=60)
 
 
 def _node_sizes(rank: int, world: int) -> list[list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+import zeroshard as zs
 from tests.support.training import (
     batch,
     equal,
@@ -71,3 +72,31 @@ def _one_zeroed(rank: int, world: int, row: str) -> None:
 
 def test_zeroing_one_modules_gradient_drops_that_one_alone() -> None:
     on_rows(_one_zeroed)
+
+
+def _zeroed_between(rank: int, world: int, row: str) -> None:
+    model, optimizer, engine = make_sharded(row, comm=zs.Comm(node_size=2))
+    plain = make_model()
+    ours, theirs = DistributedDataParallel(plain), two_groups(plain)
+    for step in range(3):
+        for module, inner, no_sync in ((model, model, engine.no_sync), (ours, plain, ours.no_sync)):
+            with no_sync():
+                module(*batch(rank, step + 50)).backward()
+                part = next(iter(inner.blocks[1].children()))  # of a unit
+                part.zero_grad(set_to_none=False)
+                inner.head.zero_grad()
+            module(*batch(rank, step)).backward()
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    expected = plain.state_dict()
+    for name, value in engine.full_state_dict(rank0_only=False).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=f"{row} {name}")
+    engine.close()
+
+
+def test_zeroing_a_part_of_a_unit_inside_no_sync_drops_that_part_alone() -> None:
+    """Also where the sum of a node's ranks waits for the other nodes, whose sums are rounded in
+    another order than DDP's.
+    """
+    on_rows(_zeroed_between, rows=("zero1", "zero3", "mics", "hfsdp"), world=4)

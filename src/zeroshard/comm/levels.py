@@ -67,6 +67,9 @@ class Step:
 class Follower(Work, Protocol):
     """An operation of several collectives under way."""
 
+    def start_all(self) -> None:
+        """Start every level, the last one included."""
+
     def serve(self) -> bool:
         """Start the collective that has become possible; return whether any is left."""
 
@@ -277,6 +280,13 @@ class Levels:
         """Start every second level that has become possible."""
         self._followed = [operation for operation in self._followed if operation.serve()]
 
+    def start_all(self) -> None:
+        """Return when every collective has started its last level: ranks that wait for it then wait
+        for nothing that is still to be done here, where code of the user's may block next.
+        """
+        for operation in self._followed:
+            operation.start_all()
+
     def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None:
         """Watch for stalls; see Transport."""
         self.flat.watch(digest, is_idle)
@@ -343,6 +353,11 @@ class Transports:
         """Take note of what has arrived. Never blocks."""
         for levels in self:
             levels.progress()
+
+    def start_all(self) -> None:
+        """Return when every collective has started its last level."""
+        for levels in self:
+            levels.start_all()
 
     def abandon(self) -> None:
         """After an exception: give up in all, before this rank waits in one of them."""

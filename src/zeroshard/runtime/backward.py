@@ -441,6 +441,7 @@ class Backward:
         for unit in reversed(own):
             if unit.trainable and unit.index not in self._pass.reduced:
                 self._hand_over(unit)
+        self.reductions.start_all()
         for unit in self._weights.units:
             if unit.residency.has(Use.BACKWARD):
                 self._weights.after_backward(unit)

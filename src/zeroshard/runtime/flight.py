@@ -4,6 +4,7 @@ the results.
     go(START)     every route up to its first operation that is not over, on the flight's lane
     go(ADVANCE)   routes that read this rank's tier first go on to their collective
     go(SERVE)     the next level of a collective starts when the one before is over
+    go(LAST)      the last level of every collective has started
     wait          to the end of every route; compute then waits for the lane's event
 
 Reads of a tier may end in any order; collectives start in the same order on every rank. A route
@@ -37,6 +38,7 @@ class Go(Enum):
     START = "to operations that are not over"
     ADVANCE = "beyond reads"
     SERVE = "beyond collectives that are over, to other collectives"
+    LAST = "beyond collectives, to the last one"
     WAIT = "to the end"
 
 
@@ -123,6 +125,8 @@ class Flight:
             return True
         if is_read or not follows:
             return False
+        if how is Go.LAST:
+            return True
         if self._levels is None or self._levels.keyed:
             return how is Go.SERVE and work.done()
         return True
@@ -167,6 +171,10 @@ class Flight:
         if self._event is not None:
             self._streams.join(self._event)
             self._event = None
+
+    def start_all(self) -> None:
+        """Start the last level of every collective, once those before are over."""
+        self.go(Go.LAST)
 
     def serve(self) -> bool:
         """Start the next level of collectives that are over; return whether any is left."""

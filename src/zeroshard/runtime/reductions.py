@@ -97,6 +97,12 @@ class Reductions:
         if self._flushing:
             self._bound_flushing()
 
+    def start_all(self) -> None:
+        """A backward ends: every level of its sums has started. Peers may wait for them in theirs,
+        and what comes next may be code in which ranks meet without us.
+        """
+        self._transports.start_all()
+
     def _bound_flushing(self) -> None:
         """Of sums on their way to another tier, leave two: each is held on the device until it
         is there. A matter of this rank alone.
