@@ -96,7 +96,7 @@ class Ranks:
             raise error
         if not everyone:
             return [value]
-        answers = [_unpacked(answer) for answer in everyone]
+        answers = _unpacked(everyone)
         for rank, (_, _, failure, _) in enumerate(answers):
             if failure is not None:
                 raise refusal(self._told(rank, failure, refusal))
@@ -207,5 +207,8 @@ def _packed(
     return json.dumps([everywhere, inside, failure, value]).encode()
 
 
-def _unpacked(answer: bytes) -> Any:
-    return json.loads(answer) if answer else [[], [], None, None]
+def _unpacked(answers: Sequence[bytes]) -> list[Any]:
+    """Return what each rank has packed, in one parse: there may be many ranks."""
+    nothing = b"[[], [], null, null]"
+    unpacked: list[Any] = json.loads(b"[%s]" % b",".join(answer or nothing for answer in answers))
+    return unpacked
