@@ -29,8 +29,8 @@ from benchmarks.contenders import adamw
 from benchmarks.results import machine_facts
 from benchmarks.stats import Interval, bootstrap_median
 from benchmarks.tables import grid, publish
-from zeroshard.comm import nccl, select
-from zeroshard.comm.compat import reduce_scatter_single
+from zeroshard.comm import select
+from zeroshard.comm.compat import group_reduce_scatter
 from zeroshard.comm.ranks import Ranks
 from zeroshard.comm.transport import Traffic
 from zeroshard.errors import ConfigError
@@ -107,26 +107,23 @@ def fake_group(size: int) -> Iterator[None]:
     try:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(select, "make_control", _FakeControl))
-            for owner, name in [] if _copies(size) else _LEFT_OUT:
-                copying = _copying(getattr(owner, name))
-                stack.enter_context(mock.patch.object(owner, name, copying))
+            if not _copies(size):
+                for name in ("reduce_scatter_tensor", "all_to_all_single"):
+                    copying = _copying(getattr(dist, name))
+                    stack.enter_context(mock.patch.object(dist, name, copying))
+                ours = _copying_method(group_reduce_scatter)
+                stack.enter_context(mock.patch("zeroshard.comm.nccl.group_reduce_scatter", ours))
             yield
     finally:
         dist.destroy_process_group()
 
 
-# what torch's fake backend does not carry out before 2.13: outputs stay as they were, often NaN
-_LEFT_OUT = (
-    (dist, "reduce_scatter_tensor"),
-    (dist, "all_to_all_single"),
-    (nccl, "reduce_scatter_single"),
-)
-
-
 def _copies(size: int) -> bool:
-    """Whether the fake backend of this torch writes to the outputs of every collective."""
+    """Whether the fake backend of this torch writes to the outputs of every collective: before 2.13
+    they stay as they were, often NaN.
+    """
     out = torch.zeros(1)
-    reduce_scatter_single(out, torch.ones(size))
+    dist.reduce_scatter_tensor(out, torch.ones(size))
     return bool(out)
 
 
@@ -139,6 +136,15 @@ def _copying(collective: Callable[..., Any]) -> Callable[..., Any]:
         output.view(-1)[:numel].copy_(input.view(-1)[:numel])
         output.view(-1)[numel:].zero_()
         return work
+
+    return call
+
+
+def _copying_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same for a `method` of a process group."""
+
+    def call(group: Any, output: torch.Tensor, input: torch.Tensor, options: Any) -> Any:
+        return _copying(lambda output, input: method(group, output, input, options))(output, input)
 
     return call
 

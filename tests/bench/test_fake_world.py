@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ReduceScatterOptions
 
 from benchmarks.fake_world import Options, _copying, fake_group, measure
 from zeroshard.comm import nccl
@@ -54,6 +55,8 @@ def test_collectives_that_the_fake_backend_leaves_out_copy_what_there_is() -> No
 def test_what_comes_from_the_others_is_finite_on_every_torch() -> None:
     with fake_group(4):
         share, whole = torch.full((2,), float("nan")), torch.full((8,), float("nan"))
-        nccl.reduce_scatter_single(share, torch.arange(8.0))
+        nccl.group_reduce_scatter(
+            dist.group.WORLD, share, torch.arange(8.0), ReduceScatterOptions()
+        )
         dist.all_to_all_single(whole, torch.arange(8.0))
         assert share.tolist() == [0.0, 1.0] and whole.isfinite().all()

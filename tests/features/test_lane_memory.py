@@ -57,8 +57,8 @@ def test_collectives_of_an_accelerator_are_operations_of_the_current_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[bool] = []
-    for name in ("all_gather_single", "reduce_scatter_single"):
-        monkeypatch.setattr(nccl, name, _recorder(calls))
+    for name in ("group_all_gather", "group_reduce_scatter"):
+        monkeypatch.setattr(nccl, name, lambda *given: calls.append(given[-1].asyncOp))
     for name in ("broadcast", "reduce", "all_to_all", "all_to_all_single"):
         monkeypatch.setattr(dist, name, _recorder(calls))
     equal = tuple((4 * rank, 4 * rank + 4) for rank in range(WORLD))

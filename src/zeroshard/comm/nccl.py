@@ -35,8 +35,9 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from zeroshard.comm.compat import all_gather_single, reduce_scatter_single
+from zeroshard.comm.compat import group_all_gather, group_reduce_scatter
 from zeroshard.comm.cpu.control import PeerControl
 from zeroshard.comm.ordered import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
@@ -112,6 +113,8 @@ class NcclTransport:
         self._device = device
         # whether the host waits for collectives; else the current stream orders them
         self._async_op = host_waits(device)
+        self._to_gather, self._to_sum = AllgatherOptions(), ReduceScatterOptions()
+        self._to_gather.asyncOp = self._to_sum.asyncOp = self._async_op
         self._mesh = spec.mesh
         self._pool = Pool(spec.pool_bytes)
         self._temporaries = Pool(spec.pool_bytes)
@@ -148,10 +151,11 @@ class NcclTransport:
         self.traffic.add(
             "all_gather", "nccl", cut.numel * itemsize, between=cut.numel_between * itemsize
         )
-        group, works = self._group, []
+        works: list[Any] = []
         if cut.is_equal:
             if out.numel():
-                works = [all_gather_single(out, local, group=group, async_op=self._async_op)]
+                work = group_all_gather(self._group, out, local, self._to_gather)
+                works = self._to_wait_for(work)
         else:
             own = out[slice(*ranges[self.rank])]
             if own.data_ptr() != local.data_ptr():
@@ -201,8 +205,9 @@ class NcclTransport:
                 works = self._each(self._sum_share, data, ranges)
                 arrived = data[start:stop]
             elif numel:
-                group, async_op = self._group, self._async_op
-                works = [reduce_scatter_single(loan, data, group=group, async_op=async_op)]
+                works = self._to_wait_for(
+                    group_reduce_scatter(self._group, loan, data, self._to_sum)
+                )
         num_bytes = own * dtype.itemsize
         self.traffic.add(
             "reduce_scatter",
@@ -227,6 +232,15 @@ class NcclTransport:
         return NativeWork(
             self.control, self._under_way, what, works, finish, alive, is_gather=False
         )
+
+    def _to_wait_for(self, work: Any) -> list[Any]:
+        """Return what the host waits for of a collective that has started; else let the current
+        stream wait, where the backend has not done so.
+        """
+        if self._async_op or work is None:
+            return [work]
+        work.wait()
+        return []
 
     def _all_to_all(
         self, data: torch.Tensor, arrived: torch.Tensor, ranges: Sequence[Range]
