@@ -194,6 +194,31 @@ def test_experts_go_with_tiers_codecs_and_rows_of_nodes(tmp_path: Path) -> None:
     run_ranks(4, _with_features, str(tmp_path), timeout=300)
 
 
+def _averaged(rank: int, world: int) -> None:
+    averages = {}
+    for row, comm in (("ddp", {}), ("zero3", {"node_size": 4}), ("hfsdp", {"node_size": 4})):
+        model, optimizer, engine = _sharded(Stacked, _mesh(2, world), row, comm=zs.Comm(**comm))
+        ema = zs.EMA(engine, 0.5)
+        for step in range(STEPS):
+            engine.backward(model(*_batch(rank, step)))
+            optimizer.step()
+            optimizer.zero_grad()
+            ema.update()
+        trained = engine.full_state_dict(rank0_only=False)
+        with ema.swapped():
+            averages[row] = engine.full_state_dict(rank0_only=False)
+        assert not any(torch.equal(value, trained[name]) for name, value in averages[row].items())
+        engine.close()
+    for row, state in averages.items():
+        torch.testing.assert_close(state, averages["ddp"], rtol=1e-4, atol=2e-6, msg=row)
+
+
+@pytest.mark.slow
+def test_averages_of_experts_over_two_nodes_are_those_of_ddp() -> None:
+    """The experts of 8 ranks in pairs: their own mesh has two ranks on each of two nodes."""
+    run_ranks(8, _averaged, timeout=200)
+
+
 def _beside_stages(rank: int, world: int) -> None:
     """Two stages beside each other, whose two ranks divide the experts."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
