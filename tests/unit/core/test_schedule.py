@@ -254,7 +254,8 @@ def test_gathers_need_every_rank_unless_peers_map_the_weights(
 def test_a_unit_used_outside_its_modules_is_held_until_then(until: Until) -> None:
     executor = _executor([4, 4], None, kept=False)
     executor.schedule.enter(evaluates=False)
-    executor.run(executor.schedule.hold(executor.units[0], "forward", until, keeps=True))
+    for use in (until, Until.FORWARD_ENDS):  # a later, shorter use ends nothing earlier
+        executor.run(executor.schedule.hold(executor.units[0], "forward", use, keeps=True))
     ends = [
         lambda: executor.schedule.leave(graph=True),
         executor.schedule.end_backward,
