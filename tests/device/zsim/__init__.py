@@ -110,7 +110,7 @@ def unregister_host(address: int) -> None:
 
 def _process_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
     gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    group: dist.Backend = _zsim.ProcessGroupZccl(gloo, timeout)
+    group: dist.Backend = _zsim.zccl_over(gloo, timeout)
     return group
 
 

@@ -1,4 +1,9 @@
-"""``torch.zsim``: what ``torch.cuda`` is for CUDA, as far as PyTorch and this project ask for it."""
+"""``torch.zsim``: what ``torch.cuda`` is for CUDA, as far as PyTorch and this project ask for it.
+
+The names are ``torch.cuda``'s.
+"""
+
+# ruff: noqa: N801
 
 from __future__ import annotations
 
@@ -115,13 +120,13 @@ class Stream(torch.Stream):
         return super().__new__(cls, torch.device("zsim", _index(device)), priority=priority)
 
 
-class Event(torch.Event):
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False) -> Event:
-        return super().__new__(cls, "zsim", enable_timing=enable_timing, blocking=blocking)
+def Event(enable_timing: bool = False, blocking: bool = False) -> torch.Event:  # noqa: N802
+    # A function: `elapsed_time` takes no subclass.
+    return torch.Event("zsim", enable_timing=enable_timing, blocking=blocking)
 
 
 class stream:
-    """Make a stream, and its device, current for the body of a `with` statement; None: no change."""
+    """Make a stream and its device current for the body of a `with` statement; None: no change."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream
