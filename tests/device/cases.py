@@ -96,6 +96,8 @@ def order_of_random(seed: int) -> list[bool]:
         torch.zeros(4, device="zsim")
         with device.stream(side):
             torch.ones(4, device="zsim")
+        side.query()
+        side.synchronize()
     device.synchronize()
     return [entry.startswith("0.0:") for entry in zsim.take_log(False)]
 
