@@ -153,7 +153,8 @@ def _check_ordered(spec: CommSpec, control: PeerControl) -> None:
 
 def _warn_of_timeout(group: dist.ProcessGroup, device: torch.device, spec: CommSpec) -> None:
     """Warn where the backend would end the job before a stall is told."""
-    options: Any = group._get_backend(device).options
+    backend = group._get_backend(device)
+    options: Any = getattr(backend, "options", None)  # some bind none
     if options is None:  # a backend without a timeout
         return
     timeout_s = options._timeout.total_seconds()
