@@ -75,7 +75,7 @@ LET_GO = (  # verbs, as functions and methods begin with them
         "drop",
         "end_loan",
     ),
-    *("evict", "forget", "free", "give", "give_back", "give_up", "let_go", "release", "reset"),
+    *("evict", "forget", "free", "give", "give_back", "give_up", "release", "reset"),
     *("return", "shutdown", "take_back", "trim", "unlink", "unregister", "untrack", "withdraw"),
 )
 WAIT = ("wait", "await", "synchronize", "drain")

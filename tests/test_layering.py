@@ -79,7 +79,7 @@ DOORS = {
     "__init__.py": {"deepspeed", "deepspeed/keys", "formats", "planner", "planner/modules"},
     "config/native.py": {"deepspeed/keys"},  # for a configuration with a key that is not ours
     "config/reference.py": {"deepspeed/keys"},  # for the page about its keys
-    "sharding/asked.py": {"planner/modules"},  # for policy="auto"
+    "sharding/request.py": {"planner/modules"},  # for policy="auto"
 }
 # `core` decides from what it is given: it meets no other process and no operating system
 IMPURE = re.compile(
@@ -311,7 +311,7 @@ def test_every_module_says_what_it_is_and_what_it_offers() -> None:
         ("runtime/unit.py", "from zeroshard import config", "above"),
         ("runtime/unit.py", "import zeroshard as zs", "above"),
         ("runtime/unit.py", "from zeroshard.planner import Plan", "beside the engine"),
-        ("sharding/asked.py", "from zeroshard.launch import cli", "beside the engine"),
+        ("sharding/request.py", "from zeroshard.launch import cli", "beside the engine"),
         ("comm/gloo.py", "from zeroshard.tier import store", "never import each other"),
         ("planner/time.py", "from zeroshard.comm import transport", "core, errors, system only"),
         ("planner/time.py", "from zeroshard.launch import cli", "core, errors, system only"),

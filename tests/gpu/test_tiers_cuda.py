@@ -25,7 +25,7 @@ from tests.support.training import Net, batch, take_steps, two_groups
 from zeroshard import memory
 from zeroshard.core.placement import Tier
 from zeroshard.optim.copies import TileOptimizer
-from zeroshard.optim.shards import Taken
+from zeroshard.optim.shards import StepMethod
 from zeroshard.runtime.engine import states_of
 from zeroshard.tier.link import link_of
 
@@ -84,7 +84,7 @@ def _train(
     losses = take_steps(rank, STEPS, model, optimizer, engine, clip=1.0, data=_data)
     state = engine.full_state_dict(rank0_only=False)
     pieces = [
-        (piece.tensor.device.type, piece.taken is not Taken.BY_USER)
+        (piece.tensor.device.type, piece.method is not StepMethod.BY_USER)
         for piece in states_of(engine).stepped_pieces()
     ]
     out = {"losses": losses, "state": state, "tiers": engine.memory().tiers, "pieces": pieces}

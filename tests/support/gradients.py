@@ -50,4 +50,6 @@ def one_accumulator(
         faults=SimpleNamespace(note=note),
     )
     split = layout.numel if split is None else split
-    return Accumulator(plan, flat, context, store=store, split=split, leaves=split < layout.numel)
+    return Accumulator(
+        plan, flat, context, store=store, split=split, off_device=split < layout.numel
+    )

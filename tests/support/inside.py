@@ -187,8 +187,8 @@ class Commands:
             (Unit, "unshard", lambda unit: f"gather {unit.name}", lambda unit: unit.full_bytes),
             (Unit, "attach", lambda unit: f"use {unit.name}", lambda _: None),
             (Unit, "reshard", lambda unit: f"release {unit.name}", lambda _: None),
-            (Unit, "doze", lambda unit: f"keep {unit.name}", lambda _: None),
-            (Unit, "wake", lambda unit: f"wake {unit.name}", lambda _: None),
+            (Unit, "mark_idle", lambda unit: f"keep {unit.name}", lambda _: None),
+            (Unit, "resume", lambda unit: f"wake {unit.name}", lambda _: None),
             (Bucket, "_borrow", lambda one: f"bucket {one.key}", lambda one: one.num_bytes),
             (
                 Bucket,
@@ -457,7 +457,7 @@ def delay_tiles(engine: zs.Engine, delay: Callable[[], None]) -> None:
 
 def pieces_off_device(engine: zs.Engine) -> set[int]:
     """Return the ids of the stepped tensors whose numbers are on the host or on disk."""
-    return {id(shard.tensor) for shard in param_shards(engine) if shard.taken.off_device}
+    return {id(shard.tensor) for shard in param_shards(engine) if shard.method.off_device}
 
 
 def loss_scaler(engine: zs.Engine) -> LossScaler | None:

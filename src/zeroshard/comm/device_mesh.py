@@ -1,4 +1,4 @@
-"""A rank's place in the job: its data parallel group and its peers, read from a DeviceMesh.
+"""The axes of a job's mesh, as one rank sees them: its data parallel group and its peers.
 
 Invariant: every rank of the mesh reads the same dimensions. The process groups are those of the
 mesh; one is made only of two data parallel dimensions that are not the whole job, and by its
@@ -23,18 +23,18 @@ from zeroshard.core.dims import Dims
 from zeroshard.errors import ConfigError
 from zeroshard.system.mpi import rank_variables
 
-__all__ = ["Seat", "seat_of"]
+__all__ = ["MeshAxes", "mesh_axes_of"]
 
 _ALL = "Pass the same mesh=, dp= and mesh_of= on every rank"
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where this rank is in a job."""
+class MeshAxes:
+    """The axes of the job's mesh, and where this rank is along them."""
 
     group: dist.ProcessGroup | None  # its data parallel ranks; None: it is the only one
     dims: Dims
-    axes: AlongAxes
+    along: AlongAxes
     mesh: DeviceMesh | None = None  # as it was given
     own: tuple[OwnMesh, ...] = ()  # of parameters that some of these ranks hold
 
@@ -54,8 +54,8 @@ class Seat:
         return ranks_through(self.group)
 
 
-def seat_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = None) -> Seat:
-    """Return this rank's seat in `mesh` (None: all ranks are data parallel), of which the
+def mesh_axes_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = None) -> MeshAxes:
+    """Return the axes of `mesh` (None: all ranks are data parallel), of which the
     dimensions `dp` are data parallel, and in the meshes of parameters, `mesh_of`. Collective.
 
     Raises ConfigError for what is no mesh of named dimensions with this rank in it, and
@@ -64,9 +64,9 @@ def seat_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = Non
     # without a mesh on any rank, the comparison of settings that follows tells
     ranks = Ranks() if mesh is None and mesh_of is None else _members(mesh)
     with ranks.together("shard()", remedy=_ALL) as meeting:
-        dims, asked = _dims_of(mesh, dp), check_meshes(mesh_of)
+        dims, requests = _dims_of(mesh, dp), check_meshes(mesh_of)
         described = "none" if mesh is None else dims.describe()
-        report = {"mesh": described, "mesh_of": "; ".join(one.describe() for one in asked)}
+        report = {"mesh": described, "mesh_of": "; ".join(one.describe() for one in requests)}
         meeting.compare(report)
     if mesh is None:
         group, axes = _everyone(), AlongAxes()
@@ -75,7 +75,7 @@ def seat_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = Non
         axes = AlongAxes(dims.places, dims.place(mesh.get_coordinate()), peers)
         group = _data_group(mesh, dims)
     with axes.together("shard()"):
-        return Seat(group, dims, axes, mesh, own_meshes(asked, group))
+        return MeshAxes(group, dims, axes, mesh, own_meshes(requests, group))
 
 
 def _dims_of(mesh: Any, dp: Sequence[str] | str | None) -> Dims:

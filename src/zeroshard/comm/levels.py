@@ -60,7 +60,7 @@ class Step:
     # "wire": a collective; "read": of this rank's own tier, whose end differs between ranks;
     # "copy": another copy between tiers; "here": done once started, with what has been brought
     kind: str = "wire"
-    told: Callable[[], Operation] | None = None  # what a trace is told
+    describe: Callable[[], Operation] | None = None  # for a trace
     unused: Callable[[], None] | None = None  # gives back what it was to use, if it never starts
 
 
@@ -182,8 +182,8 @@ class Levels:
         or placement.
         """
         assert self.is_deep and len(ranges) == self.flat.size, (key, ranges, self.flat.size)
-        told = {f"window {key}": f"{list(ranges)} {dtype} {kind}"}
-        self.flat.control.agree(told, f"the making of window {key}")
+        facts = {f"window {key}": f"{list(ranges)} {dtype} {kind}"}
+        self.flat.control.agree(facts, f"the making of window {key}")
         for transport in self:
             transport.register(key)
 

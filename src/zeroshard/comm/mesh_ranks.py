@@ -70,7 +70,7 @@ class AlongAxes(Ranks):
     def close(self) -> None:
         self._ranks.close()
 
-    def _told(self, rank: int, failure: str, refusal: type[ZeroshardError]) -> str:
+    def _describe_failure(self, rank: int, failure: str, refusal: type[ZeroshardError]) -> str:
         return f"at {self.places[rank].text} of the mesh: {failure}"
 
     def _difference(

@@ -83,7 +83,7 @@ def check_meshes(mesh_of: Any) -> list[MeshRequest]:
             f"mesh_of is {mesh_of!r}: give a dict of patterns of module names and the DeviceMesh of"
             " each, or leave it out"
         )
-    asked = []
+    requests = []
     for pattern, mesh in mesh_of.items():
         if not isinstance(pattern, str):
             raise ConfigError(f"mesh_of has the key {pattern!r}: keys are patterns of module names")
@@ -100,26 +100,26 @@ def check_meshes(mesh_of: Any) -> list[MeshRequest]:
             dims = shared_dims(mesh.mesh_dim_names, mesh.shape)
         except ConfigError as refused:
             raise ConfigError(f"{name}: {refused}") from None
-        asked.append(MeshRequest(pattern, mesh, dims))
-        asked[-1].ranks()
-    return asked
+        requests.append(MeshRequest(pattern, mesh, dims))
+        requests[-1].ranks()
+    return requests
 
 
 def own_meshes(
-    asked: Sequence[MeshRequest], group: dist.ProcessGroup | None
+    requests: Sequence[MeshRequest], group: dist.ProcessGroup | None
 ) -> tuple[OwnMesh, ...]:
-    """Return the meshes that every rank of `group`, the data parallel ranks, has `asked` for.
+    """Return the meshes that every rank of `group`, the data parallel ranks, has `requests` for.
     Collective.
 
     Raises ConfigError, on all of them, where a mesh has ranks that are none of them.
     """
-    if not asked:
+    if not requests:
         return ()
     everyone = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-    mine = [(one.place(), one.ranks()) for one in asked]
+    mine = [(one.place(), one.ranks()) for one in requests]
     answers = ranks_through(group).share(mine, "shard()")
     own = []
-    for index, one in enumerate(asked):
+    for index, one in enumerate(requests):
         placed = sorted({(answer[index][0], tuple(answer[index][1])) for answer in answers})
         groups = list(dict.fromkeys(ranks for _, ranks in placed))
         outside = {rank for ranks in groups for rank in ranks}.difference(everyone)

@@ -99,7 +99,7 @@ class Ranks:
         answers = _unpacked(everyone)
         for rank, (_, _, failure, _) in enumerate(answers):
             if failure is not None:
-                raise refusal(self._told(rank, failure, refusal))
+                raise refusal(self._describe_failure(rank, failure, refusal))
         everywhere, inside, _, values = zip(*answers, strict=True)
         self._compare(everywhere, None, remedy)
         for groups in dict.fromkeys(within.values()):
@@ -170,7 +170,7 @@ class Ranks:
     def close(self) -> None:
         """Release sockets and threads."""
 
-    def _told(self, rank: int, failure: str, refusal: type[ZeroshardError]) -> str:
+    def _describe_failure(self, rank: int, failure: str, refusal: type[ZeroshardError]) -> str:
         """Return what the `refusal` says of another rank's failure."""
         return f"rank {rank}{' refused' if refusal is PlanMismatch else ''}: {failure}"
 

@@ -74,7 +74,7 @@ class StallWatch(Plane):
         reader = threading.Thread(target=lambda: found.append(self._notices.places()), daemon=True)
         reader.start()
         reader.join(_ANSWER_S)
-        return f". {_told(found[0] if found else {})}. {_REMEDY}"
+        return f". {_describe_places(found[0] if found else {})}. {_REMEDY}"
 
     def _watch(self) -> None:
         said = None
@@ -113,7 +113,7 @@ def _place(entered: Entered) -> str:
     return f"{event} of unit {unit!r} in step {step}" if unit else f"{event} in step {step}"
 
 
-def _told(places: Mapping[int, str]) -> str:
+def _describe_places(places: Mapping[int, str]) -> str:
     """Return which ranks have entered what last, the longest silent ones first."""
     ranks_at: dict[str, list[int]] = {}
     since: dict[str, float] = {}

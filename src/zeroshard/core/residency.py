@@ -118,7 +118,7 @@ class Residency:
         return self.counts[Use.FORWARD] > 0 or any(self.counts[Use.DIRECT : Use.EARLY])
 
     @property
-    def is_dozing(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether its module has run: another use has to be noticed."""
         return self.counts[Use.IDLE] > 0 or self.counts[Use.KEPT] > 0
 

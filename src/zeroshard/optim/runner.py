@@ -56,7 +56,7 @@ from zeroshard.core.work import Work, wait_on_host
 from zeroshard.errors import StorageError
 from zeroshard.memory.heap import Trimmer
 from zeroshard.optim.copies import TileOptimizer
-from zeroshard.optim.shards import Taken, Tile
+from zeroshard.optim.shards import StepMethod, Tile
 from zeroshard.optim.tiles import TileStates
 from zeroshard.state.gradient import Gradient
 from zeroshard.tier.staging import Memory
@@ -145,7 +145,7 @@ class TileRunner:
         if job is None:
             self._late = self._late or self.was_late  # all ranks publish late updates alike
             return
-        beside = any(tile.taken is Taken.BY_USER for tile in tiles)
+        beside = any(tile.method is StepMethod.BY_USER for tile in tiles)
         if not (beside or self._options.into_forward or self.was_late):
             with self._options.probe.waiting("host"):
                 self.run(job)
@@ -260,7 +260,7 @@ class TileRunner:
     def _job(self, tiles: Sequence[Tile]) -> StepJob | None:
         steps: deque[_TileStep] = deque()
         for tile in tiles:
-            if tile.taken is Taken.BY_USER:
+            if tile.method is StepMethod.BY_USER:
                 continue
             used = [shard.is_used() for shard in tile.shards]
             if any(used):
@@ -295,14 +295,14 @@ class TileRunner:
         while job.tiles:
             for following in itertools.islice(job.tiles, num_read, TILES_AHEAD + 1):
                 num_read += 1
-                if following.tile.taken is Taken.THROUGH_RING:
+                if following.tile.method is StepMethod.THROUGH_RING:
                     self._read(following, next(ring))
             step = job.tiles.popleft()
             num_read -= 1
             tile, recording = step.tile, self._options.probe.recording
             since = time.perf_counter()
-            _WAYS[tile.taken](self, job, step)
-            if recording is not None and tile.taken is not Taken.ON_DEVICE:
+            _WAYS[tile.method](self, job, step)
+            if recording is not None and tile.method is not StepMethod.ON_DEVICE:
                 recording.note(Operation("host", "step", tile.segment.key), since)
             del step  # its memory may serve the next backward
             self._options.trimmer.passed(4 * tile.numel * tile.segment.master.dtype.itemsize)
@@ -397,9 +397,9 @@ class TileRunner:
 
 
 _WAYS = {
-    Taken.ON_DEVICE: TileRunner._step_on_device,
-    Taken.ON_HOST: TileRunner._step_on_host,
-    Taken.THROUGH_RING: TileRunner._step_read,
+    StepMethod.ON_DEVICE: TileRunner._step_on_device,
+    StepMethod.ON_HOST: TileRunner._step_on_host,
+    StepMethod.THROUGH_RING: TileRunner._step_read,
 }
 
 

@@ -33,7 +33,7 @@ from zeroshard.optim.elementwise import check_elementwise, shard_state
 from zeroshard.optim.modes import hide_modes
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
-from zeroshard.optim.shards import ParamShard, Taken, Tile
+from zeroshard.optim.shards import ParamShard, StepMethod, Tile
 from zeroshard.optim.state_dicts import PartialState, fill_in
 from zeroshard.optim.tiles import TileStates
 from zeroshard.state.local import local_of
@@ -171,7 +171,7 @@ class ShardedOptimizer:
         self.tiles: list[Tile] = []
         self.parameters: list[list[nn.Parameter]] = []  # per param group, the model's own
         self.sealed = False
-        self.taken = 0  # steps that the user's optimizer has finished on this rank
+        self.num_finished = 0  # steps that the user's optimizer has finished on this rank
         # between the engine's hooks: masters may be written and are not published
         self.is_cut_off = False
         self.states = TileStates(optimizer)
@@ -216,7 +216,7 @@ class ShardedOptimizer:
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
             optimizer.register_state_dict_pre_hook(lambda _: self._hooks.check_states()),
-            optimizer.register_state_dict_pre_hook(lambda _: self._part.refuse(self.taken)),
+            optimizer.register_state_dict_pre_hook(lambda _: self._part.refuse(self.num_finished)),
             optimizer.register_state_dict_post_hook(self._label_state),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._hooks.check_states()),
             optimizer.register_load_state_dict_pre_hook(
@@ -283,20 +283,20 @@ class ShardedOptimizer:
         """Step `tiles` of an engine that is laid out anew, whose state is in the optimizer and at
         rest already. No gradient rests.
         """
-        taken, num_steps = self.taken, self.runner.num_steps
+        num_finished, num_steps = self.num_finished, self.runner.num_steps
         self.runner.close()
         self._hooks, self._part, self._device = hooks, part, options.device
         self.is_cut_off = False
         self.runner = TileRunner(self.optimizer, self.states, options)
-        self.continue_from(taken, num_steps)
+        self.continue_from(num_finished, num_steps)
         self._empty = []
         self._take(tiles)
         self._point()
         self.clear()
 
-    def continue_from(self, taken: int, num_steps: int) -> None:
-        """Count steps from `taken` on, and those of the tiles from `num_steps`."""
-        self.taken = taken
+    def continue_from(self, num_finished: int, num_steps: int) -> None:
+        """Count steps from `num_finished` on, and those of the tiles from `num_steps`."""
+        self.num_finished = num_finished
         self.runner.count_from(num_steps)
 
     def leave(self) -> None:
@@ -330,7 +330,7 @@ class ShardedOptimizer:
     @property
     def rests_elsewhere(self) -> bool:
         """Whether tiles of this rank are stepped beside the user's own step()."""
-        return any(tile.taken is not Taken.BY_USER for tile in self.tiles)
+        return any(tile.method is not StepMethod.BY_USER for tile in self.tiles)
 
     def park(self) -> None:
         """Move state that is still on the device (created before shard(), or just loaded) to its
@@ -435,11 +435,11 @@ class ShardedOptimizer:
         if self.is_interrupted:
             raise StateError(_INTERRUPTED)
 
-    def abandon(self, *, taken: int) -> None:
+    def abandon(self, *, num_finished: int) -> None:
         """After an exception in a step: no step is under way, and the shards have no gradient.
-        What the step has written stays; the ranks count `taken` steps from here on.
+        What the step has written stays; the ranks count `num_finished` steps from here on.
         """
-        self.taken = taken
+        self.num_finished = num_finished
         with suppress(Exception):  # whoever has waited for it before was told
             self.join()
         self._step, self.is_cut_off = _OptimizerStep(), False
@@ -499,7 +499,7 @@ class ShardedOptimizer:
         self._start_tiles(take)
         self._step.is_broken = False
         for tile in self.tiles:
-            takes = take and tile.taken is Taken.BY_USER
+            takes = take and tile.method is StepMethod.BY_USER
             grads = tile.gradients() if takes else [None] * len(tile.shards)
             for shard, grad in zip(tile.shards, grads, strict=True):
                 shard.tensor.grad = grad
@@ -532,7 +532,7 @@ class ShardedOptimizer:
         if not self._step.has_begun:  # the closure was never called: nothing was stepped
             return
         step, self._step = self._step, _OptimizerStep()
-        self.taken += 1
+        self.num_finished += 1
         self._succeeds(self.runner.end_own)
         for piece, grad in zip(self.pieces(), step.sealed, strict=True):
             piece.tensor.grad = grad

@@ -4,7 +4,7 @@
     tiles                |<------------ BY_USER ------------->|<--- ON_HOST ---->|<- ON_HOST ->
 
 A *tile* is a range of what this rank steps of one segment, a *shard* the part of one parameter that
-lies in one tile. Each tile is stepped in one way (``Taken``), settled when it is cut
+lies in one tile. Each tile is stepped in one way (``StepMethod``), settled when it is cut
 (runtime/tile_cuts.py); nothing else asks where states rest.
 """
 
@@ -26,10 +26,10 @@ from zeroshard.state.gradient import Gradient
 from zeroshard.state.state import State
 from zeroshard.tier.store import Storage, Store
 
-__all__ = ["ParamShard", "SteppedSegment", "Taken", "Tile"]
+__all__ = ["ParamShard", "StepMethod", "SteppedSegment", "Tile"]
 
 
-class Taken(Enum):
+class StepMethod(Enum):
     """Who steps a tile, and where its numbers are meanwhile."""
 
     BY_USER = "by the user's own step(), on the device"
@@ -40,7 +40,7 @@ class Taken(Enum):
     @property
     def off_device(self) -> bool:
         """Whether masters and moments rest on another tier."""
-        return self in (Taken.ON_HOST, Taken.THROUGH_RING)
+        return self in (StepMethod.ON_HOST, StepMethod.THROUGH_RING)
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class Tile:
     segment: SteppedSegment
     start: int
     stop: int
-    taken: Taken
+    method: StepMethod
     shards: list[ParamShard] = field(default_factory=list)
 
     @property
@@ -121,7 +121,7 @@ class ParamShard:
     # [piece.numel]: a view of the master, or of one NaN while it rests on another tier
     tensor: nn.Parameter
     segment: SteppedSegment  # not the tile: a cycle would keep masters alive
-    taken: Taken
+    method: StepMethod
     low: int  # where it begins in its tile
     start: int  # where it lies in what this rank steps of the segment
     stop: int
@@ -153,11 +153,11 @@ class ParamShard:
     def leave_memory(self) -> None:
         """Let go of its master on the device, whose memory is about to be released."""
         tensor = self.tensor
-        if not self.taken.off_device:
+        if not self.method.off_device:
             tensor.data = placeholder(tensor.shape, tensor.dtype, tensor.device)
 
     def repoint(self) -> None:
         """Point it at its master on the device, whose memory has come back."""
         master = self.segment.master.tensor
-        if master is not None and not self.taken.off_device:
+        if master is not None and not self.method.off_device:
             self.tensor.data = master[self.start : self.stop]

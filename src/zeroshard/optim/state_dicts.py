@@ -100,7 +100,7 @@ def fill_in(
     """
     params = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     numbers = {id(tensor): index for index, tensor in enumerate(params)}
-    for tile in (tile for tile in tiles if tile.taken.off_device):
+    for tile in (tile for tile in tiles if tile.method.off_device):
         with states.lent(tile, write=False) as (_, opened):
             for shard, state in zip(tile.shards, opened, strict=True):
                 if state:

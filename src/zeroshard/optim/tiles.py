@@ -145,7 +145,7 @@ class TileStates:
         self, tile: Tile, key: str, numbers: torch.Tensor, shards: Sequence[ParamShard]
     ) -> None:
         """Let `numbers` [tile.numel] be state `key` of those `shards` of a tile, where it rests."""
-        if not tile.taken.off_device:
+        if not tile.method.off_device:
             for shard in shards:
                 here = numbers[shard.span].to(shard.tensor.device, copy=True)
                 self._optimizer.state[shard.tensor][key] = here
@@ -170,7 +170,7 @@ class TileStates:
         """Move state of a tile that is still on the device (created before shard(), or just
         loaded) to its tier.
         """
-        if tile.taken.off_device and any(self._has_numbers(shard) for shard in tile.shards):
+        if tile.method.off_device and any(self._has_numbers(shard) for shard in tile.shards):
             with self.lent(tile, write=True):
                 pass
 

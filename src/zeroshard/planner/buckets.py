@@ -239,7 +239,7 @@ class Reduced:
         made.turn = self._turns
         self._flights[key] = made
         self._passing = [*self._passing[-2:], key]
-        self._schedule.reduces.start(key, leaves=group.passing > 0)
+        self._schedule.reduces.start(key, off_device=group.passing > 0)
 
     def _encode(self, reduce: _Reduce, group: GroupBytes) -> None:
         """The engine's own bucket is encoded, and goes where nothing that was enqueued reads it."""

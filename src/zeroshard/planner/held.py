@@ -173,7 +173,7 @@ def group_bytes(
     reduces = [hop for hop in group_routes.reduce.hops if hop.kind is Kind.REDUCE_SCATTER]
     return GroupBytes(
         whole=whole,
-        full=0 if _is_here(layout, cells, formats, exchange) else whole,
+        full=0 if _reads_in_place(layout, cells, formats, exchange) else whole,
         encoded=sum(_encoding(hop, layout.numel) for hop in forward),
         column=round(column_bytes) if any(hop.kind is Kind.KEEP for hop in forward) else 0,
         bucket=layout.numel * wire if is_summed else 0,
@@ -188,7 +188,9 @@ def group_bytes(
     )
 
 
-def _is_here(layout: Layout, cells: Cells, formats: Formats, exchange: TransportTraits) -> bool:
+def _reads_in_place(
+    layout: Layout, cells: Cells, formats: Formats, exchange: TransportTraits
+) -> bool:
     """Whether what rests is read as a whole without gathering: not what travels or rests encoded,
     which is decoded into memory of its own.
     """

@@ -63,14 +63,14 @@ class _Gathered:
         self._units, self._schedule, self._meter = units, schedule, meter
         self._reduced = reduced
         self._phase: Phase = "forward"
-        self._here: dict[int, int] = {}  # unit -> equal units that it stands for
+        self._gathered: dict[int, int] = {}  # unit -> equal units that it stands for
         self._columns: dict[int, int] = {}  # unit -> bytes kept of it
         self.decoding = 0  # bytes of the encoding of the unit that was needed last
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all that is gathered or kept, and of what is not decoded yet."""
-        whole = sum(self._units[unit].full * count for unit, count in self._here.items())
+        whole = sum(self._units[unit].full * count for unit, count in self._gathered.items())
         encoded = sum(self._units[unit].encoded for unit in self._schedule.ahead)
         return whole + sum(self._columns.values()) + encoded
 
@@ -96,21 +96,21 @@ class _Gathered:
         for command in commands:
             op, unit = command.op, command.unit
             if op is Op.START:
-                self._here[unit] = 1
+                self._gathered[unit] = 1
                 self._meter.add(self._units[unit].full)
             elif op is Op.USE:
                 self.decoding = self._units[unit].encoded
             elif op in (Op.RELEASE, Op.KEEP, Op.SHRINK):
                 size = self._units[unit].full
                 self._meter.live -= size
-                self._meter.folded -= size * (self._here.pop(unit) - 1)
+                self._meter.folded -= size * (self._gathered.pop(unit) - 1)
                 if op is Op.KEEP:
                     self._columns[unit] = self._units[unit].column * repeats
                 elif op is Op.RELEASE:
                     self._columns.pop(unit, None)
-            elif op is Op.DOZE:
-                self._meter.fold(self._units[unit].full * (repeats - self._here[unit]))
-                self._here[unit] = repeats
+            elif op is Op.IDLE:
+                self._meter.fold(self._units[unit].full * (repeats - self._gathered[unit]))
+                self._gathered[unit] = repeats
             elif op is Op.WAIT_REDUCE:
                 self._reduced.end((command.unit, command.segment))
 

@@ -74,7 +74,7 @@ class Group:
         """Return the reduce of micro-batch `number`: see Routes.step, inside no_sync."""
         routes, again = self.routes, number > 0
         route = routes.reduce if number == micro_batches - 1 else routes.reduce_partial
-        return route.taken(held=routes.holds and again, again=not routes.holds and again)
+        return route.for_pass(held=routes.holds and again, again=not routes.holds and again)
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ class Program:
         self._mark(on_lane, True, "buckets", -buffer)
         if buffer:
             self._reduces[number] = (buffer, on_lane)
-            self.schedule.reduces.start((number, 0), leaves=self.units[number].sums_leave)
+            self.schedule.reduces.start((number, 0), off_device=self.units[number].sums_leave)
         self._run(self.schedule.reduces.handed_over())
         return last
 

@@ -137,8 +137,8 @@ class Search:
     def _row(self, plan: GridPlan, training: Training) -> PlannedRow:
         """Return the fastest row of a grid that fits, else the one that takes least."""
         runnable = self._runnable(plan.share, training)
-        here = [policy for policy in runnable if not _leaves(policy)]
-        away = [policy for policy in runnable if _leaves(policy)]
+        here = [policy for policy in runnable if not _offloads(policy)]
+        away = [policy for policy in runnable if _offloads(policy)]
         for policies in (here, away):
             fits = _that_fit(policies, plan.share, plan.rests, plan.worst)
             if fits:
@@ -174,6 +174,6 @@ def _fastest(plan: GridPlan, fits: Iterable[tuple[Policy, RankPlan]]) -> Planned
     return plan_on_grid(plan, *best)
 
 
-def _leaves(policy: Policy) -> bool:
+def _offloads(policy: Policy) -> bool:
     """Whether any state leaves the device."""
     return set(tiers_of(policy).values()) != {Tier.DEVICE.value}

@@ -108,8 +108,8 @@ class Accumulate:
             for one in micro_batches:
                 stack.callback(one.end)
             self._backward_of(self._forward(micro_batches, stack))
-        told = [weight for weight in self._counts if weight is not None]
-        return Accumulated(torch.stack(self._losses), tuple(told) or None)
+        weights = [weight for weight in self._counts if weight is not None]
+        return Accumulated(torch.stack(self._losses), tuple(weights) or None)
 
     @contextmanager
     def _in_forward(self) -> Iterator[None]:
@@ -119,7 +119,7 @@ class Accumulate:
             self._hold(self._around, "forward")
             yield
         finally:
-            self._let_go(self._around, "backward")
+            self._release(self._around, "backward")
             with torch.no_grad():  # no graph is left
                 self._loop.end_forward(None)
 
@@ -133,7 +133,7 @@ class Accumulate:
         try:
             yield
         finally:
-            self._let_go(self._held, "backward")
+            self._release(self._held, "backward")
             for section, forward in zip(self._sections, before, strict=True):
                 del section.module.__dict__["forward"]
                 if forward is not None:
@@ -164,7 +164,7 @@ class Accumulate:
             unit.residency.acquire(Use.SECTION)
             self._weights.unshard(unit, phase)
 
-    def _let_go(self, units: Sequence[Unit], phase: Phase) -> None:
+    def _release(self, units: Sequence[Unit], phase: Phase) -> None:
         for unit in units:
             unit.residency.release(Use.SECTION)
             if unit.residency.is_held:
@@ -177,7 +177,7 @@ class Accumulate:
     def _enter(self, section: Section, phase: Phase) -> None:
         """Have the units of `section` here, and no longer those of the section before."""
         before, self._held = self._held, section.units
-        self._let_go([unit for unit in before if unit not in section.units], phase)
+        self._release([unit for unit in before if unit not in section.units], phase)
         self._hold([unit for unit in section.units if unit not in before], phase)
 
     # ------------------------------------------------------------------ forward
@@ -226,9 +226,9 @@ class Accumulate:
         """The run of a micro-batch has ended: run the backward of its loss, down to the last
         section. That of the first one begins the backward of all, on `stack`.
         """
-        loss, weight = _told(one.take())
+        loss, weight = _loss_and_weight(one.take())
         with weighed(self._backward, self._scaler, loss, weight) as scaled:
-            count = self._backward.manner.weight
+            count = self._backward.mode.weight
             if one.index:
                 self._backward.accumulation.weigh(count)
             else:
@@ -257,7 +257,7 @@ class Accumulate:
         counts = self._backward.share if weight is None else weight
         watch = partial(self._watch, visit.section.units)
         scaled = self._scaler is not None
-        with self._backward.running_as(seen=True, scaled=scaled, weight=weight):
+        with self._backward.running_as(has_loss=True, scaled=scaled, weight=weight):
             visit.backward(watch, checks=index == 0, counts=counts != 0)
 
     def _complete(self, visits: Sequence[Visit]) -> None:
@@ -268,7 +268,7 @@ class Accumulate:
             self._left[unit] -= 1
             used_elsewhere = unit.residency.has(Use.DIRECT) or unit in self._around
             if not (self._left[unit] or used_elsewhere):
-                self._backward.complete(unit, told=True)
+                self._backward.complete(unit, has_all=True)
 
 
 def _alike(calls: Sequence[Visit | None]) -> list[Visit]:
@@ -290,7 +290,7 @@ def _alike(calls: Sequence[Visit | None]) -> list[Visit]:
     return [call for call in calls if call is not None]
 
 
-def _told(result: Any) -> tuple[torch.Tensor, float | torch.Tensor | None]:
+def _loss_and_weight(result: Any) -> tuple[torch.Tensor, float | torch.Tensor | None]:
     """Return the loss and what it counts, of what `loss_fn` has returned. Raises ConfigError."""
     weight = None
     if isinstance(result, tuple) and len(result) == 2:

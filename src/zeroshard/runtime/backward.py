@@ -36,12 +36,12 @@ from zeroshard.core.residency import Use
 from zeroshard.core.schedule import Until
 from zeroshard.errors import StateError
 from zeroshard.optim.sealed import SealedGrad, SealedShards
-from zeroshard.runtime.backward_pass import UNKNOWN, Accumulation, BackwardPass, Manner
+from zeroshard.runtime.backward_pass import UNKNOWN, Accumulation, BackwardMode, BackwardPass
 from zeroshard.runtime.decisions import Decisions
-from zeroshard.runtime.leaves import ASSIGNED, Leaf, Leaves, names_of, seal
 from zeroshard.runtime.recomputed import checkpoint_around, when_over
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.saved import SavedTensors
+from zeroshard.runtime.trainable import ASSIGNED, Leaf, TrainableParameters, names_of, seal
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.gradient import Gradient
@@ -67,13 +67,13 @@ class Backward:
         self.saved = SavedTensors(weights)
         self._weights = weights
         self.share = share
-        self.manner = self._plain = Manner()  # of a plain loss.backward()
+        self.mode = self._plain = BackwardMode()  # of a plain loss.backward()
         self.announce: Callable[[str, Any], None] | None = None  # inside join()
         self._pass = BackwardPass()
         self._trainable = [unit for unit in weights.units if unit.trainable]
         # in unit order
         self.buckets = [bucket for unit in self._trainable for bucket in unit.buckets]
-        self.leaves = Leaves(self._trainable)
+        self.parameters = TrainableParameters(self._trainable)
 
     def attach(self, optimizer: SealedShards) -> None:
         """Let the gradients rest for `optimizer` alone, which seals its shards of them."""
@@ -85,21 +85,21 @@ class Backward:
     @property
     def runs_plainly(self) -> bool:
         """Whether no no_sync(), join() or schedule is under way."""
-        return self.manner is self._plain
+        return self.mode is self._plain
 
     @contextmanager
     def running_as(self, **changes: Any) -> Iterator[None]:
-        """Run the backwards inside in a manner with these `changes`."""
-        before, self.manner = self.manner, replace(self.manner, **changes)
-        multiplies = changes.get("seen") and (
-            self.manner.scaled or self.manner.weight is not None or self.share is not None
+        """Run the backwards inside in a mode with these `changes`."""
+        before, self.mode = self.mode, replace(self.mode, **changes)
+        multiplies = changes.get("has_loss") and (
+            self.mode.scaled or self.mode.weight is not None or self.share is not None
         )
         if multiplies:
             _multiplying.append(self)
         try:
             yield
         finally:
-            self.manner = before
+            self.mode = before
             if multiplies:
                 _multiplying.remove(self)
 
@@ -117,7 +117,7 @@ class Backward:
         self._begin(retains=retains, units=units, gathers=gathers)
         yield
         with torch._C.DisableTorchFunctionSubclass():
-            for leaf in self.leaves.assigned(units):
+            for leaf in self.parameters.assigned(units):
                 self._add(leaf, leaf.take())
                 if leaf.unit.has_all:
                     self.complete(leaf.unit)
@@ -148,8 +148,8 @@ class Backward:
         if task < 0:
             raise StateError("a backward hook ran outside a backward")
         if not self.running:
-            if self.manner.refused is not None:
-                raise StateError(self.manner.refused)
+            if self.mode.refused is not None:
+                raise StateError(self.mode.refused)
             current = self._begin(retains=retains_graph())
         checkpoint = checkpoint_around()
         if not current.tasks:
@@ -166,7 +166,7 @@ class Backward:
         """
         if self._pass.recomputed:
             self._pass.outer.update(
-                id(leaf.parameter) for leaf in self.leaves if _gets_gradient(leaf.parameter)
+                id(leaf.parameter) for leaf in self.parameters if _gets_gradient(leaf.parameter)
             )
 
     @property
@@ -232,24 +232,24 @@ class Backward:
             self._weights.after_backward(unit)
 
     def taker(self, number: int, hooks: Mapping[int, int]) -> Callable[[torch.Tensor], None]:
-        """Return the hook for when autograd has finished the gradient of `leaves[number]`; `hooks`
-        are the ids of these, by number of the leaf.
+        """Return the hook for when autograd has finished the gradient of `parameters[number]`;
+        `hooks` are the ids of these, by number of the parameter.
 
         Most gradients are plain tensors, and their buffer is open: they are taken here, in one
         frame. `_take_any` takes every gradient.
         """
         backward = weakref.ref(self)  # [Note: weak hooks]
 
-        def taken(parameter: torch.Tensor) -> None:
+        def take_grad(parameter: torch.Tensor) -> None:
             alive = backward()
             if alive is None:
                 return
-            leaf, current = alive.leaves[number], alive._pass
+            leaf, current = alive.parameters[number], alive._pass
             unit, bucket, index, grad = leaf.unit, leaf.bucket, leaf.index, parameter.grad
             task = torch._C._current_graph_task_id()
             if (
                 bucket.buffer is None
-                or bucket.seen[index]
+                or bucket.filled[index]
                 or leaf.to_local is not None
                 or type(grad) is not torch.Tensor
                 or grad.requires_grad
@@ -258,8 +258,9 @@ class Backward:
                 or task not in current.tasks
                 or current.units is not None
                 or current.gathers
-                or not (current.brings and (current.seen or not _multiplying))  # as the first one
-                or (bucket.sums_micro_batches and (not alive.manner.sync or bucket.has_sum))
+                # as the first one
+                or not (current.brings and (current.has_loss or not _multiplying))
+                or (bucket.sums_micro_batches and (not alive.mode.sync or bucket.has_sum))
             ):
                 del grad
                 alive._take_any(leaf)
@@ -267,7 +268,7 @@ class Backward:
                 parameter.grad = None
                 bucket.views[index].copy_(grad)
                 del grad  # as in `_take_any`
-                bucket.seen[index] = bucket.used[index] = True
+                bucket.filled[index] = bucket.used[index] = True
                 unit.arrived[id(parameter)] = task
                 current.outer.discard(id(parameter))
                 if len(unit.arrived) >= unit.expected:
@@ -278,7 +279,7 @@ class Backward:
             if next(reversed(parameter._post_accumulate_grad_hooks)) != hooks[number]:
                 seal([leaf], alive, None)  # for the hook after this one
 
-        return taken
+        return take_grad
 
     def _take_any(self, leaf: Leaf) -> None:
         parameter = leaf.parameter
@@ -304,10 +305,10 @@ class Backward:
     def _add(self, leaf: Leaf, grad: torch.Tensor) -> None:
         if grad.requires_grad or leaf.to_local is not None or grad.layout is not torch.strided:
             grad = leaf.local(grad)
-        if not self._pass.seen:
+        if not self._pass.has_loss:
             self.accumulation.bring(of_another=_multiplying[-1:] not in ([], [self]))
         room, more = self.reductions.make_room, self._pass.gathers
-        leaf.bucket.add(leaf.index, grad, sync=self.manner.sync, more=more, make_room=room)
+        leaf.bucket.add(leaf.index, grad, sync=self.mode.sync, more=more, make_room=room)
         self._pass.took(leaf.unit, leaf.parameter)
 
     # ------------------------------------------------------------------ a pass
@@ -324,33 +325,33 @@ class Backward:
         inputs_alone = (
             availability.is_swapped
             and not (brings or units is not None)
-            and not any(_gets_gradient(leaf.parameter) for leaf in self.leaves)
+            and not any(_gets_gradient(leaf.parameter) for leaf in self.parameters)
         )
         availability.check_gather() if inputs_alone else availability.check_trained()
         self.collect_dropped()
-        manner = self.manner
+        mode = self.mode
         if brings:  # no backward of our own
-            self.leaves.clear_gradients()
+            self.parameters.clear_gradients()
         assigned = self._replaced(units)
         if units is None or units:
-            self.accumulation.check(scaled=manner.scaled, divisor=manner.divisor)
-            weighted = manner.weight is not None
-            told = {"sync": manner.sync, "scaled": manner.scaled, "weighted": weighted}
-            self.tell("backward", told)
-            self.accumulation.add(scaled=manner.scaled, divisor=manner.divisor)
-            if manner.seen:
-                self.accumulation.weigh(manner.weight)
+            self.accumulation.check(scaled=mode.scaled, divisor=mode.divisor)
+            weighted = mode.weight is not None
+            flags = {"sync": mode.sync, "scaled": mode.scaled, "weighted": weighted}
+            self.tell("backward", flags)
+            self.accumulation.add(scaled=mode.scaled, divisor=mode.divisor)
+            if mode.has_loss:
+                self.accumulation.weigh(mode.weight)
         self._pass = BackwardPass(
             retains=retains,
             brings=brings,
             gathers=gathers,
             units=units,
-            seen=manner.seen,
+            has_loss=mode.has_loss,
             assigned=assigned,
             recomputed=_recomputed(self._trainable),
         )
         self._weights.begin("backward")
-        self.leaves.clear_gradients(assigned=False)
+        self.parameters.clear_gradients(assigned=False)
         # released parameters are asked for what they answer anyway
         with torch._C.DisableTorchFunctionSubclass():
             for unit in self._trainable:
@@ -361,11 +362,11 @@ class Backward:
         """Return the leaves in `units` to whose assigned gradients the backward that begins adds:
         what rests of these is no longer theirs.
         """
-        assigned, manner = self.leaves.assigned(units), self.manner
+        assigned, mode = self.parameters.assigned(units), self.mode
         if not assigned:
             return []
-        weighed = manner.weight is not None or self.share is not None
-        if units is not None and (manner.scaled or weighed):
+        weighed = mode.weight is not None or self.share is not None
+        if units is not None and (mode.scaled or weighed):
             raise StateError(
                 f"the gradient assigned to {assigned[0].name!r} cannot be added to those of losses"
                 " that a schedule or engine.accumulate() scales or weighs: assign it after them"
@@ -376,17 +377,17 @@ class Backward:
                 leaf.bucket.zero([leaf.index])
         return assigned
 
-    def complete(self, unit: Unit, *, told: bool = False) -> None:
-        """Hand `unit` over, once in this pass, unless gradients of it are still to come. `told`:
+    def complete(self, unit: Unit, *, has_all: bool = False) -> None:
+        """Hand `unit` over, once in this pass, unless gradients of it are still to come. `has_all`:
         the caller knows that none are.
         """
-        if self._is_due(unit, told=told):
+        if self._is_due(unit, has_all=has_all):
             self._hand_over(unit)
 
-    def _is_due(self, unit: Unit, *, told: bool = False) -> bool:
+    def _is_due(self, unit: Unit, *, has_all: bool = False) -> bool:
         if unit.index in self._pass.reduced or not unit.trainable:
             return False
-        return told or not (self._pass.gathers or self._may_get_more(unit))
+        return has_all or not (self._pass.gathers or self._may_get_more(unit))
 
     def _may_get_more(self, unit: Unit) -> bool:
         # see [Note: nested backwards]
@@ -410,7 +411,7 @@ class Backward:
             for leaf in self._pass.left(unit):
                 self._add(leaf, leaf.take())
         unit.expect_no_more()
-        if self.reductions.start(unit, sync=self.manner.sync, with_earlier=self._pass.brings):
+        if self.reductions.start(unit, sync=self.mode.sync, with_earlier=self._pass.brings):
             self._pass.reduced.add(unit.index)
         self.reductions.advance()
 
@@ -419,7 +420,7 @@ class Backward:
         gather, contribute zeros.
         """
         weight = 0.0 if weighted else None
-        with self.running_as(sync=sync, scaled=scaled, seen=True, weight=weight):
+        with self.running_as(sync=sync, scaled=scaled, has_loss=True, weight=weight):
             self._begin(brings=True)
             for unit in self._weights.shadow("backward"):
                 # at once, as they do: they may wait for our part before they gather on
@@ -477,7 +478,7 @@ class Backward:
 
     def seal(self) -> None:
         """Put sealed gradients where autograd or the step has left none."""
-        self.leaves.seal(self, holds=self.optimizer is None)
+        self.parameters.seal(self, holds=self.optimizer is None)
         if self.optimizer is not None:
             self.optimizer.seal()
             for bucket in self.buckets:
@@ -494,13 +495,13 @@ class Backward:
         dropped = [] if self.optimizer is None else self.optimizer.dropped()
         cleared = set(map(id, dropped))
         everything = False not in chain.from_iterable(map(_USED, self.buckets))
-        gone = self.leaves.take_cleared(cleared)
+        gone = self.parameters.take_cleared(cleared)
         anything = True in chain.from_iterable(map(_USED, self.buckets))
         # gradients of parameters unused here; a step agrees about what is used
         if changed and not anything:
             anything = bool(self.gradients)
         if not anything:
-            same_on_all = everything or not changed or cleared.issuperset(self.leaves.ids)
+            same_on_all = everything or not changed or cleared.issuperset(self.parameters.ids)
             self.reset(0 if same_on_all else UNKNOWN)
         elif gone and not changed:
             # before a step the ranks need not have used the same parameters
@@ -513,7 +514,7 @@ class Backward:
         """
         if not self.accumulation.changed:
             self.decisions.note_once("zero_grad(set_to_none=False)", "called")
-        leaf = self.leaves.of(parameter)
+        leaf = self.parameters.of(parameter)
         if leaf is not None:
             leaf.bucket.zero([leaf.index])
 
@@ -530,7 +531,7 @@ class Backward:
         self.reductions.abandon()
         for bucket in self.buckets:
             bucket.abandon()
-        self.leaves.clear_gradients()
+        self.parameters.clear_gradients()
         self.reset()
 
 

@@ -18,10 +18,10 @@ import torch
 
 from zeroshard.core.digest import holders
 from zeroshard.errors import StateError
-from zeroshard.runtime.leaves import Leaf
+from zeroshard.runtime.trainable import Leaf
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["UNKNOWN", "WEIGHTED", "Accumulation", "BackwardPass", "Manner", "total_weight"]
+__all__ = ["UNKNOWN", "WEIGHTED", "Accumulation", "BackwardMode", "BackwardPass", "total_weight"]
 
 # micro-batches of a rank that cannot tell whether all gradients were cleared
 UNKNOWN = (1 << 32) - 1
@@ -31,13 +31,13 @@ _KINDS = ("no backward", "none with a weight", "all with a weight", "some with a
 
 
 @dataclass(frozen=True)
-class Manner:
+class BackwardMode:
     """How backwards are run, and what becomes of their gradients."""
 
     sync: bool = True  # False inside no_sync()
     scaled: bool = False  # inside engine.backward()
     divisor: int = 1  # by which the step divides, beside the number of ranks
-    seen: bool = False  # the engine has the loss, which counts its share or `weight`
+    has_loss: bool = False  # the engine has the loss, which counts its share or `weight`
     weight: float | None = None  # of engine.backward(weight=)
     refused: str | None = None  # why a backward that no schedule runs is refused
     joined: bool = False  # inside join(): other ranks may shadow this one
@@ -59,7 +59,7 @@ class BackwardPass:
     # many graph tasks as there are
     units: Sequence[Unit] | None = None
     ended: bool = False
-    seen: bool = False  # see Manner
+    has_loss: bool = False  # see BackwardMode
     gathers: bool = False  # gradients of several micro-batches: units are handed over when told
     # whose gradients the user has assigned; autograd adds to them
     assigned: Sequence[Leaf] = ()

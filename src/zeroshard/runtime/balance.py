@@ -87,7 +87,7 @@ class Balance:
     settled: bool = False
 
     def __post_init__(self) -> None:
-        self._seen: list[float] = []
+        self._targets: list[float] = []
         self._moves = 0
         self._skip = 1  # the first step makes the moments
 
@@ -98,10 +98,10 @@ class Balance:
         if self._skip:
             self._skip -= 1
             return None
-        self._seen.append(balanced(self.fraction, device_s, other_s, least=self.least))
-        if len(self._seen) < _PATIENCE:
+        self._targets.append(balanced(self.fraction, device_s, other_s, least=self.least))
+        if len(self._targets) < _PATIENCE:
             return None
-        target, self._seen = statistics.median(self._seen), []
+        target, self._targets = statistics.median(self._targets), []
         if abs(target - self.fraction) < _SETTLED or self._moves == _MOVES:
             self.settled = True
             _log.info(CHOSE, self.fraction, device_s * 1e3, other_s * 1e3)

@@ -94,7 +94,7 @@ class Bucket:
         # the buffer that is open, its part of each parameter, and which of them have a gradient
         self.buffer: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
-        self.seen = none.copy()
+        self.filled = none.copy()
         self.loan: Loan | None = None  # None where the gradient is summed where it rests
         self.num_bytes = layout.numel * precision.wire.itemsize  # of a buffer
         self.reduction: Reduction | None = None
@@ -170,11 +170,11 @@ class Bucket:
     def put(self, index: int, grad: torch.Tensor) -> None:
         """Add a gradient of parameter `index` to the open buffer."""
         view = self.views[index]
-        if self.seen[index]:
+        if self.filled[index]:
             view.add_(grad)
         else:
             view.copy_(grad)
-        self.seen[index] = True
+        self.filled[index] = True
 
     def _open(self, make_room: Callable[[int], None]) -> None:
         """Have a buffer open."""
@@ -207,7 +207,7 @@ class Bucket:
     def _close(self) -> None:
         """Let the next gradient open another buffer."""
         self.buffer, self.loan, self.views = None, None, []
-        self.seen = [False] * len(self.seen)
+        self.filled = [False] * len(self.filled)
 
     # ------------------------------------------------------------------ the sum of micro-batches
 
@@ -252,7 +252,7 @@ class Bucket:
                         self.put(index, self.flat.buffer.view_in(part, index))
             if self._is_lost:
                 self.views[index].fill_(float("nan"))
-                self.seen[index] = True
+                self.filled[index] = True
         self._close_sum()
 
     def _close_sum(self) -> None:
@@ -276,7 +276,7 @@ class Bucket:
             self.wait()
         if with_earlier and self.has_sum:
             self._move_sum(make_room)
-        self._zero_unseen()
+        self._zero_unfilled()
         accumulator, (resting, fresh) = self.accumulator, self.accumulator.open()
         if self.buffer is not None and self.loan is None:
             self._close()
@@ -298,7 +298,7 @@ class Bucket:
         self.wait()
         if self.has_sum:
             self._move_sum(make_room)
-        self._zero_unseen()
+        self._zero_unfilled()
         is_there = self._node_sum is not None
         out = self._open_node_sum() if self._node_sum is None else self._node_sum
         levels = self._context.levels
@@ -312,15 +312,15 @@ class Bucket:
         self._node_sum = self._memory.empty(stop - start, self.precision.accumulate)
         return self._node_sum
 
-    def _zero_unseen(self) -> None:
+    def _zero_unfilled(self) -> None:
         """Set to zero what has no gradient."""
         if self.buffer is None:
             return
         data, layout = self.buffer, self.flat.layout
         empty = list(layout.gaps)
-        if not all(self.seen):
-            slots = zip(layout.slots, self.seen, strict=True)
-            empty += [(slot.offset, slot.stop) for slot, seen in slots if not seen]
+        if not all(self.filled):
+            slots = zip(layout.slots, self.filled, strict=True)
+            empty += [(slot.offset, slot.stop) for slot, filled in slots if not filled]
         if empty:  # one kernel on an accelerator
             torch._foreach_zero_([data[start:stop] for start, stop in empty])
 
@@ -335,8 +335,8 @@ class Bucket:
             reduce = partial(levels.flat.reduce, self._request, out=out, accumulate=accumulate)
             return [self._first(reduce, Axis.FLAT)]
         both = levels.node_sum(self._request, out, accumulate=accumulate, held=held)
-        told = partial(self._operation, Axis.NODE)
-        second = Step(both.between, told=told, unused=both.unused)
+        describe = partial(self._operation, Axis.NODE)
+        second = Step(both.between, describe=describe, unused=both.unused)
         return [self._first(both.inside, Axis.LOCAL), second]
 
     def _first(self, reduce: Callable[..., Work], axis: Axis) -> Step:
@@ -344,7 +344,7 @@ class Bucket:
         start = partial(reduce, buffer=self.buffer)
         if self._codec is not None:
             start = partial(self._encode, reduce)
-        return Step(start, told=partial(self._operation, axis))
+        return Step(start, describe=partial(self._operation, axis))
 
     def _encode(self, reduce: Callable[..., Work]) -> Work:
         """Start `reduce` of what has been handed over, encoded. Our memory of it goes at once where
@@ -412,7 +412,7 @@ class Bucket:
             return
         if self.reduction is not None:
             self.wait()
-        self.seen = [False] * len(self.seen)
+        self.filled = [False] * len(self.filled)
         if self.has_sum:
             self._close_sum()
         self._node_sum = None
@@ -424,7 +424,7 @@ class Bucket:
         """
         self.wait()
         for index in indices:
-            self.seen[index] = self._summed[index] = False
+            self.filled[index] = self._summed[index] = False
         if self._node_sum is not None:
             for piece in self.flat.layout.pieces_in(self._column):
                 if piece.index in indices:

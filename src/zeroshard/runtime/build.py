@@ -140,7 +140,8 @@ def build_units(
         )
         for segment in segments:
             views = segment.flat.buffer.views
-            segment.seen.detach() if cells.weight.is_sharded else segment.seen.attach(views)
+            view = segment.user_view
+            view.detach() if cells.weight.is_sharded else view.attach(views)
             segment.flat.publish()
         units.append(unit)
         return_freed_memory()  # of the original parameters
@@ -370,6 +371,8 @@ def _rest_of_weights(
 def _bucket_of(plan: SegmentPlan, splits: Splits, flat: FlatWeights, context: Context) -> Bucket:
     store = context.tiering.store(plan.cells.grad.tier)
     # where fractions move, no rank knows those of the others
-    leaves = not splits.grads_stay or context.tiering.automatic
-    accumulator = Accumulator(plan, flat, context, store=store, split=splits.grad, leaves=leaves)
+    off_device = not splits.grads_stay or context.tiering.automatic
+    accumulator = Accumulator(
+        plan, flat, context, store=store, split=splits.grad, off_device=off_device
+    )
     return Bucket(plan, flat, context, accumulator=accumulator, store=store)

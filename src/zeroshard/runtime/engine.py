@@ -33,8 +33,8 @@ from zeroshard.runtime.build import Context, GivenValues, build_units, make_mast
 from zeroshard.runtime.join import Join
 from zeroshard.runtime.offload_states import OffloadedStates
 from zeroshard.runtime.parts import Parts, step_settings
-from zeroshard.runtime.pipeline import Following, Terms, check_budget, check_mesh, units_of
-from zeroshard.runtime.relayout import let_go
+from zeroshard.runtime.pipeline import Following, FollowOptions, check_budget, check_mesh, units_of
+from zeroshard.runtime.relayout import release_parameters
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, describe_bytes
 from zeroshard.runtime.rest import RestingPiece
 from zeroshard.runtime.shelf import RestPlace
@@ -569,7 +569,7 @@ class Engine(Assembly):
     def _leave(self) -> None:
         """Take the hooks off a module and an optimizer whose numbers rest elsewhere."""
         self._hooks.remove()
-        let_go(parts_of(self))
+        release_parameters(parts_of(self))
         if self._sharded is not None:
             self._sharded.detach()
         self._states.close()
@@ -586,5 +586,5 @@ def _follower(engine: Engine, schedule: Any, budget: int | str | None, no_sync: 
     check_mesh(schedule, engine._context.mesh.others)
     if room is not None:
         check_budget(room, units, engine.policy.name)
-    terms = Terms(room, no_sync)
-    return Following(schedule, units, engine._weights, engine._backward, engine._scaler, terms)
+    options = FollowOptions(room, no_sync)
+    return Following(schedule, units, engine._weights, engine._backward, engine._scaler, options)

@@ -39,7 +39,7 @@ from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import UNKNOWN, total_weight
 from zeroshard.runtime.context import Context
-from zeroshard.runtime.leaves import AssignedGradients
+from zeroshard.runtime.trainable import AssignedGradients
 from zeroshard.state.reduction import read_squares
 
 __all__ = ["Finalized", "Finalizer"]
@@ -124,7 +124,7 @@ class Finalizer:
         self._bad_in_a_row = 0
         self._result: Finalized | None = None
         self._assigned = AssignedGradients(
-            backward.leaves, backward.decisions, context.transport.control
+            backward.parameters, backward.decisions, context.transport.control
         )
 
     @property
@@ -219,10 +219,10 @@ class Finalizer:
         """Read once what is to be known of averages on an accelerator; return whether there was
         anything.
         """
-        asked = [one for bucket in self._backward.buckets for one in bucket.accumulator.asked()]
-        if asked:
-            read_squares(asked)
-        return bool(asked)
+        unread = [one for bucket in self._backward.buckets for one in bucket.accumulator.unread()]
+        if unread:
+            read_squares(unread)
+        return bool(unread)
 
     def _compare(self, unreduced: bool, bad: str) -> list[_Answer]:
         """Exchange answers, of whose digests and decisions none may differ."""
@@ -428,7 +428,7 @@ class Finalizer:
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         factor = float(coefficient)
         if factor < 1.0:
-            self._backward.leaves.scale_assigned(factor)
+            self._backward.parameters.scale_assigned(factor)
             for gradient in self._backward.gradients:
                 gradient.scale(factor)
         return total

@@ -228,8 +228,8 @@ class FlatWeights:
         assert self.window is not None
         received = self._start(raw=False)[0].bytes(self.portion).total
         operation = Operation("gather", Kind.ALL_GATHER.value, self.key, received)
-        told = (lambda: operation) if received else None  # else there is a single rank
-        return (Step(self.window_gather, told=told),)
+        describe = (lambda: operation) if received else None  # else there is a single rank
+        return (Step(self.window_gather, describe=describe),)
 
     def _gather_column(self, out: torch.Tensor | None = None) -> Work:
         assert self.window is not None, self.key
@@ -346,16 +346,16 @@ class FlatWeights:
 class _Gather:
     """One gather of a segment's weights that moves something, and the buffers between its hops."""
 
-    def __init__(self, flat: FlatWeights, route: Route, here: torch.Tensor) -> None:
-        """`here` is what it starts with, or where that is read to."""
+    def __init__(self, flat: FlatWeights, route: Route, source: torch.Tensor) -> None:
+        """`source` is what it starts with, or where that is read to."""
         self._flat = flat
         self._memory = flat.context.memory
         self._route = route
-        self._here = self._whole = here  # what a hop sends, and what the last one has filled
+        self._source = self._whole = source  # what a hop sends, and what the last one has filled
         self._starts: Sequence[Start] = ()
         self._key = f"{flat.key}.weight"
         self._window = flat.window
-        if here is flat.column:
+        if source is flat.column:
             self._key, self._window = f"{flat.key}.column", None
 
     def steps(self) -> Iterator[Step]:
@@ -369,7 +369,7 @@ class _Gather:
             elif kind is Kind.ALL_GATHER:
                 hops = tuple(group)
                 for hop, start in zip(hops, self._gathers(hops), strict=True):
-                    yield Step(start, told=partial(self._gathering, hop))
+                    yield Step(start, describe=partial(self._gathering, hop))
             elif kind is Kind.ENCODE:
                 yield Step(self._encode, "here")
             elif kind is Kind.KEEP:
@@ -379,7 +379,7 @@ class _Gather:
 
     def _gathers(self, hops: Sequence[Hop]) -> Sequence[Start]:
         """Return the starts of the levels of one all-gather."""
-        flat, window, local, key = self._flat, self._window, self._here, self._key
+        flat, window, local, key = self._flat, self._window, self._source, self._key
         axes = tuple(hop.axis for hop in hops if hop.axis is not None)
         if hops and hops[0].wire.codec is not None:
             return [partial(self._gather_encoded, axes, level) for level in range(len(axes))]
@@ -396,7 +396,7 @@ class _Gather:
         return Operation(hop.lane, hop.kind.value, self._flat.key, received)
 
     def _copy(self) -> None:
-        self._flat.full.copy_(self._here)
+        self._flat.full.copy_(self._source)
 
     def _reading(self) -> Operation:
         return Operation("tier read", "", self._flat.key)  # the tier notes the read itself
@@ -404,11 +404,11 @@ class _Gather:
     def _read(self) -> Work:
         """Start reading our slice from another tier."""
         flat = self._flat
-        self._here = flat.full[slice(*flat.rest_span)]
+        self._source = flat.full[slice(*flat.rest_span)]
         if flat.rest.is_encoded:
             num_bytes = sum(part.num_bytes for part in flat.rest.parts)
-            self._here = self._whole = self._memory.empty_for_disk(num_bytes, torch.uint8)
-        return _Reads(flat.rest, self._here, partial(self._lose, self._here))
+            self._source = self._whole = self._memory.empty_for_disk(num_bytes, torch.uint8)
+        return _Reads(flat.rest, self._source, partial(self._lose, self._source))
 
     def _lose(self, out: torch.Tensor, error: StorageError) -> None:
         """Our slice could not be read: go on with NaN, which bytes of ones are a scale of, too."""
@@ -421,9 +421,9 @@ class _Gather:
         return self._flat.codec
 
     def _encode(self) -> None:
-        out = self._empty(self._here.numel())
-        self._codec.encode(self._here, out)
-        self._here = self._whole = out
+        out = self._empty(self._source.numel())
+        self._codec.encode(self._source, out)
+        self._source = self._whole = out
 
     def _empty(self, numel: int) -> torch.Tensor:
         return self._memory.empty(self._codec.encoded_bytes(numel), torch.uint8)
@@ -432,7 +432,7 @@ class _Gather:
         if level == 0:
             self._whole, flat = self._empty(self._flat.layout.numel), self._flat
             levels, ranges = flat.context.levels, flat.encoded_ranges
-            self._starts = levels.gathers(axes, self._key, self._here, ranges, self._whole)
+            self._starts = levels.gathers(axes, self._key, self._source, ranges, self._whole)
         return self._starts[level]()
 
     def _keep(self) -> None:
@@ -440,5 +440,5 @@ class _Gather:
 
     def _decode(self) -> None:
         self._codec.decode(self._whole, self._flat.full)
-        self._whole = self._here = self._flat.full  # nothing else holds the encoding
+        self._whole = self._source = self._flat.full  # nothing else holds the encoding
         self._starts = ()

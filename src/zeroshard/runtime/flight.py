@@ -102,8 +102,8 @@ class Flight:
                     if step.kind == "wire" and streams.enqueues and work is not None:
                         work.wait()
                         work = _OVER
-                    if recording is not None and step.told is not None and work is not None:
-                        work = recording.watch(work, step.told(), since)
+                    if recording is not None and step.describe is not None and work is not None:
+                        work = recording.watch(work, step.describe(), since)
                     at += 1
                     self._at[number] = at
                     self._works[number] = work = None if type(work) is DoneWork else work

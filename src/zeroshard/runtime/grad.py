@@ -53,12 +53,12 @@ class Accumulator:
         *,
         store: Store | None,
         split: int,
-        leaves: bool,
+        off_device: bool,
     ) -> None:
-        """It rests on the device up to element `split`, and then in `store`. `leaves`: on some rank
-        it may rest, in part, on another tier.
+        """It rests on the device up to element `split`, and then in `store`. `off_device`: on some
+        rank it may rest, in part, on another tier.
         """
-        self.leaves = leaves
+        self.off_device = off_device
         rank, layout = context.transport.rank, flat.layout
         self.key = flat.key  # the segment's key in collectives
         (low, high), (first, _) = flat.own_span, flat.stepped
@@ -225,7 +225,7 @@ class Accumulator:
         axes = [hop.axis for hop in hops if hop.axis is not None]
         starts = flat.context.levels.gathers(axes, self.key, mine, flat.layout.ranges, whole)
         return [
-            Step(start, told=partial(self._gathering, hop))
+            Step(start, describe=partial(self._gathering, hop))
             for hop, start in zip(hops, starts, strict=True)
         ]
 
@@ -235,12 +235,12 @@ class Accumulator:
 
     # ------------------------------------------------------------------ where parameters lie
 
-    def asked(self) -> list[SquaresRequest]:
+    def unread(self) -> list[SquaresRequest]:
         """Return what the host has yet to read of an accelerator to know `squares`, and whether the
         averages are finite; nothing of the CPU.
         """
         resting = self.resting()
-        return [] if resting is None else resting.asked(self._ranges)
+        return [] if resting is None else resting.unread(self._ranges)
 
     def squares(self, used: Sequence[bool]) -> dict[int, float]:
         """Return, for every rank whose averages are here, the sum of squares of its own in fp64;

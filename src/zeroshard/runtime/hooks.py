@@ -352,7 +352,7 @@ class Hooks:
         # [Note: weak hooks] what hangs on a tensor is invisible to the garbage collector: it holds
         # nothing of the engine
         backward, ids = self.loop.backward, dict[int, int]()
-        for number, leaf in enumerate(backward.leaves):
+        for number, leaf in enumerate(backward.parameters):
             hooked: Any = leaf.parameter  # the method is untyped in torch
             handle = hooked.register_post_accumulate_grad_hook(backward.taker(number, ids))
             self._handles.append(handle)

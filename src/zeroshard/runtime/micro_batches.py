@@ -29,14 +29,14 @@ from zeroshard.system.device import Device
 __all__ = ["Autocast", "MicroBatch", "this_micro_batch"]
 
 _Call = TypeVar("_Call")
-_here: contextvars.ContextVar[MicroBatch[Any] | None] = contextvars.ContextVar(
+_current: contextvars.ContextVar[MicroBatch[Any] | None] = contextvars.ContextVar(
     "the micro-batch in whose thread this runs", default=None
 )
 
 
 def this_micro_batch() -> MicroBatch[Any] | None:
     """Return the micro-batch in whose thread this runs, if any."""
-    return _here.get()
+    return _current.get()
 
 
 class Autocast:
@@ -122,7 +122,7 @@ class MicroBatch(Generic[_Call]):
             self._thread.join()
 
     def _main(self) -> None:
-        _here.set(self)
+        _current.set(self)
         try:
             with ExitStack() as stack:
                 if self._stream is not None:

@@ -58,7 +58,7 @@ class Parameters:
             poison.expand(p.shape) for poison, p in zip(self._poison, self._locals, strict=True)
         ]
         self._released_at = [tensor.data_ptr() for tensor in self._released]
-        self._there: Sequence[torch.Tensor] = self._released  # what ``data`` is now
+        self._attached: Sequence[torch.Tensor] = self._released  # what ``data`` is now
         self._versions: list[int] = [p._version for p in parameters]
 
     def attach(self, views: Sequence[torch.Tensor]) -> None:
@@ -66,7 +66,7 @@ class Parameters:
         restore_classes(self.parameters)
         for local, view in zip(self._locals, views, strict=True):
             local.data = view
-        self._there = views
+        self._attached = views
         self._versions = list(map(_VERSION, self.parameters))
 
     def lend(self, views: Sequence[torch.Tensor]) -> None:
@@ -79,8 +79,8 @@ class Parameters:
         at since (``param.data = tensor``).
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for local, view in zip(self._locals, self._there, strict=True):
-                moved = self._there is not self._released and local.data_ptr() != view.data_ptr()
+            for local, view in zip(self._locals, self._attached, strict=True):
+                moved = self._attached is not self._released and local.data_ptr() != view.data_ptr()
                 if moved and (local.shape, local.dtype) == (view.shape, view.dtype):
                     view.copy_(local)
                     local.data = view
@@ -91,7 +91,7 @@ class Parameters:
             for local, released in zip(self._locals, self._released, strict=True):
                 local.data = released
             self._versions = list(map(_VERSION, self.parameters))
-        self._there = self._released
+        self._attached = self._released
         release_classes(self.parameters)
 
     def heal(self) -> None:
@@ -105,8 +105,8 @@ class Parameters:
         """
         expected = (
             self._released_at
-            if self._there is self._released
-            else list(map(_DATA_PTR, self._there))
+            if self._attached is self._released
+            else list(map(_DATA_PTR, self._attached))
         )
         with torch._C.DisableTorchFunctionSubclass():
             found = list(map(_DATA_PTR, self._locals))

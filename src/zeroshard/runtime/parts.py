@@ -64,7 +64,7 @@ class Parts:
             )
         self.watch.check()
         self.watch.check_frozen()
-        for leaf in self.backward.leaves:
+        for leaf in self.backward.parameters:
             if not leaf.parameter.requires_grad:
                 raise StateError(
                     f"parameter {leaf.name!r} was trained when the model was sharded and is frozen"

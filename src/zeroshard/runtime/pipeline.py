@@ -39,12 +39,12 @@ from zeroshard.core.placement import OtherAxis
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
-from zeroshard.runtime.backward_pass import Manner
+from zeroshard.runtime.backward_pass import BackwardMode
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weighting import weighed
 from zeroshard.runtime.weights import Weights
 
-__all__ = ["Following", "Terms", "check_budget", "check_mesh", "stages_of", "units_of"]
+__all__ = ["FollowOptions", "Following", "check_budget", "check_mesh", "stages_of", "units_of"]
 
 _REFUSED = (
     "a backward outside of {name}.step(), which the engine follows, would bring gradients of a part"
@@ -55,7 +55,7 @@ _OURS = "_zeroshard"  # marks the functions that stand in for a stage's methods
 
 
 @dataclass(frozen=True)
-class Terms:
+class FollowOptions:
     """What the user has asked of following."""
 
     budget: int | None = None  # bytes of stages that stay gathered; see core/pipeline_gathers.py
@@ -90,23 +90,23 @@ class Following:
         weights: Weights,
         backward: Backward,
         scaler: LossScaler | None,
-        terms: Terms,
+        options: FollowOptions,
     ) -> None:
         """`units`: those of each stage, by its number."""
         self.schedule = schedule
         self._weights = weights
         self._backward = backward
         self._scaler = scaler
-        self._terms = terms
+        self._options = options
         self._undo = ExitStack()
         self.is_on = False  # drives the engine
         self._runs_lists = _runs_lists(schedule)
         sizes = {number: gathered_bytes(held) for number, held in units.items()}
-        self._placed = place(_actions_of(schedule), sizes, terms.budget)
+        self._placed = place(_actions_of(schedule), sizes, options.budget)
         self._next = 0  # in `_placed`, where the schedule runs no list
         self._driving = False
         divisor = schedule._n_microbatches if schedule.scale_grads else 1
-        self._manner = Manner(scaled=scaler is not None, divisor=divisor)
+        self._mode = BackwardMode(scaled=scaler is not None, divisor=divisor)
         computations = [one for action in self._placed for one in action.computations]
         self._stages = {}
         for stage in stages_of(schedule):
@@ -205,7 +205,7 @@ class Following:
             )
         # here: later, ranks would wait for the activations of one that has refused
         self._backward.collect_dropped()
-        self._backward.accumulation.check(scaled=self._manner.scaled, divisor=self._manner.divisor)
+        self._backward.accumulation.check(scaled=self._mode.scaled, divisor=self._mode.divisor)
         self._next = 0
         for driven in self._stages.values():
             driven.begin()
@@ -286,11 +286,11 @@ class Following:
             yield  # schedule.eval(): torch computes nothing
             return
         driven.ran(int(brings))
-        sync = backward.manner.sync and not (driven.left and self._terms.no_sync)
+        sync = backward.mode.sync and not (driven.left and self._options.no_sync)
         units = driven.units if brings else ()
         with (
             backward.running_as(
-                sync=sync, seen=True, scaled=self._manner.scaled, divisor=self._manner.divisor
+                sync=sync, has_loss=True, scaled=self._mode.scaled, divisor=self._mode.divisor
             ),
             self._whole(driven.units, kind),
             backward.of_schedule(units, retains=kind == "I"),
@@ -305,7 +305,7 @@ class Following:
         if kind == "B":
             yield
             return
-        holds = self._terms.budget is None
+        holds = self._options.budget is None
         if holds:
             self._weights.hold_stage(units)
         for unit in units:

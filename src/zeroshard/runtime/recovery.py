@@ -55,14 +55,14 @@ class Recovery:
         """Bring the ranks to the same step and the weights to the masters; return whether a step
         was cut off on any rank. Collective.
         """
-        taken = 0 if optimizer is None else optimizer.taken
+        num_finished = 0 if optimizer is None else optimizer.num_finished
         cut_off = optimizer is not None and optimizer.is_cut_off
-        answers = self._everyone.share([self._digest.step, taken, cut_off], call)
+        answers = self._everyone.share([self._digest.step, num_finished, cut_off], call)
         steps, finished, cuts = zip(*answers, strict=True)
         self._digest.advance(max(steps))
         if optimizer is None or not (any(cuts) or len(set(finished)) > 1):
             return False
-        optimizer.abandon(taken=max(finished))
+        optimizer.abandon(num_finished=max(finished))
         if len(set(finished)) > 1:
             self._faults.lose(
                 _SINCE,

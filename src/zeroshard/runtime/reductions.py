@@ -74,7 +74,7 @@ class Reductions:
                 self._reduces.over(key)
             else:
                 flight.go(fork=True)
-                self._reduces.start(key, leaves=bucket.accumulator.leaves)
+                self._reduces.start(key, off_device=bucket.accumulator.off_device)
             if bucket.accumulator.tiered:
                 self._flushing.append(bucket)
         return any_started

@@ -44,7 +44,7 @@ from zeroshard.runtime.segment_states import VALUE, SegmentStates
 from zeroshard.runtime.tile_cuts import cut_tiles
 from zeroshard.state.local import leave_hollow
 
-__all__ = ["Facts", "Move", "facts_of", "let_go", "segments_of"]
+__all__ = ["Facts", "Move", "facts_of", "release_parameters", "segments_of"]
 
 _NOTHING = (0, 0)
 
@@ -110,7 +110,7 @@ def facts_of(segments: Mapping[str, SegmentStates]) -> Facts:
     return facts
 
 
-def let_go(parts: Parts) -> None:
+def release_parameters(parts: Parts) -> None:
     """Let another layout take over the parameters, which hold no memory until then and are of the
     dtypes and strides that shard() found. The old hooks stay: where the move does not come to its
     end they refuse a use of the module.
@@ -145,7 +145,7 @@ class Move:
         self._sharded = parts.sharded  # the tie to the optimizer, if there is one
         self._averages = averages
         self._segments = segments_of(parts, averages) if has_states else {}
-        self._told: Sequence[Facts] = ()  # by rank
+        self._all_facts: Sequence[Facts] = ()  # by rank
         # as in Facts, of all ranks together
         self._states: dict[str, dict[str, tuple[torch.dtype, set[str]]]] = {}
         self._numbers: dict[str, dict[str, Any]] = {}
@@ -160,12 +160,12 @@ class Move:
             return facts
         return replace(facts, wanted=_wanted(planned, trains=self._sharded is not None))
 
-    def begin(self, told: Sequence[Facts]) -> None:
-        """Bring the old layout to rest, and wait until no rank reads another's memory; `told`: the
-        facts of each rank. Collective over the old layout.
+    def begin(self, all_facts: Sequence[Facts]) -> None:
+        """Bring the old layout to rest, and wait until no rank reads another's memory;
+        `all_facts`: those of each rank. Collective over the old layout.
         """
-        self._told = told
-        for facts in told:
+        self._all_facts = all_facts
+        for facts in all_facts:
             for key, states in facts.states.items():
                 known = self._states.setdefault(key, {})
                 for state, (dtype, parameters) in states.items():
@@ -215,8 +215,8 @@ class Move:
         this rank wants of it, zero elsewhere. Collective.
         """
         dtype, _ = self._states[key][state]
-        held = [facts.held.get(key, _NOTHING) for facts in self._told]
-        spans = [facts.wanted.get(key, (_NOTHING, _NOTHING)) for facts in self._told]
+        held = [facts.held.get(key, _NOTHING) for facts in self._all_facts]
+        spans = [facts.wanted.get(key, (_NOTHING, _NOTHING)) for facts in self._all_facts]
         wanted = [span[state != VALUE] for span in spans]
         mine = self._take(key, state, dtype)
         out = torch.zeros(numel, dtype=dtype)

@@ -66,7 +66,7 @@ class Segment:
         # weights on their way back from a step on another tier, and what they are copied from
         self.uploads: list[tuple[Work, object]] = []
         # what the user sees
-        self.seen = Parameters(self.names, self.parameters, flat.dtype)
+        self.user_view = Parameters(self.names, self.parameters, flat.dtype)
         self.rewritten = True  # frozen weights: since they were gathered last
 
     @property
@@ -93,7 +93,7 @@ class Segment:
         """The pieces that this rank's optimizer steps."""
         return self.flat.layout.pieces_in(self.flat.stepped)
 
-    def recut(self, split: int, *, with_gradient: bool) -> None:
+    def move_split(self, split: int, *, with_gradient: bool) -> None:
         """Let the optimizer's state rest on the device up to element `split`, and `with_gradient`
         the gradients to come, too: they rest where they are read. `make_master` follows.
         """
@@ -296,7 +296,7 @@ class Segment:
     def heal(self) -> None:
         """Make released parameters read as NaN again; what was on its way is lost."""
         self.rewritten = True
-        self.seen.heal()
+        self.user_view.heal()
 
 
 def _fill(

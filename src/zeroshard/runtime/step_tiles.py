@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from zeroshard.core.placement import Tier
 from zeroshard.core.split import splits
 from zeroshard.optim.sharded import ShardedOptimizer
-from zeroshard.optim.shards import Taken, Tile
+from zeroshard.optim.shards import StepMethod, Tile
 from zeroshard.runtime.balance import Balance
 from zeroshard.runtime.build import Context, make_master
 from zeroshard.runtime.segment import Segment
@@ -47,7 +47,7 @@ class StepTiles:
             if cut is None
             else list(cut)
         )
-        beside = any(tile.taken is not Taken.BY_USER for tile in self.all)
+        beside = any(tile.method is not StepMethod.BY_USER for tile in self.all)
         tiering = context.tiering
         self.balance = (
             Balance(tiering.fractions["optimizer"], tiering.least)
@@ -88,7 +88,7 @@ class StepTiles:
         """Cut a segment's optimizer state at `split`; return its new tiles, where it rests."""
         segment.wait_uploads()
         states, master = SegmentStates(segment, before, sharded.states), segment.master
-        segment.recut(split, with_gradient=unit.cells.grad.tier is not Tier.DEVICE)
+        segment.move_split(split, with_gradient=unit.cells.grad.tier is not Tier.DEVICE)
         make_master(segment, unit.cells, self._context)
         assert master is not None and segment.master is not None, segment.key
         move(master, segment.master)

@@ -90,7 +90,7 @@ class NoStreams:
 
     enqueues = has_lanes = False
     # may be entered any number of times at once
-    _here: AbstractContextManager[None] = nullcontext()
+    _no_context: AbstractContextManager[None] = nullcontext()
 
     def __init__(self) -> None:
         self.probe = Probe()
@@ -98,7 +98,7 @@ class NoStreams:
     def fork(self, lane: Lane) -> None: ...
 
     def on(self, lane: Lane) -> AbstractContextManager[None]:
-        return self._here
+        return self._no_context
 
     def mark(self, lane: Lane) -> Event:
         return None

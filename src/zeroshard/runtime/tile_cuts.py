@@ -18,7 +18,7 @@ from zeroshard.core.layout import Range
 from zeroshard.core.placement import Cells, Tier
 from zeroshard.core.split import tiles
 from zeroshard.memory import placeholder
-from zeroshard.optim.shards import ParamShard, SteppedSegment, Taken, Tile
+from zeroshard.optim.shards import ParamShard, StepMethod, SteppedSegment, Tile
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.segment import Segment
 
@@ -26,7 +26,7 @@ __all__ = ["cut_tiles"]
 
 # the tiers whose tiles are not stepped where they rest, and the tensors that a tile may need beside
 # it: on disk four sets of master, gradient and two moments
-_WAYS, _TENSORS = {Tier.DISK: Taken.THROUGH_RING}, {Tier.DISK: 16}
+_WAYS, _TENSORS = {Tier.DISK: StepMethod.THROUGH_RING}, {Tier.DISK: 16}
 _ALIGN = 1024  # elements: a tile of fp32 begins on a page
 
 
@@ -48,26 +48,27 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
         stepped=segment.step,
     )
     share = max(context.tiering.staging_bytes // (_TENSORS.get(tier, 4) * 4) // _ALIGN, 1) * _ALIGN
-    cuts: list[tuple[Range, Taken]] = []
+    cuts: list[tuple[Range, StepMethod]] = []
     if bucket.accumulator.tiered:
-        cuts += [(span, Taken.ON_DEVICE) for span in tiles(0, split, share)]
+        cuts += [(span, StepMethod.ON_DEVICE) for span in tiles(0, split, share)]
     elif split:
-        cuts.append(((0, split), Taken.BY_USER))
+        cuts.append(((0, split), StepMethod.BY_USER))
     if split < master.numel:
         cuts += [
-            (span, _WAYS.get(tier, Taken.ON_HOST)) for span in tiles(split, master.numel, share)
+            (span, _WAYS.get(tier, StepMethod.ON_HOST))
+            for span in tiles(split, master.numel, share)
         ]
-    made = [_tile(segment, stepped, span, taken) for span, taken in cuts]
+    made = [_tile(segment, stepped, span, method) for span, method in cuts]
     return [tile for tile in made if tile.shards]
 
 
-def _tile(segment: Segment, stepped: SteppedSegment, span: Range, taken: Taken) -> Tile:
+def _tile(segment: Segment, stepped: SteppedSegment, span: Range, method: StepMethod) -> Tile:
     base, (start, stop) = segment.flat.stepped[0], span
     master, dtype = stepped.master.tensor, stepped.master.dtype
-    tile = Tile(stepped, start, stop, taken)
+    tile = Tile(stepped, start, stop, method)
     for found in segment.flat.layout.pieces_in((base + start, base + stop)):
         piece = replace(found, shard_start=found.shard_start + start)
-        if taken.off_device or master is None:
+        if method.off_device or master is None:
             numbers = placeholder((piece.numel,), dtype)
         else:
             numbers = master[piece.shard_start : piece.shard_stop]
@@ -78,7 +79,7 @@ def _tile(segment: Segment, stepped: SteppedSegment, span: Range, taken: Taken) 
             segment.flat.strides[piece.index],
             nn.Parameter(numbers),
             stepped,
-            taken,
+            method,
             low=found.shard_start,
             start=piece.shard_start,
             stop=piece.shard_stop,

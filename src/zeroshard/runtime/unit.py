@@ -149,10 +149,10 @@ class Unit:
         for segment in self.segments:
             if self._steps_elsewhere and not segment.flat.is_local:
                 segment.wait_uploads()
-            seen = segment.seen
-            name = seen.lost()
-            if name is None and (self._strict or seen.has_no_nan):
-                name = seen.lost_by_value()
+            user_view = segment.user_view
+            name = user_view.lost()
+            if name is None and (self._strict or user_view.has_no_nan):
+                name = user_view.lost_by_value()
             if name is not None:
                 raise _lost(name, "while it was released")
         if self.residency.state is not UnitState.RESTING:
@@ -183,7 +183,7 @@ class Unit:
         """The weights are here: point the parameters at them."""
         self._flight = None
         for segment in self.segments:
-            segment.seen.attach(segment.flat.buffer.views)
+            segment.user_view.attach(segment.flat.buffer.views)
 
     def reshard(self, *, for_backward: bool | None = False) -> int:
         """Give the gathered memory back (replicated rows keep theirs, and only unpoint the
@@ -195,9 +195,9 @@ class Unit:
                 segment.master is None or segment.master_is_weight
             )
             if segment.keeps_writes:
-                segment.seen.adopt()
-            name = name or segment.seen.lost(writes=not keeps_writes)
-            segment.seen.detach()
+                segment.user_view.adopt()
+            name = name or segment.user_view.lost(writes=not keeps_writes)
+            segment.user_view.detach()
             num_bytes += segment.flat.release(for_backward=for_backward)
         if name is not None:
             raise _lost(name, "while it was gathered for computing")
@@ -228,15 +228,15 @@ class Unit:
                     return name
         return None
 
-    def doze(self) -> None:
+    def mark_idle(self) -> None:
         """Let the parameters of a FULL unit that no module is using answer as released ones:
         another use of them must be noticed.
         """
         for segment in self.segments:
             release_classes(segment.parameters)
 
-    def wake(self) -> None:
-        """End `doze`."""
+    def resume(self) -> None:
+        """End `mark_idle`: a module uses the unit again."""
         for segment in self.segments:
             restore_classes(segment.parameters)
 
@@ -246,9 +246,9 @@ class Unit:
         """
         for segment in self.segments:
             if segment.keeps_writes:
-                segment.seen.adopt()
+                segment.user_view.adopt()
         name = next(
-            filter(None, (segment.seen.lost(writes=False) for segment in self.segments)), None
+            filter(None, (segment.user_view.lost(writes=False) for segment in self.segments)), None
         )
         if name is not None:
             raise _lost(name, "(its .data leads elsewhere)")
@@ -262,7 +262,7 @@ class Unit:
         self._flight = None
         for segment in self.segments:
             segment.heal()
-            segment.seen.detach()
+            segment.user_view.detach()
             segment.flat.abandon()
             if not rested:
                 segment.flat.release()
@@ -278,14 +278,14 @@ class Unit:
             raise self._cannot("be edited")
         copies = [segment.flat.full.clone() for segment in self.segments]
         for segment, copy in zip(self.segments, copies, strict=True):
-            segment.seen.lend(segment.flat.buffer.views_of(copy))
+            segment.user_view.lend(segment.flat.buffer.views_of(copy))
         self.residency.acquire(Use.EDIT)
         try:
             yield copies
         finally:
             self.residency.release(Use.EDIT)
             for segment in self.segments:
-                segment.seen.attach(segment.flat.buffer.views)
+                segment.user_view.attach(segment.flat.buffer.views)
 
 
 def _lost(name: str, when: str) -> StateError:

@@ -49,10 +49,10 @@ def weighed(
         scaled = scaled * counts
     # to which the gradients of the loss are added
     scale = 1.0 if scaler is None else scaler.scale
-    backward.leaves.scale_assigned(scale if counts is None else scale * counts)
+    backward.parameters.scale_assigned(scale if counts is None else scale * counts)
     silenced = silence([scaled.grad_fn]) if counts == 0 else []
     try:
-        with backward.running_as(seen=True, scaled=scaler is not None, weight=weight):
+        with backward.running_as(has_loss=True, scaled=scaler is not None, weight=weight):
             yield scaled
     finally:
         for handle in silenced:

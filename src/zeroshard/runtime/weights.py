@@ -101,10 +101,10 @@ class Weights:
                 self._trimmer.passed(unit.reshard(for_backward=True))
             elif op is Op.SHRINK:
                 self._trimmer.passed(unit.reshard(for_backward=None))
-            elif op is Op.DOZE:
-                unit.doze()
-            elif op is Op.WAKE:
-                unit.wake()
+            elif op is Op.IDLE:
+                unit.mark_idle()
+            elif op is Op.RESUME:
+                unit.resume()
             elif op is Op.ADVANCE:
                 unit.advance()
             else:

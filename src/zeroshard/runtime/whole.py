@@ -73,7 +73,7 @@ class Whole:
         units = self._units_of(params)
         with self._held(units):
             for segment in (segment for unit in units for segment in unit.segments):
-                segment.flat.buffer.seen()
+                segment.flat.buffer.mark_user_views()
             if not writeback:
                 yield
                 return

@@ -1,7 +1,7 @@
 """``zeroshard.shard``: from what the user asks to an engine, in one direction.
 
     api.py       shard() itself, which makes transports, stores and the engine
-    asked.py     what is asked for: read, checked and compared, in two meetings of the ranks
+    request.py   the settings asked for: read, checked and compared, in two meetings of the ranks
     checks.py    what cannot be done, refused before anything changes
     compare.py   what the ranks say of their requests, which must be the same
     repartition.py, rejoin.py    the same for an engine that is there: other rows, tiers and ranks

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.connect import connect_axes
-from zeroshard.comm.device_mesh import Seat, seat_of
+from zeroshard.comm.device_mesh import MeshAxes, mesh_axes_of
 from zeroshard.comm.launched import meeting_file
 from zeroshard.comm.mesh_ranks import MeshRanks
 from zeroshard.comm.own_mesh import OwnMesh
@@ -49,9 +49,9 @@ from zeroshard.runtime.stages import model_of
 from zeroshard.runtime.streams import make_streams
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.units import UnitSpec
-from zeroshard.sharding.asked import ShardRequest, requested
 from zeroshard.sharding.compare import Call
 from zeroshard.sharding.repartition import Repartition
+from zeroshard.sharding.request import ShardRequest, requested
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceMemory
 from zeroshard.system.device import Device
@@ -136,30 +136,30 @@ def shard(
     Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every
     rank, before anything is changed.
     """
-    seat = seat_of(mesh, dp, mesh_of)
+    mesh_axes = mesh_axes_of(mesh, dp, mesh_of)
 
     def read() -> tuple[Call, Config]:
-        call = Call(model_of(model), optimizer, seat, sync_from)
+        call = Call(model_of(model), optimizer, mesh_axes, sync_from)
         return call, build_config(config, stage=stage, policy=policy, units=units, **overrides)
 
-    asked = requested(seat, read)
-    context = _make_context(asked, seat, sync_from, trains=optimizer is not None)
-    context.prepare([local_of(buffer) for buffer in asked.model.buffers()])
-    engine = _engine(optimizer, asked, context, Repartition(asked, seat, _make_context))
+    request = requested(mesh_axes, read)
+    context = _make_context(request, mesh_axes, sync_from, trains=optimizer is not None)
+    context.prepare([local_of(buffer) for buffer in request.model.buffers()])
+    engine = _engine(optimizer, request, context, Repartition(request, mesh_axes, _make_context))
     context.faults.end_shard()
     return engine
 
 
 def _engine(
     optimizer: torch.optim.Optimizer | None,
-    asked: ShardRequest,
+    request: ShardRequest,
     context: Context,
     again: Repartition,
 ) -> Engine:
-    prefetch_bytes = asked.settings.prefetch_bytes
+    prefetch_bytes = request.settings.prefetch_bytes
     try:
         engine = Engine(
-            asked.model, asked.plans, context, prefetch_bytes=prefetch_bytes, repartition=again
+            request.model, request.plans, context, prefetch_bytes=prefetch_bytes, repartition=again
         )
     except StorageError:
         context.close()
@@ -174,14 +174,14 @@ def _engine(
 
 
 def _make_context(
-    asked: ShardRequest, seat: Seat, sync_from: int | None = None, *, trains: bool
+    request: ShardRequest, mesh_axes: MeshAxes, sync_from: int | None = None, *, trains: bool
 ) -> Context:
     """Make the parts that the whole engine shares: transport, stores, ... Collective."""
-    settings, policy = asked.settings, asked.policy
+    settings, policy = request.settings, request.policy
     precision = settings.resolved_precision()
-    device = next(asked.model.parameters()).device
+    device = next(request.model.parameters()).device
     spec = CommSpec(
-        asked.mesh,
+        request.mesh,
         name=settings.comm.transport,
         two_level=settings.comm.hierarchical,
         columns=policy.keeps_columns,
@@ -189,36 +189,36 @@ def _make_context(
         hop_dtype=torch.bfloat16 if settings.comm.grad_codec == "bf16" else torch.float32,
         ordered=settings.comm.ordered,
         stall_timeout_s=settings.stall_timeout_s,
-        pool_bytes=_pool_bytes(asked, ""),
+        pool_bytes=_pool_bytes(request, ""),
     )
-    with seat.axes.together("shard()"):
-        tiering = _make_tiering(asked, seat, device)
-        levels = make_levels(seat.group, device, spec)
+    with mesh_axes.along.together("shard()"):
+        tiering = _make_tiering(request, mesh_axes, device)
+        levels = make_levels(mesh_axes.group, device, spec)
     transport = levels.flat
-    axes = connect_axes(seat.axes, spec, transport.traffic)
+    axes = connect_axes(mesh_axes.along, spec, transport.traffic)
     context = Context(
         policy=policy,
         precision=precision,
-        dtypes=asked.dtypes,
+        dtypes=request.dtypes,
         levels=levels,
-        mesh=asked.mesh,
+        mesh=request.mesh,
         everyone=MeshRanks(transport.control, axes),
         holders=Holders.everyone(transport.size, transport.rank),
         streams=make_streams(device),
         meter=MemoryCounter(),
         memory=DeviceMemory(device, Pages(), tiering.link),
-        faults=Faults(transport, active=bool(tiering.away), differing=asked.differing),
-        options=_make_options(asked, trains=trains),
+        faults=Faults(transport, active=bool(tiering.away), differing=request.differing),
+        options=_make_options(request, trains=trains),
         prepare=lambda tensors: _prepare(tensors, transport, sync_from),
         tiering=tiering,
     )
-    own = {one.pattern: _own_context(one, context, asked, spec) for one in seat.own}
+    own = {one.pattern: _own_context(one, context, request, spec) for one in mesh_axes.own}
     return replace(context, own=own)
 
 
-def _make_options(asked: ShardRequest, *, trains: bool) -> Options:
+def _make_options(request: ShardRequest, *, trains: bool) -> Options:
     """Return what the user wants done beside what the policy says."""
-    settings = asked.settings
+    settings = request.settings
     return Options(
         strict=settings.strict,
         verify_every=settings.verify_every,
@@ -227,19 +227,19 @@ def _make_options(asked: ShardRequest, *, trains: bool) -> Options:
         loss_scaler=settings.loss_scaler(),
         trains=trains,
         codecs=settings.comm.codecs(),
-        batch_shares=settings.unequal_shares(asked.mesh.size),
-        shares=asked.shares,
+        batch_shares=settings.unequal_shares(request.mesh.size),
+        shares=request.shares,
     )
 
 
-def _own_context(own: OwnMesh, whole: Context, asked: ShardRequest, spec: CommSpec) -> Context:
+def _own_context(own: OwnMesh, whole: Context, request: ShardRequest, spec: CommSpec) -> Context:
     """Return the context of parameters with a mesh of their own. Collective over that."""
     mesh, members = own.holders.mesh(whole.mesh), own.holders.members
     spec = replace(
         spec,
         mesh=mesh,
         name="auto" if len(members) == 1 else spec.name,
-        pool_bytes=_pool_bytes(asked, own.pattern),
+        pool_bytes=_pool_bytes(request, own.pattern),
         # where hosts are several, groups inside one would gather without the memory of the others
         alias=whole.levels.one_sided,
         members=members,
@@ -248,18 +248,18 @@ def _own_context(own: OwnMesh, whole: Context, asked: ShardRequest, spec: CommSp
     return replace(whole, levels=levels, mesh=mesh, holders=own.holders)
 
 
-def _pool_bytes(asked: ShardRequest, pattern: str) -> int:
+def _pool_bytes(request: ShardRequest, pattern: str) -> int:
     """Return the bytes of the gradient buffers of the units of `pattern`: twice the largest."""
-    numel = max((plan.local_numel for plan in asked.plans if plan.pattern == pattern), default=0)
-    return grad_pool_bytes(numel, asked.dtypes.widest(asked.settings.resolved_precision()))
+    numel = max((plan.local_numel for plan in request.plans if plan.pattern == pattern), default=0)
+    return grad_pool_bytes(numel, request.dtypes.widest(request.settings.resolved_precision()))
 
 
-def _make_tiering(asked: ShardRequest, seat: Seat, device: torch.device) -> Tiering:
+def _make_tiering(request: ShardRequest, mesh_axes: MeshAxes, device: torch.device) -> Tiering:
     """Make the configured stores. An unusable disk raises StorageError on every rank."""
-    offload, leaving = asked.settings.offload, asked.common.offload.leaving
+    offload, leaving = request.settings.offload, request.common.offload.leaving
     link = link_of(device)
     stores: dict[Tier, Store] = {}
-    ranks = seat.ranks if leaving else Ranks()  # leaving on any rank
+    ranks = mesh_axes.ranks if leaving else Ranks()  # leaving on any rank
     with ExitStack() as stack:
         with ranks.together("shard()", refusal=StorageError):
             for tier in {*offload.away.values()} - {Tier.DEVICE}:
@@ -267,7 +267,7 @@ def _make_tiering(asked: ShardRequest, seat: Seat, device: torch.device) -> Tier
                     tier,
                     device,
                     disk_path=offload.disk_path,
-                    rank=seat.rank,
+                    rank=mesh_axes.rank,
                     verify=offload.verify,
                     link=link,
                 )
@@ -275,8 +275,10 @@ def _make_tiering(asked: ShardRequest, seat: Seat, device: torch.device) -> Tier
         stack.pop_all()
     fractions, automatic, least = offload.fractions(), offload.fraction == "auto", 0.0
     if automatic:
-        share = 1 / seat.size if asked.shares is None else float(asked.shares[seat.rank])
-        least = _no_room_for(asked.model, device, share)
+        share = (
+            1 / mesh_axes.size if request.shares is None else float(request.shares[mesh_axes.rank])
+        )
+        least = _no_room_for(request.model, device, share)
         fractions["optimizer"] = fractions["grad"] = first_fraction(device, link, least=least)
     return Tiering(
         stores=stores,

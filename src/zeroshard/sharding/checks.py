@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.codec import DTYPES as CODED
-from zeroshard.comm.device_mesh import Seat
+from zeroshard.comm.device_mesh import MeshAxes
 from zeroshard.config import Config
 from zeroshard.core.dims import Dims
 from zeroshard.core.placement import Mesh, Scope
@@ -187,7 +187,7 @@ def check_nodes(mesh: Mesh, settings: Config) -> None:
         )
 
 
-def check_per_rank(settings: Config, world: int, seat: Seat) -> None:
+def check_per_rank(settings: Config, world: int, mesh_axes: MeshAxes) -> None:
     """Raise ConfigError for shares, or tiers per rank, that do not fit the `world` data parallel
     ranks.
     """
@@ -201,7 +201,7 @@ def check_per_rank(settings: Config, world: int, seat: Seat) -> None:
                 f"{name} is given for {count} ranks, and there are {world} data parallel ranks"
             )
     given = (["shares"] if shares is not None else []) + [f"offload.{state}" for state in by_rank]
-    if given and seat.own:
+    if given and mesh_axes.own:
         raise ConfigError(
             f"{given[0]} per rank is not supported beside mesh_of, where ranks hold other"
             " parameters: leave one of them out"
@@ -219,7 +219,7 @@ def check_per_rank(settings: Config, world: int, seat: Seat) -> None:
             f"shares has no effect with policy={policies[0].name!r}: every rank keeps everything;"
             " take zero1, zero2 or zero3"
         )
-    if isinstance(shares, str) and seat.dims.others:
+    if isinstance(shares, str) and mesh_axes.dims.others:
         raise ConfigError(
             f"shares={shares!r} measures data parallel ranks, which would cut other stages and"
             " replicas differently: give a number per data parallel rank"
@@ -230,21 +230,21 @@ def node_size_of(settings: Config, dims: Dims) -> int | None:
     """Return ranks per node: those of the mesh's names, or the settings; rows that keep columns
     default to the launcher's variable.
     """
-    asked, policy = settings.comm.node_size, settings.resolved_policy()
+    given, policy = settings.comm.node_size, settings.resolved_policy()
     if dims.node_size is not None:
         if not policy.keeps_columns:
             raise ConfigError(
                 f"policy={policy.name!r} does not shard over the inner data parallel dimension"
                 " alone: take 'mics' (FSDP2's HSDP), 'hpz' or 'hfsdp', or a mesh with one, 'dp'"
             )
-        if asked not in (None, dims.node_size):
+        if given not in (None, dims.node_size):
             raise ConfigError(
-                f"comm.node_size={asked} is not the mesh's nodes of {dims.node_size} ranks:"
+                f"comm.node_size={given} is not the mesh's nodes of {dims.node_size} ranks:"
                 " leave it out"
             )
         return dims.node_size
-    if asked is not None or not policy.keeps_columns:
-        return asked
+    if given is not None or not policy.keeps_columns:
+        return given
     if dims.others:
         raise ConfigError(
             f"policy={policy.name!r} needs to know the nodes: name the data parallel dimensions"
@@ -262,15 +262,15 @@ def node_size_of(settings: Config, dims: Dims) -> int | None:
 def check_own_meshes(
     model: nn.Module,
     plans: Sequence[UnitPlan],
-    seat: Seat,
+    mesh_axes: MeshAxes,
     mesh: Mesh,
     settings: Config,
     sync_from: int | None,
 ) -> None:
     """Raise ConfigError for what cannot be done beside meshes of parameters' own."""
-    if not seat.own:
+    if not mesh_axes.own:
         return
-    for own in seat.own:
+    for own in mesh_axes.own:
         own.holders.mesh(mesh)
     if sync_from is not None:
         raise ConfigError(

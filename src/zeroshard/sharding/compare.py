@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.comm.device_mesh import Seat
+from zeroshard.comm.device_mesh import MeshAxes
 from zeroshard.comm.ranks import Groups, Meeting
 from zeroshard.config import Config
 from zeroshard.core.digest import holders
@@ -47,14 +47,14 @@ class Call:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
-    seat: Seat
+    mesh_axes: MeshAxes
     sync_from: int | None
 
     def first_report(self) -> dict[str, str]:
         """Return how every report begins. Ranks that have a mesh have compared it before
         (seat_of).
         """
-        mesh = {"mesh": "none"} if self.seat.mesh is None else {}
+        mesh = {"mesh": "none"} if self.mesh_axes.mesh is None else {}
         return mesh | {"sync_from": str(self.sync_from)}
 
 
@@ -75,7 +75,7 @@ class Report:
     ) -> Report:
         """Return the report about a `call` whose model is cut into `plans`."""
         model, named = call.model, named_parameters_once(call.model)
-        groups = {own.pattern: own.holders.groups for own in call.seat.own}
+        groups = {own.pattern: own.holders.groups for own in call.mesh_axes.own}
         report = _model_report(model, call.optimizer, dtypes, plans)
         values = _initial_values(model) if call.sync_from is None else {}
         if values and any(fingerprint_of(parameter) is not None for parameter in named.values()):
@@ -132,10 +132,10 @@ class Report:
         return alike
 
 
-def settings_report(settings: Config, seat: Seat, node_size: int | None) -> dict[str, str]:
+def settings_report(settings: Config, mesh_axes: MeshAxes, node_size: int | None) -> dict[str, str]:
     """Return the settings that must be equal on all ranks, in order of importance."""
     report = {
-        "policy": settings.at(seat.rank).resolved_policy().name,
+        "policy": settings.at(mesh_axes.rank).resolved_policy().name,
         "shares": str(settings.shares),
         "precision": settings.resolved_precision().describe(),
         "comm": settings.comm.model_dump_json(),

@@ -30,7 +30,7 @@ def carried(engine: Engine) -> dict[str, Any]:
         "groups": [] if sharded is None else encoded_options(sharded.optimizer),
         "scaler": None if scaler is None else scaler.state_dict(),
         "counts": [parts.finalizer.step, parts.finalizer.skipped],
-        "steps": None if sharded is None else [sharded.taken, sharded.runner.num_steps],
+        "steps": None if sharded is None else [sharded.num_finished, sharded.runner.num_steps],
         "generators": encode(generators(), "random generators", _as_text),
     }
 

@@ -1,4 +1,4 @@
-"""``engine.repartition()``: what shard() was asked for is asked again, with other settings.
+"""``engine.repartition()``: what was requested of shard() is requested again, with other settings.
 
     the old ranks agree        nothing is under way, all ask for the same
     old and new ranks meet     who holds the states; the settings, where a rank comes back
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.checkpoint.save import end_saves
-from zeroshard.comm.device_mesh import Seat, seat_of
+from zeroshard.comm.device_mesh import MeshAxes, mesh_axes_of
 from zeroshard.comm.hand_over import HandOver, HandOverError
 from zeroshard.comm.ranks import Ranks
 from zeroshard.config import AUTO, Config, build_config
@@ -49,9 +49,9 @@ from zeroshard.runtime.build import Context, PlannedUnits, build_units, plan_uni
 from zeroshard.runtime.ema import averages_of
 from zeroshard.runtime.engine import Engine, parts_of, relaid, states_of
 from zeroshard.runtime.parts import Parts
-from zeroshard.runtime.relayout import Facts, Move, facts_of, let_go, segments_of
-from zeroshard.sharding.asked import ShardRequest, asked_again
+from zeroshard.runtime.relayout import Facts, Move, facts_of, release_parameters, segments_of
 from zeroshard.sharding.rejoin import carried, take_over
+from zeroshard.sharding.request import ShardRequest, changed_request
 from zeroshard.state.local import local_of
 
 __all__ = ["Repartition"]
@@ -72,29 +72,31 @@ _CUT_OFF = (
 
 
 class MakeContext(Protocol):
-    """Make what the parts of an engine share (sharding/api.py). Collective over the seat's
-    ranks.
+    """Make what the parts of an engine share (sharding/api.py). Collective over the
+    ranks of `mesh_axes`.
     """
 
-    def __call__(self, asked: ShardRequest, seat: Seat, /, *, trains: bool) -> Context: ...
+    def __call__(
+        self, request: ShardRequest, mesh_axes: MeshAxes, /, *, trains: bool
+    ) -> Context: ...
 
 
 @dataclass(frozen=True)
 class _Ready:
     """A new layout that this rank has a part in, before anything moves."""
 
-    asked: ShardRequest
-    seat: Seat
+    request: ShardRequest
+    mesh_axes: MeshAxes
     context: Context
     planned: PlannedUnits
 
 
 class Repartition:
-    """What one engine was asked for last, and how it is asked again."""
+    """The last request of one engine, and how to change it."""
 
-    def __init__(self, asked: ShardRequest, seat: Seat, make: MakeContext) -> None:
-        self._asked = asked
-        self._seat = seat
+    def __init__(self, request: ShardRequest, mesh_axes: MeshAxes, make: MakeContext) -> None:
+        self._request = request
+        self._mesh_axes = mesh_axes
         self._make = make
         self._is_away = False
 
@@ -107,14 +109,14 @@ class Repartition:
         except (CheckpointError, ConfigError, PlanMismatch, StateError, StorageError) as refused:
             self._tell_who_comes(changes, refused)
             raise
-        seat, hand_over, told = self._meet(engine, changes)
-        asked = self._agree_on_settings(engine, hand_over, seat, told, changes)
-        relayout = _Relayout(engine, hand_over, told, is_away=self._is_away)
-        ready = relayout.prepare(lambda: self._ready(engine, asked, seat, changes))
+        mesh_axes, hand_over, answers = self._meet(engine, changes)
+        request = self._agree_on_settings(engine, hand_over, mesh_axes, answers, changes)
+        relayout = _Relayout(engine, hand_over, answers, is_away=self._is_away)
+        ready = relayout.prepare(lambda: self._ready(engine, request, mesh_axes, changes))
         relayout.run()
         self._is_away = ready is None
         if ready is not None:
-            self._asked, self._seat = ready.asked, ready.seat
+            self._request, self._mesh_axes = ready.request, ready.mesh_axes
         relayout.end()
 
     # ------------------------------------------------------------------ the old ranks
@@ -122,17 +124,17 @@ class Repartition:
     @property
     def _ranks(self) -> list[int]:
         """The ranks of the job over which the engine lies, or lay when this rank left."""
-        group = self._seat.group
+        group = self._mesh_axes.group
         return [_rank()] if group is None else dist.get_process_group_ranks(group)
 
     def _agree_on_call(self, engine: Engine, changes: Mapping[str, Any]) -> None:
         """Raise, on all of the old ranks, what one of them refuses. Collective over them."""
         mesh = changes.get("mesh")
-        asked = mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh
+        new_ranks = mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh
         ranks = Ranks() if self._is_away else states_of(engine).peers
         with ranks.together(_CALL) as meeting:
             self._check_call(engine, changes)
-            meeting.compare({"mesh": str(asked)})
+            meeting.compare({"mesh": str(new_ranks)})
         if not self._is_away:
             states_of(engine).finish_step()
 
@@ -161,7 +163,7 @@ class Repartition:
         states, parts = states_of(engine), parts_of(engine)
         if states.following is not None and states.following.is_on:
             raise ConfigError(f"{_CALL} while the engine follows a schedule: end that first")
-        if self._seat.own or self._seat.dims.others:
+        if self._mesh_axes.own or self._mesh_axes.dims.others:
             raise ConfigError(
                 f"{_CALL} moves data parallel ranks alone, and this engine has other axes or"
                 " mesh_of: save, close and shard() again"
@@ -191,33 +193,33 @@ class Repartition:
         """Raise, on the ranks that come to the engine, too, what the old ranks refuse."""
         mesh = changes.get("mesh")
         if isinstance(mesh, DeviceMesh) and _rank() in mesh.mesh and self._grows(mesh):
-            with HandOver(_seat_in(mesh, changes).group).ranks.together(_CALL):
+            with HandOver(_mesh_axes_in(mesh, changes).group).ranks.together(_CALL):
                 raise refusal
 
     def _meet(
         self, engine: Engine, changes: Mapping[str, Any]
-    ) -> tuple[Seat | None, HandOver, list[dict[str, Any]]]:
-        """Return this rank's new seat (None: it leaves), all ranks that take part, and what each of
+    ) -> tuple[MeshAxes | None, HandOver, list[dict[str, Any]]]:
+        """Return this rank's new axes (None: it leaves), all ranks that take part, and what each of
         these says of itself. Collective over them.
 
         Raises, on every rank, for a refusal of any, and where the states of the new ranks cannot
         come from these ranks.
         """
-        mesh, seat = changes.get("mesh"), self._seat
+        mesh, mesh_axes = changes.get("mesh"), self._mesh_axes
         if grows := mesh is not None and self._grows(mesh):
-            seat = _seat_in(mesh, changes)
-        hand_over = HandOver(seat.group)
+            mesh_axes = _mesh_axes_in(mesh, changes)
+        hand_over = HandOver(mesh_axes.group)
         with hand_over.ranks.together(_CALL, remedy=_SAME) as meeting:
             leaves = mesh is not None and _rank() not in mesh.mesh
             if mesh is not None and not (grows or leaves):
-                seat = _seat_in(mesh, changes)
+                mesh_axes = _mesh_axes_in(mesh, changes)
             averages = str(len(averages_of(engine)))
-            meeting.compare({"model": _model_digest(self._asked), "averages": averages})
+            meeting.compare({"model": _model_digest(self._request), "averages": averages})
             ranks, settings = None if self._is_away else self._ranks, self._settings_json(changes)
             meeting.give({"ranks": ranks, "rank": _rank(), "settings": settings})
-        told: list[dict[str, Any]] = meeting.answers
-        held = [one["ranks"] for one in told if one["ranks"] is not None]
-        here = {one["rank"] for one in told}
+        answers: list[dict[str, Any]] = meeting.answers
+        held = [one["ranks"] for one in answers if one["ranks"] is not None]
+        here = {one["rank"] for one in answers}
         if not held:
             raise ConfigError(
                 f"no rank of mesh= {sorted(here)} holds the states: all have left the engine"
@@ -227,11 +229,11 @@ class Repartition:
                 f"mesh= {sorted(here)} leaves out ranks that hold a part of the states, which lie"
                 f" over {held[0]}: call {_CALL} on these, too, over a mesh that contains them"
             )
-        return None if leaves else seat, hand_over, told
+        return None if leaves else mesh_axes, hand_over, answers
 
     def _settings_json(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings that may change, for ranks that come back."""
-        settings = _settings(self._asked.common, changes)
+        settings = _settings(self._request.common, changes)
         policy = settings.policy
         return {
             "policy": policy if policy is None or isinstance(policy, str) else None,
@@ -245,60 +247,64 @@ class Repartition:
         self,
         engine: Engine,
         hand_over: HandOver,
-        seat: Seat | None,
-        told: Sequence[dict[str, Any]],
+        mesh_axes: MeshAxes | None,
+        answers: Sequence[dict[str, Any]],
         changes: Mapping[str, Any],
     ) -> ShardRequest | None:
-        """Return what is asked again of a rank of the new layout. Raises on every rank."""
+        """Return the new request of a rank of the new layout. Raises on every rank."""
         with hand_over.ranks.together(_CALL) as meeting:
-            asked = None if seat is None else self._asked_anew(engine, seat, told, changes)
-            meeting.give(None if asked is None else asked.report.settings)
+            request = (
+                None
+                if mesh_axes is None
+                else self._new_request(engine, mesh_axes, answers, changes)
+            )
+            meeting.give(None if request is None else request.report.settings)
         _compare([found for found in meeting.answers if found is not None])
-        return asked
+        return request
 
-    def _asked_anew(
+    def _new_request(
         self,
         engine: Engine,
-        seat: Seat,
-        told: Sequence[dict[str, Any]],
+        mesh_axes: MeshAxes,
+        answers: Sequence[dict[str, Any]],
         changes: Mapping[str, Any],
     ) -> ShardRequest:
-        settings = self._asked.common
+        settings = self._request.common
         if self._is_away:
-            first = next(one for one in told if one["ranks"] is not None)
+            first = next(one for one in answers if one["ranks"] is not None)
             settings = _settings(settings, first["settings"])
         settings = _settings(settings, changes)
         if isinstance(settings.shares, str) and "shares" not in changes and "mesh" in changes:
             raise ConfigError(
                 f"shares={settings.shares!r} was measured on other ranks: pass shares= again"
             )
-        asked = asked_again(self._asked, settings, seat)
-        away = [cells.optim.tier for cells in asked.settings.resolved_policy().all_cells]
+        request = changed_request(self._request, settings, mesh_axes)
+        away = [cells.optim.tier for cells in request.settings.resolved_policy().all_cells]
         if averages_of(engine) and set(away) != {Tier.DEVICE}:
             raise ConfigError(
                 "zs.EMA keeps an average beside masters on the device: leave offload.optimizer"
                 " there, or drop the average first"
             )
-        return asked
+        return request
 
     def _ready(
         self,
         engine: Engine,
-        asked: ShardRequest | None,
-        seat: Seat | None,
+        request: ShardRequest | None,
+        mesh_axes: MeshAxes | None,
         changes: Mapping[str, Any],
     ) -> _Ready | None:
         """Make the new layout's transports and stores, on its ranks."""
-        if asked is None or seat is None:
+        if request is None or mesh_axes is None:
             return None
-        asked = _measured(engine, asked, seat, changes)
+        request = _measured(engine, request, mesh_axes, changes)
         trains = parts_of(engine).sharded is not None
-        context = self._make(asked, seat, trains=trains)
+        context = self._make(request, mesh_axes, trains=trains)
         scaler = parts_of(engine).context.options.loss_scaler
         context = replace(context, options=replace(context.options, loss_scaler=scaler))
         # strides and dtypes are those that shard() found: plans look at them when segments are made
         try:
-            return _Ready(asked, seat, context, plan_units(asked.plans, context))
+            return _Ready(request, mesh_axes, context, plan_units(request.plans, context))
         except StorageError:
             context.close()
             raise
@@ -311,7 +317,7 @@ class _Relayout:
         self,
         engine: Engine,
         hand_over: HandOver,
-        told: Sequence[Mapping[str, Any]],
+        answers: Sequence[Mapping[str, Any]],
         *,
         is_away: bool,
     ) -> None:
@@ -321,7 +327,7 @@ class _Relayout:
         self._parts: Parts = parts_of(engine)
         self._move = Move(hand_over, self._parts, _averages(engine), has_states=not is_away)
         self._facts: list[Facts] = []
-        holds = [one["ranks"] is not None for one in told]
+        holds = [one["ranks"] is not None for one in answers]
         self._first = holds.index(True)  # the first rank of the old layout
         self._some_come_back = not all(holds)
         self._carried: dict[str, Any] | None = None  # for ranks that come back
@@ -391,7 +397,7 @@ class _Relayout:
         if ready is None:
             move.give_all()
         else:
-            let_go(self._parts)
+            release_parameters(self._parts)
             self._build(ready)
         if self._carried is not None:
             for buffer in self._engine.module.buffers():
@@ -407,9 +413,9 @@ class _Relayout:
         move.end(stays=ready is not None)
 
     def _build(self, ready: _Ready) -> None:
-        context, plans, move = ready.context, ready.asked.plans, self._move
+        context, plans, move = ready.context, ready.request.plans, self._move
         units = build_units(plans, context, ready.planned, move)
-        prefetch_bytes = ready.asked.settings.prefetch_bytes
+        prefetch_bytes = ready.request.settings.prefetch_bytes
         relaid(self._engine, units, plans, context, prefetch_bytes=prefetch_bytes, cut=move.cut)
         context.faults.end_shard()
 
@@ -442,37 +448,37 @@ def _settings(settings: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def _measured(
-    engine: Engine, asked: ShardRequest, seat: Seat, changes: Mapping[str, Any]
+    engine: Engine, request: ShardRequest, mesh_axes: MeshAxes, changes: Mapping[str, Any]
 ) -> ShardRequest:
-    """Return `asked` with shares that follow what is measured now, if `changes` ask for that; the
+    """Return `request` with shares that follow what is measured now, if `changes` ask for that; the
     first rank logs why. Collective over the new ranks.
     """
     shares = changes.get("shares")
     if shares == EQUAL or not isinstance(shares, str):
-        return asked
+        return request
     rests = engine.memory().tiers.values()
     own_bytes = sum(by_tier.get(Tier.DEVICE.value, 0) for by_tier in rests)
     device = parts_of(engine).context.device
-    numbers, told = resolved(shares, seat.group, device, own_bytes)
-    if seat.rank == 0:
-        _log.info("%s", told)
-    return replace(asked, shares=shares_of(numbers))
+    numbers, reason = resolved(shares, mesh_axes.group, device, own_bytes)
+    if mesh_axes.rank == 0:
+        _log.info("%s", reason)
+    return replace(request, shares=shares_of(numbers))
 
 
-def _seat_in(mesh: DeviceMesh, changes: Mapping[str, Any]) -> Seat:
-    """Return this rank's seat in `mesh`. Collective over it; raises ConfigError."""
-    seat = seat_of(mesh, changes.get("dp"))
-    if seat.dims.others:
+def _mesh_axes_in(mesh: DeviceMesh, changes: Mapping[str, Any]) -> MeshAxes:
+    """Return the axes of `mesh`. Collective over it; raises ConfigError."""
+    mesh_axes = mesh_axes_of(mesh, changes.get("dp"))
+    if mesh_axes.dims.others:
         raise ConfigError(
             f"{_CALL} moves data parallel ranks alone, and mesh= has other dimensions:"
             " save, close and shard() again"
         )
-    return seat
+    return mesh_axes
 
 
-def _model_digest(asked: ShardRequest) -> str:
+def _model_digest(request: ShardRequest) -> str:
     """Return what the parameters and units of a model are, as a few letters."""
-    return hashlib.blake2b(json.dumps(asked.report.model).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(request.report.model).encode(), digest_size=8).hexdigest()
 
 
 def _compare(reports: Sequence[Mapping[str, str]]) -> None:

@@ -15,8 +15,8 @@ in others. Parameters themselves are guarded (runtime/released.py).
 may be read, and saved by autograd, while the unit is released. Release therefore leaves the storage
 to such views and makes another one for the next gather: the memory lives as long as anything refers
 to it, and holds the numbers from before the next step. Without gradients autograd saves nothing, so
-any reference that is not ours is a view that has left. So it is once the user has `seen` the
-buffer, inside ``gathered()``: a graph that refers to it as well finds the same numbers there. With
+any reference that is not ours is a view that has left. So it is after `mark_user_views`,
+inside ``gathered()``: a graph that refers to it as well finds the same numbers there. With
 gradients the views are looked for in what a module returns (runtime/hooks.py), and `leave` is
 called. A storage that torch lets nobody resize has left, too: ``.numpy()`` and ``share_memory_()``
 of any view do that, for as long as the storage lives.
@@ -99,7 +99,7 @@ class FullBuffer:
             for slot, stride in zip(layout.slots, self.strides, strict=True)
         ]
         self._has_left = False  # whether a view of it is known to be used elsewhere
-        self._is_seen = False  # whether the user may have taken views of what is here
+        self._has_user_views = False  # whether the user may have taken views of what is here
         # the tensor without memory and its views, while pages stand for them
         self._home: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._use(tensor)
@@ -143,9 +143,9 @@ class FullBuffer:
         if self._home is not None:
             # the pages go with the last view of them
             (self.tensor, self.views), self._home = self._home, None
-            self._has_left = self._is_seen = False
+            self._has_left = self._has_user_views = False
             return 0
-        watched = self._is_seen or not _autograd_may_save()
+        watched = self._has_user_views or not _autograd_may_save()
         if (
             self._has_left
             or not self.tensor.untyped_storage().resizable()
@@ -155,7 +155,7 @@ class FullBuffer:
                 self._use(None)  # see [Note: views that leave]
         else:
             self.tensor.untyped_storage().resize_(0)
-        self._has_left = self._is_seen = False
+        self._has_left = self._has_user_views = False
         return self.num_bytes
 
     def close(self) -> None:
@@ -163,9 +163,9 @@ class FullBuffer:
         self.tensor = torch.empty(0, dtype=self.dtype)
         self.views = []
 
-    def seen(self) -> None:
+    def mark_user_views(self) -> None:
         """Leave the memory, at the next release, to whatever else refers to it then."""
-        self._is_seen = True
+        self._has_user_views = True
 
     def leave(self) -> None:
         """Leave the memory, at the next release, to a view of it that is used elsewhere."""

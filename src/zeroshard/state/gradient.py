@@ -327,12 +327,12 @@ class Gradient:
 
     # ------------------------------------------------------------------ its norm
 
-    def asked(self, ranges: Iterable[Range]) -> list[SquaresRequest]:
+    def unread(self, ranges: Iterable[Range]) -> list[SquaresRequest]:
         """Return what the host has yet to read of an accelerator (state/reduction.py) to know the
         squares of `ranges`, and whether the average is finite; nothing of the CPU.
         """
         if not self.on_device or not reads_wait(self.numbers.whole):
-            return self._passed.asked()
+            return self._passed.unread()
         return [
             SquaresRequest(
                 self.numbers.whole[slice(*span)], partial(self._squares.__setitem__, span)

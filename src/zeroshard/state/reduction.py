@@ -47,10 +47,10 @@ def squares_of(slices: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(list(slices), 2, dtype=torch.float64)).square_()
 
 
-def read_squares(asked: Sequence[SquaresRequest]) -> None:
-    """Tell each of `asked`, of which there are some, its sum of squares: one vector, one read."""
-    squares = squares_of([one.numbers for one in asked]).tolist()
-    for one, value in zip(asked, squares, strict=True):
+def read_squares(requests: Sequence[SquaresRequest]) -> None:
+    """Tell each of `requests` (at least one) its sum of squares: one vector, one read."""
+    squares = squares_of([one.numbers for one in requests]).tolist()
+    for one, value in zip(requests, squares, strict=True):
         one.learn(value)
 
 
@@ -100,11 +100,11 @@ class RunningSum:
         self._totals[waits] = more if held is None else held + more
 
     def is_finite(self) -> bool:
-        """Whether it is finite, as far as the host knows: what is `asked` is not known yet."""
+        """Whether it is finite, as far as the host knows: what is `unread` is not known yet."""
         known = self._totals.get(False)
         return known is None or bool(torch.isfinite(known))
 
-    def asked(self) -> list[SquaresRequest]:
+    def unread(self) -> list[SquaresRequest]:
         """Return what the host has yet to read of an accelerator to know whether it is finite."""
         total = self._totals.get(True)
         return [] if total is None else [SquaresRequest(total.reshape(1), self._learn)]

@@ -249,7 +249,7 @@ def test_routes_connect_what_rests(
         "average": (own, shared),
     }
     assert not kept or cells.between.scope is Scope.NODE_SHARD
-    for way in (way.taken(held=held, again=again) for way in made):
+    for way in (way.for_pass(held=held, again=again) for way in made):
         is_kept = way.name == "unshard_backward" and bool(kept)
         is_encoded = is_kept and formats.gather.codec is not None
         check_connected(way, formats.gather if is_encoded else None)
@@ -400,9 +400,9 @@ def test_weights_are_read_for_every_gather_unless_a_column_is_kept() -> None:
 
 def test_the_first_sum_is_written_and_later_ones_are_added() -> None:
     host, disk = (tiered("zero3", "device", tier, "device").reduce for tier in ("host", "disk"))
-    assert crossed(host.taken()) == crossed(host.taken(again=True)) == TierBytes(write=4)
-    assert crossed(disk.taken()) == TierBytes(write=4)
-    assert crossed(disk.taken(again=True)) == TierBytes(read=4, write=8)
+    assert crossed(host.for_pass()) == crossed(host.for_pass(again=True)) == TierBytes(write=4)
+    assert crossed(disk.for_pass()) == TierBytes(write=4)
+    assert crossed(disk.for_pass(again=True)) == TierBytes(read=4, write=8)
 
 
 def test_held_sums_on_the_host_cross_twice_more() -> None:

@@ -38,7 +38,7 @@ class Executor:
     gathered: dict[int, bool] = field(default_factory=dict)  # unit -> was its gather waited for
     buckets: dict[tuple[int, int], int] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
-    dozing: set[int] = field(default_factory=set)
+    idle: set[int] = field(default_factory=set)
     over_budget_for: int = 0  # bytes that one event needs, whatever the budget
 
     def __post_init__(self) -> None:
@@ -63,11 +63,11 @@ class Executor:
             elif op in RELEASES:
                 assert self.gathered.pop(unit), "released while the gather is under way"
                 self.live -= self.sizes[unit]
-                self.dozing.discard(unit)
-            elif op is Op.DOZE:
-                self.dozing.add(unit)
-            elif op is Op.WAKE:
-                self.dozing.remove(unit)
+                self.idle.discard(unit)
+            elif op is Op.IDLE:
+                self.idle.add(unit)
+            elif op is Op.RESUME:
+                self.idle.remove(unit)
             elif op is Op.WAIT_REDUCE:
                 self.live -= self.buckets.pop((unit, command.segment))
 
@@ -75,14 +75,14 @@ class Executor:
         """Nothing beyond the budget is gathered, but for what one event needs by itself; kept
         weights come on top.
         """
-        kept = sum(self.sizes[unit] for unit in self.dozing) if self.kept else 0
+        kept = sum(self.sizes[unit] for unit in self.idle) if self.kept else 0
         buckets = sum(self.buckets.values())
         assert self.live - kept <= max(self.rules.budget_bytes, needs + buckets), self.commands
 
     def need(self, unit: int, phase: Phase) -> None:
         in_use = sum(self.sizes[u.index] for u in self.units if u.in_use or u.index == unit)
         self.run(self.schedule.need(self.units[unit], phase, keeps=True), needs=in_use)
-        assert self.gathered[unit] and unit not in self.dozing
+        assert self.gathered[unit] and unit not in self.idle
 
     def forward(self, order: Sequence[int]) -> None:
         self.run(self.schedule.begin("forward"))
@@ -225,7 +225,7 @@ def test_a_unit_of_several_modules_stays_until_another_one_is_needed() -> None:
     for _ in range(2):  # two of its modules run: one gather
         executor.need(0, "forward")
         executor.run(executor.schedule.after_forward(first, keeps=True))
-        assert first.is_dozing and 0 in executor.gathered
+        assert first.is_idle and 0 in executor.gathered
     executor.need(1, "forward")
     assert 0 not in executor.gathered
     executor.run(executor.schedule.after_forward(second, keeps=True))
@@ -288,14 +288,14 @@ def test_a_forward_inside_another_of_the_same_unit_takes_no_decision() -> None:
     executor.check_rests()
 
 
-def test_a_unit_that_dozes_is_not_entered_by_the_short_way() -> None:
+def test_an_idle_unit_is_not_entered_by_the_short_way() -> None:
     executor = _executor([4, 4], None, kept=True)
     executor.schedule.enter(evaluates=False)
     executor.need(0, "forward")
     executor.run(executor.schedule.after_forward(executor.units[0], keeps=True))
-    assert executor.dozing == {0} and not executor.schedule.reenter([executor.units[0]])
+    assert executor.idle == {0} and not executor.schedule.reenter([executor.units[0]])
     executor.need(0, "forward")
-    assert not executor.dozing and executor.schedule.reenter([executor.units[0]])
+    assert not executor.idle and executor.schedule.reenter([executor.units[0]])
 
 
 def test_a_stage_is_held_beside_the_budget_and_its_units_give_way_to_nothing() -> None:

@@ -105,18 +105,18 @@ def test_gradients_are_divided_scaled_and_zeroed_without_a_read_and_then_read_to
         accumulators, gradients = [one for one, _ in made], [one for _, one in made]
         for one in gradients:
             assert one.average(4.0), "nothing is known of it yet"
-        asked = [each for one in accumulators for each in one.asked()]
+        asked = [each for one in accumulators for each in one.unread()]
         assert (reads.numbers, reads.vectors) == (0, [])
         reduction.read_squares(asked)
         assert reads.vectors == [4]
-        assert [one.asked() for one in accumulators] == [[], []]
+        assert [one.unread() for one in accumulators] == [[], []]
         for one, squares in zip(gradients, expected, strict=True):
             for span, value in zip(spans, squares, strict=True):
                 assert one.squares_in(*span) == pytest.approx(value, rel=1e-12)
                 assert one.is_finite(*span)
         gradients[0].scale(0.5)
         accumulators[1].zero({0})
-        assert [len(one.asked()) for one in accumulators] == [2, 2], "they have changed"
+        assert [len(one.unread()) for one in accumulators] == [2, 2], "they have changed"
     assert (reads.numbers, reads.vectors) == (0, [4])
 
 
@@ -126,7 +126,7 @@ def test_what_is_not_finite_is_known_once_it_has_been_read() -> None:
     with on_an_accelerator():
         accumulator, one = gradient_of(numbers, [40, 60])
         assert one.average(2.0)
-        reduction.read_squares(accumulator.asked())
+        reduction.read_squares(accumulator.unread())
         assert not one.average(2.0)
         assert one.is_finite(0, 40) and not one.is_finite(40, 100)
 

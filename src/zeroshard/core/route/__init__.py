@@ -69,12 +69,12 @@ class Route:
                 out.append((hop, axes))
         return tuple(out)
 
-    def taken(self, *, held: bool = False, again: bool = False) -> Route:
+    def for_pass(self, *, held: bool = False, again: bool = False) -> Route:
         """Return the route of one pass: are sums `held` here, does a sum rest already (`again`)?"""
-        taken = {When.ALWAYS, When.AGAIN if again else When.FIRST}
+        whens = {When.ALWAYS, When.AGAIN if again else When.FIRST}
         if held:
-            taken.add(When.HELD)
-        return Route(self.name, tuple(hop for hop in self.hops if hop.when in taken))
+            whens.add(When.HELD)
+        return Route(self.name, tuple(hop for hop in self.hops if hop.when in whens))
 
     def bytes(self, buffer: float | Portion) -> LinkBytes:
         """Return what one rank receives for `buffer`: as many elements, shared equally, or its
@@ -84,7 +84,7 @@ class Route:
 
     def tier_bytes(self, buffer: float | Portion) -> TierBytes:
         """Return what one rank reads from other tiers and writes to them; of a reduce, ask the
-        route that is `taken`.
+        route of `for_pass`.
         """
         return sum((hop.tier_bytes(buffer) for hop in self.hops), TierBytes())
 
@@ -124,7 +124,7 @@ class Routes:
             yield self.unshard_backward
             is_last = number == micro_batches - 1
             reduce = self.reduce if is_last or not no_sync else self.reduce_partial
-            yield reduce.taken(held=holds and number > 0, again=not holds and number > 0)
+            yield reduce.for_pass(held=holds and number > 0, again=not holds and number > 0)
         yield self.average
         yield self.publish
 

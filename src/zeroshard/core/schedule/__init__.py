@@ -3,7 +3,7 @@
     event                          weights                       gradients
     begin(phase)                   release what is ahead
     need(unit)                     evict, START, WAIT, START ahead    make room: WAIT_REDUCE
-    after_forward(unit)            RELEASE, or doze
+    after_forward(unit)            RELEASE, or IDLE
     reduces.make_room(bytes)                                     WAIT_REDUCE
     after_backward(unit)           RELEASE
     reduces.handed_over()                                        WAIT_REDUCE, POLL_REDUCE
@@ -214,7 +214,7 @@ class Schedule:
 
     def need(self, unit: Residency, phase: Phase, *, keeps: bool = False) -> Commands:
         """`unit` is used now: gather it, and those expected next. `keeps`: see `after_forward`."""
-        if self._idle is None and unit.state is FULL and not unit.is_dozing:
+        if self._idle is None and unit.state is FULL and not unit.is_idle:
             return ()
         return self._gather(unit, phase, keeps)
 
@@ -224,8 +224,8 @@ class Schedule:
         elif self._idle is not None:
             yield from self.release_idle(keeps)
         if unit.state is FULL:
-            if unit.is_dozing:
-                yield from self._wake(unit)
+            if unit.is_idle:
+                yield from self._resume(unit)
             return
         to, size = self._to[unit.index], unit.traits.full_bytes
         if unit.state is RESTING:
@@ -271,11 +271,11 @@ class Schedule:
             sizes=self._sizes,
             live_bytes=0,
             budget_bytes=allowed,
-            is_live=self._is_here,
+            is_live=self._is_live,
             around=self._around,
         )
 
-    def _is_here(self, index: int) -> bool:
+    def _is_live(self, index: int) -> bool:
         return self.units[index].state is not RESTING
 
     def _advance(self) -> Commands:
@@ -309,14 +309,14 @@ class Schedule:
             return ()
         if traits.is_kept and keeps:
             self.room.set_beside(unit.index, traits.full_bytes)
-            return self._doze(unit, Use.KEPT)
+            return self._mark_idle(unit, Use.KEPT)
         if traits.spans_one_module:
             return self._release(unit, Op.KEEP if keeps else Op.SHRINK)
         if self._idle is unit:
             return ()
         released = self.release_idle(keeps)
         self._idle = unit
-        return (*released, *self._doze(unit, Use.IDLE))
+        return (*released, *self._mark_idle(unit, Use.IDLE))
 
     def after_backward(self, unit: Residency) -> Commands:
         """The backward of `unit` is over."""
@@ -331,7 +331,7 @@ class Schedule:
         if not unit.in_use:
             return self._release(unit, Op.KEEP if keeps else Op.SHRINK)
         unit.release(Use.IDLE)
-        return (self._to[unit.index][Op.WAKE],)
+        return (self._to[unit.index][Op.RESUME],)
 
     def release_unused(self, unit: Residency, op: Op = Op.RELEASE) -> Commands:
         """Release a unit that rests sharded, where neither a forward, a backward nor the user
@@ -378,15 +378,15 @@ class Schedule:
         unit.rest()
         return (self._to[unit.index][op],)
 
-    def _doze(self, unit: Residency, why: Use) -> Commands:
+    def _mark_idle(self, unit: Residency, why: Use) -> Commands:
         unit.acquire(why)
-        return (self._to[unit.index][Op.DOZE],)
+        return (self._to[unit.index][Op.IDLE],)
 
-    def _wake(self, unit: Residency) -> Commands:
+    def _resume(self, unit: Residency) -> Commands:
         self.room.set_beside(unit.index, 0)
         unit.release(Use.IDLE)
         unit.release(Use.KEPT)
-        return (self._to[unit.index][Op.WAKE],)
+        return (self._to[unit.index][Op.RESUME],)
 
     # ------------------------------------------------------------------ units that are held
 
@@ -403,8 +403,8 @@ class Schedule:
         for unit in units:
             if unit is self._idle:
                 yield from self.release_idle(keeps)
-            elif unit.is_dozing:
-                yield from self._wake(unit)
+            elif unit.is_idle:
+                yield from self._resume(unit)
             unit.acquire(Use.STAGE)
             self._discard(unit)
             self.room.set_beside(unit.index, unit.traits.full_bytes)

@@ -75,8 +75,8 @@ class WrittenStep:
         self._event(f"backward of micro-batch {number}")
         self._run(schedule.begin("backward"))
         route = routes.reduce if sync else routes.reduce_partial
-        taken = route.taken(held=sync and routes.holds and number > 0)
-        crosses = any(hop.axis is not None for hop in taken)
+        route_now = route.for_pass(held=sync and routes.holds and number > 0)
+        crosses = any(hop.axis is not None for hop in route_now)
         for unit in reversed(units):
             self._need(unit, "backward")
             size = schedule.units[unit].traits.nominal_bytes
@@ -88,7 +88,7 @@ class WrittenStep:
             if crosses:
                 self._run(schedule.reduces.before((unit, 0)))
                 schedule.reduces.start((unit, 0))
-            self._line("REDUCE" if crosses else "ADD", unit, str(taken))
+            self._line("REDUCE" if crosses else "ADD", unit, str(route_now))
             self._run(schedule.reduces.handed_over())
 
     def optimizer_step(self) -> None:

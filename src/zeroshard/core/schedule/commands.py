@@ -22,8 +22,8 @@ class Op(IntEnum):
     RELEASE = 4  # give the gathered memory back, and what is kept for a backward
     KEEP = 5  # give it back, but for what the row keeps for a backward
     SHRINK = 6  # give it back; what an earlier forward has kept for its backward stays
-    DOZE = 7  # no use is known, and another one may follow at once: it has to be noticed
-    WAKE = 8  # the next use has come
+    IDLE = 7  # no use is known, and another one may follow at once: it has to be noticed
+    RESUME = 8  # the next use has come
     WAIT_REDUCE = 9
     POLL_REDUCE = 10  # take note where it is over
 

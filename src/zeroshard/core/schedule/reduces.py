@@ -44,9 +44,9 @@ class Reduces:
             yield Command(Op.WAIT_REDUCE, *key)
             self.over(key)
 
-    def start(self, key: Key, *, leaves: bool = False) -> None:
-        """A reduce has been started; `leaves`: its sum rests on another tier."""
-        self._under_way[key] = leaves
+    def start(self, key: Key, *, off_device: bool = False) -> None:
+        """A reduce has been started; `off_device`: its sum rests on another tier."""
+        self._under_way[key] = off_device
 
     def over(self, key: Key) -> None:
         """A reduce is over, and its bucket is free."""
@@ -64,7 +64,7 @@ class Reduces:
                 yield Command(Op.POLL_REDUCE, *key)
             return
         op = Op.WAIT_REDUCE if self._rules.waits_for_room else Op.POLL_REDUCE
-        leaving = [key for key, leaves in self._under_way.items() if leaves]
+        leaving = [key for key, off_device in self._under_way.items() if off_device]
         for key in leaving[:-MAX_FLUSHING]:
             yield Command(op, *key)
             if op is Op.WAIT_REDUCE:

@@ -228,7 +228,7 @@ class _Events:
         self._plans = plans
         self._counted = counted
         self._around = holding_others(plans)
-        self._here: set[int] = set()  # units that are gathered
+        self._gathered: set[int] = set()  # units that are gathered
         self._used = [0] * len(plans)  # forwards under way
         self._idle: int | None = None  # forward over; another use may follow at once
         self._backward: dict[int, None] = {}  # units whose backward is under way
@@ -285,13 +285,13 @@ class _Events:
             self._idle = None
         elif self._idle is not None:
             self._release_idle()
-        if unit not in self._here:
-            self._here.add(unit)
+        if unit not in self._gathered:
+            self._gathered.add(unit)
             self._note("gather", unit)
 
     def _release(self, unit: int) -> None:
-        if unit in self._here:
-            self._here.discard(unit)
+        if unit in self._gathered:
+            self._gathered.discard(unit)
             self._note("release", unit)
 
     def _release_idle(self) -> None:
@@ -359,7 +359,7 @@ class _Events:
         for unit in reversed(range(len(self._plans))):
             if any(owner == unit for owner, _ in self._groups.values()):
                 self._reduce(unit)
-        for unit in sorted(self._here):
+        for unit in sorted(self._gathered):
             self._release(unit)
         self._note("end")
         self._note("end")  # what is left then

@@ -1,4 +1,4 @@
-"""What `shard()` is asked for: read on every rank, checked there, and compared (compare.py)."""
+"""The settings of a `shard()` call: read and checked on each rank, and compared (compare.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from zeroshard.comm.device_mesh import Seat
+from zeroshard.comm.device_mesh import MeshAxes
 from zeroshard.comm.ranks import Meeting
 from zeroshard.config import AUTO, Config
 from zeroshard.core.gradient_budget import least_budget, resting_whole
@@ -37,7 +37,7 @@ from zeroshard.sharding.checks import (
 from zeroshard.sharding.compare import REMEDY, Call, Report, errors_by_id, settings_report
 from zeroshard.state.local import local_of
 
-__all__ = ["ShardRequest", "asked_again", "requested"]
+__all__ = ["ShardRequest", "changed_request", "requested"]
 
 _log = logging.getLogger("zeroshard")
 
@@ -60,42 +60,43 @@ class ShardRequest:
     differing: dict[int, str] = field(default_factory=dict)
 
 
-def requested(seat: Seat, read: Callable[[], tuple[Call, Config]]) -> ShardRequest:
-    """Return what all ranks of `seat` ask for: `read` on each, checked and compared. Collective.
+def requested(mesh_axes: MeshAxes, read: Callable[[], tuple[Call, Config]]) -> ShardRequest:
+    """Return what all ranks of `mesh_axes` request: `read` on each, checked and compared.
+    Collective.
 
     A check raises on its own rank. The ranks meet at the end of each `together`, so that every rank
     raises: this rank's error, else a PlanMismatch with another's or with the first difference. They
     meet twice: about settings, and about the model.
     """
-    together = partial(seat.ranks.together, "shard()", remedy=REMEDY)
-    with seat.axes.together("shard()"):
+    together = partial(mesh_axes.ranks.together, "shard()", remedy=REMEDY)
+    with mesh_axes.along.together("shard()"):
         with together() as meeting:
             call, settings = read()
             _report_settings(call, settings, meeting)
         numbers = _numbers(call, settings)
     facts = meeting.answers
-    with seat.axes.together("shard()") as along_axes:
+    with mesh_axes.along.together("shard()") as along_axes:
         with together() as meeting:
             if settings.policy == AUTO:
                 settings = _chosen(call, settings, facts)
-            asked = _checked(call, settings, numbers)
-            asked.report.bring(meeting)
-        differences = asked.report.compare(meeting.answers, along_axes, seat.axes.replicas)
-    return replace(asked, differing=errors_by_id(call.model, differences))
+            request = _checked(call, settings, numbers)
+            request.report.bring(meeting)
+        differences = request.report.compare(meeting.answers, along_axes, mesh_axes.along.replicas)
+    return replace(request, differing=errors_by_id(call.model, differences))
 
 
 def _report_settings(call: Call, settings: Config, meeting: Meeting) -> None:
     """Let the ranks compare `settings`; with policy="auto" all tell what they know of their
     machines. Raises ConfigError.
     """
-    seat, report = call.seat, {"policy": AUTO}
+    mesh_axes, report = call.mesh_axes, {"policy": AUTO}
     if settings.policy != AUTO:
-        _, _, node_size = _seated(settings, seat)
-        report = settings_report(settings, seat, node_size)
+        _, _, node_size = _rank_settings(settings, mesh_axes)
+        report = settings_report(settings, mesh_axes, node_size)
     meeting.compare(call.first_report() | report)
     if settings.policy != AUTO and not isinstance(settings.shares, str):
         return
-    if settings.policy == AUTO and (seat.dims.others or seat.own):
+    if settings.policy == AUTO and (mesh_axes.dims.others or mesh_axes.own):
         raise ConfigError("policy='auto' plans data parallel ranks alone, and this mesh has"
                           " other axes or mesh_of: name a row")  # fmt: skip
     refuse_inside("shard()")
@@ -103,14 +104,14 @@ def _report_settings(call: Call, settings: Config, meeting: Meeting) -> None:
     if settings.policy == AUTO:
         from zeroshard.planner.modules.auto import facts  # and with it the planner
 
-        meeting.give(facts(call.model, settings, seat.size))
+        meeting.give(facts(call.model, settings, mesh_axes.size))
 
 
 def _numbers(call: Call, settings: Config) -> Sequence[float] | None:
     """Return the shares of the ranks: as they are given, or those that follow their memory, where
     rank 0 logs why. Collective.
     """
-    shares, seat = settings.shares, call.seat
+    shares, mesh_axes = settings.shares, call.mesh_axes
     if settings.policy == AUTO or not isinstance(shares, str):
         return None if isinstance(shares, str) else shares
     from zeroshard.hetero import resolved
@@ -118,9 +119,9 @@ def _numbers(call: Call, settings: Config) -> Sequence[float] | None:
     named = [p for p in call.model.parameters() if fingerprint_of(p) is None]
     own_bytes = sum(local_of(p).nbytes for p in named)
     device = next(call.model.parameters()).device
-    numbers, told = resolved(shares, seat.group, device, own_bytes)
-    if seat.rank == 0:
-        _log.info("%s", told)
+    numbers, reason = resolved(shares, mesh_axes.group, device, own_bytes)
+    if mesh_axes.rank == 0:
+        _log.info("%s", reason)
     return numbers
 
 
@@ -130,40 +131,46 @@ def _chosen(call: Call, settings: Config, everyone: list[dict[str, Any]]) -> Con
     """
     from zeroshard.planner.modules.auto import decide
 
-    seat = call.seat
+    mesh_axes = call.mesh_axes
 
-    def check(asked: Config) -> None:
-        asked.refuse_unsupported()
-        check_nodes(Mesh.of(len(everyone), node_size_of(asked, seat.dims)), asked)
+    def check(chosen: Config) -> None:
+        chosen.refuse_unsupported()
+        check_nodes(Mesh.of(len(everyone), node_size_of(chosen, mesh_axes.dims)), chosen)
 
-    known = settings.comm.node_size if seat.dims.node_size is None else seat.dims.node_size
-    out, told = decide(call.model, call.optimizer, settings, everyone, node_size=known, check=check)
-    if seat.rank == 0:
-        _log.info("%s", told)
+    known = (
+        settings.comm.node_size if mesh_axes.dims.node_size is None else mesh_axes.dims.node_size
+    )
+    out, reason = decide(
+        call.model, call.optimizer, settings, everyone, node_size=known, check=check
+    )
+    if mesh_axes.rank == 0:
+        _log.info("%s", reason)
     return out
 
 
 def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> ShardRequest:
     """Check everything on this rank. Nothing is changed or sent. Raises ConfigError."""
-    model, seat = call.model, call.seat
-    settings, mesh, node_size = _seated(common, seat)
+    model, mesh_axes = call.model, call.mesh_axes
+    settings, mesh, node_size = _rank_settings(common, mesh_axes)
     _check_sync(call.sync_from, mesh)
     refuse_inside("shard()")
     check_model(model, call.optimizer)
-    check_dtensors(named_parameters_once(model), seat.mesh, seat.dims)
+    check_dtensors(named_parameters_once(model), mesh_axes.mesh, mesh_axes.dims)
     precision = settings.resolved_precision()
     check_precision(model, precision)
     dtypes = compute_dtypes(model, precision)
     check_codecs(model, dtypes, settings)
-    plans = partition_units(model, settings.units, own_meshes=[own.pattern for own in seat.own])
-    check_own_meshes(model, plans, seat, mesh, settings, call.sync_from)
+    plans = partition_units(
+        model, settings.units, own_meshes=[own.pattern for own in mesh_axes.own]
+    )
+    check_own_meshes(model, plans, mesh_axes, mesh, settings, call.sync_from)
     cut = None if shares is None else shares_of(shares)
-    compared = call.first_report() | settings_report(common, seat, node_size)
+    compared = call.first_report() | settings_report(common, mesh_axes, node_size)
     return ShardRequest(
         model=model,
         settings=settings,
         common=common,
-        policy=_budgeted(settings, cut, plans, mesh, seat, dtypes),
+        policy=_budgeted(settings, cut, plans, mesh, mesh_axes, dtypes),
         shares=cut,
         mesh=mesh,
         dtypes=dtypes,
@@ -183,38 +190,38 @@ def _check_sync(sync_from: int | None, mesh: Mesh) -> None:
         )
 
 
-def asked_again(asked: ShardRequest, common: Config, seat: Seat) -> ShardRequest:
-    """Return what `asked` becomes with other `common` settings in another `seat`: units and dtypes
-    are the same, and so are shares that were measured. Raises ConfigError.
+def changed_request(request: ShardRequest, common: Config, mesh_axes: MeshAxes) -> ShardRequest:
+    """Return `request` with other `common` settings, over other `mesh_axes`: units and dtypes are
+    the same, and so are shares that were measured. Raises ConfigError.
     """
-    settings, mesh, node_size = _seated(common, seat)
-    check_codecs(asked.model, asked.dtypes, settings)
-    shares = asked.shares
+    settings, mesh, node_size = _rank_settings(common, mesh_axes)
+    check_codecs(request.model, request.dtypes, settings)
+    shares = request.shares
     if not isinstance(common.shares, str):
         shares = None if common.shares is None else shares_of(common.shares)
     return replace(
-        asked,
+        request,
         settings=settings,
         common=common,
-        policy=_budgeted(settings, shares, asked.plans, mesh, seat, asked.dtypes),
+        policy=_budgeted(settings, shares, request.plans, mesh, mesh_axes, request.dtypes),
         shares=shares,
         mesh=mesh,
-        report=replace(asked.report, settings=settings_report(common, seat, node_size)),
+        report=replace(request.report, settings=settings_report(common, mesh_axes, node_size)),
         differing={},
     )
 
 
-def _seated(common: Config, seat: Seat) -> tuple[Config, Mesh, int | None]:
+def _rank_settings(common: Config, mesh_axes: MeshAxes) -> tuple[Config, Mesh, int | None]:
     """Return the settings of this rank, the mesh, and the ranks per node where they are known.
     Raises ConfigError.
     """
     common.refuse_unsupported()
-    check_per_rank(common, seat.size, seat)
-    common.batch_sizes(seat.size)
-    common.unequal_shares(seat.size)
-    settings = common.at(seat.rank)
-    node_size = node_size_of(settings, seat.dims)
-    mesh = Mesh.of(seat.size, node_size, seat.dims.others)
+    check_per_rank(common, mesh_axes.size, mesh_axes)
+    common.batch_sizes(mesh_axes.size)
+    common.unequal_shares(mesh_axes.size)
+    settings = common.at(mesh_axes.rank)
+    node_size = node_size_of(settings, mesh_axes.dims)
+    mesh = Mesh.of(mesh_axes.size, node_size, mesh_axes.dims.others)
     check_nodes(mesh, settings)
     return settings, mesh, node_size
 
@@ -224,7 +231,7 @@ def _budgeted(
     shares: Shares | None,
     plans: list[UnitPlan],
     mesh: Mesh,
-    seat: Seat,
+    mesh_axes: MeshAxes,
     dtypes: Dtypes,
 ) -> Policy:
     """Return the row in force, in which the gradients of some units rest whole where
@@ -234,7 +241,7 @@ def _budgeted(
     if budget is None:
         return policy
     assert isinstance(budget, int), budget  # Config has read it
-    meshes = {own.pattern: own.holders.mesh(mesh) for own in seat.own} | {"": mesh}
+    meshes = {own.pattern: own.holders.mesh(mesh) for own in mesh_axes.own} | {"": mesh}
     sizes_of = partial(
         gradient_bytes,
         dtypes=dtypes,

@@ -39,7 +39,7 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.state.local import gradient_taker
 
-__all__ = ["ASSIGNED", "AssignedGradients", "Leaf", "Leaves", "names_of", "seal"]
+__all__ = ["ASSIGNED", "AssignedGradients", "Leaf", "TrainableParameters", "names_of", "seal"]
 
 ASSIGNED = "the parameters whose .grad was assigned by hand"
 
@@ -117,8 +117,8 @@ def seal(leaves: Iterable[Leaf], owner: GradientOwner, holds: object) -> None:
             parameter.grad = sealed
 
 
-class Leaves(list[Leaf]):
-    """All leaves of an engine, in the order of its units."""
+class TrainableParameters(list[Leaf]):
+    """All trainable parameters of an engine, in the order of its units."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         super().__init__(
@@ -222,8 +222,10 @@ class _TakenGradient:
 class AssignedGradients:
     """The assigned gradients of one engine that a step is to take."""
 
-    def __init__(self, leaves: Leaves, decisions: Decisions, control: Ranks) -> None:
-        self._leaves = leaves
+    def __init__(
+        self, parameters: TrainableParameters, decisions: Decisions, control: Ranks
+    ) -> None:
+        self._parameters = parameters
         self._decisions = decisions
         self._control = control
         self._taken: list[_TakenGradient] = []
@@ -233,7 +235,7 @@ class AssignedGradients:
         """Take note of those that are assigned now, or of that of parameter `only`; return whether
         any is.
         """
-        assigned = self._leaves.assigned()
+        assigned = self._parameters.assigned()
         if only is not None:
             assigned = [leaf for leaf in assigned if leaf.parameter is only]
         with torch._C.DisableTorchFunctionSubclass():
