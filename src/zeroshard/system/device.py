@@ -188,10 +188,8 @@ class Device:
         """Return the bytes that this process can still have, with those that its allocator keeps
         for reuse.
         """
-        free, _ = self.mem_get_info()
-        usage = self.usage()
-        allocated, reserved = (0, 0) if usage is None else usage
-        return free + reserved - allocated
+        allocated, reserved = self.usage() or (0, 0)
+        return self.mem_get_info()[0] + reserved - allocated
 
     def usage(self) -> tuple[int, int] | None:
         """Return the bytes that are allocated in tensors, and those that torch's allocator has
