@@ -113,7 +113,9 @@ def fake_group(size: int) -> Iterator[None]:
                     copying = _copying(getattr(dist, name))
                     stack.enter_context(mock.patch.object(dist, name, copying))
                 ours = _copying_method(group_reduce_scatter)
-                stack.enter_context(mock.patch("zeroshard.comm.nccl.group_reduce_scatter", ours))
+                stack.enter_context(
+                    mock.patch("zeroshard.comm.native_transport.group_reduce_scatter", ours)
+                )
             yield
     finally:
         dist.destroy_process_group()

@@ -25,7 +25,9 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm.plain import ranks_through
+from zeroshard.comm.select import has_native
 from zeroshard.memory import synchronize
+from zeroshard.system.device import Device
 from zeroshard.system.host_memory import HostMemory
 
 __all__ = ["Cluster", "RankFacts", "free_memory", "measure", "resolved"]
@@ -35,8 +37,9 @@ _ALIKE = 1.05  # free memory that differs by less counts as equal
 _DIGITS = 3  # of shares: more would be noise
 _PRODUCT_S = 0.3
 _COPY_S = 0.1
-_SIDE = {"cpu": 512, "cuda": 4096}
-_COPY_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+# on the CPU, and on an accelerator
+_SIDES = 512, 4096
+_COPY_BYTES = 32 << 20, 256 << 20
 _LINK_BYTES = 1 << 20
 
 
@@ -122,9 +125,7 @@ def free_memory(device: torch.device) -> int:
     """Return the bytes of the memory that states on `device` rest in that are free now."""
     if device.type == "cpu":
         return HostMemory.now().available
-    memory = torch.get_device_module(device)
-    free, _ = memory.mem_get_info(device)
-    return int(free + memory.memory_reserved(device) - memory.memory_allocated(device))
+    return Device.of(device).free_bytes()
 
 
 def _gathered(
@@ -156,7 +157,7 @@ def _memory_of(device: torch.device) -> str:
     """
     host = _text("/proc/sys/kernel/random/boot_id")
     if device.type != "cpu":
-        return f"{host} {torch.cuda.get_device_properties(device).uuid}"
+        return f"{host} {Device.of(device).facts()['uuid']}"
     limited = HostMemory.now().limit is not None
     return f"{host} {_text('/proc/self/cgroup')}" if limited else host
 
@@ -176,13 +177,13 @@ def _relative(numbers: Sequence[float]) -> tuple[float, ...]:
 
 
 def _flops(device: torch.device) -> float:
-    side = _SIDE.get(device.type, 2048)
+    side = _SIDES[device.type != "cpu"]
     a, b = (torch.randn(side, side, device=device) for _ in range(2))
     return 2 * side**3 / _mean_seconds(lambda: torch.matmul(a, b), device, _PRODUCT_S)
 
 
 def _copied(device: torch.device) -> float:
-    num_bytes = _COPY_BYTES.get(device.type, 64 << 20)
+    num_bytes = _COPY_BYTES[device.type != "cpu"]
     here = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     there = torch.empty_like(here)
     return num_bytes / _mean_seconds(lambda: there.copy_(here), device, _COPY_S)
@@ -207,8 +208,8 @@ def _link_seconds(group: dist.ProcessGroup | None, device: torch.device) -> list
     """
     if group is None or group.size() == 1:
         return [0.0]
-    backend = "nccl" in str(dist.get_backend(group))
-    message = torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=device if backend else "cpu")
+    where = device if has_native(group, device) else torch.device("cpu")
+    message = torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=where)
     out = [float("inf")] * group.size()
     for number in range(3):  # as many on every rank
         for source in range(group.size()):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ReduceScatterOptions
 
 from benchmarks.fake_world import Options, _copying, fake_group, measure
-from zeroshard.comm import nccl
+from zeroshard.comm import native_transport
 
 
 def test_every_round_times_all_three_and_the_world_is_gone_afterwards() -> None:
@@ -55,7 +55,7 @@ def test_collectives_that_the_fake_backend_leaves_out_copy_what_there_is() -> No
 def test_what_comes_from_the_others_is_finite_on_every_torch() -> None:
     with fake_group(4):
         share, whole = torch.full((2,), float("nan")), torch.full((8,), float("nan"))
-        nccl.group_reduce_scatter(
+        native_transport.group_reduce_scatter(
             dist.group.WORLD, share, torch.arange(8.0), ReduceScatterOptions()
         )
         dist.all_to_all_single(whole, torch.arange(8.0))

@@ -21,10 +21,10 @@ import zeroshard as zs
 from benchmarks.fake_world import fake_world
 from tests.support import inside
 from zeroshard import memory
-from zeroshard.comm import nccl, select
+from zeroshard.comm import native_transport, select
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.levels import Levels, NodeSum
-from zeroshard.comm.nccl import NcclTransport
+from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.transport import CommSpec, ReduceRequest
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
@@ -33,6 +33,7 @@ from zeroshard.runtime.streams import NoStreams
 from zeroshard.runtime.weights import Weights
 from zeroshard.sharding import api
 from zeroshard.state.state import DeviceMemory
+from zeroshard.system.device import Device
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import Direct
 
@@ -58,7 +59,7 @@ def test_collectives_of_an_accelerator_are_operations_of_the_current_stream(
 ) -> None:
     calls: list[bool] = []
     for name in ("group_all_gather", "group_reduce_scatter"):
-        monkeypatch.setattr(nccl, name, lambda *given: calls.append(given[-1].asyncOp))
+        monkeypatch.setattr(native_transport, name, lambda *given: calls.append(given[-1].asyncOp))
     for name in ("broadcast", "reduce", "all_to_all", "all_to_all_single"):
         monkeypatch.setattr(dist, name, _recorder(calls))
     equal = tuple((4 * rank, 4 * rank + 4) for rank in range(WORLD))
@@ -68,7 +69,7 @@ def test_collectives_of_an_accelerator_are_operations_of_the_current_stream(
             spec = CommSpec(Mesh(1, WORLD), name="nccl", ordered=ordered)
             control: Any = select.make_control(None, spec, None)  # type: ignore[arg-type]
             assert dist.group.WORLD is not None
-            transport = NcclTransport(dist.group.WORLD, torch.device("cuda"), spec, control)
+            transport = NativeTransport(dist.group.WORLD, torch.device("cuda"), spec, control)
             for ranges in (equal, uneven):
                 full, own = torch.zeros(4 * WORLD), torch.zeros(4)
                 works = [transport.all_gather("a", own, ranges, full)]
@@ -111,7 +112,7 @@ def test_shares_that_the_backend_takes_one_by_one_are_one_call_where_it_groups_t
         monkeypatch.setattr(backend, "supports_coalescing", True)
         spec = CommSpec(Mesh(1, 4), name="nccl")
         control: Any = select.make_control(None, spec, None)  # type: ignore[arg-type]
-        transport = NcclTransport(dist.group.WORLD, device, spec, control)
+        transport = NativeTransport(dist.group.WORLD, device, spec, control)
         own = torch.zeros(4)
         transport.all_gather("a", own, by_columns, torch.zeros(12)).wait()
         request = ReduceRequest("a", by_columns, torch.float32)
@@ -321,9 +322,9 @@ def test_a_model_on_another_device_than_the_current_one_is_refused_with_the_reme
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    memory.check_device(torch.device("cuda", 0))
+    Device.of("cuda:0").check_current()
     with pytest.raises(ConfigError, match=r"on cuda:3, and .* torch\.cuda\.set_device\(3\)"):
-        memory.check_device(torch.device("cuda", 3))
+        Device.of("cuda:3").check_current()
 
 
 def test_memory_that_nothing_uses_is_given_back_to_the_device(

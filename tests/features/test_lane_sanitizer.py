@@ -292,7 +292,7 @@ def test_each_fork_before_a_copy_of_checkpointed_inputs_is_needed() -> None:
 @pytest.mark.parametrize(
     "without, case, tier, precision",
     [
-        (["NcclTransport.grad_buffer"], "zero3", "device", "bf16"),
+        (["NativeTransport.grad_buffer"], "zero3", "device", "bf16"),
         (["Segment.wait_uploads"], "zero3", "optimizer", "bf16"),
         (["Segment.wait_uploads"], "zero3", "fraction", "fp32"),
         (["TileRunner.wait"], "zero3", "late", "bf16"),

@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.support.pretended_device import PretendedDevice, Timeline, site_of_caller
 from zeroshard import memory
-from zeroshard.comm import codec, nccl
+from zeroshard.comm import codec, native_transport
 from zeroshard.optim import runner
 from zeroshard.runtime import activation_store, segment
 from zeroshard.runtime.streams import Event, Lane, NoStreams
@@ -179,7 +179,7 @@ class LaneSanitizer(Timeline):
             (api, "make_streams", lambda _: _Streams(self)),
             (activation_store, "make_streams", lambda _: _Streams(self, "activation ")),
             (codec, "_scratch", scratch),
-            (nccl, "host_waits", lambda device: False),
+            (native_transport, "host_waits", lambda device: False),
             (host, "host_memory", partial(self._host_memory, host.host_memory)),
             (runner, "ThreadPoolExecutor", device.pool),
         ]
@@ -187,7 +187,7 @@ class LaneSanitizer(Timeline):
             patches.append((torch, name, partial(self._made, getattr(torch, name))))
         for name, stand_in in (("cpu", self._fetched), ("tolist", self._listed)):
             patches.append((torch.Tensor, name, _method(stand_in, getattr(torch.Tensor, name))))
-        for module in (memory, nccl, segment):
+        for module in (memory, native_transport, segment):
             patches.append((module, "mark", memory.Mark))
         for module in (memory, gradient, reduction, host, codec):
             patches.append((module, "reads_wait", lambda tensor: not self.is_on_host(tensor)))

@@ -236,7 +236,8 @@ def _tell_differing(candidate: _Candidate, differed: list[str], world: int) -> N
     """On rank 0, after a load: log the state that differed between the ranks that saved it."""
     numbers = f"states[{RNG!r}]"
     # Python's and numpy's generators differ in every script that does not seed them
-    matter = any(one.endswith(("['torch']", "['cuda']")) for one in differed)
+    unseeded = f"{numbers}['python']", f"{numbers}['numpy']"
+    matter = any(one.startswith(numbers) and not one.startswith(unseeded) for one in differed)
     told = [one for one in differed if matter or not one.startswith(numbers)]
     if not told:
         return

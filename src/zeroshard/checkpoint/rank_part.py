@@ -46,6 +46,7 @@ from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece, states_of
 from zeroshard.state.local import is_dtensor, local_of, part_of
+from zeroshard.system.device import Device
 
 __all__ = [
     "EXTRA", "RNG", "SCALER", "RankPart", "Stateful", "check_arguments", "collect", "divide",
@@ -364,13 +365,16 @@ def _fingerprint(value: Any, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def generators() -> dict[str, Any]:
-    """Return the states of Python's, numpy's and torch's random generators."""
+    """Return the states of Python's, numpy's and torch's random generators: torch's for the CPU,
+    and by the name of its type for the current accelerator.
+    """
     out: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         out["numpy"] = numpy.random.get_state()
-    if torch.cuda.is_available():
-        out["cuda"] = torch.cuda.get_rng_state()
+    accelerator = Device.accelerator()
+    if accelerator is not None:
+        out[accelerator.type] = accelerator.generator_state()
     return out
 
 
@@ -383,5 +387,6 @@ def restore_generators(state: dict[str, Any]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         numpy.random.set_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    accelerator = Device.accelerator()
+    if accelerator is not None and accelerator.type in state:
+        accelerator.set_generator_state(state[accelerator.type])

@@ -16,7 +16,7 @@ bf16 or fp16 back to it, where the codes are no finer than its denormals). A blo
 Inf decodes to NaN in every element: what overflow detection looks for is never hidden.
 
 Cost: ``stride/block`` bytes per element instead of 2 or 4, and one pass over source and encoding,
-in tiles that stay in cache, with scratch of a tile and a half (1.5 MiB) per thread. On CUDA a
+in tiles that stay in cache, with scratch of a tile and a half (1.5 MiB) per thread. On a GPU a
 Triton kernel (comm/kernels.py) does the same where Triton is installed, with the same bits.
 What it does not do: move anything, round stochastically, or feed errors back.
 """
@@ -244,7 +244,7 @@ class Codec(ABC):
         """Return (scales, which blocks are not finite) for `amax` [k, 1]; the scale of a block
         that is not finite is NaN.
         """
-        # CUDA multiplies by the reciprocal of a scalar, which rounds differently
+        # a GPU multiplies by the reciprocal of a scalar, which rounds differently
         largest = torch.full_like(amax, self.largest)
         scale = (amax / largest).clamp_(self.smallest_scale, self.largest_scale)
         broken = ~amax.isfinite()

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from zeroshard.system.device import TRITON
+
 __all__ = ["all_gather_single", "group_all_gather", "group_reduce_scatter", "kernels_for"]
 
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,7 +35,7 @@ def kernels_for(tensor: torch.Tensor) -> ModuleType | None:
     """Return comm/kernels.py where its kernels serve the device of `tensor`; None on CPU, and where
     Triton is not installed.
     """
-    return _kernels() if tensor.is_cuda else None
+    return _kernels() if tensor.device.type in TRITON else None
 
 
 @functools.cache

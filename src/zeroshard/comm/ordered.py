@@ -10,7 +10,7 @@ A rank that contributes nothing counts as zeros: the bits are those of adding a 
 which turns -0.0 into +0.0 and changes nothing else, so that one addition of 0.0 stands for any
 number of them.
 
-Cost: one pass over the inputs and `out`. On CUDA, where Triton is installed and the inputs are the
+Cost: one pass over the inputs and `out`. On a GPU, where Triton is installed and the inputs are the
 rows of one tensor, it is one kernel (comm/kernels.py) without scratch; else it goes a chunk at a
 time, on CPU of a mebibyte, so that partial sums stay in cache, with scratch of at most two chunks.
 It does not move anything between ranks.

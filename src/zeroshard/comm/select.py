@@ -19,7 +19,7 @@ from zeroshard.comm.cpu.gloo_peers import Subgroup
 from zeroshard.comm.cpu.paired import PairedTransport
 from zeroshard.comm.groups import make_group
 from zeroshard.comm.levels import Levels
-from zeroshard.comm.nccl import NcclTransport
+from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.one_process import OneProcess
 from zeroshard.comm.plain import gather_bytes
 from zeroshard.comm.stalls import every
@@ -28,7 +28,7 @@ from zeroshard.core.cost import all_gather, goes_deep, reduce_scatter
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.errors import ConfigError
 
-__all__ = ["make_levels", "make_transport"]
+__all__ = ["has_native", "make_levels", "make_transport"]
 
 _logger = logging.getLogger(__name__)
 _NAMES = ("auto", "one_process", "shared_memory", "gloo", "mixed", "nccl")
@@ -63,7 +63,7 @@ def make_levels(
         return Levels(OneProcess(spec, traffic), spec=spec)
     traffic = Traffic() if traffic is None else traffic
     on_cpu = device.type == "cpu"
-    if spec.name == "nccl" or (spec.name == "auto" and not on_cpu and _has_native(group, device)):
+    if spec.name == "nccl" or (spec.name == "auto" and not on_cpu and has_native(group, device)):
         return _make_native(group, device, spec, traffic)
     if spec.ordered is False:
         raise ConfigError(
@@ -121,15 +121,15 @@ def _make_native(
     named = Subgroup.of(group, spec.members)
     control = make_control(named, replace(spec, name="nccl"), traffic)
     _check_ordered(spec, control)
-    flat = NcclTransport(group, device, spec, control)
+    flat = NativeTransport(group, device, spec, control)
     if mesh.num_nodes == 1 or not (spec.columns or _ever_deep(spec)):
         return Levels(flat, spec=spec)
     node, column = (_subgroup(group, ranks) for ranks in _subsets(mesh))
     inside, between = _levels(spec)
     return Levels(
         flat,
-        NcclTransport(node, device, inside, control),
-        NcclTransport(column, device, between, control),
+        NativeTransport(node, device, inside, control),
+        NativeTransport(column, device, between, control),
         spec=spec,
     )
 
@@ -153,7 +153,8 @@ def _check_ordered(spec: CommSpec, control: PeerControl) -> None:
 
 def _warn_of_timeout(group: dist.ProcessGroup, device: torch.device, spec: CommSpec) -> None:
     """Warn where the backend would end the job before a stall is told."""
-    options: Any = group._get_backend(device).options
+    backend = group._get_backend(device)
+    options: Any = getattr(backend, "options", None)  # some bind none
     if options is None:  # a backend without a timeout
         return
     timeout_s = options._timeout.total_seconds()
@@ -206,7 +207,7 @@ def _subgroup(group: dist.ProcessGroup, subsets: list[tuple[int, ...]]) -> dist.
     return made[mine]
 
 
-def _has_native(group: dist.ProcessGroup, device: torch.device) -> bool:
+def has_native(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether `group` has a backend of `device`'s own, such as NCCL."""
     try:
         return dist.get_backend(group) != "gloo" and group._get_backend(device) is not None

@@ -32,9 +32,9 @@ def init_distributed(
 ) -> None:
     """Join the process group that the launcher describes; does nothing where there is one.
 
-    ``nccl`` means nccl for CUDA and gloo for CPU tensors. `rank`, `world_size` and `init_method`
-    are torch's. Raises ConfigError for an option that is unknown, and without a group where
-    `dist_init_required` is False.
+    ``nccl`` means the accelerator's own backend, and gloo for CPU tensors. `rank`, `world_size` and
+    `init_method` are torch's. Raises ConfigError for an option that is unknown, and without a group
+    where `dist_init_required` is False.
     """
     rank, size = rest.pop("rank", -1), rest.pop("world_size", -1)
     unknown = [name for name in rest if name not in _WITHOUT_EFFECT]

@@ -2,7 +2,8 @@
 ``initialize()`` returns in the place of an optimizer.
 
 All of them are torch.optim's classes: zeroshard steps shards of them on whatever tier they rest, so
-an Adam for the CPU and one for CUDA are the same here, and a checkpoint of one loads in the other.
+an Adam for the CPU and one for an accelerator are the same here, and a checkpoint of one loads in
+the other.
 """
 
 from __future__ import annotations

@@ -93,29 +93,33 @@ class Singleton:
     """The device that a rank computes on: torch's module for it, and DeepSpeed's names."""
 
     def __init__(self) -> None:
-        self._name = "cuda" if torch.cuda.is_available() else "cpu"
+        found = torch.accelerator.current_accelerator(check_available=True)
+        self._name = "cpu" if found is None else found.type
+        self._module = torch.get_device_module(self._name)
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Return "cuda", "cuda:1" or "cpu"."""
+        """Return its type, with an index ("xpu:1") or without, or "cpu"."""
         if device_index is None or self._name == "cpu":
             return self._name
         return f"{self._name}:{device_index}"
 
     def current_device_name(self) -> str:
         """Return the name of this rank's device."""
-        return self.device_name(torch.cuda.current_device() if self._name == "cuda" else None)
+        is_cpu = self._name == "cpu"
+        return self.device_name(None if is_cpu else torch.accelerator.current_device_index())
 
     communication_backend_name = call(
-        lambda self: "nccl" if self._name == "cuda" else "gloo",
+        lambda self: dist.get_default_backend_for_device(self._name),
         "Return its tensors' backend.",
     )
     is_bf16_supported = call(
-        lambda self: self._name == "cpu" or torch.cuda.is_bf16_supported(), "Whether bf16 computes."
+        lambda self: getattr(self._module, "is_bf16_supported", lambda: True)(),
+        "Whether bf16 computes.",
     )
     is_fp16_supported = call(lambda self: True, "Whether fp16 computes.")
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch.get_device_module(self._name), name)
+        return getattr(self._module, name)
 
 
 @cache

@@ -116,7 +116,8 @@ class _Judge:
         """Judge the section ``optimizer``."""
 
         def make(kind: str, params: dict[str, Any]) -> str:
-            model = nn.Linear(2, 2, device="cuda" if torch.cuda.is_available() else "cpu")
+            device = torch.accelerator.current_accelerator(check_available=True)
+            model = nn.Linear(2, 2, device=device or "cpu")
             optimizer = make_optimizer(kind, params, list(model.parameters()))
             check(model, optimizer)
             for parameter in model.parameters():

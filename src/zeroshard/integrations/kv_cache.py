@@ -60,7 +60,7 @@ class _Room:
         is_there = held.data_ptr() == room.data_ptr() and held.stride() == room.stride()
         if not tokens or not is_there or room.shape[-2] < whole:
             shape = (*new.shape[:-2], max(2 * tokens, whole), new.shape[-1])
-            room = torch.empty(shape, dtype=new.dtype, pin_memory=torch.cuda.is_available())
+            room = torch.empty(shape, dtype=new.dtype, pin_memory=torch.accelerator.is_available())
             if tokens:
                 room[..., :tokens, :].copy_(held)
             self._memory = room

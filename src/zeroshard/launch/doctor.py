@@ -130,14 +130,15 @@ def _steps(found: dict[str, Any], disk: Path | None) -> Iterator[tuple[str, str,
     from zeroshard.launch import probes
 
     devices = [torch.device("cpu")]
-    devices += [torch.device("cuda", one["index"]) for one in found["devices"][:1]]
+    devices += [torch.device(_place(one)) for one in found["devices"][:1]]
     for device in devices:
         yield "matmul", f"matmul, {device}", partial(probes.matmul, device)
         yield "copies", f"copies, {device}", partial(probes.copies, device)
     on_host = ("shared_memory", "gloo")
     yield "collectives", "2 ranks on the host", partial(probes.collectives, *on_host)
-    if len(found["devices"]) > 1 and found["backends"].get("nccl"):
-        yield "collectives", "2 ranks, nccl", partial(probes.collectives, "nccl")
+    backend = found["devices"][0]["backend"] if len(found["devices"]) > 1 else "gloo"
+    if backend != "gloo" and found["backends"].get(backend):
+        yield "collectives", f"2 ranks, {backend}", partial(probes.collectives, "nccl")
     if disk is not None:
         yield "disk", f"disk, {disk}", partial(probes.disk, disk)
 
@@ -160,6 +161,10 @@ def _print(report: dict[str, Any]) -> None:
         say(GRADE)
 
 
+def _place(device: dict[str, Any]) -> str:
+    return f"{device['type']}:{device['index']}"
+
+
 def _versions(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [(name, text or "not here") for name, text in report["versions"].items()]
 
@@ -179,7 +184,7 @@ def _machine(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory", size(host["memory_bytes"])),
         ("memory limit", size(limits["memory_bytes"])),
         *(
-            (f"cuda:{one['index']}", f"{one['name']}, {size(one['memory_bytes'])}")
+            (_place(one), f"{one['name']}, {size(one['memory_bytes'])}")
             for one in report["devices"]
         ),
         ("accelerators", f"{len(report['devices'])}" if report["devices"] else "none: CPU only"),

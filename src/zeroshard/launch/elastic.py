@@ -28,6 +28,7 @@ from zeroshard.launch.supervisor import (
     SIGNALS_OF_A_CONSEQUENCE,
     Failure,
 )
+from zeroshard.system.device import VISIBLE_DEVICES
 from zeroshard.system.keeper_client import KeptPart, newest
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
     "visible_devices",
 ]  # fmt: skip
 
-DEVICES = "CUDA_VISIBLE_DEVICES"
 _REFUSED = (2, 3)  # the command line or the configuration is wrong on a host
 
 
@@ -223,10 +223,14 @@ def _leave_devices(dead: Iterable[int], num_ranks: int) -> None:
     """Hide the devices of dead ranks of this host from the next ones."""
     import torch
 
-    named = os.environ.get(DEVICES)
+    found = torch.accelerator.current_accelerator()
+    variable = None if found is None else VISIBLE_DEVICES.get(found.type)
+    if variable is None:
+        return
+    named = os.environ.get(variable)
     if named is None:
-        visible = [str(number) for number in range(torch.cuda.device_count())]
+        visible = [str(number) for number in range(torch.accelerator.device_count())]
     else:
         visible = [device for device in named.split(",") if device]
     if visible:
-        os.environ[DEVICES] = ",".join(visible_devices(visible, num_ranks, dead))
+        os.environ[variable] = ",".join(visible_devices(visible, num_ranks, dead))

@@ -33,6 +33,7 @@ from zeroshard.launch.hostfile import Host
 from zeroshard.launch.options import HostChoice, HostPlace, RunOptions, UsageError
 from zeroshard.launch.outcome import Outcome, say
 from zeroshard.launch.supervisor import SIGNAL_LEAD_S, blame_order, blame_time
+from zeroshard.system.device import LIBRARIES, VISIBLE_DEVICES
 
 __all__ = ["COMMAND", "beginning", "launch_on_hosts", "sent_environment"]
 
@@ -54,13 +55,13 @@ SSH_OPTIONS = (
     "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3",
 )  # fmt: skip
 _SENT = re.compile(
-    r"PYTHON[A-Z_]*|(NCCL|GLOO|OMP|MKL|KMP|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|CUDA|HF|TRANSFORMERS"
-    r"|TOKENIZERS|UCX|FI|ZEROSHARD)_.*|PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|TMPDIR",
+    r"PYTHON[A-Z_]*|(GLOO|OMP|MKL|KMP|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|HF|TRANSFORMERS|TOKENIZERS"
+    rf"|UCX|FI|ZEROSHARD|{'|'.join(LIBRARIES)})_.*|PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|TMPDIR",
     re.DOTALL,
 )
 _SECRET = {"TOKEN", "TOKENS", "SECRET", "SECRETS", "KEY", "KEYS", "PASSWORD", "PASS", "AUTH",
            "CREDENTIALS"}  # fmt: skip
-_NOT_SENT = ("CUDA_VISIBLE_DEVICES",)  # the slots say which
+_NOT_SENT = tuple(VISIBLE_DEVICES.values())  # the slots say which
 
 
 def launch_on_hosts(options: RunOptions, choice: HostChoice) -> int:
@@ -268,8 +269,11 @@ def _orders(
 
 
 def _devices(host: Host) -> dict[str, str]:
-    """Return the variable that shows the ranks of a host its slots, where they are not all."""
-    return {} if host.is_whole else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))}
+    """Return the variables that show the ranks of a host its slots, where they are not all: one
+    for each type of device, since the host's is not known here.
+    """
+    slots = ",".join(map(str, host.slots))
+    return {} if host.is_whole else dict.fromkeys(VISIBLE_DEVICES.values(), slots)
 
 
 def beginning(command: Sequence[str], environment: Mapping[str, str]) -> bytes:

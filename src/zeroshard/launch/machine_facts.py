@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard._version import __version__
+from zeroshard.system.device import DRIVERS, all_devices, library_versions
 from zeroshard.system.host_memory import HostMemory
 
 __all__ = ["PACKAGES", "facts", "find_missing", "find_problems"]
@@ -34,7 +35,6 @@ OPTIONAL = {
     "triton": ("fused codec kernels on GPUs", "pip install triton"),
 }
 PACKAGES = (*REQUIRED, *OPTIONAL)
-_NVIDIA = Path("/dev/nvidiactl")
 _SHM = Path("/dev/shm")
 _OPEN_FILES = 4096  # a file per state on disk, a descriptor per unit in shared memory
 
@@ -46,13 +46,9 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "zeroshard": __version__,
         **{name: _version(name) for name in PACKAGES},
-        "nccl": None,
-        "cuda": None if torch is None else torch.version.cuda,
+        **library_versions(torch),
     }
-    devices: list[dict[str, Any]] = []
-    if torch is not None and torch.cuda.is_available():
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        devices = [_device(torch, index) for index in range(torch.cuda.device_count())]
+    devices = [] if torch is None else [one.facts() for one in all_devices()]
     pages, page_size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     host = {
         "system": f"{platform.system()} {platform.release()}",
@@ -105,11 +101,14 @@ def find_missing(found: dict[str, Any]) -> list[dict[str, str]]:
     def lacks(what: str, feature: str, command: str) -> None:
         missing.append({"what": what, "for": feature, "command": command})
 
-    if _NVIDIA.exists() and not devices:
-        lacks("a CUDA build of torch, or its driver", "training on this machine's GPUs",
+    for driver, build in DRIVERS.items():
+        if driver.exists() and not devices:
+            lacks(f"a {build} build of torch, or its driver", "training on this machine's GPUs",
+                  "pip install --force-reinstall torch")  # fmt: skip
+    backend = (devices[0].get("backend") if devices else None) or "nccl"
+    if devices and not found["backends"].get(backend):
+        lacks(f"{backend.upper()} in torch", "collectives between GPUs",
               "pip install --force-reinstall torch")  # fmt: skip
-    if devices and not found["backends"].get("nccl"):
-        lacks("NCCL in torch", "collectives between GPUs", "pip install --force-reinstall torch")
     memlock, files = limits["pinned_memory_bytes"], limits["open_files"]
     if devices and memlock is not None:
         lacks(f"pinned memory beyond {memlock} bytes", "offloading to the host from GPUs",
@@ -137,22 +136,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _device(torch: Any, index: int) -> dict[str, Any]:
-    facts = torch.cuda.get_device_properties(index)
-    return {
-        "name": facts.name,
-        "index": index,
-        "memory_bytes": facts.total_memory,
-        "capability": f"{facts.major}.{facts.minor}",
-    }
-
-
 def _backends(torch: Any) -> dict[str, bool]:
     """Return which of torch.distributed's backends are there; empty without the package."""
     if torch is None or not torch.distributed.is_available():
         return {}
-    dist = torch.distributed
-    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    names = {"gloo", "nccl", *(one.backend for one in all_devices() if one.backend)}
+    return {name: torch.distributed.is_backend_available(name) for name in sorted(names)}
 
 
 def _limits() -> dict[str, int | None]:

@@ -23,6 +23,8 @@ from zeroshard.comm.select import make_transport
 from zeroshard.comm.transport import CommSpec, ReduceRequest, Transport
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
+from zeroshard.memory import synchronize
+from zeroshard.system.device import Device
 
 __all__ = ["main"]
 
@@ -36,12 +38,12 @@ _TIMEOUT = timedelta(seconds=60)
 def main(argv: list[str]) -> None:
     """Measure as the rank in `argv` = [directory, rank, *transports]."""
     directory, rank, names = Path(argv[0]), int(argv[1]), argv[2:]
-    device = torch.device("cuda", rank) if "nccl" in names else torch.device("cpu")
+    device, backend = torch.device("cpu"), "gloo"
     torch.set_num_threads(1)  # as ranks that share a host
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if "nccl" in names and (accelerator := Device.accelerator()) is not None:
+        device = accelerator.make_current(rank)
+        backend = f"cpu:gloo,{device.type}:{accelerator.backend}"
     store = dist.FileStore(str(directory / "meeting"), _SIZE)  # type: ignore[attr-defined]
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=_SIZE, timeout=_TIMEOUT)
     answer = []
     for name in names:
@@ -108,8 +110,7 @@ def _median(run: Callable[[], None], repeats: int, device: torch.device) -> floa
     for _ in range(repeats + 2):
         start = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[2:])
 

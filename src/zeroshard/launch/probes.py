@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from zeroshard.core.work import Work
+from zeroshard.memory import synchronize
 from zeroshard.tier.direct_io import BLOCK
 from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.store import Storage
@@ -33,8 +34,9 @@ from zeroshard.tier.swapdir import SwapDirectory, free_bytes
 __all__ = ["collectives", "copies", "disk", "matmul"]
 
 _BUDGET_S = 0.4  # of one rate
-_COPY_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-_MATMUL_SIDE = {"cpu": 512, "cuda": 4096}
+# on the CPU, and on an accelerator
+_COPY_BYTES = 64 << 20, 256 << 20
+_MATMUL_SIDES = 512, 4096
 RANKS_TIMEOUT_S = 40.0
 _DISK_BYTES = 256 << 20
 _DISK_CHUNK = 16 << 20
@@ -44,7 +46,7 @@ _LONE_READS = 25
 
 def matmul(device: torch.device) -> list[dict[str, Any]]:
     """Return "flops_per_s" of square products on `device`, in fp32 and bf16."""
-    side, out = _MATMUL_SIDE[device.type], []
+    side, out = _MATMUL_SIDES[device.type != "cpu"], []
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         seconds = _best(partial(torch.matmul, a, b), device)
@@ -58,7 +60,7 @@ def copies(device: torch.device) -> list[dict[str, Any]]:
     """Return "bytes_per_s" of copies within `device` and, beside an accelerator, to and from the
     host, pinned and not.
     """
-    num_bytes = _COPY_BYTES[device.type]
+    num_bytes = _COPY_BYTES[device.type != "cpu"]
     here = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     pairs: list[tuple[str, torch.Tensor, torch.Tensor, bool | None]] = [
         ("within", torch.empty_like(here), here, None)
@@ -145,8 +147,7 @@ def _best(run: Callable[[], object], device: torch.device) -> float:
     while sum(seconds[1:]) < _BUDGET_S:
         start = time.perf_counter()
         run()
-        if device.type != "cpu":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - start)
     return min(seconds[1:])
 

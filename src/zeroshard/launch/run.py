@@ -35,13 +35,12 @@ from zeroshard.launch.leftovers import Janitor
 from zeroshard.launch.options import HostPlace, RunOptions, UsageError, check_least
 from zeroshard.launch.outcome import Outcome, report_restart, report_stall, say
 from zeroshard.launch.supervisor import Failure, Supervisor
+from zeroshard.system.device import allocator_setting
 
 __all__ = ["SIGNAL_GRACE_S", "Setting", "launch", "leave", "run_ranks", "settings_for"]
 
 # torchrun's own, and Slurm's and Kubernetes' for torchrun; after a failure the Supervisor's counts
 SIGNAL_GRACE_S = 30
-# torch reads the second, older name too
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def launch(options: RunOptions) -> int:
@@ -172,7 +171,7 @@ def _place(arguments: Any, place: HostPlace | None, port: int) -> None:
 def _default_nproc() -> str:
     import torch
 
-    return str(max(torch.cuda.device_count(), 1))
+    return str(max(torch.accelerator.device_count(), 1))
 
 
 def _set_environment(
@@ -222,15 +221,8 @@ def settings_for(environ: Mapping[str, str], *, num_ranks: int) -> Iterator[Sett
         cores = len(os.sched_getaffinity(0))
         reason = f"{cores} core(s) for {num_ranks} rank(s)"
         yield Setting("OMP_NUM_THREADS", str(max(cores // num_ranks, 1)), reason)
-    if not any(name in environ for name in _ALLOCATOR) and _has_cuda():
-        reason = "CUDA memory that fragments less"
-        yield Setting(_ALLOCATOR[0], "expandable_segments:True", reason)
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.version.cuda is not None and torch.cuda.device_count() > 0
+    if (setting := allocator_setting(environ)) is not None:
+        yield Setting(*setting)
 
 
 def _silence_torch_launcher() -> None:

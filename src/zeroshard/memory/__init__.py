@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from zeroshard.errors import ConfigError
-from zeroshard.memory.host_pages import HUGE_BYTES, CudaRegister, PinnedPages, map_pages
+from zeroshard.memory.host_pages import HUGE_BYTES, PinnedPages, map_pages
+from zeroshard.system.device import Device
 
 __all__ = [
     "HUGE_BYTES",
@@ -36,7 +36,7 @@ __all__ = [
     "address_of",
     "bounce_buffer",
     "cast_for",
-    "check_device",
+    "has_streams",
     "host_memory",
     "mark",
     "note_copy",
@@ -76,7 +76,9 @@ def host_memory(num_bytes: int, *, pinned: bool = False, align: int = 1) -> memo
 @functools.cache
 def pinned_pages() -> PinnedPages | None:
     """Return the pinned pages of this process; None where no driver registers any."""
-    return PinnedPages(CudaRegister()) if torch.cuda.is_available() else None
+    accelerator = Device.accelerator()
+    register = None if accelerator is None else accelerator.host_register()
+    return None if register is None else PinnedPages(register)
 
 
 def _pinned(num_bytes: int) -> memoryview:
@@ -127,15 +129,19 @@ class Mark:
         self._event.synchronize()
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether work on `device` is enqueued on streams."""
+    return device.type != "cpu" and Device.of(device).has_streams
+
+
 def mark(device: torch.device) -> Mark | None:
-    """Return a mark; None on CPU, where nothing is enqueued."""
-    return None if device.type == "cpu" else Mark(device)
+    """Return a mark; None on a device without streams, where all is in program order."""
+    return Mark(device) if has_streams(device) else None
 
 
 def synchronize(device: torch.device) -> None:
     """Make the host wait until `device` has done all that it was given; at once on the CPU."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+    Device.of(device).synchronize()
 
 
 def order_after(event: Mark | None) -> None:
@@ -150,14 +156,13 @@ class _Buffer:
 
     data: torch.Tensor  # uint8
     num_bytes: int
-    home: Any  # the stream to whose allocator it returns; None on CPU
+    home: Any  # the stream to whose allocator it returns; None without streams
     last_use: Mark | None = None  # before which nobody else may write to it
 
     @classmethod
     def make(cls, num_bytes: int, device: torch.device) -> _Buffer:
         data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        is_host = device.type == "cpu"
-        home = None if is_host else torch.get_device_module(device).current_stream(device)
+        home = Device.of(device).current_stream() if has_streams(device) else None
         return cls(data, num_bytes, home)
 
     @property
@@ -250,18 +255,6 @@ class Pool:
         self._idle.clear()
         self._lent.clear()
         self._lent_bytes = 0
-
-
-def check_device(device: torch.device) -> None:
-    """Raise ConfigError where `device` is a CUDA device and not the current one: collectives and
-    kernels that name no device would run on another.
-    """
-    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
-        raise ConfigError(
-            f"the model is on {device}, and the current device is cuda:"
-            f"{torch.cuda.current_device()}: call torch.cuda.set_device({device.index}) before"
-            " shard()"
-        )
 
 
 def reads_wait(tensor: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 torch's own pinned allocator rounds up to powers of two. Here a mapping has the bytes asked for, is
 touched first by threads of this rank, so that it lies on their NUMA node, and is locked in place by
-the driver (``cudaHostRegister``); torch calls it pinned from then on::
+the accelerator's driver (system/device.py); torch calls it pinned from then on::
 
     take    map, touch, register                    numbers at rest
     lend    the same, or what was lent before       numbers that travel
@@ -28,11 +28,11 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-__all__ = ["HUGE_BYTES", "CudaRegister", "HostRegister", "PinnedPages", "map_pages"]
+__all__ = ["HUGE_BYTES", "HostRegister", "PinnedPages", "map_pages"]
 
 HUGE_BYTES = 2 * 2**20  # a huge page; below it the allocator's own free lists serve as well
 REFUSED = (
@@ -42,7 +42,6 @@ REFUSED = (
 )
 _log = logging.getLogger(__name__)
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK, which Python does not name
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process
 
 
 def map_pages(num_bytes: int) -> mmap.mmap:
@@ -63,43 +62,6 @@ class HostRegister(Protocol):
 
     def unregister(self, address: int) -> None:
         """Unlock what was registered at `address`. Raises RuntimeError."""
-
-
-class CudaRegister:
-    """The CUDA driver's."""
-
-    def register(self, address: int, num_bytes: int) -> None:
-        with torch.cuda.device(_device_in_use()):
-            _check(_runtime().cudaHostRegister(address, num_bytes, _PORTABLE))
-
-    def unregister(self, address: int) -> None:
-        with torch.cuda.device(_device_in_use()):
-            _check(_runtime().cudaHostUnregister(address))
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _device_in_use() -> int:
-    """Return a device that this process uses already: a thread's current one is device 0 until it
-    is told otherwise, and a first call there would take hundreds of megabytes of that device.
-    """
-    current = torch.cuda.current_device()
-    devices = (current, *range(torch.cuda.device_count()))
-    is_used: Any = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
-    return next((index for index in devices if is_used(index)), current)
-
-
-def _check(result: Any) -> None:
-    code = int(result)
-    if not code:
-        return
-    # the runtime keeps the error, and the next kernel's launch would raise it as its own
-    forget = getattr(ctypes.CDLL(None), "cudaGetLastError", None)
-    if forget is not None:
-        forget()
-    raise torch.cuda.CudaError(code)
 
 
 class Copy(Protocol):

@@ -43,8 +43,8 @@ def deferred_init() -> Iterator[None]:
 
     Parameters are the final objects, so an optimizer may be built from them at once; reading their
     values before they have any raises StateError. Their values, and the random generators after the
-    block, are the same bits as without it. Takes CPU and CUDA tensors; those on other devices are
-    left alone. Nests; applies to the thread that enters it.
+    block, are the same bits as without it. Meta tensors are left alone. Nests; applies to the
+    thread that enters it.
     """
     if _current() is not None:
         yield

@@ -45,11 +45,11 @@ from zeroshard.nn.tape import (
     Seeded,
     TapeCell,
     TapePlace,
-    generator_state,
     leaves,
     map_leaves,
     replay,
 )
+from zeroshard.system.device import Device
 
 __all__ = ["LARGE_BYTES", "PointerReads", "Recorder"]
 
@@ -57,7 +57,6 @@ LARGE_BYTES = 64 * 1024  # below this a tensor is real
 # partial writes to one tensor on the tape; a loop over its elements is cheaper done at once
 _MOST_PENDING_WRITES = 500
 _KEPT_BYTES = 32 * 2**20  # freed memory that the allocator may hold
-_DEVICES = ("cpu", "cuda")
 
 
 def _aten(*names: str) -> set[str]:
@@ -162,9 +161,9 @@ class _RecordedCall:
     def states(self) -> dict[torch.device, torch.Tensor]:
         """Return the states of the default generators that it draws from."""
         given = any(isinstance(leaf, torch.Generator) for leaf in leaves((self.args, self.kwargs)))
-        if given or not self.traits.is_random:
+        if given or not self.traits.is_random or self.device.type == "meta":
             return {}
-        return {self.device: generator_state(self.device)}
+        return {self.device: Device.of(self.device).generator_state()}
 
     def run(self, stand_ins: dict[int, torch.Tensor], **options: Any) -> Any:
         """Run it with `stand_ins`, by id, for arguments and `options` for keywords."""
@@ -318,7 +317,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kept = all(one.shape == t.shape and one.stride() == t.stride() for one, t in pairs)
         results = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
         plain = all(leaf.layout is torch.strided for leaf in results)
-        return result if kept and plain and call.device.type in _DEVICES else None
+        return result if kept and plain else None
 
     # ------------------------------------------------------------------ writing on the tape
 
@@ -333,7 +332,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Take the memory of a new large tensor; None for any other."""
         if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
             return None
-        if leaf.device.type not in _DEVICES or leaf.is_complex():
+        if leaf.is_meta or leaf.is_complex():
             return None
         storage = storage_of(leaf)
         if storage is None or storage.nbytes() < LARGE_BYTES or not storage.resizable():

@@ -27,9 +27,10 @@ import torch
 import xxhash
 
 from zeroshard.core.tensor_digest import digest_of
+from zeroshard.system.device import Device, undisturbed
 
 __all__ = [
-    "Constant", "Entry", "Seeded", "TapeCell", "TapePlace", "fingerprint", "generator_state",
+    "Constant", "Entry", "Seeded", "TapeCell", "TapePlace", "fingerprint",
     "leaves", "map_leaves", "replay",
 ]  # fmt: skip
 
@@ -138,7 +139,7 @@ class Entry:
                 flat.built(memory).zero_()
             return
         for device, state in self.generators.items():
-            _set_generator_state(device, state)
+            Device.of(device).set_generator_state(state)
         if torch.get_default_dtype() is not self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
 
@@ -226,28 +227,12 @@ def replay(
 
 @contextmanager
 def _undisturbed(devices: set[torch.device]) -> Iterator[None]:
-    states = {device: generator_state(device) for device in devices}
     dtype = torch.get_default_dtype()
     try:
-        yield
+        with undisturbed(*devices):
+            yield
     finally:
-        for device, state in states.items():
-            _set_generator_state(device, state)
         torch.set_default_dtype(dtype)
-
-
-def generator_state(device: torch.device) -> torch.Tensor:
-    """Return the state of the default generator of `device`."""
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
-
-
-def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
 
 
 def fingerprint(entry: Entry) -> str:

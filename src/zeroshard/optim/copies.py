@@ -20,17 +20,17 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
+from zeroshard.system.device import undisturbed
+
 __all__ = [
     "TileOptimizer",
     "bare_copy",
     "fitted_state",
-    "fork_rng",
     "set_training",
     "state_after_trial",
     "unhooked_step",
@@ -138,12 +138,6 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def fork_rng(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context after which torch's random number generators are as before it."""
-    devices = [device] if device.type == "cuda" else []
-    return torch.random.fork_rng(devices=devices, device_type="cuda")
-
-
 def state_after_trial(
     optimizer: torch.optim.Optimizer,
     options: Mapping[str, Any],
@@ -161,7 +155,7 @@ def state_after_trial(
     clone.state = defaultdict(dict)
     set_training(clone)
     step = unhooked_step(type(clone))
-    with fork_rng(device), torch.enable_grad():
+    with undisturbed(device), torch.enable_grad():
         for _ in range(_NUM_STEPS):
             parameter.grad = torch.ones_like(parameter)
             step(clone)

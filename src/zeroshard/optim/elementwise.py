@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from zeroshard.errors import ConfigError
-from zeroshard.optim.copies import bare_copy, fork_rng, set_training, unhooked_step
+from zeroshard.optim.copies import bare_copy, set_training, unhooked_step
+from zeroshard.system.device import undisturbed
 
 __all__ = ["ELEMENTWISE", "check_elementwise", "shard_state"]
 
@@ -188,7 +189,7 @@ def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
     params = optimizer.param_groups[index]["params"]
     device = torch.device("cpu") if not params or params[0].is_meta else params[0].device
     values, grads = _numbers(device)
-    with fork_rng(device):
+    with undisturbed(device):
         try:
             pieces = [
                 _Run(optimizer, index, (stop - start,)).steps(

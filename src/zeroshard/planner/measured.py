@@ -155,7 +155,8 @@ def _speeds(
     sharing = 1.0 if on_gpu else max(1.0, host["threads"] / threads_each)
     # cores beside one that computes
     spare = min(max(threads_each / host["threads"] - 1.0, 0.0), 1.0)
-    device = "cuda:0" if on_gpu else "cpu"
+    measured = {one["device"] for one in _entries(report, "matmul")}
+    device = next(iter(measured - {"cpu"}), "cpu") if on_gpu else "cpu"
 
     def matmul(dtype: str) -> float:
         return _rate(report, "matmul", {"device": device, "dtype": dtype}) / sharing

@@ -88,7 +88,7 @@ class Plan:
 
     def config(self, *, disk_path: str = ".") -> dict[str, Any]:
         """Return the recommended row as a configuration that ``zs.shard(config=...)`` takes. The
-        mesh is the script's: ``init_device_mesh("cuda", (pp, dp, tp), ...)``.
+        mesh is the script's: ``init_device_mesh(device_type, (pp, dp, tp), ...)``.
 
         States that rest on disk go to `disk_path`. Raises ConfigError where no row fits.
         """

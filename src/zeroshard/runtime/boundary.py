@@ -33,6 +33,7 @@ from zeroshard.runtime.sections import Section
 from zeroshard.runtime.shelf import Shelf
 from zeroshard.runtime.trees import is_cache, tensors_within
 from zeroshard.runtime.weighting import silence
+from zeroshard.system.device import Device
 
 __all__ = ["Visit"]
 
@@ -225,13 +226,12 @@ class Visit:
     def _states(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._device.type == "cpu":
             return torch.get_rng_state(), None
-        device = torch.get_device_module(self._device)
-        return torch.get_rng_state(), device.get_rng_state(self._device)
+        return torch.get_rng_state(), Device.of(self._device).generator_state()
 
     def _set_states(self, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         torch.set_rng_state(states[0])
         if states[1] is not None:
-            torch.get_device_module(self._device).set_rng_state(states[1], self._device)
+            Device.of(self._device).set_generator_state(states[1])
 
     # ------------------------------------------------------------------ refusals
 

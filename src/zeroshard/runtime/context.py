@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,14 +21,12 @@ from zeroshard.comm.levels import Levels, Transports
 from zeroshard.comm.mesh_ranks import AlongAxes, MeshRanks
 from zeroshard.comm.quantized import Codecs
 from zeroshard.comm.transport import Transport
-from zeroshard.core.holders import Holders
 from zeroshard.core.layout import Layout
 from zeroshard.core.part import Part
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
 from zeroshard.core.route import Routes, routes
-from zeroshard.core.shares import Shares
 from zeroshard.core.wire import BlockCodec, Formats, Wire
 from zeroshard.memory import MemoryCounter
 from zeroshard.optim.scaler import LossScaler
@@ -37,6 +36,10 @@ from zeroshard.runtime.tiering import Tiering
 from zeroshard.state.full import memory_stride
 from zeroshard.state.local import local_of, part_of
 from zeroshard.state.state import DeviceMemory, State
+
+if TYPE_CHECKING:  # made in sharding/, and only handed on by this room
+    from zeroshard.core.holders import Holders
+    from zeroshard.core.shares import Shares
 
 __all__ = ["Context", "Dtypes", "Options", "SegmentPlan"]
 

@@ -25,6 +25,7 @@ from zeroshard.core.placement import Tier
 from zeroshard.errors import StorageError
 from zeroshard.runtime.engine import Engine, living_engines, open_engines, states_of
 from zeroshard.runtime.reports import MemoryReport, describe_bytes
+from zeroshard.system.device import Device
 from zeroshard.system.host_memory import numbers_of
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class EngineMemory:
     """The memory of one engine on this rank."""
 
     name: str
-    device: str  # "cpu", "cuda"
+    device: str  # its type
     report: MemoryReport
     # by unit, state and tier: bytes at rest; empty unless asked for
     units: dict[str, dict[str, dict[str, int]]]
@@ -71,18 +72,20 @@ class ProcessMemory:
 
     rss: int | None  # resident
     pss: int | None  # resident, pages that n processes map divided by n
-    device_allocated: int | None  # in tensors on the current CUDA device
+    device_allocated: int | None  # in tensors on the current device of the accelerator
     device_reserved: int | None  # by torch's allocator there
 
     @classmethod
     def now(cls) -> ProcessMemory:
-        """Ask the system, and torch where CUDA is in use; nothing is initialized."""
-        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        """Ask the system, and torch where an accelerator is in use; nothing is initialized."""
+        accelerator = Device.accelerator()
+        usage = None if accelerator is None else accelerator.usage()
+        allocated, reserved = (None, None) if usage is None else usage
         return cls(
             rss=_kilobytes(_STATUS, "VmRSS:"),
             pss=_kilobytes(_ROLLUP, "Pss:"),
-            device_allocated=torch.cuda.memory_allocated() if in_use else None,
-            device_reserved=torch.cuda.memory_reserved() if in_use else None,
+            device_allocated=allocated,
+            device_reserved=reserved,
         )
 
 

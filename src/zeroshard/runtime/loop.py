@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,13 +33,15 @@ from zeroshard.core.schedule import Phase, Until
 from zeroshard.errors import StateError
 from zeroshard.runtime.backward import Backward, retains_graph
 from zeroshard.runtime.context import Context
-from zeroshard.runtime.events import StepEvents
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed
 from zeroshard.runtime.rest import Rest
 from zeroshard.runtime.trees import tensors_within
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
+
+if TYPE_CHECKING:
+    from zeroshard.runtime.events import StepEvents
 
 __all__ = ["Loop"]
 

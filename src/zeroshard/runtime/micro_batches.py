@@ -24,6 +24,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from zeroshard.system.device import Device
+
 __all__ = ["Autocast", "MicroBatch", "this_micro_batch"]
 
 _Call = TypeVar("_Call")
@@ -73,9 +75,9 @@ class MicroBatch(Generic[_Call]):
         self._ending = False
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._stream: Any = None  # the context of the accelerator's stream, and of its device
-        if device.type != "cpu":
-            accelerator = torch.get_device_module(device)
-            self._stream = accelerator.stream(accelerator.current_stream(device))
+        accelerator = Device.of(device)
+        if accelerator.has_streams:
+            self._stream = accelerator.stream(accelerator.current_stream())
         self._autocast = Autocast(device)
         self._modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._thread = threading.Thread(

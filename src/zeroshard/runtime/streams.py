@@ -28,7 +28,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 
 from zeroshard.core.recording import Probe
-from zeroshard.errors import ConfigError
+from zeroshard.system.device import Device
 
 __all__ = [
     "LANES",
@@ -79,17 +79,10 @@ class Streams(Protocol):
 
 
 def make_streams(device: torch.device | str) -> Streams:
-    """Return what `device` needs: real streams on CUDA, nothing on the CPU. Raises ConfigError
-    for any other device type.
+    """Return what `device` needs: streams where its type has them, nothing on the CPU. Raises
+    ConfigError for a device that torch has no module for.
     """
-    device = torch.device(device)
-    if device.type == "cpu":
-        return NoStreams()
-    if device.type == "cuda":
-        return AcceleratorStreams(device)
-    raise ConfigError(
-        f"device {str(device)!r}: its streams are not supported; use a cpu or cuda device"
-    )
+    return AcceleratorStreams(device) if Device.of(device).has_streams else NoStreams()
 
 
 class NoStreams:
@@ -119,8 +112,8 @@ class NoStreams:
 
 
 class AcceleratorStreams:
-    """CUDA streams: one of ours for each lane but compute, which is whatever stream the user has
-    made current.
+    """Streams of a device: one of ours for each lane but compute, which is whatever stream the user
+    has made current.
 
     Autograd runs the backward of a node on the stream of its forward, in a thread of its own;
     compute is therefore asked for at each call, never remembered from construction. Work enqueued
@@ -128,26 +121,24 @@ class AcceleratorStreams:
     """
 
     enqueues = has_lanes = True
-    device: torch.device
-    _lanes: dict[Lane, torch.cuda.Stream]  # all but compute
-    _user: torch.cuda.Stream | None  # the stream that was current when a lane was entered
+    device: Device
+    _lanes: dict[Lane, Any]  # all but compute
+    _user: Any  # the stream that was current when a lane was entered
 
     def __init__(self, device: torch.device | str) -> None:
-        self.device = torch.device(device)
+        self.device = Device.of(device)
         # High priority: a gather that starts late delays the compute that waits for it, the reverse
         # costs little.
         self._lanes = {
-            lane: torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-            for lane in LANES
-            if lane != "compute"
+            lane: self.device.make_stream(priority=-1) for lane in LANES if lane != "compute"
         }
         self._user = None
         self.probe = Probe()
 
-    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+    def _stream(self, lane: Lane) -> Any:
         if lane != "compute":
             return self._lanes[lane]
-        current = torch.cuda.current_stream(self.device)
+        current = self.device.current_stream()
         # called from inside on(lane)
         if self._user is not None and current in self._lanes.values():
             return self._user
@@ -160,7 +151,7 @@ class AcceleratorStreams:
     def on(self, lane: Lane) -> Iterator[None]:
         outer, self._user = self._user, self._stream("compute")
         try:
-            with torch.cuda.stream(self._stream(lane)):
+            with self.device.stream(self._stream(lane)):
                 yield
         finally:
             self._user = outer
@@ -179,7 +170,7 @@ class AcceleratorStreams:
             recording.joined(event, since)
 
     def drain(self) -> None:
-        torch.cuda.synchronize(self.device)
+        self.device.synchronize()
 
     def is_idle(self) -> bool:
         return all(stream.query() for stream in self._lanes.values())

@@ -97,7 +97,7 @@ class DeviceClock:
     by_events = True
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
-        """`module`: that of the device, ``torch.cuda``."""
+        """`module`: that of the device's type."""
         self._module = torch.get_device_module(device) if module is None else module
         self._device = device
         self._origin = self.now()

@@ -54,6 +54,7 @@ from zeroshard.sharding.repartition import Repartition
 from zeroshard.sharding.request import ShardRequest, requested
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceMemory
+from zeroshard.system.device import Device
 from zeroshard.system.mpi import rank_variables
 from zeroshard.tier.link import link_of
 from zeroshard.tier.store import Store
@@ -71,10 +72,10 @@ def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -
     Does nothing for a single process (no ``RANK`` in the environment) or where a group exists
     already. Tasks of a Slurm step or of an MPI job become ranks: without ``RANK``, torchrun's
     variables are set from those of srun or mpirun, which on several hosts does not say
-    ``MASTER_ADDR``. With CUDA each rank takes the device of its ``LOCAL_RANK``;
-    the backend is then nccl for CUDA and gloo for CPU tensors, else gloo; nccl connects here and
-    now. Ranks that ``zeroshard run`` has started on one host meet in a file that only this user can
-    read.
+    ``MASTER_ADDR``. Where torch has an accelerator, each rank takes the device of its
+    ``LOCAL_RANK``; the backend is then the one of its type (nccl, xccl), which connects here and
+    now, and gloo for CPU tensors, else gloo. Ranks that ``zeroshard run`` has started on one host
+    meet in a file that only this user can read.
     """
     if dist.is_initialized():
         return
@@ -83,12 +84,15 @@ def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -
     if "RANK" not in os.environ:
         return
     local_rank, device = int(os.environ.get("LOCAL_RANK", 0)), None
-    if from_tasks and torch.cuda.device_count() == 1:
+    accelerator = Device.accelerator()
+    num_devices = 0 if accelerator is None else accelerator.count()
+    if from_tasks and num_devices == 1:
         local_rank = 0  # with --gpus-per-task=1 each task sees its own alone
-    if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
-        torch.cuda.set_device(local_rank)
-        backend = backend or "cpu:gloo,cuda:nccl"
-        device = torch.device("cuda", local_rank) if "nccl" in backend else None
+    if accelerator is not None and local_rank < num_devices:
+        own, native = accelerator.make_current(local_rank), accelerator.backend
+        if native not in (None, "gloo"):
+            backend = backend or f"cpu:gloo,{own.type}:{native}"
+            device = own if native in backend else None
     timeout, path = timedelta(seconds=timeout_s), meeting_file()
     join = partial(dist.init_process_group, backend or "gloo", timeout=timeout, device_id=device)
     if path is None:
@@ -292,9 +296,9 @@ def _no_room_for(model: nn.Module, device: torch.device, share: float) -> float:
     """Return the part of the optimizer's state that half of the free memory cannot hold."""
     if device.type == "cpu" or not share:
         return 0.0
-    free, _ = torch.get_device_module(device).mem_get_info(device)
+    free, _ = Device.of(device).mem_get_info()
     numel = sum(local_of(p).numel() for p in model.parameters() if p.requires_grad)
-    return max(0.0, 1.0 - 0.5 * float(free) / (12 * numel * share))
+    return max(0.0, 1.0 - 0.5 * free / (12 * numel * share))
 
 
 def _prepare(tensors: Iterable[torch.Tensor], transport: Transport, source: int | None) -> None:

@@ -17,7 +17,6 @@ from zeroshard.core.dims import Dims
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.errors import ConfigError
-from zeroshard.memory import check_device
 from zeroshard.optim.elementwise import check_elementwise
 from zeroshard.optim.sharded import check_parameters
 from zeroshard.runtime.build import Dtypes
@@ -25,6 +24,7 @@ from zeroshard.runtime.guards import OWNED
 from zeroshard.runtime.overlap import check_overlap
 from zeroshard.runtime.units import UnitPlan, named_parameters_once
 from zeroshard.state.local import is_dtensor, part_of
+from zeroshard.system.device import Device
 
 __all__ = [
     "check_codecs",
@@ -99,7 +99,7 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
             f"the parameters are on {len(devices)} devices ({shown}): move the model to one device"
             " before shard()"
         )
-    check_device(next(iter(devices)))
+    Device.of(next(iter(devices))).check_current()
     if any(device.type == "meta" for device in devices):
         raise ConfigError(
             "the model is on the meta device and has no values: build it inside"

@@ -25,6 +25,7 @@ from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work, wait_on_host
 from zeroshard.memory import Pages
 from zeroshard.state.encoded import EncodedStorage
+from zeroshard.system.device import Device
 from zeroshard.tier.link import Direct, Link
 from zeroshard.tier.store import Storage, Store
 
@@ -55,7 +56,7 @@ class DeviceMemory:
         self.pages.clear()
         self.for_disks.clear()
         if self.device.type != "cpu":
-            torch.get_device_module(self.device).empty_cache()
+            Device.of(self.device).module.empty_cache()
 
 
 class DeviceStorage:

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
+from zeroshard.memory import Mark, has_streams
+from zeroshard.system.device import Device
 from zeroshard.tier.link import Direct, Direction, Link
 from zeroshard.tier.staging import Memory, Staging
 
@@ -91,8 +93,8 @@ class BounceBuffers:
         self._pretended = device.type == "cpu" and not isinstance(link, Direct)
         self._starting = threading.Lock()  # a link is not asked from two threads at once
         self._stream: Any = None
-        if device.type != "cpu":
-            self._stream = torch.get_device_module(device).Stream(device)
+        if has_streams(device):
+            self._stream = Device.of(device).make_stream()
 
     def of(self, tensor: torch.Tensor) -> Bytes:
         """Return `tensor` as bytes; on an accelerator, once the current stream's work has run."""
@@ -100,12 +102,12 @@ class BounceBuffers:
             if self._pretended and not self._staging.owns(tensor):
                 return _LinkedBytes(tensor, self._carry)
             return _HostBytes(tensor)
-        module = torch.get_device_module(tensor.device)
-        event: Any = module.Event()
-        event.record(module.current_stream(tensor.device))
+        if self._stream is None:
+            return _LinkedBytes(tensor, self._carry)
+        before = Mark(tensor.device)
 
         def carry(out: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
-            self._stream.wait_event(event)
+            before.wait(self._stream)
             self._carry(out, source, direction)
 
         return _LinkedBytes(tensor, carry)
@@ -121,4 +123,4 @@ class BounceBuffers:
     def _on_stream(self) -> AbstractContextManager[Any]:
         if self._stream is None:
             return nullcontext()
-        return torch.get_device_module(self._stream.device).stream(self._stream)  # type: ignore[no-any-return]
+        return Device.of(self._stream.device).stream(self._stream)

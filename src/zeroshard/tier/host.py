@@ -1,4 +1,4 @@
-"""The host tier: pinned memory beside a CUDA device; on the CPU, anonymous mappings.
+"""The host tier: pinned memory beside an accelerator; on the CPU, anonymous mappings.
 
 On the CPU, device and host are the same RAM: state that should rest on the host but is read in
 place would give the right numbers. So a tensor on a storage's memory exists only inside

@@ -1,7 +1,7 @@
 """How bytes get from the device to the host and back.
 
-    Direct      CPU: there is no link, a copy is a copy, done when it returns
-    Enqueued    CUDA: a copy on the current stream (the caller chooses the lane,
+    Direct      CPU, or no streams: a copy is a copy, done when it returns
+    Enqueued    streams: a copy on the current stream (the caller chooses the lane,
                 runtime/streams.py), from or into pinned memory
 
 Invariant: copies in one direction take effect in the order in which they were started. A link moves
@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 
 from zeroshard.core.work import DoneWork, Work
-from zeroshard.memory import Mark, note_copy
+from zeroshard.memory import Mark, has_streams, note_copy
 
 __all__ = ["Direct", "Direction", "Enqueued", "Link", "link_of"]
 
@@ -34,11 +34,11 @@ class Link(Protocol):
 
 def link_of(device: torch.device) -> Link:
     """Return the link that `device` needs."""
-    return Direct() if device.type == "cpu" else Enqueued(device)
+    return Enqueued(device) if has_streams(device) else Direct()
 
 
 class Direct:
-    """Device and host are the same memory."""
+    """Device and host are the same memory, or the host waits for each copy."""
 
     def copy(self, out: torch.Tensor, source: torch.Tensor, direction: Direction) -> Work:
         out.copy_(source)

@@ -102,7 +102,9 @@ def test_nccl_is_told_the_device_of_the_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[str, Any]] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: made.append(("set", index)))
     monkeypatch.setattr(

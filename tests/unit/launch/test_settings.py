@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
-from zeroshard.launch import run
 from zeroshard.launch.run import settings_for
 
 
@@ -15,7 +15,7 @@ def _lines(environ: dict[str, str], num_ranks: int = 1) -> list[str]:
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_has_cuda", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert _lines({}, 3) == ["OMP_NUM_THREADS=2: 8 core(s) for 3 rank(s)"]
     assert _lines({}, 100)[0].startswith("OMP_NUM_THREADS=1:")
@@ -25,7 +25,8 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_segments_expand_on_cuda_unless_the_user_has_set_the_allocator(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "_has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     threads = {"OMP_NUM_THREADS": "5"}
     assert _lines(threads) == [
         "PYTORCH_ALLOC_CONF=expandable_segments:True: CUDA memory that fragments less"

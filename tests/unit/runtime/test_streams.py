@@ -32,6 +32,7 @@ def test_only_an_accelerator_has_lanes_that_are_enqueued_on() -> None:
 
 def test_make_streams_answers_by_device() -> None:
     assert isinstance(make_streams("cpu"), NoStreams)
+    assert isinstance(make_streams("mps"), NoStreams)  # torch's module for it has no streams
     with pytest.raises(ConfigError, match="'meta'"):
         make_streams("meta")
 

@@ -37,6 +37,7 @@ from zeroshard.planner import Machine, Plan, Training, make_plan, measured
 from zeroshard.planner.machine import Speeds, nearest_preset
 from zeroshard.planner.modules import shape_of_module
 from zeroshard.planner.rows import candidates, describe_row
+from zeroshard.system.device import Device, all_devices
 from zeroshard.system.host_memory import HostMemory
 from zeroshard.tier.swapdir import free_bytes
 
@@ -251,9 +252,7 @@ def _training(optimizer: torch.optim.Optimizer | None, settings: Config) -> Trai
 
 def _speeds(device: torch.device, ranks: int) -> tuple[str, Speeds]:
     """Return the name and the speeds of this machine for one of `ranks` ranks on it."""
-    names = []
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    names = [one.facts()["name"] for one in all_devices()]
     versions = {"zeroshard": __version__, "torch": version("torch")}
     report = measured.read(names, versions)
     if report is not None and device.type == "cpu":
@@ -264,8 +263,8 @@ def _speeds(device: torch.device, ranks: int) -> tuple[str, Speeds]:
             return machine.name, machine.speeds
     preset = "CPU"
     if device.type != "cpu":
-        memory = torch.cuda.get_device_properties(device).total_memory
-        preset = nearest_preset(torch.cuda.get_device_name(device), memory)
+        own = Device.of(device).facts()
+        preset = nearest_preset(own["name"], own["memory_bytes"])
     return f"preset {preset}", Machine.of(preset).speeds
 
 

@@ -49,7 +49,7 @@ from zeroshard.core.placement import Mesh
 from zeroshard.errors import PeerLostError, StallError
 from zeroshard.memory import Mark, Pool, mark
 
-__all__ = ["NcclTransport"]
+__all__ = ["NativeTransport"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class _Cuts:
         return cut
 
 
-class NcclTransport:
+class NativeTransport:
     """A Transport over a process group's native collectives (NCCL; any backend that has them,
     for tests).
     """
