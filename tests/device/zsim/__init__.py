@@ -23,6 +23,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.utils.backend_registration import (
+    generate_methods_for_privateuse1_backend,
+    rename_privateuse1_backend,
+)
 
 from tests.device.zsim import module
 from tests.device.zsim.library import _zsim
@@ -108,16 +112,18 @@ def unregister_host(address: int) -> None:
     _zsim.unregister_host(address)
 
 
-def _process_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+def _process_group(
+    store: torch._C._distributed_c10d.Store, rank: int, size: int, timeout: timedelta
+) -> dist.Backend:
     gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     group: dist.Backend = _zsim.zccl_over(gloo, timeout)
     return group
 
 
 def _register() -> None:
-    torch.utils.rename_privateuse1_backend("zsim")
-    torch._register_device_module("zsim", module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    rename_privateuse1_backend("zsim")
+    torch._register_device_module("zsim", module)  # type: ignore[no-untyped-call]
+    generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend("zccl", _process_group, devices=["zsim"])
     atexit.register(_finish)
 
