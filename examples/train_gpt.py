@@ -429,9 +429,7 @@ def train(
     args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, console: Console
 ) -> Result:
     """Train one model: from the seed on, or from where the checkpoint is."""
-    device = torch.device(
-        f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    )
+    device = torch.device(args.device)
     torch.manual_seed(args.seed)
     model = GPT(GPTConfig(args.layers, args.width, args.heads, args.context)).to(device)
     matrices, vectors = (
@@ -676,6 +674,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--compare", action="store_true", help="train with stages 0, 1, 2 and 3, one after another"
+    )
+    found = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    parser.add_argument(
+        "--device", metavar="TYPE", default=found.type, help=f"default here: {found.type}"
     )
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--layers", type=int, default=4)

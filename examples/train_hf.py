@@ -103,7 +103,7 @@ def main() -> None:
             save_steps=max(1, options.max_steps // 2),
             report_to=[],
             # with DeepSpeed's JSON Accelerate would drop the configuration
-            use_cpu=options.deepspeed is None and not torch.cuda.is_available(),
+            use_cpu=options.deepspeed is None and not torch.accelerator.is_available(),
             deepspeed=options.deepspeed,
         )
         subset = torch.utils.data.Subset(validation, range(64))

@@ -241,6 +241,22 @@ def test_within_a_layer_packages_use_each_other_in_one_direction_only() -> None:
     list(graphlib.TopologicalSorter(graph).static_order())
 
 
+def test_one_file_names_a_type_of_device() -> None:
+    """CUDA and its kin stand in system/device.py; a kernel is written for one type."""
+    allowed = {
+        "system/device.py": None,
+        "comm/kernels.py": None,
+        "optim/sealed.py": {'"is_cuda",'},  # among the attributes of a tensor
+    }
+    assert [
+        f"{name}: {line.strip()}"
+        for name in TREES
+        for line in (SOURCE / name).read_text(encoding="utf-8").splitlines()
+        if re.search("cuda", line, re.IGNORECASE)
+        and (name not in allowed or line.strip() not in (allowed[name] or {line.strip()}))
+    ] == []
+
+
 def test_only_the_runtimes_hooks_file_registers_module_hooks() -> None:
     assert [
         f"{name}: {hook}"

@@ -118,6 +118,37 @@ def test_nccl_is_told_the_device_of_the_rank(
     assert made == [("set", 2), (backend, device)]
 
 
+@pytest.mark.parametrize(
+    ("asked", "backend", "device"),
+    [
+        (None, "cpu:gloo,xpu:xccl", torch.device("xpu", 1)),
+        ("xccl", "xccl", torch.device("xpu", 1)),
+        ("gloo", "gloo", None),
+    ],
+)
+def test_another_accelerator_is_joined_by_the_backend_of_its_type(
+    asked: str | None,
+    backend: str,
+    device: torch.device | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[str, Any]] = []
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu")
+    )
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.xpu, "set_device", lambda index: made.append(("set", index)))
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda backend, *, device_id, **_: made.append((backend, device_id)),
+    )
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    zs.init_distributed(asked)
+    assert made == [("set", 1), (backend, device)]
+
+
 def _through_two_groups(rank: int, world: int) -> tuple[int, int, list[Any]]:
     mesh = init_device_mesh("cpu", (2, 2))
     ranks = ranks_through(mesh.get_group(0), mesh.get_group(1))

@@ -9,8 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zeroshard.checkpoint.rank_part import generators, restore_generators
 from zeroshard.errors import ConfigError
+from zeroshard.launch import doctor, machine_facts
 from zeroshard.memory import mark, pinned_pages
+from zeroshard.planner.machine import nearest_preset
+from zeroshard.planner.modules import auto
 from zeroshard.runtime.ledger import ProcessMemory
 from zeroshard.runtime.streams import NoStreams, make_streams
 from zeroshard.system import device as devices
@@ -148,6 +152,46 @@ def test_generators_of_devices_and_of_the_cpu_are_put_back(module: _Module) -> N
         torch.rand(1)
     assert module.states[1].tolist() == [1] * 4
     assert torch.equal(torch.get_rng_state(), on_cpu)
+
+
+def test_the_generator_of_any_accelerator_is_saved_and_restored(module: _Module) -> None:
+    saved = generators()
+    assert saved["xpu"].tolist() == [0] * 4
+    module.states[0] += 7
+    restore_generators({"xpu": saved["xpu"]})
+    assert module.states[0].tolist() == [0] * 4
+
+
+def test_a_state_of_another_type_of_accelerator_is_left_alone(module: _Module) -> None:
+    module.states[0] += 7
+    restore_generators({"cuda": torch.zeros(4, dtype=torch.uint8)})  # saved on another machine
+    assert module.states[0].tolist() == [7] * 4
+
+
+def test_a_state_that_was_saved_on_a_gpu_is_restored_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = _accelerate(monkeypatch, "cuda", _Module())
+    restore_generators({"cuda": torch.full((4,), 9, dtype=torch.uint8)})
+    assert gpu.states[0].tolist() == [9] * 4
+
+
+def test_the_doctor_tells_an_accelerator_without_a_backend(
+    module: _Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = machine_facts.facts()
+    assert [one["type"] for one in found["devices"]] == ["xpu", "xpu"]
+    assert found["backends"]["xccl"] is False
+    missing = [one["what"] for one in machine_facts.find_missing(found)]
+    assert "XCCL in torch" in missing
+    assert ("xpu:1", "xpu, 1.0 kB") in doctor._machine({**found, "measured": None})
+
+
+def test_a_plan_of_an_unknown_device_takes_the_preset_of_nearest_memory(module: _Module) -> None:
+    told = SimpleNamespace(name="Unheard-of", total_memory=80 * 10**9)
+    module.get_device_properties = lambda device: told  # type: ignore[attr-defined]
+    name, _ = auto._speeds(torch.device("xpu:0"), 1)
+    assert name == f"preset {nearest_preset('Unheard-of', 80 * 10**9)}"
 
 
 def test_a_type_with_one_device_is_asked_without_naming_it(
