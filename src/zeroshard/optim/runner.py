@@ -117,7 +117,6 @@ class TileRunner:
         self._away = options.enqueues
         self._stream: Any = None  # of the thread, on an accelerator
         self._sent: list[Work] = []
-        self._uses: list[Gradient] = []  # of a late step on the device, until it is waited for
         self._ring = [_Buffers(pinned=self._away) for _ in range(TILE_BUFFERS)]
         self._pool: ThreadPoolExecutor | None = None
         self._under_way: Future[None] | None = None
@@ -232,7 +231,6 @@ class TileRunner:
                 under_way.result()
             if self._stream is not None:  # what it stepped on the device is read on this stream
                 self._module.current_stream(self._options.device).wait_stream(self._stream)
-            self._uses.clear()
 
     def raise_failure(self) -> None:
         """Raise what a step that went on by itself has failed with, if it has ended so."""
@@ -322,11 +320,8 @@ class TileRunner:
         with segment.master.borrowed(tile.start, tile.stop, write=True) as master:
             grad = step.gradient.fetch(tile.start, tile.stop)
             self._step(job.device, step, master, opened, grad)
-            # the gradient's memory goes back to the compute stream when it is dropped
             if not job.late:
                 self._sent = segment.bring(tile.start, tile.stop, master, True, step.gradient)
-            elif self._away:
-                self._uses.append(step.gradient)
 
     def _step_on_host(self, job: StepJob, step: _TileStep) -> None:
         tile, segment = step.tile, step.tile.segment

@@ -73,7 +73,8 @@ class Flight:
         if self._is_going:
             return  # a step that is being started waits, and serves us meanwhile
         self._is_going = True
-        streams, marks, has_levels = self._streams, False, False
+        # what has been read is used by compute as well where no collective follows
+        streams, marks, has_levels = self._streams, how in (Go.ADVANCE, Go.WAIT), False
         lane = self._lane if streams.has_lanes else None
         recording = streams.probe.recording
         if fork and lane is not None:
@@ -92,7 +93,6 @@ class Flight:
                             has_levels = has_levels or at < len(steps)
                             break
                         work.wait()
-                        marks = marks or steps[at - 1].kind == "read"  # the lane waits for it
                     if at == len(steps):
                         self._works[number] = work = None
                         break

@@ -211,7 +211,7 @@ class Segment:
         self, start: int, stop: int, master: torch.Tensor, stays: bool, uses: object = None
     ) -> list[Work]:
         """Start casting stepped masters (do they stay as they are meanwhile?) into the weights;
-        `wait_uploads` waits for it, and holds what the step `uses` until then.
+        `wait_uploads` waits for it, and holds what the step `uses` until then: memory of compute.
         """
         if stop <= self.aliased:  # the weights themselves were stepped, in the caller's stream
             stepped = mark(self.flat.full.device)
