@@ -197,6 +197,11 @@ def _cases() -> dict[str, Case]:
         Case("accumulate on the host", Accumulated(micro_batches=3, tier="host")),
         Case("off the device and back", Program(after=off_and_on), is_plain=True),
         Case("reset", Program(after=fail_and_reset), is_plain=True),
+        Case(
+            "native reset", Program(comm=native, after=fail_and_reset), is_plain=True, worlds=(1,)
+        ),
+        Case("reset, codecs", Program(comm={**native, **both}, after=fail_and_reset), worlds=(1,)),
+        Case("reset, on the host", Program(offload=HOST, after=fail_and_reset)),
         Case("average", Program(after=average)),
         Case("repartition", Program(after=repartition), is_plain=True),
         Case("save and load", Program(after=save_and_load)),

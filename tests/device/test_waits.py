@@ -12,12 +12,17 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from tests.device.omission import Omission
-from tests.device.programs import CASES, FIFO, Schedule, trained
+from tests.device.programs import ALL, CASES, FIFO, Schedule, trained
+from tests.support.harness import run_ranks
 from zeroshard.errors import ZeroshardError
 from zeroshard.runtime import bucket
 from zeroshard.runtime.bucket import Reduction
 from zeroshard.runtime.segment import Segment
+
+_DEVICE = "tests.device.zsim"
 
 
 @contextmanager
@@ -101,3 +106,68 @@ def finds(
             if run.differs_from(expected):
                 found.append(schedule)
     return found
+
+
+# the wait or hold that is left out: the case that needs it, and a schedule that shows it
+WAITS: dict[str, tuple[str, Schedule]] = {
+    "fork(gather)": ("native zero3", ("compute_last", 0)),
+    "join(gather)": ("native zero3", ("compute_first", 0)),
+    "fork(reduce)": ("native zero3", ("compute_last", 0)),
+    "join(reduce)": ("native zero3", ("compute_first", 0)),
+    "NativeTransport.grad_buffer": ("native zero3", ("compute_first", 0)),
+    "Reduction.uses": ("native codecs", ("compute_first", 0)),
+    "Segment.wait_uploads": ("optimizer on the host", ("compute_first", 0)),
+    "the mark of Segment.bring": ("gradients on the host, fp32", ("compute_first", 0)),
+    "the gradient of Segment.bring": ("a fraction, fp32", ("compute_first", 0)),
+    "Segment._bring": ("late, fp32", ("random", 2)),
+    "Gradient.wait_writes": ("states on the host", ("compute_first", 0)),
+    "State.borrowed.<locals>.<listcomp>": ("a fraction", ("compute_first", 0)),
+    "TileRunner._step_on_host": ("optimizer on the host", ("compute_first", 0)),
+    "read_squares": ("zero3 bf16", ("compute_first", 0)),
+    "BounceBuffers._carry": ("everything on disk", ("compute_first", 0)),
+    "BounceBuffers.of.<locals>.carry": ("everything on disk", ("compute_last", 0)),
+    "DeviceStorage.read": ("optimizer on disk", ("compute_first", 0)),
+}
+# no case has other numbers without them
+UNSEEN = {
+    "NativeTransport.reduce": "takes and gives its loans on one lane",
+    "NativeWork.wait": "whoever waits is on the lane that finished",
+    "_Reads.wait": "the lane that reads orders the read of the host tier",
+    "TileRunner._run_in_thread": "the host has read the norm, behind all that compute was given",
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_that_is_left_out_changes_a_number(wait: str) -> None:
+    case, schedule = WAITS[wait]
+    assert run_ranks(1, finds, wait, case, [schedule], device=_DEVICE) == [[schedule]]
+
+
+def _unmet(rank: int, world: int) -> list[str]:
+    """Return the forks and joins of a run, by number, that no schedule misses."""
+    program = CASES["native zero3"].program
+    expected = trained(program, rank, world, FIFO)
+    with Omission().active() as whole:
+        trained(program, rank, world, FIFO)
+    unmet = []
+    for number, wait in enumerate(whole.waits):
+        if not wait.startswith(("fork(", "join(")):
+            continue
+        for schedule in ALL[:5]:
+            try:
+                with Omission(drop=number).active():
+                    if trained(program, rank, world, schedule).differs_from(expected):
+                        break
+            except (ZeroshardError, ValueError):
+                break
+        else:
+            unmet.append(f"{number}: {wait}")
+    return unmet
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_each_fork_and_join_but_a_covered_one_changes_a_number() -> None:
+    """A join of the reduce lane that a later one covers, before anybody reads the sum, is none."""
+    (unmet,) = run_ranks(1, _unmet, device=_DEVICE, timeout=1700)
+    assert all(wait.endswith("join(reduce)") for wait in unmet), unmet
