@@ -68,6 +68,7 @@ def build() -> Path:
             if not target.exists():
                 _compile(target)
                 _remove_old(folder)
+    os.utime(target.parent)  # in use: not the one that the next build removes
     return target
 
 
@@ -103,8 +104,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _compile(target: Path) -> None:
-    target.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
         # PyTorch's headers take most of the time: read once. g++ takes `headers`.gch for `headers`.
         headers = shutil.copy(SOURCES / "torch_headers.h", scratch)
         _run(["g++", *FLAGS, "-x", "c++-header", headers, "-o", f"{headers}.gch"])
@@ -118,7 +119,7 @@ def _compile(target: Path) -> None:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(_run, commands))
 
-        library, place = f"{scratch}/{target.name}", TORCH / "lib"
+        library, place = str(target.with_suffix(".part")), TORCH / "lib"
         path = [f"-L{place}", f"-Wl,-rpath,{place}", "-Wl,--no-as-needed"]
         _run(["g++", "-shared", *objects, *path, *LIBRARIES, "-o", library])
         os.rename(library, target)

@@ -96,6 +96,8 @@ def order_of_random(seed: int) -> list[bool]:
         torch.zeros(4, device="zsim")
         with device.stream(side):
             torch.ones(4, device="zsim")
+        side.query()
+        side.synchronize()
     device.synchronize()
     return [entry.startswith("0.0:") for entry in zsim.take_log(False)]
 
@@ -182,7 +184,7 @@ def storages_and_files() -> None:
     for copied in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value), value.cpu()):
         assert copied.tolist() == value.tolist()
     storage = value.untyped_storage()
-    again = torch.empty(0, device="zsim").set_(storage.clone())  # type: ignore[call-overload]
+    again = torch.empty(0, device="zsim").set_(storage.clone())  # type: ignore[no-untyped-call]
     assert again.tolist() == value.flatten().tolist()
     storage.resize_(0)
     assert storage.nbytes() == 0

@@ -119,6 +119,17 @@ def _after_all_inside_no_sync(job: Job, step: int) -> None:
     job.step()
 
 
+def _after_no_sync_then_added_to(job: Job, step: int) -> None:
+    """Where nothing has been reduced, they rest beside zeros of no sum."""
+    with job.no_sync():
+        job.backward(2 * step)
+    for seed, parameter in enumerate(job.model.parameters()):
+        parameter.grad = _noise(parameter, seed)
+    job.optimizer.step()  # and no zero_grad()
+    job.backward(2 * step + 1)
+    job.step()
+
+
 def _without_a_backward(job: Job, step: int) -> None:
     for seed, parameter in enumerate(job.model.blocks.parameters()):
         parameter.grad = _noise(parameter, seed + step)
@@ -234,7 +245,7 @@ EXACT: tuple[Callable[[Job, int], None], ...] = (
 # forms norms in fp32
 ROUNDED: tuple[Callable[[Job, int], None], ...] = (
     _between_two_backwards, _inside_no_sync, _changed_then_clipped, _clipped_then_noised,
-    _left_for_the_next_backward,
+    _left_for_the_next_backward, _after_no_sync_then_added_to,
 )  # fmt: skip
 
 

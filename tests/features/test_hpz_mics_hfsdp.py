@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
@@ -231,9 +232,16 @@ def test_checkpoints_lead_from_row_to_row(tmp_path: Path) -> None:
     assert run_ranks(4, _saved, str(tmp_path), timeout=90) == [[]] * 4
 
 
-def _meets_after_backward(rank: int, world: int, row: str) -> None:
+def _meets_after_backward(rank: int, world: int, row: str, own: bool) -> None:
+    """`own`: all but norm and head lie over a mesh of their own, as experts that every rank holds.
+    The last sums of a backward are then theirs: a wait for a later one would start them, too.
+    """
     comm = zs.Comm(node_size=2, hierarchical=True)
-    model, optimizer, engine = make_sharded(row, comm=comm)
+    options: dict[str, Any] = {}
+    if own:
+        mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "ep"))
+        options = {"mesh_of": {"embed": mesh, "blocks.?": mesh}}
+    model, optimizer, engine = make_sharded(row, comm=comm, **options)
     for step in range(2):
         loss = model(*batch(rank, step))
         if rank == 3:
@@ -250,7 +258,14 @@ def test_ranks_may_meet_in_a_call_of_their_own_after_a_backward(row: str) -> Non
     """Whoever has left its backward has started all levels of its sums: others wait for them
     in theirs.
     """
-    run_ranks(4, _meets_after_backward, row, timeout=60)
+    run_ranks(4, _meets_after_backward, row, False, timeout=60)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+def test_ranks_may_meet_after_a_backward_whose_experts_are_summed_in_two_levels(row: str) -> None:
+    """The same for sums that go over transports of their own, each with two levels."""
+    run_ranks(4, _meets_after_backward, row, True, timeout=60)
 
 
 def _node_sizes(rank: int, world: int) -> list[list[str]]:

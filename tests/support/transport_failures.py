@@ -144,7 +144,7 @@ def a_late_rank_is_named(rank: int, world_size: int, spec: Spec) -> None:
     with opened(spec, rank) as transport:
         window = transport.window("layer.7", ranges, torch.float32, CPU, replicated=False)
         transport.control.exchange(b"")
-        transport.stall_timeout_s = 0.4
+        transport.control.stall_timeout_s = 0.4
         for operation in _waiting_operations(transport, window, ranges):
             if rank != late:
                 try:
@@ -192,9 +192,9 @@ def _waiting_operations(
 
 
 def _meet(transport: Transport) -> None:
-    transport.stall_timeout_s, before = 20.0, transport.stall_timeout_s
+    transport.control.stall_timeout_s, before = 20.0, transport.control.stall_timeout_s
     transport.abandon()
-    transport.stall_timeout_s = before
+    transport.control.stall_timeout_s = before
 
 
 # in a child of the dead rank: who learns of the death by the end of a connection learns it later

@@ -35,7 +35,6 @@ class TwoLevels:
         self.name, self.keyed = levels.name, levels.keyed
         self.rank, self.size = levels.flat.rank, levels.flat.size
         self.control, self.traffic = levels.flat.control, levels.flat.traffic
-        self.stall_timeout_s = levels.flat.stall_timeout_s
         self._last: dict[str, Flight] = {}
 
     def _begin(self, key: str, *steps: Step) -> Flight:

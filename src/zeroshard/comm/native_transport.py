@@ -121,15 +121,6 @@ class NativeTransport:
         self._under_way: list[NativeWork] = []
         self._cuts = _Cuts(self.rank, spec.mesh)
 
-    @property
-    def stall_timeout_s(self) -> float:
-        """Seconds until a wait raises StallError."""
-        return self.control.stall_timeout_s
-
-    @stall_timeout_s.setter
-    def stall_timeout_s(self, seconds: float) -> None:
-        self.control.stall_timeout_s = seconds
-
     def window(
         self,
         key: str,

@@ -32,7 +32,6 @@ class OneProcess:
         self.keyed = True
         self.traffic = Traffic() if traffic is None else traffic
         self.control = Ranks()
-        self.stall_timeout_s = spec.stall_timeout_s
         self._pool = Pool(spec.pool_bytes)
 
     def window(

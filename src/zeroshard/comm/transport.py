@@ -172,7 +172,6 @@ class Transport(Protocol):
     one_sided: bool
     keyed: bool  # operations meet by key; else all of them meet in the order in which they begin
     traffic: Traffic
-    stall_timeout_s: float
 
     @property
     def control(self) -> Ranks:

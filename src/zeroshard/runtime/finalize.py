@@ -42,7 +42,7 @@ from zeroshard.runtime.context import Context
 from zeroshard.runtime.trainable import AssignedGradients
 from zeroshard.state.reduction import read_squares
 
-__all__ = ["Finalized", "Finalizer"]
+__all__ = ["Finalizer"]
 
 _log = logging.getLogger("zeroshard")
 _STEP = "optimizer.step() or clip_grad_norm_()"
@@ -50,15 +50,6 @@ _NORM = "the norm of the gradient"
 _BAD = "the search for a gradient that is not finite"
 # digest, digest of the decisions, micro-batches, unreduced, kinds of backwards, their weight
 _HEAD = struct.Struct("<QQI?Bd")
-
-
-@dataclass(frozen=True)
-class Finalized:
-    """What the ranks agreed on."""
-
-    finite: bool
-    divisor: float  # of the sums: ranks, micro-batches and loss scale
-    weight: float | None  # of all losses together, by which they were divided, too
 
 
 @dataclass(frozen=True)
@@ -122,7 +113,8 @@ class Finalizer:
         self._faults = context.faults
         self._bad_steps = bad_steps
         self._bad_in_a_row = 0
-        self._result: Finalized | None = None
+        # whether all averages are finite, as the ranks have agreed; None: not yet
+        self._finite: bool | None = None
         self._assigned = AssignedGradients(
             backward.parameters, backward.decisions, context.transport.control
         )
@@ -131,11 +123,12 @@ class Finalizer:
     def pending(self) -> bool:
         """Whether gradients rest here that no step has taken yet."""
         here = self._backward.accumulation
-        return here.has_gradient and (here.changed or self._result is not None)
+        return here.has_gradient and (here.changed or self._finite is not None)
 
-    def finalize(self, only: nn.Parameter | None = None) -> Finalized:
-        """Return with every resting gradient averaged and agreed upon, and those that the user has
-        assigned in their places; of those assigned later, the one of parameter `only`.
+    def finalize(self, only: nn.Parameter | None = None) -> bool:
+        """Average every resting gradient, agree upon them, and put those that the user has assigned
+        in their places; of those assigned later, the one of parameter `only`. Return whether all
+        are finite.
 
         Raises StorageError where a rank could not read or write one.
         Raises StateError when no rank has a gradient, PlanMismatch when the ranks did different
@@ -145,9 +138,10 @@ class Finalizer:
         """
         backward = self._backward
         backward.collect_dropped()
-        if self._result is not None and not backward.accumulation.changed:
-            self._take_late(only, self._result)
-            return self._result
+        if self._finite is not None and not backward.accumulation.changed:
+            if self._finite:
+                self._take_late(only)
+            return self._finite
         if self._assigned.take():
             self._assigned.replace_sums()
             backward.accumulation.assign(scaled=self._scaler is not None)
@@ -168,20 +162,20 @@ class Finalizer:
         culprits = [bad for bad in meeting.answers if bad]
         if weight is not None:
             self._divide(weight)
-        if self._assigned.store(divisor, weight):
+        if self._assigned.store():
             backward.seal()
         self._count_bad(culprits)
         backward.accumulation.finalized()
-        self._result = Finalized(not culprits, divisor, weight)
-        return self._result
+        self._finite = not culprits
+        return self._finite
 
-    def _take_late(self, only: nn.Parameter | None, result: Finalized) -> None:
+    def _take_late(self, only: nn.Parameter | None) -> None:
         """Take what was assigned since the gradients were averaged; the ranks compare it in the
         next step.
         """
-        if result.finite and self._assigned.take(only):
+        if self._assigned.take(only):
             self._assigned.check_finite()
-            self._assigned.store(result.divisor, result.weight)
+            self._assigned.store()
             self._backward.seal()
 
     def _divisor(self) -> float:
@@ -437,23 +431,23 @@ class Finalizer:
         """Whether the step under way is the last of so many `steps` (None: never)."""
         return steps is not None and self._digest.step % steps == steps - 1
 
-    def before_step(self) -> Finalized:
+    def before_step(self) -> bool:
         """The optimizer is about to step: see `finalize`."""
         self._backward.tell("step")
-        result = self.finalize()
+        finite = self.finalize()
         self._backward.decisions.note_late_options(self._digest.step)
-        return result
+        return finite
 
     def after_step(self) -> None:
         """The step is taken or skipped: start the next one."""
-        if self._scaler is not None and self._result is not None:
+        if self._scaler is not None and self._finite is not None:
             before = self._scaler.scale
-            self._scaler.update(not self._result.finite)
+            self._scaler.update(not self._finite)
             if self._scaler.scale != before:
                 for bucket in self._backward.buckets:
                     bucket.reset_residual()  # it was of gradients in another scale
         self._digest.advance()
-        self._result = None
+        self._finite = None
         self.clipped = False
         self._backward.accumulation.finalized()
         self._backward.saved.end_step()
@@ -470,7 +464,7 @@ class Finalizer:
 
     def abandon(self) -> None:
         """After an exception: nothing is agreed."""
-        self._result = None
+        self._finite = None
         self.clipped = False
         self._backward.decisions.reset()
         self._assigned.abandon()

@@ -101,13 +101,11 @@ class Accumulator:
         self._held = resting
         return resting, fresh
 
-    def open_empty(self) -> Gradient | None:
-        """Let zeros rest here where nothing does, and return them."""
-        if self.resting() is not None:
-            return None
-        resting, _ = self.open()
-        resting.zero_range(0, resting.numbers.numel)
-        return resting
+    def open_empty(self) -> None:
+        """Let zeros rest here where nothing does."""
+        if self.resting() is None:
+            resting, _ = self.open()
+            resting.zero_range(0, resting.numbers.numel)
 
     def release(self) -> None:
         """Stop holding the numbers: the sealed gradients do."""

@@ -228,13 +228,13 @@ class Loop:
         """
         for listener in self.events.before_step:
             listener()
-        result = self._finalizer.before_step()
+        finite = self._finalizer.before_step()
         for listener in self.events.averaged:
             listener()
         self._context.faults.agree()  # before anything is written
         with self._context.streams.probe.waiting("gather"):
             self._rest.before_writing()
-        return result.finite
+        return finite
 
     def noted(self) -> AbstractContextManager[None]:
         """Note a StorageError of the body, of a step, which `after_step` raises."""

@@ -32,6 +32,7 @@ from zeroshard.core.layout import Range
 from zeroshard.core.placement import Cells
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.memory import placeholder_value
+from zeroshard.memory.heap import return_freed_memory
 from zeroshard.optim.copies import state_after_trial
 from zeroshard.optim.shards import ParamShard, Tile
 from zeroshard.runtime.build import PlannedUnits
@@ -208,6 +209,7 @@ class Move:
             self.error = self.error or error
             out = torch.full((stop - start,), placeholder_value(dtype), dtype=dtype)
         states.drop(state)
+        return_freed_memory()  # of this state, and of what the one before has travelled in
         return out
 
     def _bring(self, key: str, state: str, numel: int) -> torch.Tensor:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeroshard.comm.compat import all_gather_single
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.activation_store import SavedActivation, activation_store_for
@@ -138,7 +139,7 @@ class Shelf:
         if group is None:
             return data
         parts = data.new_empty(data.numel() * dist.get_world_size(group))
-        dist.all_gather_into_tensor(parts, data, group=group)
+        all_gather_single(parts, data, group=group)
         return parts
 
 

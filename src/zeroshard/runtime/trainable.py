@@ -212,8 +212,11 @@ class _TakenGradient:
         return bool(torch.isfinite(self.numbers).all())
 
     def store(self) -> None:
-        """Let it rest as the averaged gradient."""
+        """Let it rest as the averaged gradient. Where nothing rests, zeros of no sum do beside it:
+        whoever adds to an assigned gradient sets to zero first what rests of it.
+        """
         bucket, index = self.leaf.bucket, self.leaf.index
+        bucket.accumulator.open_empty()
         flat = self.numbers.new_empty(self.numbers.numel())
         bucket.flat.buffer.view_in(flat, index).copy_(self.numbers)
         bucket.accumulator.store(index, flat)
@@ -260,18 +263,11 @@ class AssignedGradients:
         """Return the segment of the first that is not finite."""
         return next((one.leaf.bucket.key for one in self._taken if not one.is_finite), None)
 
-    def store(self, divisor: float, weight: float | None) -> bool:
-        """Let those that `take` has found rest beside gradients that have been divided by `divisor`
-        and by the sum of weights; return whether any has.
-        """
+    def store(self) -> bool:
+        """Let those that `take` has found rest as averages; return whether any has."""
         taken, self._taken = self._taken, []
         with torch._C.DisableTorchFunctionSubclass():
             for one in taken:
-                zeros = one.leaf.bucket.accumulator.open_empty()
-                if zeros is not None:
-                    zeros.average(divisor)
-                    if weight is not None:
-                        zeros.divide(weight)
                 one.store()
         return bool(taken)
 

@@ -33,13 +33,13 @@ void sleep(int64_t microseconds, int device) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  using Unlocked = py::call_guard<py::gil_scoped_release>;  // for what may wait
   m.def("device_count", &device_count);
   m.def("generator", &default_generator);
   m.def("sleep", &sleep);
 
-  m.def("set_schedule", &set_schedule, Unlocked());
+  m.def("set_schedule", &set_schedule);
   m.def("schedule", &schedule);
+  m.def("finish", &finish);
   m.def("set_delay", &set_delay);
   m.def("take_log", &take_log);
   m.def("host_waits", &host_wait_counts);

@@ -84,17 +84,19 @@ Tensors flat(const TensorLists& lists, const Tensors& more) {
   return out;
 }
 
-// Gloo has no average: the sum, divided when it is there.
-c10d::ReduceOp without_average(const c10d::ReduceOp& op) {
-  return op == c10d::ReduceOp::AVG ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
-}
-
-intrusive_ptr<Work> averaged(intrusive_ptr<Work> sum, const c10d::ReduceOp& op, Tensor& out,
-                             int size) {
-  if (op != c10d::ReduceOp::AVG) return sum;
-  sum->wait();
-  out.div_(size);
-  return {};
+// A body that reduces into its tensor `out`. Gloo has no average: the sum, divided when it is there.
+template <typename Options, typename Call>
+Body reducing(Options options, int64_t out, int size, Call call) {
+  const bool averages = options.reduceOp == c10d::ReduceOp::AVG;
+  if (averages) options.reduceOp = c10d::ReduceOp::SUM;
+  return [=](c10d::Backend& host, Tensors& t) {
+    intrusive_ptr<Work> work = call(host, t, options);
+    if (averages) {
+      work->wait();
+      t[out].div_(size);
+    }
+    return averages ? intrusive_ptr<Work>() : work;
+  };
 }
 
 class Zccl final : public c10d::Backend {
@@ -114,22 +116,18 @@ class Zccl final : public c10d::Backend {
                   [o](auto& host, auto& t) { return host.broadcast(t, o); });
   }
 
-  intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& given) override {
-    auto o = given;
-    o.reduceOp = without_average(given.reduceOp);
+  intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override {
     return launch("allreduce", OpType::ALLREDUCE, tensors, o.asyncOp,
-                  [o, op = given.reduceOp, n = size_](auto& host, auto& t) {
-                    return averaged(host.allreduce(t, o), op, t[0], n);
-                  });
+                  reducing(o, 0, size_, [](auto& host, auto& t, auto& options) {
+                    return host.allreduce(t, options);
+                  }));
   }
 
-  intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& given) override {
-    auto o = given;
-    o.reduceOp = without_average(given.reduceOp);
+  intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& o) override {
     return launch("reduce", OpType::REDUCE, tensors, o.asyncOp,
-                  [o, op = given.reduceOp, n = size_](auto& host, auto& t) {
-                    return averaged(host.reduce(t, o), op, t[0], n);
-                  });
+                  reducing(o, 0, size_, [](auto& host, auto& t, auto& options) {
+                    return host.reduce(t, options);
+                  }));
   }
 
   intrusive_ptr<Work> _allgather_base(Tensor& out, Tensor& in,
@@ -153,26 +151,22 @@ class Zccl final : public c10d::Backend {
   }
 
   intrusive_ptr<Work> _reduce_scatter_base(Tensor& out, Tensor& in,
-                                           const c10d::ReduceScatterOptions& given) override {
-    auto o = given;
-    o.reduceOp = without_average(given.reduceOp);
+                                           const c10d::ReduceScatterOptions& o) override {
     return launch("reduce_scatter", OpType::_REDUCE_SCATTER_BASE, {out, in}, o.asyncOp,
-                  [o, op = given.reduceOp, n = size_](auto& host, auto& t) {
+                  reducing(o, 0, size_, [](auto& host, auto& t, auto& options) {
                     t[1] = t[1].clone();
-                    return averaged(host._reduce_scatter_base(t[0], t[1], o), op, t[0], n);
-                  });
+                    return host._reduce_scatter_base(t[0], t[1], options);
+                  }));
   }
 
   intrusive_ptr<Work> reduce_scatter(Tensors& outs, TensorLists& ins,
-                                     const c10d::ReduceScatterOptions& given) override {
-    auto o = given;
-    o.reduceOp = without_average(given.reduceOp);
-    return launch("reduce_scatter", OpType::REDUCE_SCATTER, flat(ins, outs), o.asyncOp,
-                  [o, op = given.reduceOp, n = size_](auto& host, auto& t) {
-                    TensorLists in{{t.begin(), t.end() - 1}};
-                    Tensors out{t.back()};
-                    return averaged(host.reduce_scatter(out, in, o), op, out[0], n);
-                  });
+                                     const c10d::ReduceScatterOptions& o) override {
+    return launch("reduce_scatter", OpType::REDUCE_SCATTER, flat({outs}, ins[0]), o.asyncOp,
+                  reducing(o, 0, size_, [](auto& host, auto& t, auto& options) {
+                    Tensors out{t[0]};
+                    TensorLists in{{t.begin() + 1, t.end()}};
+                    return host.reduce_scatter(out, in, options);
+                  }));
   }
 
   intrusive_ptr<Work> gather(TensorLists& outs, Tensors& ins,

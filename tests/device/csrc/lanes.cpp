@@ -41,6 +41,19 @@ Schedule schedule_named(const std::string& name) {
 
 double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
 
+// Tasks may run Python, and some of PyTorch's calls come here with its lock held.
+class WithoutPythonLock {
+ public:
+  WithoutPythonLock() : state_(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutPythonLock() {
+    if (state_) PyEval_RestoreThread(state_);
+  }
+  WithoutPythonLock(const WithoutPythonLock&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
 struct Task {
   const char* name;
   std::function<void()> work;  // empty: nothing but a place in the order
@@ -124,6 +137,18 @@ class Lanes {
   }
   bool is_idle(Lane lane) {
     return asks([&] { return at(lane).is_idle(); });
+  }
+
+  void finish(double seconds) {
+    const WithoutPythonLock others_run;
+    Lock lock(mutex_);
+    const std::function<bool()> is_over = [&] {
+      return std::all_of(devices_.begin(), devices_.end(), [](auto& one) { return one.is_idle(); });
+    };
+    waiters_.push_back(&is_over);
+    changed_.notify_all();
+    changed_.wait_for(lock, std::chrono::duration<double>(seconds), is_over);
+    std::erase(waiters_, &is_over);
   }
 
   std::map<std::string, uint64_t> wait_counts() {
@@ -223,13 +248,18 @@ class Lanes {
     for (Lock lock(mutex_);;) {
       Queue* queue = nullptr;
       changed_.wait(lock, [&] {
-        queue = is_lazy() && (waiting_ || paid_) ? pick() : nullptr;
+        queue = is_lazy() && (paid_ || host_still_waits()) ? pick() : nullptr;
         if (!queue && std::exchange(paid_, 0)) changed_.notify_all();  // nothing can run
         return queue != nullptr;
       });
-      if (paid_) --paid_;
       run_first(*queue, lock);
+      if (paid_ && !--paid_) changed_.notify_all();
     }
+  }
+
+  // Asks again after each task: a schedule that ran on until the host wakes would not repeat.
+  bool host_still_waits() const {
+    return std::any_of(waiters_.begin(), waiters_.end(), [](auto* is_over) { return !(*is_over)(); });
   }
 
   Queue* pick() {
@@ -251,13 +281,14 @@ class Lanes {
   }
 
   void wait(const std::function<bool()>& is_over, const std::string& reason) {
+    const WithoutPythonLock others_run;
     Lock lock(mutex_);
     if (!is_over()) {
       ++wait_counts_[reason];
-      ++waiting_;
+      waiters_.push_back(&is_over);
       changed_.notify_all();
       const bool stalls = !wait_while_tasks_end(lock, is_over);
-      --waiting_;
+      std::erase(waiters_, &is_over);
       if (stalls) throw std::runtime_error("zsim: no task ends, and the host waits: " + reason);
     }
     if (!error_.empty())
@@ -279,6 +310,7 @@ class Lanes {
   }
 
   bool asks(const std::function<bool()>& is_so) {
+    const WithoutPythonLock others_run;
     Lock lock(mutex_);
     if (!is_so() && is_lazy()) {
       ++paid_;
@@ -294,8 +326,8 @@ class Lanes {
   Schedule schedule_ = Schedule::kThreads;
   std::mt19937_64 random_;
   bool has_lazy_thread_ = false;
-  int waiting_ = 0;  // host threads that wait
-  int paid_ = 0;     // tasks that questions of the host have paid for
+  std::vector<const std::function<bool()>*> waiters_;  // of the host: what ends each wait
+  int paid_ = 0;  // tasks that questions of the host have paid for
   uint64_t launched_ = 0, ended_ = 0;
   std::string error_;  // of the first kernel that failed since the last wait, which raises it
   std::map<std::string, uint64_t> wait_counts_;
@@ -363,6 +395,7 @@ void host_waits_for_device(int device, const std::string& reason) {
   const WithoutGil without;
   lanes().wait_for_device(device < 0 ? current_device() : device, reason);
 }
+void finish(double seconds) { lanes().finish(seconds); }
 std::map<std::string, uint64_t> host_wait_counts() { return lanes().wait_counts(); }
 bool is_reached(const MarkPtr& mark) {
   const WithoutGil without;

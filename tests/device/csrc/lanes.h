@@ -42,6 +42,7 @@ void host_waits(const MarkPtr& mark, const std::string& reason);
 void host_waits_for(Lane lane, const std::string& reason);
 void host_waits_for_device(int device, const std::string& reason);
 std::map<std::string, uint64_t> host_wait_counts();
+void finish(double seconds);  // at the end of a process: all lanes, but no longer
 
 // A question that waits for nothing. Under a lazy schedule it pays for one task: a host that polls
 // gets there.

@@ -14,7 +14,7 @@ from zeroshard.comm.cpu.gloo_peers import Waiters
 from zeroshard.comm.cpu.links import MAX_TAIL, Links, Message, MessageKind
 from zeroshard.comm.cpu.matching import Contribution, Matching
 from zeroshard.comm.cpu.rendezvous import _agree
-from zeroshard.comm.cpu.slots import FAR, SlotPool
+from zeroshard.comm.cpu.slots import FAR, PoolSlot, SlotPool
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.transport import CommSpec, serve
 from zeroshard.core.placement import Mesh
@@ -108,11 +108,11 @@ def make_pool(limit_bytes: int | None) -> tuple[SlotPool, list[int], list[int]]:
     )
 
 
-def number_of(pool: SlotPool, buffer: torch.Tensor) -> int:
-    """Return the number of the slot that `buffer` was lent from."""
+def slot_of(pool: SlotPool, buffer: torch.Tensor) -> PoolSlot:
+    """Return the slot that `buffer` was lent from."""
     slot = pool.lent(buffer)
     assert slot is not None
-    return slot.number
+    return slot
 
 
 def test_the_pool_stays_within_its_limit_and_always_gives_one() -> None:
@@ -120,18 +120,18 @@ def test_the_pool_stays_within_its_limit_and_always_gives_one() -> None:
     first = pool.take(3000, torch.float32, CPU)  # larger than the limit, but the only one
     assert first is not None and first.numel() == 3000
     assert pool.take(64, torch.float32, CPU) is None
-    number = number_of(pool, first)
-    pool.submit(first, {0, 1, FAR})
+    slot = slot_of(pool, first)
+    pool.submit(slot, {0, 1, FAR})
     for reader in (0, FAR, 1):
         assert pool.take(64, torch.float32, CPU) is None
-        pool.release(number, reader)
+        pool.release(slot.number, reader)
     again = pool.take(64, torch.float32, CPU)  # the idle slot fits
-    assert again is not None and number_of(pool, again) == number
+    assert again is not None and slot_of(pool, again) is slot
     assert made == [12288] and not dropped
     pool.give(again)
     # the idle slot does not: it is dropped first
     assert pool.take(4000, torch.float32, CPU) is not None
-    assert dropped == [number] and pool.total_bytes() == 16384
+    assert dropped == [slot.number] and pool.total_bytes() == 16384
 
 
 def test_a_spilled_slot_vanishes_when_it_comes_back() -> None:
@@ -139,10 +139,10 @@ def test_a_spilled_slot_vanishes_when_it_comes_back() -> None:
     first = pool.take(1024, torch.float32, CPU)
     spilled = pool.take(1024, torch.float32, CPU, spill=True)
     assert first is not None and spilled is not None
-    number = number_of(pool, spilled)
-    pool.submit(spilled, {1})
-    pool.release(number, 1)
-    assert dropped == [number] and pool.total_bytes() == 4096
+    slot = slot_of(pool, spilled)
+    pool.submit(slot, {1})
+    pool.release(slot.number, 1)
+    assert dropped == [slot.number] and pool.total_bytes() == 4096
 
 
 def test_a_loan_from_before_an_abandon_cannot_be_given_back() -> None:

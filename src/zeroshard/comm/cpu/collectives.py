@@ -33,7 +33,7 @@ from zeroshard.comm.cpu.control import PeerControl, PeerOperation, Plane
 from zeroshard.comm.cpu.gloo_peers import LOOSE_GATHER, REDUCE_SCATTER, Transfer
 from zeroshard.comm.cpu.links import Message, MessageKind
 from zeroshard.comm.cpu.matching import Contribution, Matching, Pending, checked_parts
-from zeroshard.comm.cpu.slots import FAR, SlotPool
+from zeroshard.comm.cpu.slots import FAR, PoolSlot, SlotPool
 from zeroshard.comm.ordered import sum_parts
 from zeroshard.comm.transport import ReduceRequest, Work
 from zeroshard.core.layout import Range
@@ -169,8 +169,8 @@ class Collectives(Plane):
                 loans,
                 lambda: self._far_parts_came(name, sequence, loans, slot),
             )
-        if buffer is not None:
-            self.slots.submit(buffer, readers)
+        if slot is not None:
+            self.slots.submit(slot, readers)
 
         def consume(parts: dict[int, Contribution]) -> None:
             if own_bytes:
@@ -247,7 +247,7 @@ class Collectives(Plane):
             slot = self._slot_of(buffer, local.dtype)
             shares = dict.fromkeys(self._control.near, (0, local.numel()))
             readers = self._send_near(name, sequence, slot, shares, local.dtype)
-            self.slots.submit(buffer, readers)
+            self.slots.submit(slot, readers)
         contributors = {rank for rank in self._control.near if ranges[rank][1] > ranges[rank][0]}
         if far:
             self._post(
@@ -308,7 +308,7 @@ class Collectives(Plane):
         self,
         name: str,
         sequence: int,
-        slot: int | None,
+        slot: PoolSlot | None,
         shares: dict[int, Range],
         dtype: torch.dtype,
     ) -> set[int]:
@@ -329,7 +329,7 @@ class Collectives(Plane):
                     peer,
                     MessageKind.READY,
                     sequence,
-                    slot,
+                    slot.number,
                     start,
                     stop - start,
                     tail=name.encode(),
@@ -337,27 +337,27 @@ class Collectives(Plane):
                 readers.add(peer)
         return readers
 
-    def _slot_of(self, buffer: torch.Tensor, dtype: torch.dtype) -> int:
+    def _slot_of(self, buffer: torch.Tensor, dtype: torch.dtype) -> PoolSlot:
         slot = self.slots.lent(buffer)
         assert slot is not None, "a gradient buffer that is not on loan"
         assert buffer.dtype == dtype, (buffer.dtype, dtype)
-        return slot.number
+        return slot
 
     def _own_part(
-        self, buffer: torch.Tensor | None, slot: int | None, start: int, stop: int
+        self, buffer: torch.Tensor | None, slot: PoolSlot | None, start: int, stop: int
     ) -> Contribution:
         if buffer is None or slot is None:
             return Contribution(None)
         part = buffer[start:stop].view(torch.uint8)
-        return Contribution(part, partial(self.slots.release, slot, self._rank))
+        return Contribution(part, partial(self.slots.release, slot.number, self._rank))
 
     def _far_parts_came(
-        self, name: str, sequence: int, loans: dict[int, torch.Tensor], slot: int | None
+        self, name: str, sequence: int, loans: dict[int, torch.Tensor], slot: PoolSlot | None
     ) -> None:
         for peer, tensor in loans.items():
             self.matching.contribute(name, sequence, peer, Contribution(tensor.view(torch.uint8)))
         if slot is not None:
-            self.slots.release(slot, FAR)
+            self.slots.release(slot.number, FAR)
 
     def _missing(self, name: str, sequence: int) -> set[int]:
         return self.matching.missing(name, sequence).intersection(self._control.near)

@@ -57,13 +57,4 @@ class PairedTransport:
         self.abandon = control.abandon
         self.close = control.close
 
-    @property
-    def stall_timeout_s(self) -> float:
-        """Seconds until a wait raises StallError."""
-        return self.control.stall_timeout_s
-
-    @stall_timeout_s.setter
-    def stall_timeout_s(self, seconds: float) -> None:
-        self.control.stall_timeout_s = seconds
-
     def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None: ...

@@ -128,10 +128,8 @@ class SlotPool:
         """Return the slot that `buffer` was lent from, if it is on loan."""
         return next((slot for slot in self.slots.values() if slot.loan is buffer), None)
 
-    def submit(self, buffer: torch.Tensor, readers: set[int]) -> None:
-        """End the loan; the slot is idle again once each of `readers` has been released."""
-        slot = self.lent(buffer)
-        assert slot is not None, "a gradient buffer that is not on loan"
+    def submit(self, slot: PoolSlot, readers: set[int]) -> None:
+        """End the loan of `slot`; it is idle again once each of `readers` has been released."""
         slot.loan, slot.readers = None, set(readers)
         self._drop_spilled(slot)
 
