@@ -374,41 +374,16 @@ void lane_waits(Lane lane, const MarkPtr& mark) {
   if (mark && !mark->reached) lanes().enqueue(lane, {"wait", nullptr, mark, nullptr, 0});
 }
 
-// Python's lock, given up while the host waits: tasks drop tensors that Python owns, and torch's own
-// queries of events keep it.
-struct WithoutGil {
-  PyThreadState* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
-  ~WithoutGil() {
-    if (state) PyEval_RestoreThread(state);
-  }
-};
-
-void host_waits(const MarkPtr& mark, const std::string& reason) {
-  const WithoutGil without;
-  lanes().wait_for(mark, reason);
-}
-void host_waits_for(Lane lane, const std::string& reason) {
-  const WithoutGil without;
-  lanes().wait_for(lane, reason);
-}
+void host_waits(const MarkPtr& mark, const std::string& reason) { lanes().wait_for(mark, reason); }
+void host_waits_for(Lane lane, const std::string& reason) { lanes().wait_for(lane, reason); }
 void host_waits_for_device(int device, const std::string& reason) {
-  const WithoutGil without;
   lanes().wait_for_device(device < 0 ? current_device() : device, reason);
 }
 void finish(double seconds) { lanes().finish(seconds); }
 std::map<std::string, uint64_t> host_wait_counts() { return lanes().wait_counts(); }
-bool is_reached(const MarkPtr& mark) {
-  const WithoutGil without;
-  return lanes().is_reached(mark);
-}
-bool is_idle(Lane lane) {
-  const WithoutGil without;
-  return lanes().is_idle(lane);
-}
-void set_schedule(const std::string& name, uint64_t seed) {
-  const WithoutGil without;
-  lanes().set_schedule(name, seed);
-}
+bool is_reached(const MarkPtr& mark) { return lanes().is_reached(mark); }
+bool is_idle(Lane lane) { return lanes().is_idle(lane); }
+void set_schedule(const std::string& name, uint64_t seed) { lanes().set_schedule(name, seed); }
 std::string schedule() { return lanes().schedule(); }
 void set_delay(int device, int64_t stream, int64_t microseconds) {
   lanes().set_delay(device, stream, microseconds);
