@@ -323,8 +323,8 @@ def test_weights_stepped_on_the_device_without_a_mark_behind_them_are_found(
 ) -> None:
     bring = Segment.bring
 
-    def unmarked(self: Segment, start: int, stop: int, master: Any, stays: bool) -> list[Work]:
-        return [] if stop <= self.aliased else bring(self, start, stop, master, stays)
+    def unmarked(self: Segment, start: int, stop: int, *args: Any) -> list[Work]:
+        return [] if stop <= self.aliased else bring(self, start, stop, *args)
 
     monkeypatch.setattr(Segment, "bring", unmarked)
     found = _watch("zero3", tier="grad alone", precision="fp32", program=_steps).findings

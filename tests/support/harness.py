@@ -25,6 +25,7 @@ import ctypes
 import faulthandler
 import functools
 import gc
+import importlib
 import os
 import pickle
 import signal
@@ -181,16 +182,32 @@ def _in_step() -> bool:
     """Whether every rank of the group answers within the short timeout."""
     from datetime import timedelta
 
+    import torch
     import torch.distributed as dist
 
+    assert dist.group.WORLD is not None
+    gloo: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
     try:
-        dist.monitored_barrier(timeout=timedelta(seconds=BARRIER_TIMEOUT_S))
+        gloo.monitored_barrier(timeout=timedelta(seconds=BARRIER_TIMEOUT_S))
     except Exception:
         return False
     return True
 
 
-def _init_group(connection: Connection, rank: int, world_size: int) -> None:
+def _register(device: str) -> str:
+    """Import the module `device`, if there is one; return the backends of a process group."""
+    import torch
+    import torch.distributed as dist
+
+    if not device:
+        return "gloo"
+    importlib.import_module(device)
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, device
+    return f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}"
+
+
+def _init_group(connection: Connection, rank: int, world_size: int, backend: str) -> None:
     """Rank 0 opens the store on a port the system chooses and tells it to the parent, which
     tells the others.
     """
@@ -212,7 +229,7 @@ def _init_group(connection: Connection, rank: int, world_size: int) -> None:
             "127.0.0.1", int(connection.recv_bytes()), world_size, is_master=False, timeout=timeout
         )
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(store.port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _drop_groups() -> None:
@@ -248,8 +265,12 @@ def _clear_caches_of_dtensor() -> None:
                         cached.cache_clear()
 
 
-def worker_main(fd: int, parent_pid: int, rank: int, world_size: int, init_group: bool) -> None:
-    """Serve jobs from the parent until it closes the connection."""
+def worker_main(
+    fd: int, parent_pid: int, rank: int, world_size: int, init_group: bool, device: str = ""
+) -> None:
+    """Serve jobs from the parent until it closes the connection. `device`: a module that registers
+    the device which this process has.
+    """
     die_with_parent(parent_pid)
     # A thread that wakes does not take the core from one that holds what it needs: gloo's would
     # spin until that one runs again.
@@ -260,8 +281,9 @@ def worker_main(fd: int, parent_pid: int, rank: int, world_size: int, init_group
     connection = Connection(fd)
     import torch.distributed as dist
 
+    backend = _register(device)
     if init_group:
-        _init_group(connection, rank, world_size)
+        _init_group(connection, rank, world_size, backend)
     connection.send_bytes(b"ready")
     while True:
         try:
@@ -331,7 +353,7 @@ def _interpreter(
     *args: object,
 ) -> subprocess.Popen[bytes]:
     """Start a new interpreter for a worker."""
-    words = ", ".join(map(str, (end.fileno(), os.getpid(), *args)))
+    words = ", ".join(map(repr, (end.fileno(), os.getpid(), *args)))
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
         f"from tests.support.harness import worker_main; worker_main({words})"
@@ -356,7 +378,9 @@ def _zygote(rank: int, environment: dict[str, str]) -> Zygote:
     return _zygotes[rank % NUM_ZYGOTES]
 
 
-def _start(rank: int, world_size: int, init_group: bool, env: dict[str, str] | None) -> _Worker:
+def _start(
+    rank: int, world_size: int, init_group: bool, env: dict[str, str] | None, device: str = ""
+) -> _Worker:
     ours, theirs = Pipe()
     stdout = tempfile.TemporaryFile()  # noqa: SIM115 (the worker keeps it)
     stderr = tempfile.TemporaryFile()  # noqa: SIM115
@@ -372,13 +396,16 @@ def _start(rank: int, world_size: int, init_group: bool, env: dict[str, str] | N
         **(env or {}),
     }
     if any(name.startswith("COVERAGE_PROCESS") for name in environment):
-        process = _interpreter(theirs, (stdout, stderr), environment, rank, world_size, init_group)
+        process = _interpreter(
+            theirs, (stdout, stderr), environment, rank, world_size, init_group, device
+        )
     else:
         process = _zygote(rank, environment).fork(
             worker_main,
             rank,
             world_size,
             init_group,
+            device,
             fds=(theirs.fileno(), stdout.fileno(), stderr.fileno()),
             environment=environment,
         )
@@ -386,10 +413,12 @@ def _start(rank: int, world_size: int, init_group: bool, env: dict[str, str] | N
     return _Worker(rank, process, ours, stdout, stderr)
 
 
-def _start_all(world_size: int, init_group: bool, env: dict[str, str] | None) -> list[_Worker]:
+def _start_all(
+    world_size: int, init_group: bool, env: dict[str, str] | None, device: str = ""
+) -> list[_Worker]:
     workers: list[_Worker] = []
     try:
-        workers += [_start(rank, world_size, init_group, env) for rank in range(world_size)]
+        workers += [_start(rank, world_size, init_group, env, device) for rank in range(world_size)]
         if init_group:
             port = _expect(workers[0])
             for worker in workers:
@@ -498,10 +527,10 @@ def _death(worker: _Worker, at_s: float) -> RankFailure:
 
 
 class _Pool:
-    """The workers of one world size."""
+    """The workers of one world size, with one device."""
 
-    def __init__(self, world_size: int) -> None:
-        self.workers = _start_all(world_size, True, None)
+    def __init__(self, world_size: int, device: str) -> None:
+        self.workers = _start_all(world_size, True, None, device)
 
     def run(self, job: bytes, timeout: float) -> _Outcome:
         outcome = _exchange(self.workers, job, timeout, PEER_GRACE_S)
@@ -528,48 +557,51 @@ class _Pool:
             worker.kill()
 
 
-_pools: dict[int, _Pool] = {}
-_stopped: set[int] = set()  # world sizes of pools
+_Key = tuple[int, str]  # world size, and the module of the device
+_pools: dict[_Key, _Pool] = {}
+_stopped: set[_Key] = set()
 
 
-def _awake(world_size: int) -> _Pool:
-    """Return the pool of `world_size`, which runs alone: the others are stopped, since gloo's
-    threads wake a hundred times a second in each rank.
+def _awake(key: _Key) -> _Pool:
+    """Return the pool of `key`, which runs alone: the others are stopped, since gloo's threads wake
+    a hundred times a second in each rank.
     """
-    for size in [size for size in _pools if size != world_size and size not in _stopped]:
-        _pools[size].send_signal(signal.SIGSTOP)
-        _stopped.add(size)
-    if world_size not in _pools:
-        _pools[world_size] = _Pool(world_size)
-    if world_size in _stopped:
-        _pools[world_size].send_signal(signal.SIGCONT)
-        _stopped.remove(world_size)
-    return _pools[world_size]
+    for other in [other for other in _pools if other != key and other not in _stopped]:
+        _pools[other].send_signal(signal.SIGSTOP)
+        _stopped.add(other)
+    if key not in _pools:
+        _pools[key] = _Pool(*key)
+    if key in _stopped:
+        _pools[key].send_signal(signal.SIGCONT)
+        _stopped.remove(key)
+    return _pools[key]
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, device: str = ""
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on every rank of the pool and return the results in
     rank order.
 
     A gloo group over loopback is initialised; one torch thread per rank. Results travel by pickle,
-    so tensors arrive as copies.
+    so tensors arrive as copies. `device`: a module that registers a type of device with torch; the
+    ranks of its pool import it first, and the group has its default backend beside gloo.
 
     Raises:
         RankError: a rank raised, died, or gave no answer in time (then with the stacks of all its
             threads).
     """
     job = _job("call", fn, args)
-    pool = _awake(world_size)
+    key = world_size, device
+    pool = _awake(key)
     try:
         outcome = pool.run(job, timeout)
     except BaseException:  # pytest-timeout, Ctrl-C: nobody knows where the ranks are
-        _pools.pop(world_size).kill()
+        _pools.pop(key).kill()
         raise
     output = pool.output() if outcome.failures else ""
     if not outcome.usable:
-        _pools.pop(world_size).kill()
+        _pools.pop(key).kill()
     if outcome.failures:
         raise RankError(outcome.failures, output)
     return [outcome.results[rank] for rank in range(world_size)]
@@ -637,8 +669,8 @@ def close_pools() -> None:
     quarter of a second for each. Under coverage workers end by themselves, and write it at exit.
     """
     workers = [worker for pool in _pools.values() for worker in pool.workers]
-    for size in _stopped:
-        _pools[size].send_signal(signal.SIGCONT)
+    for key in _stopped:
+        _pools[key].send_signal(signal.SIGCONT)
     _stopped.clear()
     _pools.clear()
     for worker in workers:

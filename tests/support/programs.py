@@ -5,22 +5,28 @@ engine or by plain PyTorch, on any device.
     assert not run.differs_from(PROGRAMS["no_sync"].train_plainly("cuda:0"))
 
 Plain PyTorch holds fp32 masters beside weights in the precision of the program, adds gradients in
-fp32, and scales the loss in fp16, as the engine does; world size 1.
+fp32, and scales the loss in fp16, as the engine does; over several ranks each micro-batch's
+gradients are summed in the precision of the program, as a native reduce does.
+
+All batches are on the device before the first step, and losses are read after the last: between
+them the host waits where the engine makes it wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard as zs
 from tests.support.training import Net, Run, batch, final_state, take_steps, two_groups
 
-__all__ = ["DTYPES", "PROGRAMS", "Program"]
+__all__ = ["DTYPES", "PROGRAMS", "Program", "Trained"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_SCALE = 2.0**16  # what the engine begins with
@@ -43,6 +49,19 @@ def checkpoint_on_host(model: Net) -> None:
     zs.nn.checkpoint_blocks(model, tier="host")
 
 
+@dataclass
+class Trained:
+    """What a program trains, for those who do something between two steps."""
+
+    model: Net
+    optimizer: torch.optim.Optimizer
+    engine: zs.Engine
+    rank: int
+    data: Callable[[int, int], list[torch.Tensor]]
+    extra: list[torch.Tensor] = field(default_factory=list)  # numbers to compare beside the losses
+    kept: dict[str, Any] = field(default_factory=dict)  # from one step to a later one
+
+
 @dataclass(frozen=True)
 class Program:
     """What to train, and how."""
@@ -55,7 +74,9 @@ class Program:
     clip: float | None = None
     comm: dict[str, Any] = field(default_factory=dict)
     offload: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # others of shard()
     prepare: Callable[[Net], None] = leave_as_it_is  # before it is sharded
+    after: Callable[[Trained, int], None] | None = None  # called with the number of each step taken
 
     def train(self, device: str, *, rank: int = 0, transport: str = "auto") -> Run:
         """Train in the row."""
@@ -68,22 +89,30 @@ class Program:
             precision=self.precision,
             comm=zs.Comm.model_validate({"transport": transport, **self.comm}),
             offload=zs.Offload(**self.offload),
-            stall_timeout_s=60,
+            **{"stall_timeout_s": 60, **self.options},
         )
-        losses = take_steps(
-            rank,
+        data = self._data(device, rank)
+        trained = Trained(model, optimizer, engine, rank, data)
+        losses = self.take(trained)
+        losses += [number.item() for number in trained.extra]
+        return Run(losses, _on_host(final_state(model, engine)), row=self.row)
+
+    def take(self, run: Trained) -> list[float]:
+        """Take all steps; return the losses."""
+        return take_steps(
+            run.rank,
             self.steps,
-            model,
-            optimizer,
-            engine,
+            run.model,
+            run.optimizer,
+            run.engine,
             micro_batches=self.micro_batches,
             no_sync=self.no_sync,
             clip=self.clip,
-            data=self._data(device),
+            data=run.data,
+            after=None if self.after is None else partial(self.after, run),
         )
-        return Run(losses, _on_host(final_state(model, engine)), row=self.row)
 
-    def train_plainly(self, device: str) -> Run:
+    def train_plainly(self, device: str, *, rank: int = 0) -> Run:
         """Train without an engine."""
         model = self._model(device)
         masters = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
@@ -91,26 +120,30 @@ class Program:
         shapes = nn.ParameterList(masters)
         optimizer = two_groups(shapes)
         scale = FP16_SCALE if self.precision == "fp16" else 1.0
-        data, losses = self._data(device), []
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        data, losses = self._data(device, rank), []
         for step in range(self.steps):
             for micro in range(self.micro_batches):
-                loss = model(*data(0, step * self.micro_batches + micro))
+                loss = model(*data(rank, step * self.micro_batches + micro))
                 (loss * scale).backward()
-                losses.append(loss.item())
+                losses.append(loss.detach())
                 for master, parameter in zip(masters, model.parameters(), strict=True):
                     assert parameter.grad is not None
+                    if ranks > 1:
+                        dist.all_reduce(parameter.grad)
                     grad = parameter.grad.float()
                     master.grad = grad if master.grad is None else master.grad + grad
                     parameter.grad = None
             for master in masters:
                 assert master.grad is not None
-                master.grad /= scale
+                master.grad /= scale * ranks
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
                 for master, parameter in zip(masters, model.parameters(), strict=True):
                     parameter.copy_(master)
-        return Run(losses, _on_host(final_state(model, None)), row="plain")
+        numbers = [loss.item() for loss in losses]
+        return Run(numbers, _on_host(final_state(model, None)), row="plain")
 
     def _model(self, device: str) -> Net:
         torch.manual_seed(0)
@@ -118,8 +151,14 @@ class Program:
         self.prepare(model)
         return model
 
-    def _data(self, device: str) -> Callable[[int, int], list[torch.Tensor]]:
-        return lambda rank, step: [tokens.to(device) for tokens in batch(rank, step)]
+    def _data(self, device: str, rank: int) -> Callable[[int, int], list[torch.Tensor]]:
+        """Return what gives the batch of a number: those of `rank` and of this training are there
+        already.
+        """
+        load = cache(lambda rank, number: [tokens.to(device) for tokens in batch(rank, number)])
+        for number in range(self.steps * self.micro_batches):
+            load(rank, number)
+        return load
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, torch.Tensor]:

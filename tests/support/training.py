@@ -241,11 +241,14 @@ def take_steps(
     clip: float | None = None,
     norms: list[float] | None = None,
     data: Callable[[int, int], Sequence[Any]] = batch,
+    after: Callable[[int], None] | None = None,
 ) -> list[float]:
-    """Train on this rank's batches of `steps` (a number: from 0 on); return the losses.
+    """Train on this rank's batches of `steps` (a number: from 0 on); return the losses, which are
+    read at the end: a device may run behind the whole loop.
 
     `data` gives the arguments of `module` for a rank and a micro-batch, and `module` the loss. With
     an `engine`, its ``backward()`` and clipping are used. The norms before clipping go to `norms`.
+    `after` is called with the number of each step that has been taken.
     """
     syncs: Any = engine or module
     losses = []
@@ -255,14 +258,16 @@ def take_steps(
             with syncs.no_sync() if hold else contextlib.nullcontext():
                 loss = module(*data(rank, step * micro_batches + micro))
                 engine.backward(loss) if engine else loss.backward()
-            losses.append(loss.item())
+            losses.append(loss.detach())
         if clip is not None:
             norm = _clipped(module, engine, clip)
             if norms is not None:
                 norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
-    return losses
+        if after is not None:
+            after(step)
+    return [loss.item() for loss in losses]
 
 
 def _clipped(module: nn.Module, engine: zs.Engine | None, clip: float) -> torch.Tensor:

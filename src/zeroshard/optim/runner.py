@@ -321,7 +321,7 @@ class TileRunner:
             grad = step.gradient.fetch(tile.start, tile.stop)
             self._step(job.device, step, master, opened, grad)
             if not job.late:
-                self._sent = segment.bring(tile.start, tile.stop, master, True)
+                self._sent = segment.bring(tile.start, tile.stop, master, True, step.gradient)
 
     def _step_on_host(self, job: StepJob, step: _TileStep) -> None:
         tile, segment = step.tile, step.tile.segment

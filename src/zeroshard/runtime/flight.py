@@ -73,7 +73,8 @@ class Flight:
         if self._is_going:
             return  # a step that is being started waits, and serves us meanwhile
         self._is_going = True
-        streams, has_started, has_levels = self._streams, False, False
+        # what has been read is used by compute as well where no collective follows
+        streams, marks, has_levels = self._streams, how in (Go.ADVANCE, Go.WAIT), False
         lane = self._lane if streams.has_lanes else None
         recording = streams.probe.recording
         if fork and lane is not None:
@@ -98,7 +99,7 @@ class Flight:
                     step = steps[at]
                     since = None if recording is None else recording.now()
                     work = step.start()
-                    has_started = has_started or step.kind != "read"
+                    marks = marks or step.kind != "read"
                     if step.kind == "wire" and streams.enqueues and work is not None:
                         work.wait()
                         work = _OVER
@@ -107,7 +108,7 @@ class Flight:
                     at += 1
                     self._at[number] = at
                     self._works[number] = work = None if type(work) is DoneWork else work
-            if has_started and lane is not None:
+            if marks and lane is not None:
                 self._event = streams.mark(lane)
         finally:
             self._is_going = False

@@ -207,15 +207,17 @@ class Segment:
         for work in self.weight.write(start, stop, master.to(self.flat.dtype)):
             work.wait()
 
-    def bring(self, start: int, stop: int, master: torch.Tensor, stays: bool) -> list[Work]:
+    def bring(
+        self, start: int, stop: int, master: torch.Tensor, stays: bool, uses: object = None
+    ) -> list[Work]:
         """Start casting stepped masters (do they stay as they are meanwhile?) into the weights;
-        `wait_uploads` waits for it.
+        `wait_uploads` waits for it, and holds what the step `uses` until then: memory of compute.
         """
         if stop <= self.aliased:  # the weights themselves were stepped, in the caller's stream
             stepped = mark(self.flat.full.device)
-            return [] if stepped is None else self._sent([stepped], None)
+            return [] if stepped is None else self._sent([stepped], uses)
         source = cast_for(self.flat.full, master, self.flat.dtype, copy=not stays)
-        return self._sent(self.weight.write(start, stop, source), source)
+        return self._sent(self.weight.write(start, stop, source), (source, uses))
 
     def can_bring_from_rest(self, start: int, stop: int) -> bool:
         """Whether stepped masters may go into the weights as they are, from where they rest."""

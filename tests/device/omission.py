@@ -1,0 +1,155 @@
+"""Waits of the engine, named and counted, and left out one at a time.
+
+    with Omission(["fork(gather)"]).active() as omission:
+        ...
+    omission.waits      # every wait that was met, in order
+
+A name is what `Streams` is told ("fork(gather)", "join(reduce)", "drain"), or the function of
+the library that waits, through whatever helpers: for an event ("Segment.wait_uploads"), for the
+whole device ("drain"), or as the host, in a copy that is not ``non_blocking``, ``Tensor.cpu()`` and
+``Tensor.tolist()``. What the host reads without waiting is NaN, or zero, until it has arrived.
+
+It patches torch and the engine's classes while a context is open. One process, any thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from zeroshard.memory import Mark
+from zeroshard.runtime.streams import AcceleratorStreams
+
+__all__ = ["Omission"]
+
+# whose frames do not say who waits
+_BETWEEN = ("zeroshard/memory/", "zeroshard/core/work.py", "zeroshard/system/")
+
+
+def _site() -> str:
+    """Return the function of the library that calls."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        file = Path(frame.f_code.co_filename).as_posix()
+        if "/tests/" in file and "omission" not in file:
+            return "?"
+        if "/zeroshard/" in file and not any(part in file for part in _BETWEEN):
+            return str(frame.f_code.co_qualname)
+        frame = frame.f_back
+    return "?"
+
+
+class Omission:
+    """Waits that are left out: those called `without`, or the `drop`-th of all."""
+
+    def __init__(self, without: Collection[str] = (), *, drop: int | None = None) -> None:
+        self.waits: list[str] = []
+        self._without = without
+        self._drop = drop
+        self._lanes: dict[int, tuple[Any, str]] = {}  # of an event, which is kept: ids return
+
+    def _leaves_out(self, site: str) -> bool:
+        """Note a wait; return whether it is left out."""
+        self.waits.append(site)
+        return site in self._without or len(self.waits) - 1 == self._drop
+
+    @contextmanager
+    def active(self) -> Iterator[Omission]:
+        """Leave them out inside."""
+        module: Any = torch.get_device_module("zsim")
+        streams, tensor = AcceleratorStreams, torch.Tensor
+        patches: list[tuple[Any, str, Callable[..., Any]]] = [
+            (streams, "fork", self._fork),
+            (streams, "mark", self._mark),
+            (streams, "join", self._join),
+            (streams, "drain", self._unless_left_out(lambda *_: "drain")),
+            (Mark, "wait", self._unless_left_out()),
+            (Mark, "synchronize", self._unless_left_out()),
+            (module.Stream, "wait_event", self._unless_left_out()),
+            (module.Stream, "wait_stream", self._unless_left_out()),
+            (tensor, "copy_", self._copy),
+            (tensor, "cpu", self._cpu),
+            (tensor, "tolist", self._tolist),
+        ]
+        with ExitStack() as stack:
+            for target, name, make in patches:
+                original = getattr(target, name)
+                stack.enter_context(mock.patch.object(target, name, _method(make, original)))
+            current = module.current_stream
+            patched = mock.patch.object(
+                module, "current_stream", lambda device=None: _ours(module, current(device))
+            )
+            stack.enter_context(patched)
+            yield self
+
+    def _unless_left_out(self, name: Callable[..., str] | None = None) -> Callable[..., Any]:
+        def call(original: Callable[..., Any], target: Any, *args: Any) -> Any:
+            site = _site() if name is None else name(target, *args)
+            inside_streams = site.startswith("AcceleratorStreams.")  # counted there
+            if inside_streams or not self._leaves_out(site):
+                return original(target, *args)
+            return None
+
+        return call
+
+    def _fork(self, original: Callable[..., Any], streams: Any, lane: str) -> None:
+        if not self._leaves_out(f"fork({lane})"):
+            original(streams, lane)
+
+    def _mark(self, original: Callable[..., Any], streams: Any, lane: str) -> Any:
+        event = original(streams, lane)
+        self._lanes[id(event)] = event, lane
+        return event
+
+    def _join(self, original: Callable[..., Any], streams: Any, event: Any) -> None:
+        _, lane = self._lanes.get(id(event), (None, "?"))
+        if not self._leaves_out(f"join({lane})"):
+            original(streams, event)
+
+    def _copy(
+        self, original: Callable[..., Any], out: Any, source: Any, non_blocking: bool = False
+    ) -> Any:
+        if not non_blocking and out.device.type != source.device.type:
+            non_blocking = self._leaves_out(_site())
+        return original(out, source, non_blocking)
+
+    def _cpu(self, original: Callable[..., Any], tensor: Any) -> Any:
+        if tensor.device.type == "cpu" or not self._leaves_out(_site()):
+            return original(tensor)
+        return _without_waiting(tensor)
+
+    def _tolist(self, original: Callable[..., Any], tensor: Any) -> Any:
+        if tensor.device.type == "cpu" or not self._leaves_out(_site()):
+            return original(tensor)
+        return original(_without_waiting(tensor))
+
+
+def _method(stand_in: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what may stand in for the method `original`."""
+
+    def method(target: Any, *args: Any, **options: Any) -> Any:
+        return stand_in(original, target, *args, **options)
+
+    return method
+
+
+def _ours(module: Any, stream: torch.Stream) -> Any:
+    """Return `stream` as one whose methods can be patched."""
+    return module.Stream(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
+
+
+def _without_waiting(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the host that may arrive later."""
+    nothing = float("nan") if tensor.is_floating_point() else 0
+    out = torch.full(tensor.shape, nothing, dtype=tensor.dtype, pin_memory=True)
+    return out.copy_(tensor.detach(), non_blocking=True)

@@ -1,0 +1,283 @@
+"""Trainings on the pretended device: rows, precisions and options, each run under every schedule.
+
+A schedule is an order in which a device may run what streams and events allow. The engine must give
+the same bits in all of them: a wait that is missing shows as another number.
+
+    outcome = compare(rank, world, CASES["zero3 bf16"], QUICK)
+    assert not outcome.found
+
+Cost: a run of three steps takes about a quarter of a second of CPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import zeroshard as zs
+from tests.support.programs import Program, Trained, checkpoint_on_host
+from tests.support.training import ROWS, Run
+
+__all__ = [
+    "ALL", "CASES", "DEVICE", "FIFO", "PRECISIONS", "QUICK", "THREADS", "Case", "Outcome",
+    "Schedule", "cases_of", "compare", "set_schedule", "trained",
+]  # fmt: skip
+
+DEVICE = "zsim:0"
+STEPS = 3
+PRECISIONS = ("fp32", "bf16", "fp16")
+NODE_ROWS = ("hpz", "mics", "hfsdp")
+Schedule = tuple[str, int]  # name and seed
+FIFO: Schedule = ("fifo", 0)
+THREADS: Schedule = ("threads", 0)
+QUICK: tuple[Schedule, ...] = (("compute_first", 0), ("compute_last", 0), ("random", 1))
+ALL: tuple[Schedule, ...] = (*QUICK, ("random", 2), ("random", 3), THREADS)
+
+HOST = {"weight": "host", "grad": "host", "optimizer": "host"}
+STATES = {"grad": "host", "optimizer": "host"}
+
+
+# ------------------------------------------------------------------------------- between two steps
+
+
+def off_and_on(run: Trained, step: int) -> None:
+    """Everything to the host and back, after the first step."""
+    if step == 0:
+        run.engine.offload_states()
+        run.engine.reload_states()
+
+
+def fail_and_reset(run: Trained, step: int) -> None:
+    """A backward that an exception cuts off, after the first step."""
+    if step > 0:
+        return
+    handle = run.model.blocks[0].up.weight.register_hook(_fail)
+    with suppress(ZeroDivisionError):
+        run.engine.backward(run.model(*run.data(run.rank, 0)))
+        raise AssertionError("the backward has not failed")
+    handle.remove()
+    run.engine.reset()
+
+
+def _fail(grad: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def average(run: Trained, step: int) -> None:
+    """A moving average, and an evaluation with it."""
+    if step == 0:
+        run.kept["average"] = zs.EMA(run.engine, 0.9)
+    mean = run.kept["average"]
+    mean.update()
+    with mean.swapped(), torch.no_grad():
+        run.extra.append(run.model(*run.data(run.rank, step)).detach())
+
+
+def repartition(run: Trained, step: int) -> None:
+    """Another row after the first step, and the first again after the second."""
+    if step < 2:
+        run.kept.setdefault("row", run.engine.policy.name)
+        run.engine.repartition(policy="zero1" if step == 0 else run.kept["row"])
+
+
+def save_and_load(run: Trained, step: int) -> None:
+    """Save after the first step, and go back there after the second."""
+    if step == 0:
+        run.kept["owner"], folder = _shared_folder()
+        run.kept["folder"] = folder
+        zs.save(folder, run.engine, step=1)
+    elif step == 1:
+        zs.load(run.kept["folder"], run.engine)
+
+
+def _shared_folder() -> tuple[Any, str]:
+    """Return a directory that all ranks know, and on its first rank who removes it."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        owner = tempfile.TemporaryDirectory()
+        names: list[Any] = [owner.name]
+    else:
+        owner, names = None, [None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(names, device=torch.device("cpu"))
+    return owner, names[0]
+
+
+# ------------------------------------------------------------------------------------------- cases
+@dataclass(frozen=True)
+class Joined(Program):
+    """Ranks with uneven numbers of batches."""
+
+    def take(self, run: Trained) -> list[float]:
+        with run.engine.join():
+            return replace(self, steps=self.steps - run.rank)._take(run)
+
+    def _take(self, run: Trained) -> list[float]:
+        return super().take(run)
+
+
+@dataclass(frozen=True)
+class Accumulated(Program):
+    """All micro-batches through one unit before the next; their inputs rest on a tier."""
+
+    tier: str = "device"
+
+    def take(self, run: Trained) -> list[float]:
+        losses = []
+        for step in range(self.steps):
+            numbers = range(step * self.micro_batches, (step + 1) * self.micro_batches)
+            batches = [run.data(run.rank, number) for number in numbers]
+            done = run.engine.accumulate(batches, lambda one: run.model(*one), tier=self.tier)
+            losses += [loss.detach() for loss in done.losses]
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return [loss.item() for loss in losses]
+
+
+def freeze_embedding(model: Any) -> None:
+    """Leave the embedding as it is."""
+    model.embed.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, and what else it must give the bits of than itself in order."""
+
+    name: str
+    program: Program
+    is_plain: bool = False  # plain PyTorch's bits are promised
+    is_lazy: bool = True  # its ranks never wait for a message while others wait for their device
+    worlds: tuple[int, ...] = (1, 2)
+
+
+def _cases() -> dict[str, Case]:
+    made = [
+        Case(f"{row} {precision}", Program(row=row, precision=precision), is_plain=True)
+        for row in ROWS
+        for precision in PRECISIONS
+    ]
+    for row in NODE_ROWS:
+        program = Program(row=row, comm={"node_size": 1})
+        made.append(Case(row, program, worlds=(2,)))
+    two: dict[str, Any] = {"micro_batches": 2}
+    native = {"transport": "nccl"}  # also in one process
+    for row in ("ddp", "zero2", "zero3"):
+        program = Program(row=row, comm=native, **two)
+        made.append(Case(f"native {row}", program, is_plain=True, worlds=(1,)))
+    made += [Case(f"ordered {row}", Program(row=row, comm={"ordered": True})) for row in ROWS]
+    codes: dict[str, dict[str, Any]] = {
+        **{f"weights in {code}": {"weight_codec": code} for code in ("int8", "int4", "fp8")},
+        **{f"gradients in {code}": {"grad_codec": code} for code in ("int8", "int4", "fp8")},
+        "error feedback": {"grad_codec": "int4", "error_feedback": True},
+    }
+    made += [Case(name, Program(comm=comm)) for name, comm in codes.items()]
+    both = {"weight_codec": "int8", "grad_codec": "int4"}
+    made += [
+        Case("codecs and no_sync", Program(comm=both, no_sync=True, **two)),
+        Case("codecs, hpz", Program(row="hpz", comm={"node_size": 1, **both}), worlds=(2,)),
+        Case("native codecs", Program(comm={**native, **both}, **two), worlds=(1,)),
+        Case("frozen in int4", Program(comm={"frozen_codec": "int4"}, prepare=freeze_embedding)),
+        Case("micro-batches", Program(**two), is_plain=True),
+        Case("micro-batches of stage 1", Program(row="zero1", **two), is_plain=True, worlds=(1,)),
+        Case("no_sync", Program(no_sync=True, **two)),
+        Case("no_sync of stage 2", Program(row="zero2", no_sync=True, **two)),
+        Case("clipped", Program(clip=0.1)),
+        Case(
+            "accumulation budget",
+            Program(no_sync=True, options={"accumulation_budget": "400KiB"}, **two),
+        ),
+        Case("checkpointed on the host", Program(prepare=checkpoint_on_host), is_plain=True),
+        Case("accumulate", Accumulated(micro_batches=3)),
+        Case("accumulate on the host", Accumulated(micro_batches=3, tier="host")),
+        Case("off the device and back", Program(after=off_and_on), is_plain=True),
+        Case("reset", Program(after=fail_and_reset), is_plain=True),
+        Case(
+            "native reset", Program(comm=native, after=fail_and_reset), is_plain=True, worlds=(1,)
+        ),
+        Case("reset, codecs", Program(comm={**native, **both}, after=fail_and_reset), worlds=(1,)),
+        Case("reset, on the host", Program(offload=HOST, after=fail_and_reset)),
+        Case("average", Program(after=average)),
+        Case("repartition", Program(after=repartition), is_plain=True),
+        Case("save and load", Program(after=save_and_load)),
+        Case("joined", Joined(), is_lazy=False, worlds=(2,)),
+        Case("shares", Program(options={"shares": [0.25, 0.75]}), worlds=(2,)),
+    ]
+    tiers: dict[str, tuple[str, dict[str, Any]]] = {
+        "optimizer on the host": ("zero1", {"optimizer": "host"}),
+        "states on the host": ("zero2", STATES),
+        "gradients on the host": ("zero3", {"grad": "host"}),
+        "everything on the host": ("zero3", HOST),
+        "late": ("zero3", {**STATES, "delayed_update": 1}),
+        "everything late": ("zero3", {**HOST, "delayed_update": 1}),
+        "a fraction": ("zero2", {**STATES, "fraction": 0.4}),
+        "a fraction of all": ("zero3", {**HOST, "fraction": 0.4}),
+        "optimizer on disk": ("zero3", {"optimizer": "disk"}),
+        "everything on disk": ("zero3", dict.fromkeys(HOST, "disk")),
+    }
+    for name, (row, offload) in tiers.items():
+        made.append(Case(name, Program(row=row, offload=offload, **two)))
+        made.append(
+            Case(f"{name}, fp32", Program(row=row, precision="fp32", offload=offload, **two))
+        )
+    return {case.name: replace(case, program=replace(case.program, steps=STEPS)) for case in made}
+
+
+CASES = _cases()
+"""By name."""
+
+
+def cases_of(world: int) -> list[str]:
+    """Return the names of the cases that `world` ranks run."""
+    return [name for name, case in CASES.items() if world in case.worlds]
+
+
+# ------------------------------------------------------------------------------------- comparing
+
+
+@dataclass
+class Outcome:
+    """What the schedules of one case gave."""
+
+    found: list[str] = field(default_factory=list)  # differences
+    num_runs: int = 0
+    cpu_s: float = 0.0
+
+
+def compare(rank: int, world: int, name: str, schedules: Sequence[Schedule]) -> Outcome:
+    """Train in order, then in each of `schedules`, and without an engine where that is promised."""
+    case, outcome = CASES[name], Outcome()
+    began = time.process_time()
+    first, *others = (FIFO, *schedules) if case.is_lazy else (THREADS, THREADS)
+    expected = trained(case.program, rank, world, first)
+    for schedule in others:
+        run = trained(case.program, rank, world, schedule)
+        outcome.found += [f"{schedule}: {line}" for line in run.differs_from(expected)]
+    if case.is_plain:
+        set_schedule(FIFO)
+        plain = case.program.train_plainly(DEVICE, rank=rank)
+        outcome.found += expected.differs_from(plain)
+    outcome.num_runs = 1 + len(others) + case.is_plain
+    outcome.cpu_s = time.process_time() - began
+    return outcome
+
+
+def set_schedule(schedule: Schedule) -> None:
+    """Let the device of this process run in that order."""
+    from tests.device import zsim  # registers the device, which is not for pytest's own process
+
+    zsim.set_schedule(*schedule)
+
+
+def trained(program: Program, rank: int, world: int, schedule: Schedule) -> Run:
+    """Train under `schedule`."""
+    set_schedule(schedule)
+    with tempfile.TemporaryDirectory() as folder:
+        if "disk" in program.offload.values():
+            program = replace(program, offload={**program.offload, "disk_path": folder})
+        return program.train(DEVICE, rank=rank)

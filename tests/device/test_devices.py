@@ -1,0 +1,165 @@
+"""Several devices, a slow one, and one whose memory runs out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zeroshard as zs
+from tests.device.programs import CASES, FIFO, THREADS, set_schedule, trained
+from tests.support.harness import run_ranks
+from tests.support.training import (
+    batch,
+    differences,
+    final_state,
+    make_model,
+    take_steps,
+    two_groups,
+)
+from zeroshard.runtime.ledger import explain
+
+_DEVICE = "tests.device.zsim"
+ENOUGH = 2 << 30  # bytes
+
+
+def _on(device: int) -> Any:
+    return torch.get_device_module("zsim").device(device)
+
+
+# ------------------------------------------------------------------------------- several devices
+
+
+def _second_device(rank: int, world: int, row: str) -> list[str]:
+    program = CASES[f"{row} bf16"].program
+    expected = trained(program, rank, world, FIFO)
+    with _on(1):
+        return program.train("zsim:1", rank=rank).differs_from(expected)
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+def test_a_model_on_the_second_device_has_the_same_bits(row: str) -> None:
+    assert run_ranks(1, _second_device, row, device=_DEVICE) == [[]]
+
+
+def _two_engines(rank: int, world: int) -> list[str]:
+    """Train on two devices of one process in turns."""
+    set_schedule(FIFO)
+    expected = CASES["zero3 bf16"].program.train("zsim:0", rank=rank)
+    made = []
+    for index in range(2):
+        with _on(index):
+            model = CASES["zero3 bf16"].program._model(f"zsim:{index}")
+            optimizer = two_groups(model)
+            made.append((model, optimizer, zs.shard(model, optimizer, precision="bf16")))
+    for step in range(3):
+        for index, parts in enumerate(made):
+            data = [tokens.to(f"zsim:{index}") for tokens in batch(rank, step)]
+            with _on(index):
+                take_steps(rank, [step], *parts, data=lambda *_, data=data: data)
+    found = []
+    for index, (model, _, engine) in enumerate(made):
+        with _on(index):
+            state = {name: value.cpu() for name, value in final_state(model, engine).items()}
+        found += differences(state, expected.state)
+    return found
+
+
+def test_two_engines_train_on_two_devices_in_turns() -> None:
+    assert run_ranks(1, _two_engines, device=_DEVICE) == [[]]
+
+
+def _a_device_each(rank: int, world: int, row: str, delay_us: int) -> list[str]:
+    from tests.device import zsim
+
+    program = CASES[f"{row} bf16"].program
+    expected = trained(program, rank, world, FIFO)
+    set_schedule(THREADS)
+    own = torch.device("zsim", rank)
+    if rank == 1:
+        zsim.set_delay(own, delay_us)
+    try:
+        with _on(rank):
+            return program.train(str(own), rank=rank).differs_from(expected)
+    finally:
+        zsim.set_delay(own, 0)
+
+
+@pytest.mark.parametrize("delay_us", [0, 200])
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+def test_ranks_with_a_device_each_of_which_one_is_slow_agree(row: str, delay_us: int) -> None:
+    assert run_ranks(2, _a_device_each, row, delay_us, device=_DEVICE) == [[], []]
+
+
+# --------------------------------------------------------------------------------- out of memory
+
+
+class _Short:
+    """A device that has no memory left beside what is in use."""
+
+    def __enter__(self) -> None:
+        from tests.device import zsim
+
+        module = torch.get_device_module("zsim")
+        module.synchronize()
+        module.empty_cache()
+        zsim.set_memory_limit(module.memory_reserved())
+
+    def __exit__(self, *error: object) -> None:
+        from tests.device import zsim
+
+        zsim.set_memory_limit(ENOUGH)
+
+
+def _run_out(where: str, run: Any, rank: int) -> torch.OutOfMemoryError:
+    """Run out of memory in a forward, a backward or a step; return what is raised."""
+    model, optimizer, engine = run
+    x, y = (tokens.to("zsim:0") for tokens in batch(rank, 1))
+    try:
+        if where == "forward":
+            with _Short():
+                model(x, y)
+        loss = model(x, y)
+        if where == "backward":
+            with _Short():
+                engine.backward(loss)
+        engine.backward(loss)
+        with _Short():
+            optimizer.step()
+    except torch.OutOfMemoryError as error:
+        return error
+    raise AssertionError(f"there was memory for the {where}")
+
+
+def _goes_on(rank: int, world: int, row: str, where: str) -> tuple[list[str], str]:
+    """Return what differs from a run that never failed, and the table in the error."""
+    states, text = [], ""
+    data = {step: [tokens.to("zsim:0") for tokens in batch(rank, step)] for step in range(3)}
+    for fails in (False, True):
+        set_schedule(FIFO)
+        model = make_model(width=64).to("zsim:0")
+        optimizer = two_groups(model)
+        engine = zs.shard(model, optimizer, policy=row, precision="bf16", stall_timeout_s=60)
+        run = model, optimizer, engine
+        for step in range(3):
+            if step == 1 and fails:
+                error = _run_out(where, run, rank)
+                explain(error)
+                text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+                error.__traceback__ = None
+                engine.reset()
+            take_steps(rank, [step], *run, data=lambda _, number: data[number])
+        state = final_state(model, engine)
+        states.append({name: value.cpu() for name, value in state.items()})
+    assert all(bool(value.isfinite().all()) for value in states[1].values())
+    return differences(states[1], states[0]), text
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+@pytest.mark.parametrize("row", ["ddp", "zero3"])  # zero3's forward runs out in a gather
+def test_training_goes_on_after_a_device_was_out_of_memory(row: str, where: str) -> None:
+    ((found, text),) = run_ranks(1, _goes_on, row, where, device=_DEVICE)
+    if where != "step":  # which may have taken a part of the parameters
+        assert not found, "\n".join(found)
+    assert "optimizer" in text and "Net" in text, text

@@ -1,0 +1,46 @@
+"""The engine on the pretended device: each row, precision and option has the same bits under every
+schedule, and those of plain PyTorch where they are promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.device.programs import ALL, CASES, PRECISIONS, QUICK, Schedule, compare
+from tests.support.harness import run_ranks
+from tests.support.training import ROWS
+
+ROUND = ("hpz", "mics", "hfsdp", "ordered zero3", "codecs, hpz", "a fraction", "no_sync")
+OPTIONS = (
+    "error feedback", "codecs and no_sync", "frozen in int4", "micro-batches", "no_sync of stage 2",
+    "checkpointed on the host", "accumulate on the host", "off the device and back", "reset",
+    "average", "repartition", "save and load", "everything on the host", "states on the host",
+    "everything late, fp32", "a fraction, fp32", "everything on disk",
+)  # fmt: skip
+OFTEN = [
+    *((1, f"{row} {precision}") for row in ROWS for precision in PRECISIONS),
+    *((1, name) for name in OPTIONS),
+    *((2, f"{row} bf16") for row in ROWS),
+    *((2, name) for name in ROUND),
+]
+
+
+@pytest.mark.parametrize("number", range(len(OFTEN)), ids=[f"{n} x {name}" for n, name in OFTEN])
+def test_a_schedule_has_the_bits_of_another(number: int) -> None:
+    world, name = OFTEN[number]
+    _check(world, name, QUICK[number % len(QUICK) :][:1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "world, name", [(world, name) for name, case in CASES.items() for world in case.worlds]
+)
+def test_every_schedule_has_the_same_bits(world: int, name: str) -> None:
+    _check(world, name, ALL)
+
+
+def _check(world: int, name: str, schedules: Sequence[Schedule]) -> None:
+    for outcome in run_ranks(world, compare, name, schedules, device="tests.device.zsim"):
+        assert not outcome.found, "\n".join(outcome.found)

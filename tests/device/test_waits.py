@@ -1,0 +1,188 @@
+"""Each wait and each hold of docs/design/streams.md, left out one at a time, changes a number under
+some schedule of the pretended device: with it there, none does (test_matrix.py).
+
+`python -m tests.device.table --waits` prints which schedule finds which.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.device.omission import Omission
+from tests.device.programs import ALL, CASES, FIFO, Schedule, trained
+from tests.support.harness import run_ranks
+from zeroshard.errors import ZeroshardError
+from zeroshard.runtime import bucket
+from zeroshard.runtime.bucket import Reduction
+from zeroshard.runtime.segment import Segment
+
+_DEVICE = "tests.device.zsim"
+
+
+@contextmanager
+def _reduces_hold_nothing() -> Iterator[None]:
+    """A reduce holds its bucket until that is asked for, and nothing else."""
+
+    class Forgetful(Reduction):
+        def __init__(self, flight: Any, buffer: Any, loan: Any, uses: Any) -> None:
+            super().__init__(flight, buffer, loan, ())
+
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name == "buffer":
+                self.buffer = None
+            return value
+
+    with mock.patch.object(bucket, "Reduction", Forgetful):
+        yield
+
+
+@contextmanager
+def _tiles_on_the_device_leave_no_mark() -> Iterator[None]:
+    bring = Segment.bring
+
+    def unmarked(self: Segment, start: int, stop: int, *args: Any) -> Any:
+        return [] if stop <= self.aliased else bring(self, start, stop, *args)
+
+    with mock.patch.object(Segment, "bring", unmarked):
+        yield
+
+
+@contextmanager
+def _tiles_on_the_device_hold_no_gradient() -> Iterator[None]:
+    bring = Segment.bring
+
+    def forgetful(self: Segment, start: int, stop: int, master: Any, stays: bool, *_: Any) -> Any:
+        return bring(self, start, stop, master, stays)
+
+    with mock.patch.object(Segment, "bring", forgetful):
+        yield
+
+
+HOLDS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "Reduction.uses": _reduces_hold_nothing,
+    "the mark of Segment.bring": _tiles_on_the_device_leave_no_mark,
+    "the gradient of Segment.bring": _tiles_on_the_device_hold_no_gradient,
+}
+
+
+def met(rank: int, world: int, case: str) -> dict[str, int]:
+    """Return the waits of a case, and how often each is met."""
+    with Omission().active() as omission:
+        trained(CASES[case].program, rank, world, FIFO)
+    return dict(Counter(omission.waits))
+
+
+def finds(
+    rank: int,
+    world: int,
+    wait: str,
+    case: str,
+    schedules: Sequence[Schedule],
+    first: bool = False,
+) -> list[Schedule]:
+    """Return the schedules (or the `first` of them) under which a run without `wait` has other
+    numbers, or none at all.
+    """
+    program = CASES[case].program
+    expected = trained(program, rank, world, FIFO)
+    found = []
+    for schedule in schedules:
+        if found and first:
+            break
+        without = HOLDS[wait]() if wait in HOLDS else Omission([wait]).active()
+        try:
+            with without:
+                run = trained(program, rank, world, schedule)
+        except (ZeroshardError, ValueError):
+            found.append(schedule)  # numbers that nobody can go on with
+        else:
+            if run.differs_from(expected):
+                found.append(schedule)
+    return found
+
+
+# the wait or hold that is left out: the case that needs it, and a schedule that shows it
+WAITS: dict[str, tuple[str, Schedule]] = {
+    "fork(gather)": ("native zero3", ("compute_last", 0)),
+    "join(gather)": ("native zero3", ("compute_first", 0)),
+    "fork(reduce)": ("native zero3", ("compute_last", 0)),
+    "join(reduce)": ("native zero3", ("compute_first", 0)),
+    "NativeTransport.grad_buffer": ("native zero3", ("compute_first", 0)),
+    "Reduction.uses": ("native codecs", ("compute_first", 0)),
+    "Segment.wait_uploads": ("optimizer on the host", ("compute_first", 0)),
+    "the mark of Segment.bring": ("gradients on the host, fp32", ("compute_first", 0)),
+    "the gradient of Segment.bring": ("a fraction, fp32", ("compute_first", 0)),
+    "Gradient.wait_writes": ("states on the host", ("compute_first", 0)),
+    "State.borrowed.<locals>.<listcomp>": ("a fraction", ("compute_first", 0)),
+    "TileRunner._step_on_host": ("optimizer on the host", ("compute_first", 0)),
+    "read_squares": ("zero3 bf16", ("compute_first", 0)),
+    "BounceBuffers._carry": ("everything on disk", ("compute_first", 0)),
+    "BounceBuffers.of.<locals>.carry": ("everything on disk", ("compute_last", 0)),
+    "DeviceStorage.read": ("optimizer on disk", ("compute_first", 0)),
+}
+# waits that no case has needed so far, and one that meets each: others cover them
+COVERED: dict[str, str] = {
+    "NativeTransport.reduce": "native zero3",  # takes and gives its loans on one lane
+    "NativeWork.wait": "native zero3",  # whoever waits is on the lane that finished
+    "_Reads.wait": "everything on the host",  # its lane orders the read
+    "TileRunner._run_in_thread": "a fraction, fp32",  # the host has read the norm by then
+    "TileRunner.wait": "late",
+    "OneProcess.grad_buffer": "zero3 bf16",
+    "_HostStorage.flush": "everything on the host",
+    "_HostStorage._wait_for_opposite": "everything late",
+    "_Buffers.wait": "optimizer on disk",
+    "Gradient.fetch": "gradients on the host",
+    "State.borrowed": "a fraction",  # copies from pageable memory are taken by value
+    "_fill": "optimizer on the host",  # the same, or from host to host
+    "drain": "native reset",
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_that_is_left_out_changes_a_number(wait: str) -> None:
+    case, schedule = WAITS[wait]
+    assert run_ranks(1, finds, wait, case, [schedule], device=_DEVICE) == [[schedule]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", COVERED)
+def test_a_covered_wait_that_is_left_out_changes_none(wait: str) -> None:
+    """Where this fails, a case has been found that needs it: then it belongs to WAITS."""
+    assert run_ranks(1, finds, wait, COVERED[wait], ALL[:5], device=_DEVICE) == [[]]
+
+
+def _unmet(rank: int, world: int) -> list[str]:
+    """Return the forks and joins of a run, by number, that no schedule misses."""
+    program = CASES["native zero3"].program
+    expected = trained(program, rank, world, FIFO)
+    with Omission().active() as whole:
+        trained(program, rank, world, FIFO)
+    unmet = []
+    for number, wait in enumerate(whole.waits):
+        if not wait.startswith(("fork(", "join(")):
+            continue
+        for schedule in ALL[:5]:
+            try:
+                with Omission(drop=number).active():
+                    if trained(program, rank, world, schedule).differs_from(expected):
+                        break
+            except (ZeroshardError, ValueError):
+                break
+        else:
+            unmet.append(f"{number}: {wait}")
+    return unmet
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_each_fork_and_join_but_a_covered_one_changes_a_number() -> None:
+    """A join of the reduce lane that a later one covers, before anybody reads the sum, is none."""
+    (unmet,) = run_ranks(1, _unmet, device=_DEVICE, timeout=1700)
+    assert all(wait.endswith("join(reduce)") for wait in unmet), unmet
