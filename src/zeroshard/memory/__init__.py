@@ -36,6 +36,7 @@ __all__ = [
     "address_of",
     "bounce_buffer",
     "cast_for",
+    "drain",
     "has_streams",
     "host_memory",
     "mark",
@@ -142,6 +143,12 @@ def mark(device: torch.device) -> Mark | None:
 def synchronize(device: torch.device) -> None:
     """Make the host wait until `device` has done all that it was given; at once on the CPU."""
     Device.of(device).synchronize()
+
+
+def drain(device: torch.device) -> None:
+    """Make the host wait for the current stream of `device`; at once without streams."""
+    if (reached := mark(device)) is not None:
+        reached.synchronize()
 
 
 def order_after(event: Mark | None) -> None:

@@ -18,7 +18,8 @@ with every `abandon`, so that the ranks can meet beside what was left under way;
 the connections, which ends that.
 
 Cost: one message per slice that is not empty; tensors on an accelerator are staged through one host
-copy each way.
+copy each way. The host waits for the stream that is current when a transfer begins: whichever is
+current when it ends may then write what arrives.
 
 [Note: gloo waits] A paired gloo work completes only inside its ``wait``, may be waited for once,
 and a wait that times out closes the connection (all tried on torch 2.13). So every transfer is
@@ -59,6 +60,7 @@ from torch.distributed import distributed_c10d
 from zeroshard.comm.cpu.notices import Notices
 from zeroshard.comm.plain import gather_bytes
 from zeroshard.errors import ConfigError, PeerLostError, StallError
+from zeroshard.memory import drain
 
 __all__ = [
     "ALL_GATHER",
@@ -440,6 +442,8 @@ class GlooPeers:
         """Start sending and receiving contiguous tensors to and from peers. Empty ones are left
         out, on both sides.
         """
+        for device in {tensor.device for tensor in (*sends.values(), *receives.values())}:
+            drain(device)
         transfer = Transfer(what, self._waiters, self._wake, self._members)
         if tag != self._tag(0, CONTROL):
             transfer.on_receive = partial(_count, self._received, self._lock)

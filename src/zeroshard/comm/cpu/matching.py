@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zeroshard.errors import PlanMismatch
+from zeroshard.memory import drain
 
 __all__ = ["Contribution", "Matching", "Pending", "checked_parts"]
 
@@ -50,6 +51,7 @@ class Contribution:
         """
         if self.release is not None and self.data is not None:
             self.data = self.data.clone()
+            drain(self.data.device)
             self.close()
 
     def checked(self, num_bytes: int, what: str, rank: int) -> torch.Tensor | None:
@@ -122,6 +124,9 @@ class Matching:
         for name in ripe:
             pending, parts = self.pending.pop(name), self.contributions.pop(name, {})
             pending.consume(parts)
+            # any stream may be current, and others will use the result and the slots
+            for device in {part.data.device for part in parts.values() if part.data is not None}:
+                drain(device)
             for part in parts.values():
                 part.close()
             pending.done = True
