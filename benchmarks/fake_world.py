@@ -35,6 +35,7 @@ from zeroshard.comm.compat import group_reduce_scatter
 from zeroshard.comm.ranks import Ranks
 from zeroshard.comm.transport import Traffic
 from zeroshard.errors import ConfigError
+from zeroshard.system.device import Device
 from zeroshard.terminal.console import progress
 
 __all__ = ["Options", "fake_group", "fake_world", "measure", "run"]
@@ -104,7 +105,9 @@ def fake_group(size: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise ConfigError("--fake-world makes a process group of its own, and there is one already")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    accelerator = Device.accelerator()
+    backend = "fake" if accelerator is None else f"cpu:fake,{accelerator.type}:fake"
+    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=size)
     try:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(select, "make_control", _FakeControl))
