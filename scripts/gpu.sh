@@ -49,13 +49,13 @@ tests() { # FILE...: of tests/gpu, what they measure printed
 
 run_part() {
     case $part in
-        smoke) tests tests/gpu/test_smoke_cuda.py ;;
-        census) tests tests/gpu/test_sync_census_cuda.py ;;
-        bits) tests tests/gpu/test_exactness_cuda.py tests/gpu/test_training_cuda.py tests/unit/core/test_tensor_digest.py ;;
-        lanes) tests tests/gpu/test_lanes_cuda.py tests/unit/runtime/test_streams.py ;;
+        smoke) tests tests/gpu/test_smoke_device.py ;;
+        census) tests tests/gpu/test_sync_census_device.py ;;
+        bits) tests tests/gpu/test_exactness_device.py tests/gpu/test_training_device.py tests/unit/core/test_tensor_digest.py ;;
+        lanes) tests tests/gpu/test_lanes_device.py tests/unit/runtime/test_streams.py ;;
         sanitizer) tests tests/gpu/test_sanitizer_cuda.py ;;
-        pairs) tests tests/gpu/test_two_ranks_cuda.py ;;
-        memory) tests tests/gpu/test_memory_cuda.py ;;
+        pairs) tests tests/gpu/test_two_ranks_device.py ;;
+        memory) tests tests/gpu/test_memory_device.py ;;
         codec) bench codec codec --elements "$elements" && tests tests/unit/comm/test_codec_kernels.py tests/unit/comm/test_sum_kernel.py ;;
         plain) speed plain "$large" zero3,plain ;;
         fsdp2) speed fsdp2 "$large" zero3@nccl,fsdp2 ;;
@@ -65,7 +65,7 @@ run_part() {
         offload) bench offload offload --parts steps --sizes "$large" --precision bf16 --contenders zero2+host,zero3+host,fsdp2+host \
             --nproc 1 --alive 3 --pairs 2 --steps 3 --disk-path "$disk" ;;
         largest) bench largest offload --parts largest --precision bf16 --card-gib 8 --largest-s 26 --disk-path "$disk" ;;
-        tiers) tests tests/gpu/test_tiers_cuda.py tests/gpu/test_overlap_cuda.py ;;
+        tiers) tests tests/gpu/test_tiers_device.py tests/gpu/test_overlap_cuda.py ;;
     esac
 }
 

@@ -66,7 +66,7 @@ def test_every_part_is_there_and_every_gpu_test_belongs_to_one() -> None:
 
 
 def test_parts_run_in_the_order_asked_for_and_each_leaves_its_result(tmp_path: Path) -> None:
-    python, log = _fake(tmp_path, fails="memory_cuda")
+    python, log = _fake(tmp_path, fails="memory_device")
     done = _gpu("--device", "cpu", str(tmp_path / "out"), "second", "smoke", python=python)
     wanted = [part for part, _, name in _table() if name == "second"] + ["smoke"]
     assert done.returncode == 1, done.stderr  # one has failed, and the others have run
@@ -81,7 +81,7 @@ def test_parts_run_in_the_order_asked_for_and_each_leaves_its_result(tmp_path: P
 
 
 def test_nothing_is_run_after_a_smoke_that_fails(tmp_path: Path) -> None:
-    python, _ = _fake(tmp_path, fails="smoke_cuda")
+    python, _ = _fake(tmp_path, fails="smoke_device")
     done = _gpu("--device", "cpu", str(tmp_path / "out"), "first", python=python)
     assert done.returncode == 1 and "worthless" in done.stderr
     assert len((tmp_path / "out" / "parts.txt").read_text().splitlines()) == 1

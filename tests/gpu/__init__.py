@@ -1,1 +1,1 @@
-"""Tests that need a GPU; skipped, and said so, where there is none."""
+"""Tests of an accelerator: CUDA, or where there is none the pretended one of tests/device."""

@@ -69,6 +69,7 @@ class Program:
     row: str = "zero3"
     precision: str = "bf16"
     steps: int = 4
+    layers: int = LAYERS
     micro_batches: int = 1
     no_sync: bool = False
     clip: float | None = None
@@ -147,7 +148,7 @@ class Program:
 
     def _model(self, device: str) -> Net:
         torch.manual_seed(0)
-        model = Net(width=WIDTH, layers=LAYERS).to(device)
+        model = Net(width=WIDTH, layers=self.layers).to(device)
         self.prepare(model)
         return model
 

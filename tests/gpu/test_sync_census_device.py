@@ -1,6 +1,7 @@
 """How often the host waits for the device in a step: once, for overflow and norm together.
 
-Over NCCL, and over the fake process group of 8 and 64 ranks, whose collectives only copy.
+Over its own backend, and over the fake process group of 8 and 64 ranks, whose collectives only
+copy.
 """
 
 from __future__ import annotations
@@ -13,37 +14,35 @@ import torch
 
 import zeroshard as zs
 from benchmarks.fake_world import fake_world
+from tests.gpu.chosen import HAS_CUDA
 from tests.support.sync_census import census
 from tests.support.training import Net, batch, two_groups
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
-DEVICE = "cuda:0"
 STEPS = 3
+LAYERS = 6 if HAS_CUDA else 2
 WARMUP = 3  # the first steps trace what is prefetched, and make the moments
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_step_over_nccl_waits_once(nccl_group: Any, precision: str) -> None:
-    _count(1, precision)
+def test_a_step_over_the_devices_backend_waits_once(
+    device: str, native_group: Any, precision: str
+) -> None:
+    _count(device, 1, precision)
 
 
 @pytest.mark.parametrize("world", [8, 64])
-def test_so_it_does_in_a_larger_world(world: int) -> None:
-    _count(world, "bf16")
+def test_so_it_does_in_a_larger_world(device: str, world: int) -> None:
+    _count(device, world, "bf16")
 
 
-def _count(world: int, precision: str) -> None:
+def _count(device: str, world: int, precision: str) -> None:
     torch.manual_seed(0)
     with fake_world(world) if world > 1 else nullcontext():
-        model = Net(width=64, layers=6).to(DEVICE)
+        model = Net(width=64, layers=LAYERS).to(device)
         optimizer = two_groups(model)
         comm = zs.Comm(transport="nccl")
         engine = zs.shard(model, optimizer, stage=3, precision=precision, comm=comm)
-        data = [[tokens.to(DEVICE) for tokens in batch(0, step)] for step in range(WARMUP + STEPS)]
+        data = [[tokens.to(device) for tokens in batch(0, step)] for step in range(WARMUP + STEPS)]
 
         def steps(chosen: list[list[torch.Tensor]]) -> None:
             for x, y in chosen:
@@ -53,8 +52,8 @@ def _count(world: int, precision: str) -> None:
                 optimizer.zero_grad()
 
         steps(data[:WARMUP])
-        torch.cuda.synchronize()
-        with census() as found:
+        torch.get_device_module(device).synchronize()
+        with census(device) as found:
             steps(data[WARMUP:])
     print(f"{len(found.waits)} waits in {STEPS} steps, {world} ranks, {precision}:\n{found}")
     assert len(found.waits) <= STEPS, str(found)

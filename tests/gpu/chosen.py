@@ -1,0 +1,41 @@
+"""The device of these tests, for ranks and processes that no fixture reaches.
+
+The pretended device needs a third of a millisecond for each operation: there programs are smaller,
+and what it shows no better than the tests of tests/device is marked slow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.programs import Program
+
+__all__ = ["HAS_CUDA", "PRETENDED", "chosen_device", "sized", "slow_unless_cuda"]
+
+HAS_CUDA = torch.cuda.is_available()
+PRETENDED = "tests.device.zsim"
+_STEPS, _LAYERS = 3, 2
+
+# marks of a parameter, or of a module's tests
+slow_unless_cuda = [] if HAS_CUDA else [pytest.mark.slow]
+
+
+def chosen_device() -> str:
+    """Return the device, after making it the current one; loads the pretended device where there is
+    no CUDA.
+    """
+    if not HAS_CUDA:
+        importlib.import_module(PRETENDED)
+    torch.accelerator.set_device_index(0)
+    return "cuda:0" if HAS_CUDA else "zsim:0"
+
+
+def sized(program: Program) -> Program:
+    """Return `program` as the device has time for it."""
+    if HAS_CUDA:
+        return program
+    return replace(program, steps=min(program.steps, _STEPS), layers=_LAYERS)
