@@ -4,6 +4,11 @@ are said.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.support.harness import ROOT
@@ -57,3 +62,21 @@ def test_gpu_tests_are_outside_the_budget_and_never_pass_in_silence(
     result = _run(session, budget=0)
     assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines(["*GPU tests NOT RUN*", "1 test(s) need a GPU*"])
+
+
+@pytest.mark.parametrize("test", ["gpu/test_smoke_device.py", "device/test_zsim.py"])
+def test_without_a_compiler_tests_of_a_device_are_skipped_and_count(
+    test: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{test}"],
+        cwd=ROOT,
+        env={**os.environ, "PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout[-2000:]
+    assert "skip budget exceeded" in done.stdout and "passed" not in done.stdout
+    assert "no g++ in PATH. Debian, Ubuntu: apt-get install g++" in done.stdout
