@@ -16,7 +16,7 @@ where it is seen first: at its wait, or at the next part of compute once the tra
 that it is over (nobody asks the transport to make progress for the trace's sake). On an accelerator
 they are events recorded on the lanes' own streams and read when the trace ends; the host waits for
 the device at the beginning and at the end of the trace, never inside. That part has run on the
-pretended device of the tests, not on CUDA.
+pretended device of the tests, and on no other.
 
 Operations of one lane that are under way together are written one after another, each from the end
 of the one before: what a lane can do for the later one until then is wait, too.
