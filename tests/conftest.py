@@ -25,6 +25,7 @@ if STARTUP not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
 settings.register_profile("zeroshard", deadline=None, derandomize=True)
 settings.load_profile("zeroshard")
 
+GPU = "needs a GPU"
 _skipped = pytest.StashKey[list[str]]()
 _gpu_skipped = pytest.StashKey[list[str]]()
 
@@ -55,6 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
+    for item in gpu_items:  # a report knows the mark no longer, and a folder has the name, too
+        item.user_properties.append((GPU, True))
     import torch
 
     if not torch.cuda.is_available():
@@ -79,9 +82,8 @@ class _SkipBudget:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped and not hasattr(report, "wasxfail"):
-            self.config.stash[_gpu_skipped if "gpu" in report.keywords else _skipped].append(
-                report.nodeid
-            )
+            needs_gpu = dict(report.user_properties).get(GPU, False)
+            self.config.stash[_gpu_skipped if needs_gpu else _skipped].append(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:
