@@ -130,6 +130,7 @@ class Mark:
         self._event.synchronize()
 
 
+@functools.cache  # asked for each buffer
 def has_streams(device: torch.device) -> bool:
     """Whether work on `device` is enqueued on streams."""
     return device.type != "cpu" and Device.of(device).has_streams
