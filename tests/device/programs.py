@@ -16,13 +16,15 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import zeroshard as zs
-from tests.support.programs import Program, Trained, checkpoint_on_host
+from tests.support import pipelines, tensor_parallel
+from tests.support.programs import Program, Trained, _on_host, checkpoint_on_host
 from tests.support.training import ROWS, Run
 
 __all__ = [
@@ -140,6 +142,38 @@ class Accumulated(Program):
         return [loss.item() for loss in losses]
 
 
+@dataclass(frozen=True)
+class Pipelined(Program):
+    """A stage on each rank, 1F1B over four micro-batches."""
+
+    def train(self, device: str, *, rank: int = 0, transport: str = "auto") -> Run:
+        mesh = pipelines.mesh_of(pp=2, dp=1, device=device.partition(":")[0])
+        shapes = torch.zeros(1, pipelines.LENGTH, dtype=torch.long)
+        piped = pipelines.piped(mesh, "1F1B", self.row, shapes=shapes, precision=self.precision)
+        piped.train(self.steps, 4, clip=self.clip)
+        state = _on_host(piped.state())
+        piped.engine.close()
+        return Run([*chain(*piped.losses), *piped.norms], state, row=self.row)
+
+
+@dataclass(frozen=True)
+class TensorParallel(Program):
+    """A Llama of DTensors, cut in two."""
+
+    def train(self, device: str, *, rank: int = 0, transport: str = "auto") -> Run:
+        mesh = tensor_parallel.mesh_of(device.partition(":")[0], dp=1, tp=2)
+        done = tensor_parallel.train(
+            tensor_parallel.CASES["llama"],
+            mesh,
+            self.steps,
+            most=2,
+            clip=self.clip,
+            policy=self.row,
+            precision=self.precision,
+        )
+        return Run([*done.losses, *done.norms], _on_host(done.state), row=self.row)
+
+
 def freeze_embedding(model: Any) -> None:
     """Leave the embedding as it is."""
     model.embed.requires_grad_(False)
@@ -165,6 +199,17 @@ def _cases() -> dict[str, Case]:
     for row in NODE_ROWS:
         program = Program(row=row, comm={"node_size": 1})
         made.append(Case(row, program, worlds=(2,)))
+        program = Program(row=row, comm={"node_size": 2})
+        made.append(Case(f"{row} of two nodes", program, worlds=(4,)))
+    for row in ("zero1", "zero3"):
+        for world in (2, 4):
+            program = Program(row=row, comm={"node_size": world // 2, "hierarchical": True})
+            made.append(Case(f"two levels of {world}, {row}", program, worlds=(world,)))
+        for name, kind in {"pipeline": Pipelined, "tensor parallel": TensorParallel}.items():
+            program = kind(row=row, precision="fp32", clip=0.1)
+            lazy = kind is TensorParallel  # a stage waits for its neighbour on the host
+            case = Case(f"{name} {row}", program, is_lazy=lazy, worlds=(2,))
+            made.append(case)
     two: dict[str, Any] = {"micro_batches": 2}
     native = {"transport": "nccl"}  # also in one process
     for row in ("ddp", "zero2", "zero3"):

@@ -66,3 +66,11 @@ def test_the_host_waits_once_in_a_step_and_never_before(world: int, precision: s
         for row, (passes, steps) in ranks.items():
             assert not passes, (row, passes)
             assert sum(steps.values()) <= STEPS, (row, steps)
+
+
+def test_a_fused_optimizer_waits_for_nothing_but_the_norm() -> None:
+    (ranks,) = run_ranks(
+        1, _count, ("zero1", "zero3"), True, {"precision": "bf16"}, device="tests.device.zsim"
+    )
+    for row, waits in ranks.items():
+        assert waits == ({}, {"copy to host": STEPS}), (row, waits)

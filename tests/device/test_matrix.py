@@ -12,7 +12,10 @@ from tests.device.programs import ALL, CASES, PRECISIONS, QUICK, Schedule, compa
 from tests.support.harness import run_ranks
 from tests.support.training import ROWS
 
-ROUND = ("hpz", "mics", "hfsdp", "ordered zero3", "codecs, hpz", "a fraction", "no_sync")
+ROUND = (
+    "hpz", "mics", "hfsdp", "ordered zero3", "codecs, hpz", "a fraction", "no_sync",
+    "two levels of 2, zero3", "pipeline zero3", "tensor parallel zero3",
+)  # fmt: skip
 OPTIONS = (
     "error feedback", "codecs and no_sync", "frozen in int4", "micro-batches", "no_sync of stage 2",
     "checkpointed on the host", "accumulate on the host", "off the device and back", "reset",

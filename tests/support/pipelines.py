@@ -65,8 +65,8 @@ class Layer(nn.Module):
 
 def _turned(x: torch.Tensor) -> torch.Tensor:
     half = x.shape[-1] // 2
-    rates = 100.0 ** -(torch.arange(half) / half)
-    angles = torch.outer(torch.arange(x.shape[-2]).float(), rates).to(x.dtype)
+    rates = 100.0 ** -(torch.arange(half, device=x.device) / half)
+    angles = torch.outer(torch.arange(x.shape[-2], device=x.device).float(), rates).to(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1)
 
@@ -145,7 +145,8 @@ class Piped:
 
     def run(self, step: int, sequences: int) -> None:
         """Run the schedule on this rank's batch."""
-        x, y = tokens(self.engine.rank, step, sequences)
+        device = self.stages[0].device
+        x, y = (part.to(device) for part in tokens(self.engine.rank, step, sequences))
         losses: list[torch.Tensor] = []
         has_first = any(stage.is_first for stage in self.stages)
         has_last = any(stage.is_last for stage in self.stages)
@@ -173,8 +174,8 @@ class Piped:
         return {name: value.clone() for name, value in full.items()}
 
 
-def mesh_of(pp: int = 2, dp: int = 2) -> DeviceMesh:
-    return init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))
+def mesh_of(pp: int = 2, dp: int = 2, device: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device, (pp, dp), mesh_dim_names=("pp", "dp"))
 
 
 def piped(
@@ -198,20 +199,18 @@ def piped(
     ranks, rank = mesh.size(0), mesh.get_local_rank("pp")
     numbers = numbers_of(name, rank, ranks)
     num_stages = len(numbers) * ranks
-    stages = []
+    stages, device = [], torch.device(mesh.device_type)
     for number in numbers:
-        module = part(number, num_stages, width)
+        module = part(number, num_stages, width).to(device)
         module.recomputes = recomputes
         group = mesh.get_group("pp")
         given: dict[str, Any] = {}
         if shapes is not None:
-            hidden = torch.zeros(*shapes.shape, width, requires_grad=True)
-            logits = torch.zeros(*shapes.shape, VOCABULARY, requires_grad=True)
-            given["input_args"] = shapes if number == 0 else hidden
+            hidden = torch.zeros(*shapes.shape, width, device=device, requires_grad=True)
+            logits = torch.zeros(*shapes.shape, VOCABULARY, device=device, requires_grad=True)
+            given["input_args"] = shapes.to(device) if number == 0 else hidden
             given["output_args"] = logits if number == num_stages - 1 else hidden
-        stages.append(
-            PipelineStage(module, number, num_stages, torch.device("cpu"), group=group, **given)
-        )
+        stages.append(PipelineStage(module, number, num_stages, device, group=group, **given))
     parameters = [p for stage in stages for p in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
     engine = zs.shard(

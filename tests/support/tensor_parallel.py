@@ -75,7 +75,8 @@ class Attention(nn.Module):
             proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         angles = torch.outer(
-            torch.arange(x.shape[1]), 0.01 ** torch.linspace(0, 1, self.head_width // 2)
+            torch.arange(x.shape[1], device=x.device),
+            0.01 ** torch.linspace(0, 1, self.head_width // 2, device=x.device),
         )
         q, k = self._turned(q, angles), self._turned(k, angles)
         out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -204,9 +205,9 @@ def _net(vocabulary: int) -> Net:
     return net
 
 
-def mesh_of(**sizes: int) -> DeviceMesh:
+def mesh_of(device: str = "cpu", **sizes: int) -> DeviceMesh:
     """Return a mesh of all ranks, with an axis per keyword."""
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def micro_batches(
@@ -273,7 +274,7 @@ def train(
     **options: Any,
 ) -> Trained:
     """Train over `mesh`, cut along 'tp' first; the engine is closed."""
-    model = parallelize_module(case.model(), mesh["tp"], case.plan())
+    model = parallelize_module(case.model().to(mesh.device_type), mesh["tp"], case.plan())
     optimizer = two_groups(model, eps=_EPS)
     engine = zs.shard(
         model, optimizer, mesh=mesh, **{"stall_timeout_s": 30, "policy": "zero3", **options}
@@ -284,7 +285,7 @@ def train(
         for number, (x, y) in enumerate(batches):
             last = number + 1 == len(batches)
             with nullcontext() if last else engine.no_sync(), case.around_loss():
-                loss = model(x, y)
+                loss = model(x.to(mesh.device_type), y.to(mesh.device_type))
                 engine.backward(loss)
             whole = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
             losses.append(float(whole))
