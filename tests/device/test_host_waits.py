@@ -15,6 +15,12 @@ from tests.support.harness import run_ranks
 from tests.support.training import ROWS, batch, make_model, two_groups
 
 STEPS = 2
+OFTEN = ((1, "fp16"), (2, "bf16"))
+CASES = [
+    pytest.param(world, precision, marks=[pytest.mark.slow] * ((world, precision) not in OFTEN))
+    for world in (1, 2)
+    for precision in ("fp32", "bf16", "fp16")
+]
 Waits = dict[str, int]
 
 
@@ -56,8 +62,7 @@ def _count(
     return out
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world, precision", CASES)
 def test_the_host_waits_once_in_a_step_and_never_before(world: int, precision: str) -> None:
     counted = run_ranks(
         world, _count, ROWS, False, {"precision": precision}, device="tests.device.zsim"

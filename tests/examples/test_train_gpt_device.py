@@ -61,7 +61,7 @@ def _train(environment: dict[str, str], folder: Path, device: str, ranks: int) -
     return result
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_example_trains_on_a_device_that_torch_has_loaded(
     environment: dict[str, str], tmp_path: Path, ranks: int
 ) -> None:

@@ -295,7 +295,8 @@ def test_what_leaves_the_device_leaves_its_memory() -> None:
         gc.collect()  # the engine before, which is full of cycles
         module.empty_cache()
         before = module.memory_allocated()
-        model = _net(LARGE | {"layers": 12})  # of which one unit's buffer stays
+        # buffers of a unit or two stay: they must be few beside the model
+        model = _net(LARGE if HAS_CUDA else {"width": 64, "layers": 16})
         numel = sum(parameter.numel() for parameter in model.parameters())
         optimizer = two_groups(model)
         engine = zs.shard(model, optimizer, stage=3, offload=_offload(tiers, None))
