@@ -99,6 +99,16 @@ def save_and_load(run: Trained, step: int) -> None:
         zs.load(run.kept["folder"], run.engine)
 
 
+def evaluate_and_load(run: Trained, step: int) -> None:
+    """Save after the first step; after the others evaluate and load, without a wait between."""
+    if step == 0:
+        save_and_load(run, step)
+        return
+    with torch.no_grad():
+        run.extra.append(run.model(*run.data(run.rank, step)).detach())
+    zs.load(run.kept["folder"], run.engine)
+
+
 def _shared_folder() -> tuple[Any, str]:
     """Return a directory that all ranks know, and on its first rank who removes it."""
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -172,6 +182,21 @@ class TensorParallel(Program):
             precision=self.precision,
         )
         return Run([*done.losses, *done.norms], _on_host(done.state), row=self.row)
+
+
+@dataclass(frozen=True)
+class Evaluated(Program):
+    """Evaluates between clipping, which reads the norm, and the step."""
+
+    def take(self, run: Trained) -> list[float]:
+        for step in range(self.steps):
+            run.engine.backward(run.model(*run.data(run.rank, step)))
+            run.engine.clip_grad_norm_(1.0)
+            with torch.no_grad():
+                run.extra.append(run.model(*run.data(run.rank, step)).detach())
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return []
 
 
 def freeze_embedding(model: Any) -> None:
@@ -265,6 +290,22 @@ def _cases() -> dict[str, Case]:
         "optimizer on disk": ("zero3", {"optimizer": "disk"}),
         "everything on disk": ("zero3", dict.fromkeys(HOST, "disk")),
     }
+    on_host: dict[str, Any] = {"precision": "fp32", "offload": {"grad": "host"}}
+    everything: dict[str, Any] = {"precision": "fp32", "offload": HOST}
+    made += [
+        Case("evaluated, gradients on the host", Evaluated(row="zero2", **on_host), worlds=(1,)),
+        Case(
+            "save and load, gradients on the host",
+            Program(row="zero2", after=save_and_load, **on_host),
+            worlds=(1,),
+        ),
+        Case(
+            "evaluate and load, on the host",
+            Program(after=evaluate_and_load, **everything),
+            worlds=(1,),
+        ),
+        Case("gradients on disk", Program(offload={"grad": "disk"}, **two), worlds=(1,)),
+    ]
     for name, (row, offload) in tiers.items():
         made.append(Case(name, Program(row=row, offload=offload, **two)))
         made.append(

@@ -126,19 +126,22 @@ WAITS: dict[str, tuple[str, Schedule]] = {
     "BounceBuffers._carry": ("everything on disk", ("compute_first", 0)),
     "BounceBuffers.of.<locals>.carry": ("everything on disk", ("compute_last", 0)),
     "DeviceStorage.read": ("optimizer on disk", ("compute_first", 0)),
+    "Gradient.fetch": ("gradients on disk", ("compute_first", 0)),
+    "TileRunner._run_in_thread": ("evaluated, gradients on the host", ("compute_last", 0)),
+    "TileRunner.wait": ("save and load, gradients on the host", ("compute_first", 0)),
+    "_HostStorage._wait_for_opposite": (
+        "evaluate and load, on the host",
+        ("compute_first", 0),
+    ),
+    "write_shard.<locals>.parts": ("save and load", ("compute_first", 0)),
 }
 # waits that no case has needed so far, and one that meets each: others cover them
 COVERED: dict[str, str] = {
     "NativeTransport.reduce": "native zero3",  # takes and gives its loans on one lane
-    "NativeWork.wait": "native zero3",  # whoever waits is on the lane that finished
     "_Reads.wait": "everything on the host",  # its lane orders the read
-    "TileRunner._run_in_thread": "a fraction, fp32",  # the host has read the norm by then
-    "TileRunner.wait": "late",
     "OneProcess.grad_buffer": "zero3 bf16",
     "_HostStorage.flush": "everything on the host",
-    "_HostStorage._wait_for_opposite": "everything late",
     "_Buffers.wait": "optimizer on disk",
-    "Gradient.fetch": "gradients on the host",
     "State.borrowed": "a fraction",  # copies from pageable memory are taken by value
     "_fill": "optimizer on the host",  # the same, or from host to host
     "drain": "native reset",

@@ -187,7 +187,7 @@ class LaneSanitizer(Timeline):
             patches.append((torch, name, partial(self._made, getattr(torch, name))))
         for name, stand_in in (("cpu", self._fetched), ("tolist", self._listed)):
             patches.append((torch.Tensor, name, _method(stand_in, getattr(torch.Tensor, name))))
-        for module in (memory, native_transport, segment):
+        for module in (memory, segment):
             patches.append((module, "mark", memory.Mark))
         for module in (memory, gradient, reduction, host, codec):
             patches.append((module, "reads_wait", lambda tensor: not self.is_on_host(tensor)))

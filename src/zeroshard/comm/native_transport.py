@@ -47,7 +47,7 @@ from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import PeerLostError, StallError
-from zeroshard.memory import Mark, Pool, mark
+from zeroshard.memory import Pool
 
 __all__ = ["NativeTransport"]
 
@@ -161,7 +161,7 @@ class NativeTransport:
         for work in [work for work in self._under_way if not work.is_gather]:
             if self._pool.has_room(numel * dtype.itemsize):
                 break
-            work.complete()
+            work.wait()
         return self._pool.take(numel, dtype, device)
 
     def return_buffer(self, buffer: torch.Tensor) -> None:
@@ -339,22 +339,18 @@ class NativeWork:
         self._after = after
         self._alive = alive  # the collectives' memory, until they are waited for
         self._is_finished = False
-        self._finished: Mark | None = None  # behind `after`, once that has been enqueued
 
-    def complete(self) -> None:
-        """Let the current stream wait for the collectives and do the rest on it."""
+    def wait(self) -> None:
+        """Do the rest after the collectives, on an accelerator on the stream that they are on: a
+        flight waits where it has started them.
+        """
         if not self._is_finished:
             for work in self._works:
                 await_native(work, self._what, self._control)
             if self._after is not None:
                 self._after()
-            self._is_finished, self._finished = True, mark(self._alive[0].device)
+            self._is_finished = True
             self.release()
-
-    def wait(self) -> None:
-        self.complete()
-        if self._finished is not None:  # by another stream, perhaps, than the one that waits now
-            self._finished.wait()
 
     def done(self) -> bool:
         return self._is_finished or all(work.is_completed() for work in self._works)
