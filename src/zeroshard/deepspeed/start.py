@@ -138,7 +138,9 @@ def _sharded(
     batch = complete_batch(settings, comm.get_world_size())
     clipping = settings.gradient_clipping or 0.0
     settings = settings.model_copy(update={"gradient_clipping": None})  # the engine clips
-    model.to(torch.accelerator.current_accelerator(check_available=True))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        model.to(accelerator)
     engine = zs.shard(model, optimizer, config=settings, sync_from=0)
     held_parameters.own(engine)
     out = DeepSpeedEngine(engine, config, batch, clipping)

@@ -99,12 +99,12 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
             f"the parameters are on {len(devices)} devices ({shown}): move the model to one device"
             " before shard()"
         )
-    Device.of(next(iter(devices))).check_current()
     if any(device.type == "meta" for device in devices):
         raise ConfigError(
             "the model is on the meta device and has no values: build it inside"
             " zeroshard.deferred_init() instead"
         )
+    Device.of(next(iter(devices))).check_current()
 
 
 def _check_module(name: str, module: nn.Module) -> None:
