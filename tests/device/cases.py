@@ -1,4 +1,4 @@
-"""What ``test_zsim.py`` runs in a worker: importing this loads the device."""
+"""What ``test_zsim.py`` calls on a rank of the device's pool: importing this loads the device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -397,15 +396,10 @@ def waits_of_a_step() -> dict[str, int]:
 # ------------------------------------------------------------------- collectives
 
 
-def collectives(rank: int, size: int, folder: str) -> None:
+def collectives(rank: int, size: int) -> None:
     """Compare zccl's results with gloo's, for tensors of the host, in every schedule."""
     device.set_device(rank)
     assert dist.get_default_backend_for_device("zsim") == "zccl"
-    dist.init_process_group(
-        store=dist.FileStore(str(Path(folder) / "store"), size),
-        rank=rank,
-        world_size=size,
-    )
     gloo = dist.new_group(backend="gloo")
     wanted = _results(rank, size, torch.device("cpu"), gloo, is_async=False)
     for schedule in zsim.SCHEDULES:
@@ -420,7 +414,8 @@ def collectives(rank: int, size: int, folder: str) -> None:
         names: list[int | None] = [None] * size
         dist.all_gather_object(names, rank)
         assert names == [0, 1]
-    dist.destroy_process_group()
+    dist.destroy_process_group(gloo)
+    device.set_device(0)
 
 
 def _results(

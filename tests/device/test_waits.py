@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,42 +17,13 @@ import pytest
 
 from tests.device.omission import Omission
 from tests.device.programs import ALL, CASES, FIFO, Schedule, trained
+from tests.support.adversary import ForgetfulReduction, tiles_without_marks
 from tests.support.harness import run_ranks
 from zeroshard.errors import ZeroshardError
 from zeroshard.runtime import bucket
-from zeroshard.runtime.bucket import Reduction
 from zeroshard.runtime.segment import Segment
 
 _DEVICE = "tests.device.zsim"
-
-
-@contextmanager
-def _reduces_hold_nothing() -> Iterator[None]:
-    """A reduce holds its bucket until that is asked for, and nothing else."""
-
-    class Forgetful(Reduction):
-        def __init__(self, flight: Any, buffer: Any, loan: Any, uses: Any) -> None:
-            super().__init__(flight, buffer, loan, ())
-
-        def __getattribute__(self, name: str) -> Any:
-            value = super().__getattribute__(name)
-            if name == "buffer":
-                self.buffer = None
-            return value
-
-    with mock.patch.object(bucket, "Reduction", Forgetful):
-        yield
-
-
-@contextmanager
-def _tiles_on_the_device_leave_no_mark() -> Iterator[None]:
-    bring = Segment.bring
-
-    def unmarked(self: Segment, start: int, stop: int, *args: Any) -> Any:
-        return [] if stop <= self.aliased else bring(self, start, stop, *args)
-
-    with mock.patch.object(Segment, "bring", unmarked):
-        yield
 
 
 @contextmanager
@@ -59,15 +31,15 @@ def _tiles_on_the_device_hold_no_gradient() -> Iterator[None]:
     bring = Segment.bring
 
     def forgetful(self: Segment, start: int, stop: int, master: Any, stays: bool, *_: Any) -> Any:
-        return bring(self, start, stop, master, stays)
+        return bring(self, start, stop, master, stays, None)
 
     with mock.patch.object(Segment, "bring", forgetful):
         yield
 
 
-HOLDS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "Reduction.uses": _reduces_hold_nothing,
-    "the mark of Segment.bring": _tiles_on_the_device_leave_no_mark,
+HOLDS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "Reduction.uses": partial(mock.patch.object, bucket, "Reduction", ForgetfulReduction),
+    "the mark of Segment.bring": tiles_without_marks,
     "the gradient of Segment.bring": _tiles_on_the_device_hold_no_gradient,
 }
 

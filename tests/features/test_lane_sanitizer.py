@@ -18,13 +18,11 @@ from torch import nn
 import zeroshard as zs
 from benchmarks.fake_world import fake_world
 from tests.support.activations import using
+from tests.support.adversary import ForgetfulReduction, tiles_without_marks
 from tests.support.lane_sanitizer import LaneSanitizer
 from zeroshard import memory
-from zeroshard.comm.transport import Work
 from zeroshard.runtime import bucket
 from zeroshard.runtime.activation_store import ActivationStore
-from zeroshard.runtime.bucket import Reduction
-from zeroshard.runtime.segment import Segment
 from zeroshard.tier.host import HostStore
 
 WIDTH = 64
@@ -214,19 +212,7 @@ def test_each_wait_that_is_left_out_is_found(case: str) -> None:
 def test_memory_that_a_reduce_does_not_hold_is_found(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Forgetful(Reduction):
-        """Holds the bucket until it is asked for, and nothing else."""
-
-        def __init__(self, flight: Any, buffer: Any, loan: Any, uses: Any) -> None:
-            super().__init__(flight, buffer, loan, ())
-
-        def __getattribute__(self, name: str) -> Any:
-            value = super().__getattribute__(name)
-            if name == "buffer":
-                self.buffer = None
-            return value
-
-    monkeypatch.setattr(bucket, "Reduction", Forgetful)
+    monkeypatch.setattr(bucket, "Reduction", ForgetfulReduction)
     findings = _watch(case, program=_steps).findings
     assert {finding.kind for finding in findings} == {"drop"}
     assert {finding.other_lane for finding in findings} == {"reduce"}
@@ -318,16 +304,9 @@ def test_each_wait_for_an_event_that_is_left_out_is_found(
     assert set(map(str, found)) - set(map(str, less.findings))
 
 
-def test_weights_stepped_on_the_device_without_a_mark_behind_them_are_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bring = Segment.bring
-
-    def unmarked(self: Segment, start: int, stop: int, *args: Any) -> list[Work]:
-        return [] if stop <= self.aliased else bring(self, start, stop, *args)
-
-    monkeypatch.setattr(Segment, "bring", unmarked)
-    found = _watch("zero3", tier="grad alone", precision="fp32", program=_steps).findings
+def test_weights_stepped_on_the_device_without_a_mark_behind_them_are_found() -> None:
+    with tiles_without_marks():
+        found = _watch("zero3", tier="grad alone", precision="fp32", program=_steps).findings
     assert {finding.other_lane for finding in found} == {"stream 1"}
 
 

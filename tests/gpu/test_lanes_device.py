@@ -18,11 +18,10 @@ import pytest
 import torch
 
 from tests.gpu.chosen import HAS_CUDA, PRETENDED, sized, slow_unless_cuda
-from tests.support.adversary import Poisoner, slow_compute, slow_lanes
+from tests.support.adversary import ForgetfulReduction, Poisoner, slow_compute, slow_lanes
 from tests.support.programs import PROGRAMS, Program
 from tests.support.training import ROWS, Run
 from zeroshard.runtime import bucket
-from zeroshard.runtime.bucket import Reduction
 from zeroshard.runtime.streams import AcceleratorStreams
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -49,22 +48,9 @@ def test_the_poisoner_finds_a_reduce_that_does_not_hold_its_memory(
 ) -> None:
     program = replace(CASES["gradient codec"], steps=2)  # a third NaN in a row would raise
     quiet = program.train(device, transport="nccl")
-    monkeypatch.setattr(bucket, "Reduction", _Forgetful)
+    monkeypatch.setattr(bucket, "Reduction", ForgetfulReduction)
     run, _ = _disturbed(program, device, "lanes")
     assert run.differs_from(quiet)
-
-
-class _Forgetful(Reduction):
-    """Holds its bucket until that is asked for, and nothing else."""
-
-    def __init__(self, flight: Any, buffer: Any, loan: Any, uses: Any) -> None:
-        super().__init__(flight, buffer, loan, ())
-
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        if name == "buffer":
-            self.buffer = None
-        return value
 
 
 def _disturbed(program: Program, device: str, late: str) -> tuple[Run, Poisoner]:

@@ -19,14 +19,41 @@ from unittest import mock
 
 import torch
 
-from zeroshard.runtime.bucket import Bucket
+from zeroshard.core.work import Work
+from zeroshard.runtime.bucket import Bucket, Reduction
+from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Lane
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["Poisoner", "slow_compute", "slow_lanes"]
+__all__ = ["ForgetfulReduction", "Poisoner", "slow_compute", "slow_lanes", "tiles_without_marks"]
 
 NAN_BYTE = 0xFF  # a NaN in fp32, bf16 and fp16
 NUM_BLOCKS = 2  # an allocator hands out the block that came back last, or the one before
+
+
+class ForgetfulReduction(Reduction):
+    """A reduce that holds its bucket until that is asked for, and nothing else."""
+
+    def __init__(self, flight: Any, buffer: Any, loan: Any, uses: Any) -> None:
+        super().__init__(flight, buffer, loan, ())
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == "buffer":
+            self.buffer = None
+        return value
+
+
+@contextmanager
+def tiles_without_marks() -> Iterator[None]:
+    """Leave no mark behind tiles that the step's thread steps on the device."""
+    bring = Segment.bring
+
+    def unmarked(self: Segment, start: int, stop: int, *args: Any) -> list[Work]:
+        return [] if stop <= self.aliased else bring(self, start, stop, *args)
+
+    with mock.patch.object(Segment, "bring", unmarked):
+        yield
 
 
 @contextmanager

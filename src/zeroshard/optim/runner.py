@@ -332,7 +332,7 @@ class TileRunner:
         ):
             self._step(job.host, step, master, opened, grad.cpu())
             if not (from_rest or job.late):
-                self._sent = segment.bring(tile.start, tile.stop, master, False)
+                self._sent = segment.bring(tile.start, tile.stop, master, False, None)
         if from_rest and not job.late:
             self._sent = segment.bring_from_rest(tile.start, tile.stop)
 
@@ -368,7 +368,7 @@ class TileRunner:
         for key, numbers in step.moments.items():
             works.append(segment.moment(key, numbers.dtype).write(*tile.moments_range, numbers))
         if not job.late:
-            works += segment.bring(tile.start, tile.stop, master, True)
+            works += segment.bring(tile.start, tile.stop, master, True, None)
 
     def _step(
         self,

@@ -54,7 +54,7 @@ class SteppedSegment:
     gradient: Callable[[], Gradient | None]
     used: Callable[[int], bool]  # whether any rank has a gradient of this parameter
     # start casting stepped masters into the weights; do they stay meanwhile?
-    bring: Callable[..., list[Work]]
+    bring: Callable[[int, int, torch.Tensor, bool, object], list[Work]]
     can_bring_from_rest: Callable[[int, int], bool]  # whether that needs no cast
     bring_from_rest: Callable[[int, int], list[Work]]  # the same from where the master rests
     stepped: threading.Event  # set while no step of it is under way

@@ -208,7 +208,7 @@ class Segment:
             work.wait()
 
     def bring(
-        self, start: int, stop: int, master: torch.Tensor, stays: bool, uses: object = None
+        self, start: int, stop: int, master: torch.Tensor, stays: bool, uses: object
     ) -> list[Work]:
         """Start casting stepped masters (do they stay as they are meanwhile?) into the weights;
         `wait_uploads` waits for it, and holds what the step `uses` until then: memory of compute.

@@ -88,25 +88,30 @@ def test_members_alone_make_no_group_that_would_be_split_off_the_job_s() -> None
 
 
 @pytest.mark.parametrize(
-    ("asked", "backend", "device"),
+    ("kind", "asked", "backend", "has_device"),
     [
-        (None, "cpu:gloo,cuda:nccl", torch.device("cuda", 2)),
-        ("nccl", "nccl", torch.device("cuda", 2)),
-        ("gloo", "gloo", None),
+        ("cuda", None, "cpu:gloo,cuda:nccl", True),
+        ("cuda", "nccl", "nccl", True),
+        ("cuda", "gloo", "gloo", False),
+        ("xpu", None, "cpu:gloo,xpu:xccl", True),
+        ("xpu", "xccl", "xccl", True),
+        ("xpu", "gloo", "gloo", False),
     ],
 )
-def test_nccl_is_told_the_device_of_the_rank(
+def test_the_backend_of_an_accelerator_is_told_the_device_of_the_rank(
+    kind: str,
     asked: str | None,
     backend: str,
-    device: torch.device | None,
+    has_device: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[str, Any]] = []
+    module = torch.get_device_module(kind)
     monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(kind)
     )
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: made.append(("set", index)))
+    monkeypatch.setattr(module, "device_count", lambda: 4)
+    monkeypatch.setattr(module, "set_device", lambda index: made.append(("set", index)))
     monkeypatch.setattr(
         dist,
         "init_process_group",
@@ -115,38 +120,7 @@ def test_nccl_is_told_the_device_of_the_rank(
     for name, value in {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}.items():
         monkeypatch.setenv(name, value)
     zs.init_distributed(asked)
-    assert made == [("set", 2), (backend, device)]
-
-
-@pytest.mark.parametrize(
-    ("asked", "backend", "device"),
-    [
-        (None, "cpu:gloo,xpu:xccl", torch.device("xpu", 1)),
-        ("xccl", "xccl", torch.device("xpu", 1)),
-        ("gloo", "gloo", None),
-    ],
-)
-def test_another_accelerator_is_joined_by_the_backend_of_its_type(
-    asked: str | None,
-    backend: str,
-    device: torch.device | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[tuple[str, Any]] = []
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu")
-    )
-    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.xpu, "set_device", lambda index: made.append(("set", index)))
-    monkeypatch.setattr(
-        dist,
-        "init_process_group",
-        lambda backend, *, device_id, **_: made.append((backend, device_id)),
-    )
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    zs.init_distributed(asked)
-    assert made == [("set", 1), (backend, device)]
+    assert made == [("set", 2), (backend, torch.device(kind, 2) if has_device else None)]
 
 
 def _through_two_groups(rank: int, world: int) -> tuple[int, int, list[Any]]:
