@@ -236,6 +236,8 @@ def _cases() -> dict[str, Case]:
             case = Case(f"{name} {row}", program, is_lazy=lazy, worlds=(2,))
             made.append(case)
     two: dict[str, Any] = {"micro_batches": 2}
+    over_gloo = Program(row="zero3", comm={"transport": "gloo"})
+    made.append(Case("over gloo", over_gloo, worlds=(2,)))
     native = {"transport": "nccl"}  # also in one process
     for row in ("ddp", "zero2", "zero3"):
         program = Program(row=row, comm=native, **two)
