@@ -13,7 +13,7 @@ import pytest
 from tests.support.harness import RankError, run_ranks
 
 SCHEDULES = ("threads", "fifo", "random", "compute_first", "compute_last")
-CASES, DEVICE = "tests.device.cases", "tests.device.zsim"
+CASES = "tests.device.cases"  # which loads the device, in processes that run nothing else
 EVERY_SCHEDULE = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
@@ -23,7 +23,7 @@ def _named(rank: int, world: int, name: str, *args: Any) -> Any:
 
 
 def call(name: str, *args: Any) -> Any:
-    (value,) = run_ranks(1, _named, name, *args, device=DEVICE)
+    (value,) = run_ranks(1, _named, name, *args, device=CASES)
     return value
 
 
@@ -128,4 +128,4 @@ def _collectives(rank: int, world: int) -> None:
 
 
 def test_collectives_give_the_numbers_of_gloo() -> None:
-    run_ranks(2, _collectives, device=DEVICE)
+    run_ranks(2, _collectives, device=CASES)
