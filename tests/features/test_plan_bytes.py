@@ -322,6 +322,15 @@ def test_predicted_bytes_are_the_engines_where_a_budget_keeps_whole_gradients(
         assert not differences, differences[0]
 
 
+def test_a_gradient_of_padding_alone_is_held_by_no_reduce_under_way(tmp_path: Path) -> None:
+    cases = [
+        Case((4, None), MODELS[1], "zero2", mix=2, fraction=fraction, optimizer=name)
+        for fraction, name in ((0.4, "adam"), (1.0, "momentum"))
+    ]
+    for differences in run_ranks(4, _compare, cases, tmp_path):
+        assert not differences, differences[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [0.01, 0.5, 1.0])
 def test_predicted_bytes_are_the_engines_where_a_budget_keeps_whole_gradients_of_four_ranks(

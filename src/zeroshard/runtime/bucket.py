@@ -20,6 +20,7 @@ the sum over all ranks (runtime/grad.py), nor what a module is.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.grad import Accumulator
+from zeroshard.state.gradient import Gradient
 from zeroshard.state.state import State
 from zeroshard.tier.store import Store
 
@@ -288,7 +290,7 @@ class Bucket:
             out = resting.fetch(*accumulator.own)
             return self._hand_over(self._steps(out, held, accumulate=not fresh), held, out)
         out = accumulator.room()
-        to_rest = Step(partial(resting.take, out, fresh), "here")
+        to_rest = Step(partial(_take, weakref.ref(resting), out, fresh), "here")
         return self._hand_over([*self._steps(out, held, accumulate=False), to_rest], held, out)
 
     def reduce_inside(self, *, make_room: Callable[[int], None]) -> Flight:
@@ -459,3 +461,10 @@ class Bucket:
         self.accumulator.reset()
         self._close_sum()
         self.used[:] = [False] * len(self.used)  # a step asks this list
+
+
+def _take(rests: weakref.ref[Gradient], total: torch.Tensor, fresh: bool) -> None:
+    """Let `total` rest, unless all who held the gradient are gone: of padding alone at once."""
+    gradient = rests()
+    if gradient is not None:
+        gradient.take(total, fresh)

@@ -72,7 +72,8 @@ class Accumulator:
         self._memory, self._note = context.memory, context.faults.note
         self._numel, self._split, self._store = plan.num_stepped, split, store
         self._dtype = plan.precision(context).accumulate
-        self._idle: list[Storage] = []  # memory of the other tier, kept for the next gradient
+        # memory of the other tier, and whether the next gradient may have it: not of a lost one
+        self._returned: list[tuple[Storage, bool]] = []
         self.reset()
 
     # ------------------------------------------------------------------ which numbers rest
@@ -123,8 +124,8 @@ class Accumulator:
 
     def release_idle(self) -> None:
         """Close memory on other tiers that is kept for the next gradient."""
-        while self._idle:
-            self._idle.pop().close()
+        while self._returned:
+            self._returned.pop()[0].close()
 
     def _allocate(self) -> Gradient:
         """Return memory for a gradient, its contents undefined."""
@@ -139,7 +140,12 @@ class Accumulator:
             near = self._memory.empty(self._split, self._dtype)
         numbers = State.of(near, away, link=self._memory.link)
         made = Gradient(
-            self.key, numbers, own=self.own, memory=self._memory, idle=self._idle, note=self._note
+            self.key,
+            numbers,
+            own=self.own,
+            memory=self._memory,
+            returned=self._returned,
+            note=self._note,
         )
         if lost is not None:
             made.lose(lost)
@@ -148,11 +154,11 @@ class Accumulator:
     def _away(self) -> Storage | None:
         """Return memory of the other tier, if any rests there: kept, or new."""
         numel = self._numel - self._split
-        while self._idle:
-            storage = self._idle.pop()
-            if storage.numel == numel:
+        while self._returned:
+            storage, usable = self._returned.pop()
+            if usable and storage.numel == numel:  # another size: it came back after a move
                 return storage
-            storage.close()  # it came back after a move
+            storage.close()
         if not numel:
             return None
         assert self._store is not None, self.key

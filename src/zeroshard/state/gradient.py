@@ -68,11 +68,12 @@ class Gradient:
         *,
         own: Range,
         memory: DeviceMemory,
-        idle: list[Storage],
+        returned: list[tuple[Storage, bool]],
         note: Callable[[StorageError], None],
     ) -> None:
-        """The gradient of segment `key`, `numbers`: sums of range `own` arrive there. `idle` takes
-        the memory of another tier in the end, `note` a StorageError.
+        """The gradient of segment `key`, `numbers`: sums of range `own` arrive there.
+        `returned` takes the memory of another tier in the end, and whether it may serve again;
+        `note` a StorageError.
         """
         self.key = key
         self.numbers = numbers
@@ -84,7 +85,7 @@ class Gradient:
         self._passed = RunningSum()  # of a rest on another tier: all that has arrived
         self._own = own
         self._memory = memory
-        self._idle = idle
+        self._returned = returned
         self._note = note
         self._divided_by = 0.0  # the ranks and the loss scale, once averaged; 0 while it is a sum
         self._weight = 0.0  # part of that: the sum of weights, once divided by it
@@ -368,5 +369,5 @@ class Gradient:
 
     def __del__(self) -> None:
         away = self.numbers.away
-        if away is not None:  # of one that was lost, the next gradient gets another
-            self._idle.append(away) if self.lost is None else away.close()
+        if away is not None:  # never closed here, perhaps in the garbage collector: that waits
+            self._returned.append((away, self.lost is None))

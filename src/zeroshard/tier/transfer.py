@@ -101,7 +101,8 @@ class Workers:
 
     def __init__(self, num_threads: int, scratch_bytes: int, *, pinned: bool) -> None:
         self._jobs: queue.SimpleQueue[tuple[TierTransfer, DiskPiece] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        # `stop` may be called by the garbage collector, in a thread that holds it
+        self._lock = threading.RLock()
         self._num_open = 0  # transfers that were started and have not ended
         self._stopping = False
         self._threads: list[threading.Thread] = []
