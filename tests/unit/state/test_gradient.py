@@ -204,7 +204,7 @@ def test_a_lost_gradient_is_noted_reads_as_nan_and_its_memory_is_closed() -> Non
     accumulator.reset()
     # the garbage collector may be the one that ends it, in a thread that holds a store's lock
     (storage,) = store.storages
-    resting, _ = accumulator.open()
+    accumulator.open()
     assert storage not in store.storages, "something may be wrong with it"
     assert len(store.storages) == 1
     store.close()
