@@ -85,6 +85,10 @@ class BackwardPass:
         """Whether a schedule runs it, now."""
         return self.units is not None and not self.ended
 
+    def bring(self) -> None:
+        """A gradient has come."""
+        self.brings = True
+
     def end(self) -> None:
         """No gradient comes any more."""
         self.ended = True
@@ -123,15 +127,6 @@ class BackwardPass:
         """A gradient has arrived at `unit`'s outputs; `again`: the next one is of interest, too."""
         self.tasks[task].entered.append(unit)
         self.at = (None if again else unit, task)
-
-    def took(self, unit: Unit, parameter: torch.Tensor) -> None:
-        """The gradient of a `parameter` of `unit` has come."""
-        self.brings = True
-        unit.arrived[id(parameter)] = torch._C._current_graph_task_id()
-        if len(self.tasks) == 1:
-            self.outer.discard(id(parameter))
-        if unit.has_all and not unit.has_frozen:
-            self.finished[unit.index] = unit
 
 
 class Accumulation:

@@ -166,22 +166,14 @@ class Bucket:
         if rests or (more and self.precision.wire is not self.precision.accumulate):
             self._add_to_sum(index, grad)
             return
-        self._open(make_room)
-        self.put(index, grad)
-
-    def put(self, index: int, grad: torch.Tensor) -> None:
-        """Add a gradient of parameter `index` to the open buffer."""
+        if self.buffer is None:
+            self._open(make_room)
         view = self.views[index]
-        if self.filled[index]:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
+        (view.add_ if self.filled[index] else view.copy_)(grad)
         self.filled[index] = True
 
     def _open(self, make_room: Callable[[int], None]) -> None:
-        """Have a buffer open."""
-        if self.buffer is not None:
-            return
+        """Open a buffer."""
         accumulator = self.accumulator
         if self._direct and not accumulator.tiered and accumulator.resting() is None:
             self._open_at_rest()
@@ -245,16 +237,19 @@ class Bucket:
 
     def _move_sum(self, make_room: Callable[[int], None]) -> None:
         """Add the sum of micro-batches to the buffer."""
-        self._open(make_room)
+        if self.buffer is None:
+            self._open(make_room)
         for index in [index for index, summed in enumerate(self._summed) if summed]:
             slot = self.flat.layout.slots[index]
             with self._losing():
                 if self._sum is not None and not self._is_lost:
                     with self._sum.borrowed(slot.offset, slot.stop, write=False) as part:
-                        self.put(index, self.flat.buffer.view_in(part, index))
+                        view = self.views[index]
+                        micro_batches = self.flat.buffer.view_in(part, index)
+                        (view.add_ if self.filled[index] else view.copy_)(micro_batches)
             if self._is_lost:
                 self.views[index].fill_(float("nan"))
-                self.filled[index] = True
+            self.filled[index] = True
         self._close_sum()
 
     def _close_sum(self) -> None:

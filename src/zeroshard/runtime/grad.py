@@ -72,8 +72,8 @@ class Accumulator:
         self._memory, self._note = context.memory, context.faults.note
         self._numel, self._split, self._store = plan.num_stepped, split, store
         self._dtype = plan.precision(context).accumulate
-        # memory of the other tier, and whether the next gradient may have it: not of a lost one
-        self._returned: list[tuple[Storage, bool]] = []
+        # memory of the other tier that came back, and whether it may serve again: no lost one
+        self._idle: list[tuple[Storage, bool]] = []
         self.reset()
 
     # ------------------------------------------------------------------ which numbers rest
@@ -94,7 +94,6 @@ class Accumulator:
         resting = self.resting()
         fresh = resting is None
         if resting is None:
-            self.reset()
             resting = self._allocate()
             self._alive = weakref.ref(resting)
         else:  # an average, where no zero_grad() came since the last step
@@ -124,8 +123,8 @@ class Accumulator:
 
     def release_idle(self) -> None:
         """Close memory on other tiers that is kept for the next gradient."""
-        while self._returned:
-            self._returned.pop()[0].close()
+        while self._idle:
+            self._idle.pop()[0].close()
 
     def _allocate(self) -> Gradient:
         """Return memory for a gradient, its contents undefined."""
@@ -140,12 +139,7 @@ class Accumulator:
             near = self._memory.empty(self._split, self._dtype)
         numbers = State.of(near, away, link=self._memory.link)
         made = Gradient(
-            self.key,
-            numbers,
-            own=self.own,
-            memory=self._memory,
-            returned=self._returned,
-            note=self._note,
+            self.key, numbers, own=self.own, memory=self._memory, idle=self._idle, note=self._note
         )
         if lost is not None:
             made.lose(lost)
@@ -154,8 +148,8 @@ class Accumulator:
     def _away(self) -> Storage | None:
         """Return memory of the other tier, if any rests there: kept, or new."""
         numel = self._numel - self._split
-        while self._returned:
-            storage, usable = self._returned.pop()
+        while self._idle:
+            storage, usable = self._idle.pop()
             if usable and storage.numel == numel:  # another size: it came back after a move
                 return storage
             storage.close()

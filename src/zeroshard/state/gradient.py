@@ -68,11 +68,11 @@ class Gradient:
         *,
         own: Range,
         memory: DeviceMemory,
-        returned: list[tuple[Storage, bool]],
+        idle: list[tuple[Storage, bool]],
         note: Callable[[StorageError], None],
     ) -> None:
         """The gradient of segment `key`, `numbers`: sums of range `own` arrive there.
-        `returned` takes the memory of another tier in the end, and whether it may serve again;
+        `idle` takes the memory of another tier in the end, and whether it may serve again;
         `note` a StorageError.
         """
         self.key = key
@@ -85,7 +85,7 @@ class Gradient:
         self._passed = RunningSum()  # of a rest on another tier: all that has arrived
         self._own = own
         self._memory = memory
-        self._returned = returned
+        self._idle = idle
         self._note = note
         self._divided_by = 0.0  # the ranks and the loss scale, once averaged; 0 while it is a sum
         self._weight = 0.0  # part of that: the sum of weights, once divided by it
@@ -370,4 +370,4 @@ class Gradient:
     def __del__(self) -> None:
         away = self.numbers.away
         if away is not None:  # never closed here, perhaps in the garbage collector: that waits
-            self._returned.append((away, self.lost is None))
+            self._idle.append((away, self.lost is None))
