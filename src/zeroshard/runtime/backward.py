@@ -38,6 +38,7 @@ from zeroshard.errors import StateError
 from zeroshard.optim.sealed import SealedGrad, SealedShards
 from zeroshard.runtime.backward_pass import UNKNOWN, Accumulation, BackwardMode, BackwardPass
 from zeroshard.runtime.decisions import Decisions
+from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.recomputed import checkpoint_around, when_over
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.saved import SavedTensors
@@ -55,11 +56,17 @@ class Backward:
     """One engine's gradients, from the first hook of a backward to the optimizer's step."""
 
     def __init__(
-        self, weights: Weights, reductions: Reductions, *, share: float | None = None
+        self,
+        weights: Weights,
+        reductions: Reductions,
+        *,
+        share: float | None = None,
+        leaves: Leaves | None = None,
     ) -> None:
         """`share`: what the loss of this rank counts where it has no weight (None: as all
-        others).
+        others). `leaves`: of which each backward is one.
         """
+        self.leaves = leaves
         self.optimizer: SealedShards | None = None
         self.accumulation = Accumulation()
         self.decisions = Decisions()
@@ -306,6 +313,8 @@ class Backward:
             self.parameters.clear_gradients()
         assigned = self._replaced(units)
         if units is None or units:
+            if self.leaves is not None:
+                self.leaves.begin_backward(has_late=self.has_unreduced)
             self.accumulation.check(scaled=mode.scaled, divisor=mode.divisor)
             weighted = mode.weight is not None
             flags = {"sync": mode.sync, "scaled": mode.scaled, "weighted": weighted}
@@ -504,6 +513,8 @@ class Backward:
         for bucket in self.buckets:
             bucket.abandon()
         self.parameters.clear_gradients()
+        if self.leaves is not None:
+            self.leaves.abandon()
         self.reset()
 
 

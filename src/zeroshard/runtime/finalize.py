@@ -37,7 +37,7 @@ from zeroshard.core.digest import Digest, first_difference, holders
 from zeroshard.errors import PlanMismatch, StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
-from zeroshard.runtime.backward_pass import UNKNOWN, total_weight
+from zeroshard.runtime.backward_pass import UNKNOWN, Weight, total_weight
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.trainable import AssignedGradients
 from zeroshard.state.reduction import read_squares
@@ -49,7 +49,7 @@ _STEP = "optimizer.step() or clip_grad_norm_()"
 _NORM = "the norm of the gradient"
 _BAD = "the search for a gradient that is not finite"
 # digest, digest of the decisions, micro-batches, unreduced, kinds of backwards, their weight
-_HEAD = struct.Struct("<QQI?Bd")
+_HEAD = struct.Struct("<QQI?B3d")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Answer:
     used: int  # a bit per trainable parameter: whether it has a gradient
     unreduced: bool  # gradients rest there that no reduce over all ranks has taken
     kinds: int  # of backwards, with a weight or without
-    weight: float  # the sum of their weights
+    weight: Weight  # the sum of their weights
     bad: str  # the first segment whose average is not finite, or ""
 
     def pack(self, width: int) -> bytes:
@@ -73,16 +73,16 @@ class _Answer:
             self.micro_batches,
             self.unreduced,
             self.kinds,
-            self.weight,
+            *self.weight,
         )
         return head + self.used.to_bytes(width, "little") + self.bad.encode()
 
     @classmethod
     def unpack(cls, payload: bytes, width: int) -> _Answer:
-        digest, decisions, count, unreduced, kinds, weight = _HEAD.unpack_from(payload)
+        digest, decisions, count, unreduced, kinds, *parts = _HEAD.unpack_from(payload)
         stop = _HEAD.size + width
         used = int.from_bytes(payload[_HEAD.size : stop], "little")
-        bad = payload[stop:].decode()
+        bad, weight = payload[stop:].decode(), (parts[0], parts[1], parts[2])
         return cls(digest, decisions, count, used, unreduced, kinds, weight, bad)
 
 
@@ -110,6 +110,8 @@ class Finalizer:
         # of all ranks' losses where they have none of their own: shares add up to 1. All ranks
         # count for every parameter: tokens of all pass through experts that some hold
         self._weight = context.transport.size if backward.share is None else 1
+        if backward.leaves is not None:
+            self._weight = backward.leaves.tree.leaves
         self._faults = context.faults
         self._bad_steps = bad_steps
         self._bad_in_a_row = 0
@@ -138,6 +140,11 @@ class Finalizer:
         """
         backward = self._backward
         backward.collect_dropped()
+        if backward.leaves is not None and backward.leaves.is_partial:
+            raise StateError(
+                f"leaves={backward.leaves.tree}: some leaves of this step are missing: let the loop"
+                " over engine.leaves() end before gradients are read, clipped or stepped"
+            )
         if self._finite is not None and not backward.accumulation.changed:
             if self._finite:
                 self._take_late(only)

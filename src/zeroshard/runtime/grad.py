@@ -28,6 +28,7 @@ from zeroshard.errors import StorageError
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
+from zeroshard.runtime.partial_sums import PartialSums
 from zeroshard.state.gradient import Gradient
 from zeroshard.state.reduction import SquaresRequest
 from zeroshard.state.state import State
@@ -40,9 +41,8 @@ class Accumulator:
     """Where the gradient of one trainable segment rests, and this rank's slice of it. Ranges count
     the elements that rest here: this rank's share, or the whole where every rank steps everything.
 
-    It keeps one running sum: `open` says to which numbers the next reduce adds. A binary counter of
-    partial sums would be another class in its place, and nothing else: `open` would return the
-    partial sum of the leaf's level, and `Gradient.average` would add the levels up first.
+    `open` says to which numbers the next reduce adds. In a run with leaves they hold the first
+    leaves' sum, and a binary counter the others.
     """
 
     def __init__(
@@ -74,12 +74,17 @@ class Accumulator:
         self._dtype = plan.precision(context).accumulate
         # memory of the other tier that came back, and whether it may serve again: no lost one
         self._idle: list[tuple[Storage, bool]] = []
+        self.partial_sums: PartialSums | None = None
+        if context.leaves is not None:
+            self.partial_sums = PartialSums(context.leaves.tree, self.key, store)
         self.reset()
 
     # ------------------------------------------------------------------ which numbers rest
 
     def reset(self) -> None:
         """Forget them: there is no gradient."""
+        if self.partial_sums is not None:
+            self.partial_sums.reset()
         self._held: Gradient | None = None
         self._alive: weakref.ref[Gradient] | None = None
 
@@ -94,6 +99,7 @@ class Accumulator:
         resting = self.resting()
         fresh = resting is None
         if resting is None:
+            self.reset()
             resting = self._allocate()
             self._alive = weakref.ref(resting)
         else:  # an average, where no zero_grad() came since the last step
@@ -176,6 +182,14 @@ class Accumulator:
         if resting is not None:
             with self._flat.probe.waiting("tier write", self.key), resting.losing():
                 resting.wait_writes()
+
+    def add_leaves(self, spans: Sequence[Range], sums: torch.Tensor) -> None:
+        """Add our slices of the `sums` of leaves `spans`, one after another in one tensor."""
+        resting, partial_sums = self.resting(), self.partial_sums
+        assert partial_sums is not None, self.key
+        if resting is not None and self._spans:  # of padding alone nobody holds it
+            for span, total in zip(spans, sums.view(len(spans), -1), strict=True):
+                partial_sums.add(span, total, resting, self.own)
 
     # ------------------------------------------------------------------ averages of other ranks
 
