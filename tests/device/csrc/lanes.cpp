@@ -106,7 +106,7 @@ class Lanes {
     start_threads(queue);
     task.number = launched_++;
     queue.tasks.push_back(std::move(task));
-    changed_.notify_all();
+    if (!is_lazy() || paid_ || !waiters_.empty()) changed_.notify_all();
   }
 
   MarkPtr mark(Lane lane) {
@@ -228,7 +228,7 @@ class Lanes {
     queue.runs = false;
     ++ended_;
     if (task.mark) reach(*task.mark);
-    changed_.notify_all();
+    if (!is_lazy() || paid_ || some_wait_is_over()) changed_.notify_all();
   }
 
   void start_threads(Queue& queue) {
@@ -260,6 +260,10 @@ class Lanes {
   // Asks again after each task: a schedule that ran on until the host wakes would not repeat.
   bool host_still_waits() const {
     return std::any_of(waiters_.begin(), waiters_.end(), [](auto* is_over) { return !(*is_over)(); });
+  }
+
+  bool some_wait_is_over() const {
+    return std::any_of(waiters_.begin(), waiters_.end(), [](auto* is_over) { return (*is_over)(); });
   }
 
   Queue* pick() {
@@ -302,9 +306,7 @@ class Lanes {
     do {
       ended = ended_;
       const auto until = Clock::now() + patience;
-      if (changed_.wait_until(lock, until, [&] { return is_over() || ended != ended_; }) &&
-          is_over())
-        return true;
+      if (changed_.wait_until(lock, until, is_over)) return true;
     } while (ended != ended_);
     return false;
   }
