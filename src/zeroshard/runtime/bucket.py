@@ -306,6 +306,8 @@ class Bucket:
 
     def _reduce_leaves(self, leaves: Leaves) -> Flight:
         """Return a flight that forms the sums of the leaves of this round; `wait` adds them up."""
+        for listener in leaves.handed_over:
+            listener(self.key, self.buffer)
         spans, sums = leaves.spans, leaves.sums
         low, high = self.accumulator.own
         out = self._memory.empty(len(spans) * (high - low))

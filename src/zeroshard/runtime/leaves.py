@@ -17,7 +17,9 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
 
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Mesh
@@ -37,6 +39,8 @@ class Leaves:
         self._rank = rank
         self._rounds = rounds(counts)
         self._sums = [self._sums_of(dealt) for dealt in self._rounds]
+        # called with a segment's key and this rank's gradient of it, None where it has none
+        self.handed_over: list[Callable[[str, torch.Tensor | None], None]] = []
         self.abandon()
 
     def _sums_of(
