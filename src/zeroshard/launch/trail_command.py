@@ -134,7 +134,7 @@ def _report(found: Comparison, runs: Sequence[Path], *, as_json: bool) -> int:
     say(f"step {first.step}{unit if first.unit else ''}: {first.meaning}; {before}")
     for holder in first.holders:
         ranks = f"rank(s) {_listed(holder.ranks)}" if holder.ranks else "no rank"
-        say(f"  {runs[holder.run]}, {ranks}: {printable(holder.value)}")
+        say(f"  {runs[holder.run]}, {ranks}: {holder.value}")
     for run, suspects in zip(runs, first.suspects, strict=True):
         if suspects:
             say(f"  differs on rank(s) {_listed(suspects)} of {run}")
@@ -257,10 +257,11 @@ def _run(script: Sequence[str], nproc: int, work: Path, step: int) -> Trail:
         finally:
             _end(process)
     if trail is None:
-        said = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        for line in log.read_text(errors="replace").splitlines()[-_LOG_LINES:]:
+            note(f"| {line}")
         raise UsageError(
             f"replay: the script has ended (exit code {process.returncode}) and not written step"
-            f" {step}: does it resume, and take as many steps?\n" + printable("\n".join(said))
+            f" {step}: its last lines are above; does it resume, and take as many steps?"
         )
     return trail
 
@@ -294,7 +295,7 @@ _COMPARE_OPTIONS = (
 COMPARE = Subcommand(
     "compare", "where the trails of two runs part: step, phase, unit, rank",
     "zeroshard compare runs/two-ranks runs/three-ranks", _COMPARE_OPTIONS, _compare,
-    description="Compare the trails that engine.trail(DIRECTORY) has written. Exit code 0: equal,"
+    description="Compare the trails that engine.trail(DIRECTORY) has written.\nExit code 0: equal,"
     " 1: different, 2: they cannot be compared.",
 )  # fmt: skip
 _REPLAY_OPTIONS = (
@@ -308,9 +309,9 @@ _REPLAY_OPTIONS = (
 )  # fmt: skip
 REPLAY = Subcommand(
     "replay", "run a step again, on one process, and compare every hash",
-    "zeroshard replay runs/a --step 120 --checkpoint ckpt -- train.py --checkpoint ckpt --resume"
-    " --trail runs/a", _REPLAY_OPTIONS, _replay,
-    description="Run a script again up to a step of its trail, and compare. Its arguments that name"
-    " RUN or DIR name other directories then: neither is written to. Exit code 0: equal, 1:"
+    "zeroshard replay runs/a --step 120 --checkpoint ckpt -- \\\n"
+    "      train.py --checkpoint ckpt --resume --trail runs/a", _REPLAY_OPTIONS, _replay,
+    description="Run a script again up to a step of its trail, and compare. Its arguments that"
+    " name\nRUN or DIR name other directories then: neither is written to.\nExit code 0: equal, 1:"
     " different, 2: the step could not be run.",
 )  # fmt: skip
