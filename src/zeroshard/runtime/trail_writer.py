@@ -33,7 +33,7 @@ import xxhash
 
 from zeroshard.core.layout import Piece, Slot
 from zeroshard.core.placement import Scope
-from zeroshard.core.sliced_digest import MASK, place_of, placed_total
+from zeroshard.core.sliced_digest import MASK, block_total, place_of
 from zeroshard.core.split import tiles
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.core.trail import FORMAT
@@ -264,7 +264,7 @@ class TrailWriter:
             for low, high in tiles(piece.shard_start, piece.shard_stop, _TILE):
                 with state.borrowed(low, high, write=False) as numbers:
                     place = piece.start + low - piece.shard_start + place_of(piece.name)
-                    hashes.add(phase, unit.name, placed_total(numbers, place))
+                    hashes.add(phase, unit.name, block_total(numbers, place))
 
     def _add_gradient(
         self, phase: str, unit: Unit, segment: Segment, pieces: Sequence[Piece], first: int
@@ -281,7 +281,7 @@ class TrailWriter:
                 begin = first + piece.shard_start
                 for low, numbers in resting.blocks(begin, begin + piece.numel):
                     place = piece.start + low - begin + place_of(piece.name)
-                    self._hashes.add(phase, unit.name, placed_total(numbers, place))
+                    self._hashes.add(phase, unit.name, block_total(numbers, place))
 
     def _add_states(self, hashes: _Hashes) -> None:
         """Add the optimizer's state of what this rank steps."""
@@ -292,7 +292,7 @@ class TrailWriter:
                 for low, high in tiles(resting.place.start, resting.place.stop, _TILE):
                     with resting.state.borrowed(low, high, write=False) as part:
                         place = resting.start + low - resting.place.start + place_of(shard.name)
-                        hashes.add(f"state {key}", unit, placed_total(part, place))
+                        hashes.add(f"state {key}", unit, block_total(part, place))
             if shard.piece.start == 0:  # a number of the whole parameter: it counts once
                 for key, value in numbers.items():
                     text = f"{shard.name} {_text(value)}"
@@ -305,7 +305,7 @@ def _whole(buffer: torch.Tensor, slots: Sequence[Slot]) -> _Number:
     if buffer.device.type == "cpu":
         return int(digest_of(*views), 16)
     totals = [
-        placed_total(view, place_of(slot.name)) for view, slot in zip(views, slots, strict=True)
+        block_total(view, place_of(slot.name)) for view, slot in zip(views, slots, strict=True)
     ]
     return torch.cat(totals).sum()
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.core.sliced_digest import MASK, place_of, placed_sum
+from zeroshard.core.sliced_digest import MASK, block_total, place_of, placed_sum
 from zeroshard.core.trail import PHASES, Comparison, Trail, compare
 
 UNITS = ["first", "second"]
@@ -187,20 +187,45 @@ def test_runs_that_cannot_be_compared_are_refused() -> None:
 @given(
     st.integers(0, 999),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8]),
-    st.lists(st.integers(0, 5), max_size=4),
+    st.integers(300, 340),
+    st.lists(st.integers(0, 4), max_size=4),
     st.booleans(),
 )
 def test_digests_of_slices_add_up_and_a_bit_is_seen(
-    seed: int, dtype: torch.dtype, cuts: list[int], flips: bool
+    seed: int, dtype: torch.dtype, numel: int, cuts: list[int], flips: bool
 ) -> None:
-    whole = torch.randn(320, generator=torch.Generator().manual_seed(seed)).mul(9).to(dtype)
+    whole = torch.randn(numel, generator=torch.Generator().manual_seed(seed)).mul(9).to(dtype)
     before, place = whole.clone(), place_of("a.weight")
-    bounds = sorted({0, 320, *(64 * cut for cut in cuts)})
+    bounds = sorted({0, numel, *(64 * cut for cut in cuts)})
     spans = list(pairwise(bounds))
     parts = [whole[low:high].clone() for low, high in spans]
     if flips:
         parts[-1].view(torch.uint8)[-1] ^= 1
-    sums = [placed_sum(part, place + low) for part, (low, _) in zip(parts, spans, strict=True)]
-    assert (sum(sums) & MASK == placed_sum(whole, place)) is not flips
+
+    def total(tensor: torch.Tensor, first: int) -> int:
+        return int(block_total(tensor, first)) & MASK
+
+    for digest in (placed_sum, total):
+        sums = [digest(part, place + low) for part, (low, _) in zip(parts, spans, strict=True)]
+        assert (sum(sums) & MASK == digest(whole, place)) is not flips
+        assert digest(whole, place) != digest(whole, place_of("b.weight"))
     assert torch.equal(whole, before)
-    assert placed_sum(whole, place) != placed_sum(whole, place_of("b.weight"))
+
+
+def test_blocks_see_bits_places_and_signs() -> None:
+    tensor = torch.randn(160, generator=torch.Generator().manual_seed(1))
+    seen = {int(block_total(tensor, 0)), int(block_total(tensor, 64))}
+    seen.add(int(block_total(-tensor, 0)))
+    for at in range(8 * tensor.nbytes):
+        other = tensor.clone()
+        other.view(torch.uint8)[at // 8] ^= 1 << at % 8
+        seen.add(int(block_total(other, 0)))
+    signs = tensor.clone()
+    for first in range(0, 64, 2):  # two signs of one block, in the high halves of its words
+        other = signs.clone()
+        other[[first + 1, 63 - first]] *= -1
+        seen.add(int(block_total(other, 0)))
+    # a pair of the same signs stands twice
+    assert len(seen) == 3 + 8 * tensor.nbytes + 16
+    longer = torch.cat([tensor, torch.zeros(1)])
+    assert int(block_total(longer, 0)) == int(block_total(tensor, 0)), "padding is zeros"
