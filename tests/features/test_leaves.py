@@ -101,7 +101,8 @@ class Training:
         before = torch.get_rng_state()
         for leaf in engine.leaves(step):
             loss = self.loss(step, leaf)
-            weight = 1.0 + 0.3 * leaf if run.weighted else None
+            # sums that fp64 would round
+            weight = 1.1 * 10.0 ** (3 * (leaf % 5) - 6) if run.weighted else None
             if run.no_sync:
                 with engine.no_sync():
                     engine.backward(loss, weight=weight)
@@ -199,6 +200,25 @@ def test_weights_of_losses_units_that_leaves_skip_and_bf16_do_not_part_worlds(wo
 def test_declared_levels_are_another_tree() -> None:
     binary, declared, flat = hashes(1, [Run(leaves=6), Run(leaves="2x3"), Run(leaves="3x2")])
     assert binary == flat != declared
+
+
+def _drawn(rank: int, world: int) -> dict[tuple[int, int], float]:
+    """Return a random number drawn in every leaf of two steps on this rank."""
+    training, out = Training(Run()), {}
+    for step in range(2):
+        for leaf in training.engine.leaves(step, seed=5):
+            out[step, leaf] = float(torch.rand(()))
+            training.engine.backward(training.loss(step, leaf))
+        training.optimizer.zero_grad()
+    training.engine.close()
+    return out
+
+
+def test_every_leaf_has_random_numbers_of_its_own_whoever_computes_it() -> None:
+    (alone,) = run_ranks(1, _drawn)
+    assert len(set(alone.values())) == len(alone) == 2 * LEAVES
+    of_ranks = run_ranks(3, _drawn)
+    assert {place: number for drawn in of_ranks for place, number in drawn.items()} == alone
 
 
 # ------------------------------------------------------------------------------------ changed ranks
