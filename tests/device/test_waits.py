@@ -116,6 +116,8 @@ WAITS: dict[str, tuple[str, Schedule]] = {
     "PinnedPages.note": ("registered pages", ("compute_first", 0)),
     "drain": ("reset, memory taken", ("compute_first", 0)),
 }
+# copies that the host reads from pageable memory, for which a driver would wait
+READ_AT_ONCE = ("Whole.full_state_dict", "SegmentStates.read", "_fill", "digest_of")
 # waits that no case has needed, and one that meets each: docs/design/streams.md says why they stay
 COVERED: dict[str, str] = {
     "NativeTransport.reduce": "native zero3",
@@ -129,7 +131,10 @@ COVERED: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize(
+    "wait",
+    [pytest.param(wait, marks=[pytest.mark.slow] * (wait in READ_AT_ONCE)) for wait in WAITS],
+)
 def test_a_wait_that_is_left_out_changes_a_number(wait: str) -> None:
     case, schedule = WAITS[wait]
     # a schedule does not order the step's thread, which can miss the race once in twenty runs
