@@ -34,6 +34,7 @@ by themselves. With ``zeroshard run --elastic`` the other ranks go on, and no st
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -397,6 +398,23 @@ class Result:
     temporary: int  # bytes of gathered weights and gradient buffers per rank, at their peak
     traffic: dict[str, int]  # bytes that a rank receives in one step, by collective
     sample: str
+    weights: str  # with --leaves, their hash: the same on any number of ranks
+
+
+def leaf_generator(seed: int, step: int, leaf: int) -> torch.Generator:
+    """Return what chooses the windows of a leaf."""
+    text = f"{seed} {step} {leaf}".encode()
+    return torch.Generator().manual_seed(
+        int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+    )
+
+
+def digest(state: dict[str, Tensor]) -> str:
+    """Return a hash of all numbers, of rank 0; elsewhere `state` is empty."""
+    found = hashlib.sha256()
+    for name in sorted(state):
+        found.update(state[name].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def numbers_of(engine: zs.Engine, loss: float, norm: float) -> dict[str, float]:
@@ -452,6 +470,7 @@ def train(
         stage=None if args.config else stage,
         config=args.config,
         precision=args.precision,
+        leaves=args.leaves,
     )
     name = Path(args.config).stem if args.config else f"ZeRO-{stage}"
 
@@ -465,7 +484,8 @@ def train(
     if checkpoints:
         checkpoints.resume(position)
         engine.reset_traffic()
-    tokens_per_step = args.accumulate * args.batch * args.context * ranks
+    per_rank = args.leaves / ranks if args.leaves else args.accumulate  # micro-batches
+    tokens_per_step = per_rank * args.batch * args.context * ranks
     losses, seconds, traffic, memory, speed = [], [], Counter(), engine.memory(), math.nan
     line = TextColumn(
         "{task.completed}/{task.total} loss {task.fields[loss]:.3f}{task.fields[status]}"
@@ -492,16 +512,20 @@ def train(
                 tracing.enter_context(engine.trace(args.trace / name))  # zeroshard
             started = time.perf_counter()
             losses.append(0.0)
-            for micro in range(args.accumulate):
-                starts = torch.randint(
-                    len(text) - args.context, (args.batch,), generator=position.generator
-                )
+            # zeroshard: with leaves, numbers of micro-batches whose sum is that of any ranks
+            leaves = engine.leaves(step, seed=args.seed) if args.leaves else range(args.accumulate)
+            for micro in leaves:
+                generator = position.generator
+                if args.leaves:  # whoever computes it
+                    generator = leaf_generator(args.seed, step, micro)
+                starts = torch.randint(len(text) - args.context, (args.batch,), generator=generator)
                 inputs, targets = windows(text, starts, args.context, device)
-                # zeroshard
-                with engine.no_sync() if micro + 1 < args.accumulate else nullcontext():
-                    loss = model(inputs, targets) / args.accumulate
+                more = not args.leaves and micro + 1 < args.accumulate
+                with engine.no_sync() if more else nullcontext():  # zeroshard
+                    # with leaves, the engine divides by their number
+                    loss = model(inputs, targets) / (1 if args.leaves else args.accumulate)
                     engine.backward(loss)  # zeroshard: loss.backward(), scaled under fp16
-                losses[-1] += loss.item()
+                losses[-1] += loss.item() / (per_rank if args.leaves else 1)
             norm = engine.clip_grad_norm_(1.0)  # zeroshard
             memory = engine.memory()
             if args.log and rank == 0:
@@ -544,6 +568,7 @@ def train(
     # every rank, in step: each forward gathers the weights
     sample = model.generate(b"def ", args.sample).decode(errors="replace")
     per_step = {name: count // len(losses) for name, count in traffic.items()}
+    weights = digest(engine.full_state_dict()) if args.leaves else ""  # zeroshard
     engine.close()
     mean_losses = checkpoints.losses if checkpoints else across_ranks(*losses).mean(0).tolist()
     return Result(
@@ -556,6 +581,7 @@ def train(
         memory.peak,
         per_step,
         sample,
+        weights,
     )
 
 
@@ -686,6 +712,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128, help="bytes that the model sees")
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and micro-batch")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
+    parser.add_argument(
+        "--leaves",
+        metavar="V",
+        type=int,
+        help="micro-batches per step of all ranks together, in place of --accumulate: the same"
+        " weights, to the bit, on any number of ranks (the hash is printed)",
+    )
     parser.add_argument("--steps", type=int, help="default: 600, or 60 with --compare")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -732,6 +765,11 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint DIR: where to resume from")
+    if args.leaves and args.accumulate > 1:
+        parser.error(
+            "--leaves counts the micro-batches of all ranks, --accumulate those of each: leave out"
+            " one of the two"
+        )
     if args.compare and args.config:
         parser.error(
             "--compare trains with stages 0 to 3, and --config says how to train: leave out one of"
@@ -788,6 +826,9 @@ def main() -> None:
         console.print(comparison_table(results), verdict(args, results), sep="\n")
     else:
         console.print(closing_table(last, num_parameters, dtype(args)))
+    if args.leaves:
+        found = ", ".join(sorted({result.weights for result in results}))
+        console.print(f"Weights after {args.steps} steps of {args.leaves} leaves: {found}")
     console.print(
         f"Nats per byte on text never seen: unigram model {unigram:.3f}, [bold]this model"
         f" {last.validation:.3f}[/]"

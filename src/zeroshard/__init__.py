@@ -19,7 +19,7 @@ from zeroshard._version import __version__
 
 if TYPE_CHECKING:
     from zeroshard import nn
-    from zeroshard.batches import UnevenBatchSampler
+    from zeroshard.batches import LeafSampler, UnevenBatchSampler
     from zeroshard.checkpoint.load import Restored, latest_step, load
     from zeroshard.checkpoint.save import Saver, save
     from zeroshard.config import (
@@ -68,6 +68,7 @@ __all__ = [
     "Engine",
     "ErrorFeedback",
     "Finding",
+    "LeafSampler",
     "LoadReport",
     "LossScale",
     "Machine",
@@ -107,7 +108,7 @@ __all__ = [
 
 _HOMES = {
     "zeroshard.sharding.api": ("deferred_init", "init_distributed", "materialize", "shard"),
-    "zeroshard.batches": ("UnevenBatchSampler",),
+    "zeroshard.batches": ("LeafSampler", "UnevenBatchSampler"),
     "zeroshard.checkpoint.load": ("Restored", "latest_step", "load"),
     "zeroshard.checkpoint.save": ("Saver", "save"),
     "zeroshard.formats.pretrained": ("LoadReport", "load_pretrained"),

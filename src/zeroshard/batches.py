@@ -1,11 +1,13 @@
-"""Micro-batches of unequal size: `UnevenBatchSampler`, for ranks that are not equally fast.
+"""Which samples a rank computes: `LeafSampler`, for runs with leaves, and `UnevenBatchSampler`, of
+micro-batches of unequal size for ranks that are not equally fast.
 
     order of an epoch    7 2 9 4 1 8 0 5 3 6        of 10 samples, the same on every rank
     global batches       7 2 9 4|1 8 0 5|3 6        of 4
     shares 0.25, 0.75    7|2 9 4 1|8 0 5 -|3 6      the last one is split by largest remainder
 
 Invariant: the batches of all ranks together are every sample of the epoch once (with `drop_last`
-those of whole batches), and every rank has as many batches. It does not talk to other ranks.
+those of whole batches), and every rank has as many batches. The samples of a leaf follow from the
+step and the leaf's number, whoever computes it. Neither talks to other ranks.
 """
 
 from __future__ import annotations
@@ -13,12 +15,101 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Sized
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from zeroshard.core.batch_shares import split_batch
+from zeroshard.core.tree import Tree, deal, rounds
 from zeroshard.errors import ConfigError
 
-__all__ = ["UnevenBatchSampler"]
+__all__ = ["LeafSampler", "UnevenBatchSampler"]
+
+
+class LeafSampler(Sampler[list[int]]):
+    """The samples of every leaf of ``zs.shard(..., leaves=V)``, `size` of them each.
+
+    ``sampler[step, leaf]`` is the list of a leaf's indices; as the ``batch_sampler`` of a
+    DataLoader it yields those of this rank's leaves, in the order of ``engine.leaves()``, to the
+    end of the epoch::
+
+        loader = iter(DataLoader(data, batch_sampler=sampler))
+        for step in range(sampler.num_steps):
+            for leaf in engine.leaves(step):
+                engine.backward(loss_of(next(loader)))
+
+    An epoch has ``num_steps`` steps, of V x `size` samples each, and leaves out what is left over;
+    steps are counted through all epochs.
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        leaves: int | str,
+        size: int,
+        *,
+        rank: int | None = None,
+        num_ranks: int | None = None,
+        batch_shares: Sequence[float] | None = None,
+        seed: int | None = 0,
+    ) -> None:
+        """`data` is the dataset, or the number of its samples; `rank` of `num_ranks` is this one
+        among the data parallel ranks (None: among all); `seed` shuffles every epoch anew (None: in
+        order). Raises ConfigError where a rank has no leaf, or the data none for a step.
+        """
+        try:
+            self._leaves = Tree.parse(leaves).leaves
+        except ValueError as error:
+            raise ConfigError(f"leaves={leaves!r}: {error}") from None
+        started = dist.is_available() and dist.is_initialized()
+        if rank is None:
+            rank = dist.get_rank() if started else 0
+        if num_ranks is None:
+            num_ranks = dist.get_world_size() if started else 1
+        shares = batch_shares
+        counts = split_batch(self._leaves, shares) if shares else deal(self._leaves, num_ranks)
+        if not 0 <= rank < len(counts) or min(counts) < 1:
+            raise ConfigError(f"rank={rank} of {num_ranks} ranks: the leaves of each are {counts}")
+        self._own = [leaf for dealt in rounds(counts) for other, leaf in dealt if other == rank]
+        self._numel = data if isinstance(data, int) else len(data)
+        self._size = size
+        self.num_steps = self._numel // (self._leaves * size) if size > 0 else 0
+        if not self.num_steps:
+            raise ConfigError(
+                f"{self._numel} samples are none for a step of {self._leaves} leaves of {size}"
+            )
+        self._seed = seed
+        self._order: tuple[int, list[int]] | None = None  # of the epoch used last
+        self._first = 0
+
+    def set_step(self, step: int) -> None:
+        """Iterate from `step` on, to the end of its epoch."""
+        self._first = step
+
+    def __len__(self) -> int:
+        return (self.num_steps - self._first % self.num_steps) * len(self._own)
+
+    def __getitem__(self, place: tuple[int, int]) -> list[int]:
+        step, leaf = place
+        epoch, number = divmod(step, self.num_steps)
+        if not 0 <= leaf < self._leaves or step < 0:
+            raise IndexError(f"step {step}, leaf {leaf} of {self._leaves}")
+        start = (number * self._leaves + leaf) * self._size
+        return self._order_of(epoch)[start : start + self._size]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self._first
+        for step in range(first, first - first % self.num_steps + self.num_steps):
+            for leaf in self._own:
+                yield self[step, leaf]
+
+    def _order_of(self, epoch: int) -> list[int]:
+        if self._order is None or self._order[0] != epoch:
+            order = list(range(self._numel))
+            if self._seed is not None:
+                generator = torch.Generator().manual_seed(self._seed + epoch)
+                order = torch.randperm(self._numel, generator=generator).tolist()
+            self._order = (epoch, order)
+        return self._order[1]
 
 
 class UnevenBatchSampler(Sampler[list[int]]):

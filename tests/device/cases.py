@@ -8,12 +8,14 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import tests.device.zsim as zsim
@@ -352,6 +354,53 @@ def optimizers() -> None:
                     optimizer.step()
                     optimizer.zero_grad()
             _same(models[0].weight, models[1].weight)
+
+
+def shapes() -> None:
+    """Compare calls that differ in one thing that shapes depend on: what the device remembers of
+    one call says nothing of another.
+    """
+    aten = torch.ops.aten
+    flip, var, bucketize, index = aten.flip, aten.var_mean, aten.bucketize, aten.index
+    calls: dict[str, Callable[[Callable[..., Tensor]], Sequence[Any]]] = {
+        "sizes": lambda on: [flip(on(2, 3), [0]), flip(on(3, 2), [0]), flip(on(6), [0])],
+        "strides": lambda on: [flip(on(3, 4).t(), [0]), flip(on(4, 3), [0])],
+        "dtype": lambda on: [flip(on(3), [0]), flip(on(3).half(), [0]), flip(on(3).long(), [0])],
+        "dims": lambda on: [var(on(2, 3), dims)[0] for dims in ([0], [1], [0, 1])],
+        "flags": lambda on: [var(on(2, 3), [0], keepdim=keep)[1] for keep in (True, False)],
+        "results": lambda on: [bucketize(on(3), on(2), out_int32=small) for small in (True, False)],
+        "ends": lambda on: [torch.arange(1, end, out=on(0)) for end in (3, 4, 3.5, 4.5)],
+        "parts": lambda on: [torch.cat([on(2), on(rows)], out=on(0)) for rows in (1, 2)],
+        "places": lambda on: [index(on(4, 5), at, out=on(0)) for at in _places(on)],
+        "out": lambda on: [torch.mm(on(2, 3), on(3, 4), out=out) for out in (on(0), on(2, 4))],
+        "masks": lambda on: [
+            _norm_backward(on, [True, weight, weight]) for weight in (True, False)
+        ],
+    }
+    for name in [*calls, *reversed(calls)]:
+        ours, theirs = (
+            calls[name](lambda *size, device=where: torch.ones(size, device=device))
+            for where in ("zsim", "cpu")
+        )
+        for a, b in zip(tree_leaves(ours), tree_leaves(theirs), strict=True):
+            if b is None or a is None:
+                assert a is b, name
+                continue
+            seen, wanted = ((one.dtype, one.shape, one.stride()) for one in (a, b))
+            assert seen == wanted, (name, seen, wanted)
+            _same(a, b)
+        device.synchronize()
+
+
+def _places(on: Callable[..., Tensor]) -> list[list[Tensor | None]]:
+    few, more = on(2).long(), on(3).long()
+    return [[few], [None, few], [few, None], [few, few], [more], [None, more]]
+
+
+def _norm_backward(on: Callable[..., Tensor], mask: list[bool]) -> Any:
+    x, mean = on(2, 3), on(2, 1)
+    backward = torch.ops.aten.native_layer_norm_backward
+    return backward(x, x, [3], mean, mean, on(3), on(3), mask)
 
 
 def scaler() -> None:

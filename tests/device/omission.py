@@ -7,15 +7,17 @@
 A name is what `Streams` is told ("fork(gather)", "join(reduce)", "drain"), or the function of
 the library that waits, through whatever helpers: for an event ("Segment.wait_uploads"), for the
 whole device ("drain"), or as the host, in a copy that is not ``non_blocking``, ``Tensor.cpu()``,
-``Tensor.to()`` and ``Tensor.tolist()``. What the host reads without waiting is NaN, or zero, until
-it has arrived; in pageable memory, for which a driver would wait nevertheless, it never does. A
-copy from pageable memory is no wait: a driver takes its numbers before the call returns.
+``Tensor.to()`` and ``Tensor.tolist()``. What the host reads without waiting is NaN, or the
+largest integer, until it has arrived; in pageable memory, for which a driver would wait
+nevertheless, it never does. A copy from pageable memory is no wait: a driver takes its numbers
+before the call returns.
 
 It patches torch and the engine's classes while a context is open. One process, any thread.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,6 +32,8 @@ from zeroshard.runtime.streams import AcceleratorStreams
 
 __all__ = ["Omission"]
 
+_LARGEST = {dtype: torch.iinfo(dtype).max for dtype in (torch.uint8, torch.int32, torch.int64)}
+_LARGEST |= {torch.bool: 1}
 # whose frames do not say who waits
 _BETWEEN = ("zeroshard/memory/", "zeroshard/core/work.py", "zeroshard/system/")
 
@@ -173,4 +177,4 @@ def _without_waiting(tensor: torch.Tensor) -> torch.Tensor:
 
 def _nothing(tensor: torch.Tensor) -> float:
     """Return what memory of the dtype of `tensor` reads as before its numbers are there."""
-    return float("nan") if tensor.is_floating_point() else 0
+    return math.nan if tensor.is_floating_point() else _LARGEST[tensor.dtype]

@@ -82,7 +82,7 @@ def test_memory_devices_and_generators_behave_as_an_accelerators(name: str) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["convolution", "dense", "attention", "autocast", "optimizers", "scaler"]
+    "name", ["convolution", "dense", "attention", "autocast", "optimizers", "scaler", "shapes"]
 )
 def test_operators_give_the_bits_of_the_cpu(name: str) -> None:
     call(name)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from zeroshard.checkpoint.curve import curve_of, departures
 from zeroshard.checkpoint.kept import (
     Holdings,
     KeptStep,
@@ -209,6 +210,13 @@ def _load_step(
         if ranks.rank == 0:
             _note(candidate)
             _tell_differing(candidate, reading.differed, saved.manifest.world)
+            if parted := departures(saved.manifest.curve, curve_of(engine)):
+                _log.warning(
+                    "step %d of %s: from here on the run may leave its curve: %s",
+                    candidate.step,
+                    candidate.directory,
+                    "; ".join(parted),
+                )
         skipped = reading.misfits + reading.skipped
         return Restored(
             step,

@@ -232,6 +232,8 @@ class Manifest:
     chunk_bytes: _Positive = CHUNK_BYTES
     # where each rank was along the axes of the mesh; () where all were data parallel
     places: _List[_Text] = ()
+    # of a run with leaves: what its bits depend on (checkpoint/curve.py)
+    curve: dict[_Text, _Text] = field(default_factory=dict)
 
     def pieces(self) -> dict[tuple[str, str], list[TensorEntry]]:
         """Return the pieces by (parameter, kind), in the order of their boxes and ranges."""
@@ -255,8 +257,9 @@ class Manifest:
         """Return the text of the manifest, its hash in the last line."""
         tables = ("files", "parameters", "tensors")  # the last keys
         plain = {name: value for name, value in vars(self).items() if name not in tables}
-        if not self.places:
-            del plain["places"]
+        for name in ("places", "curve"):
+            if not plain[name]:
+                del plain[name]
         version = VERSION if any(entry.box for entry in self.tensors) else 1
         data = {"format": FORMAT, "version": version, **plain}
         data["files"] = [vars(file) for file in self.files]

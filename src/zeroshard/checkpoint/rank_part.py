@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zeroshard.checkpoint.curve import curve_of
 from zeroshard.checkpoint.experts import Experts
 from zeroshard.checkpoint.manifest import (
     BUFFER,
@@ -110,6 +111,7 @@ class RankPart:
             "parameters": {name: vars(entry) for name, entry in self.parameters.items()},
             "optimizer": optimizer,
             "places": everyone.places,
+            "curve": curve_of(engine),
         }
 
 

@@ -11,8 +11,8 @@ interpreter truncates. Maxima are taken over the bits of the magnitudes: as inte
 same order, and NaN is the largest.
 
 A program of a codec takes a `tile`: so many blocks, and the power of 2 that their bytes span. A
-program of the sum takes a run of elements and loops over ranks, whose number is not compiled in.
-Elements are counted in 64 bits,
+program of the sum takes a run of elements and loops over ranks, of which the number of bits of
+their number is compiled in: a binary counter holds a sum for each. Elements are counted in 64 bits,
 and rows by moving the pointer. Under ``TRITON_INTERPRET=1`` the kernels run on the CPU:
 tests/unit/comm/test_codec_kernels.py, test_sum_kernel.py. Importing this file needs Triton;
 comm/codec.py and comm/ordered.py do without (comm/compat.py).
@@ -27,12 +27,13 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["OPTIONS", "Coded", "decode", "encode", "sum_rows", "tile_of"]
+__all__ = ["MOST", "OPTIONS", "Coded", "decode", "encode", "sum_rows", "tile_of"]
 
 OPTIONS = {"enable_fp_fusion": False}  # of every launch
 _ELEMENTS = 4096  # per program of a codec, about
 # elements per program of the sum: with 4 warps, 16 bytes of bf16 per thread and load
 _RUN = tl.constexpr(1024)
+MOST = 255  # ranks of a node, and nodes, of a sum: eight bits
 
 
 class Coded(Protocol):
@@ -189,41 +190,108 @@ def _decode(
 
 
 @triton.jit
-def _sum_node(rows, stride, at, inside, node_size):
+def _push(x, i, sums, levels: tl.constexpr):
+    """Add number `i` to a binary counter: sums of 1, 2, 4, ... numbers, of which those of as many
+    are added, the earlier one first. A sum of 2 ** k rests in sk.
+    """
+    s0, s1, s2, s3, s4, s5, s6, s7 = sums
+    if levels > 1 and i & 1 == 1:
+        x = s0 + x
+    if levels > 2 and i & 3 == 3:
+        x = s1 + x
+    if levels > 3 and i & 7 == 7:
+        x = s2 + x
+    if levels > 4 and i & 15 == 15:
+        x = s3 + x
+    if levels > 5 and i & 31 == 31:
+        x = s4 + x
+    if levels > 6 and i & 63 == 63:
+        x = s5 + x
+    if levels > 7 and i & 127 == 127:
+        x = s6 + x
+    if levels > 0 and i & 1 == 0:
+        s0 = x
+    if levels > 1 and i & 3 == 1:
+        s1 = x
+    if levels > 2 and i & 7 == 3:
+        s2 = x
+    if levels > 3 and i & 15 == 7:
+        s3 = x
+    if levels > 4 and i & 31 == 15:
+        s4 = x
+    if levels > 5 and i & 63 == 31:
+        s5 = x
+    if levels > 6 and i & 127 == 63:
+        s6 = x
+    if levels > 7 and i & 255 == 127:
+        s7 = x
+    return s0, s1, s2, s3, s4, s5, s6, s7
+
+
+@triton.jit
+def _fold(sums, size, levels: tl.constexpr):
+    """Return the sum of what a counter of `size` numbers holds, the last ones first."""
+    s0, s1, s2, s3, s4, s5, s6, s7 = sums
+    total = s0
+    if levels > 1 and size & 2:
+        total = s1 if size & 1 == 0 else s1 + total
+    if levels > 2 and size & 4:
+        total = s2 if size & 3 == 0 else s2 + total
+    if levels > 3 and size & 8:
+        total = s3 if size & 7 == 0 else s3 + total
+    if levels > 4 and size & 16:
+        total = s4 if size & 15 == 0 else s4 + total
+    if levels > 5 and size & 32:
+        total = s5 if size & 31 == 0 else s5 + total
+    if levels > 6 and size & 64:
+        total = s6 if size & 63 == 0 else s6 + total
+    if levels > 7 and size & 128:
+        total = s7 if size & 127 == 0 else s7 + total
+    return total
+
+
+@triton.jit
+def _sum_node(rows, stride, at, inside, node_size, levels: tl.constexpr):
     """Return the sum of one node's rows, and where the next node's begin."""
-    total = _load(rows, at, inside)
-    left = node_size - 1  # no range(): the interpreter takes none over what a launch passes
-    while left > 0:
+    x = _load(rows, at, inside)
+    sums = _push(x, 0, (x, x, x, x, x, x, x, x), levels)
+    i = 1  # no range(): the interpreter takes none over what a launch passes
+    while i < node_size:
         rows += stride
-        total += _load(rows, at, inside)
-        left -= 1
-    return total, rows + stride
+        sums = _push(_load(rows, at, inside), i, sums, levels)
+        i += 1
+    return _fold(sums, node_size, levels), rows + stride
 
 
 @triton.jit(do_not_specialize=["num_nodes", "node_size"])
-def _sum(rows, out, numel, stride, num_nodes, node_size, add: tl.constexpr):
+def _sum(rows, out, numel, stride, num_nodes, node_size, how: tl.constexpr):
+    """`how`: the bits of `node_size` and of `num_nodes`, and whether to add to `out`."""
+    levels: tl.constexpr = how[0]
+    node_levels: tl.constexpr = how[1]
     at = tl.program_id(0).to(tl.int64) * _RUN + tl.arange(0, _RUN)
     inside = at < numel
-    total, rows = _sum_node(rows, stride, at, inside, node_size)
-    left = num_nodes - 1
-    while left > 0:
-        node, rows = _sum_node(rows, stride, at, inside, node_size)
-        total += node
-        left -= 1
-    _store(out, at, inside, total, add)
+    x, rows = _sum_node(rows, stride, at, inside, node_size, levels)
+    sums = _push(x, 0, (x, x, x, x, x, x, x, x), node_levels)
+    i = 1
+    while i < num_nodes:
+        x, rows = _sum_node(rows, stride, at, inside, node_size, levels)
+        sums = _push(x, i, sums, node_levels)
+        i += 1
+    _store(out, at, inside, _fold(sums, num_nodes, node_levels), how[2])
 
 
 def sum_rows(rows: torch.Tensor, out: torch.Tensor, *, node_size: int, accumulate: bool) -> None:
     """Store (or add) the sum of `rows` [ranks, n], each contiguous, in `out` [n] as
-    ``ordered_sum`` does, which has checked both.
+    ``ordered_sum`` does, which has checked both: up to MOST ranks in a node, and nodes.
     """
-    numel = out.numel()
+    numel, num_nodes = out.numel(), rows.shape[0] // node_size
+    assert max(num_nodes, node_size) <= MOST, (num_nodes, node_size)
     if numel == 0:
         return
     with _current(out):
         _sum[(triton.cdiv(numel, _RUN.value),)](
-            _bits_of_bf16(rows), _bits_of_bf16(out), numel, rows.stride(0),
-            rows.shape[0] // node_size, node_size, add=accumulate, **OPTIONS,
+            _bits_of_bf16(rows), _bits_of_bf16(out), numel, rows.stride(0), num_nodes, node_size,
+            how=(node_size.bit_length(), num_nodes.bit_length(), accumulate), **OPTIONS,
         )  # fmt: skip
 
 

@@ -6,7 +6,7 @@
 A route says over which axes a collective runs (core/route); a hop over an axis is one collective of
 that axis's transport. Shares are dealt out column by column (docs/design/traffic.md, with the
 bytes), so every level moves contiguous ranges of the buffer and nothing is reordered. Node sums
-travel in fp32: two levels are the canonical tree (comm/ordered.py), hop by hop, and give the bits
+travel in fp32: two levels are the tree (comm/ordered.py), hop by hop, and give the bits
 of a flat exchange. Encoded gradients (ZeRO++, arXiv 2306.10209, section 3.3) are decoded, added in
 fp32 and encoded again between the levels.
 

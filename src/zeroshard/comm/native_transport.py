@@ -4,7 +4,7 @@ Equal shares go through one all-gather (in place: our slice of `out` is the inpu
 reduce-scatter. Shares that are unequal, or in another order than the ranks (columns), which those
 do not take, go through one broadcast or one reduce per rank that owns something, and these are one
 call where the backend groups them. With ``ordered=True`` a reduce is an all-to-all of slices and
-the canonical sum on arrival, which takes any shares as they are, costs the same bytes, and gives
+the sum by the tree on arrival, which takes any shares as they are, costs the same bytes, and gives
 the bits of every other transport; the native reduce sums in the backend's order and, for bf16 and
 fp16, in the wire's dtype.
 
@@ -177,6 +177,7 @@ class NativeTransport:
     ) -> Work:
         codec, dtype, ranges = request.codec, request.wire_dtype, request.wire_ranges
         exchanges = self.ordered or codec is not None  # codes cannot be summed by the backend
+        assert exchanges or not request.sums, request
         numel = end_of(ranges)
         start, stop = ranges[self.rank]
         data = self._pool.take(numel, dtype, out.device).zero_() if buffer is None else buffer
@@ -215,6 +216,7 @@ class NativeTransport:
                 codec=codec,
                 node_size=self._mesh.node_size if self.ordered else None,
                 accumulate=accumulate,
+                sums=request.sums,
             )
             self._temporaries.give(loan)
             self._pool.give(data)

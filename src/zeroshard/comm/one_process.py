@@ -64,7 +64,14 @@ class OneProcess:
         *,
         accumulate: bool,
     ) -> Work:
-        sum_parts([buffer], out, codec=request.codec, node_size=None, accumulate=accumulate)
+        sum_parts(
+            [buffer],
+            out,
+            codec=request.codec,
+            node_size=None,
+            accumulate=accumulate,
+            sums=request.sums,
+        )
         self.traffic.add("reduce_scatter", "local", 0)
         if buffer is not None:
             self._pool.give(buffer)

@@ -1,10 +1,14 @@
-"""The canonical ordered sum: what makes every policy row, tier and transport give the same bits.
+"""The ordered sum: what makes every policy row, tier and transport give the same bits.
 
 Floating point addition is not associative, so "the sum over ranks" is a number only once its order
-is fixed. Ours is a tree: the ranks of one node in local order, then the node sums in node order, in
-fp32 and without rounding in between. With 4 ranks and ``node_size=2``::
+is fixed. Ours is a balanced tree (core/tree.py), in fp32 and without rounding in between: over the
+ranks of each node, and over the nodes. With 4 ranks::
 
-    sum = (g0 + g1) + (g2 + g3)          a 1-D mesh is one node: ((g0 + g1) + g2) + g3
+    sum = (g0 + g1) + (g2 + g3)          however many of them form a node
+
+and with 6, (((0+1) + (2+3)) + (4+5)), or as two nodes ((0+1) + 2) + ((3+4) + 5): the size of a node
+changes bits only where it is no power of two. Where a run has leaves, the tree is theirs, and a
+reduce forms the sums of several of its nodes.
 
 A rank that contributes nothing counts as zeros: the bits are those of adding a tensor of +0.0,
 which turns -0.0 into +0.0 and changes nothing else, so that one addition of 0.0 stands for any
@@ -12,8 +16,8 @@ number of them.
 
 Cost: one pass over the inputs and `out`. On a GPU, where Triton is installed and the inputs are the
 rows of one tensor, it is one kernel (comm/kernels.py) without scratch; else it goes a chunk at a
-time, on CPU of a mebibyte, so that partial sums stay in cache, with scratch of at most two chunks.
-It does not move anything between ranks.
+time, on CPU of a mebibyte, so that partial sums stay in cache, with scratch of a chunk for each
+level of the tree. It does not move anything between ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ from collections.abc import Sequence
 import torch
 
 from zeroshard.comm.compat import kernels_for
+from zeroshard.core.tree import Expression, balanced
 from zeroshard.core.wire import BlockCodec
 
-__all__ = ["CHUNK_NUMEL", "ordered_sum", "sum_parts"]
+__all__ = ["CHUNK_NUMEL", "add_up", "ordered_sum", "sum_parts"]
 
 CHUNK_NUMEL = 1 << 18  # measured: 64 Ki elements cost 30% more in calls, 4 Mi lose the cache
 _DEVICE_CHUNK_NUMEL = 1 << 24  # on an accelerator a chunk only bounds the scratch
@@ -38,7 +43,7 @@ def ordered_sum(
     node_size: int | None = None,
     accumulate: bool = False,
 ) -> None:
-    """Store (or add) the canonical sum of `contributions`, one per rank in rank order, in `out`.
+    """Store (or add) the ordered sum of `contributions`, one per rank in rank order, in `out`.
 
     All are 1-D of ``out.numel()`` elements on out's device, in fp32, bf16 or fp16; None stands for
     zeros. They may be the rows of one tensor [ranks, numel]. `node_size` ranks form a node (None:
@@ -48,17 +53,44 @@ def ordered_sum(
     assert len(contributions), "no contributions"
     size = len(contributions) if node_size is None else node_size
     assert size >= 1 and len(contributions) % size == 0, (len(contributions), node_size)
-    if len(contributions) == 1:
-        _take(contributions[0], out, accumulate)
-        return
+    num_nodes = len(contributions) // size
     if isinstance(contributions, torch.Tensor):
         kernels = kernels_for(contributions)
-        if kernels is not None:
+        if kernels is not None and 1 < max(num_nodes, size) <= kernels.MOST:
             kernels.sum_rows(contributions, out, node_size=size, accumulate=accumulate)
             return
         contributions = contributions.unbind()
-    nodes = [contributions[start : start + size] for start in range(0, len(contributions), size)]
-    _sum_in_chunks(nodes, out, accumulate)
+    add_up(contributions, balanced(num_nodes, size), out, accumulate=accumulate)
+
+
+def add_up(
+    contributions: Sequence[torch.Tensor | None] | torch.Tensor,
+    tree: Expression,
+    out: torch.Tensor,
+    *,
+    accumulate: bool = False,
+) -> None:
+    """Store (or add) the sum of `contributions` by `tree`, which names them by position; else as
+    `ordered_sum`.
+    """
+    if isinstance(contributions, torch.Tensor):
+        contributions = contributions.unbind()
+    tree = _present(tree, contributions)
+    if isinstance(tree, int):
+        _take(contributions[tree], out, accumulate)
+        return
+    numel = out.numel()
+    chunk = min(numel, CHUNK_NUMEL if out.device.type == "cpu" else _DEVICE_CHUNK_NUMEL)
+    needed = _depth(tree) + (out.dtype != torch.float32 or accumulate)
+    scratch = [torch.empty(chunk, dtype=torch.float32, device=out.device) for _ in range(needed)]
+    for start in range(0, numel, max(chunk, 1)):
+        span = slice(start, min(start + chunk, numel))
+        target = out[span]
+        spare = [one[: target.numel()] for one in scratch]
+        total = spare.pop() if accumulate or out.dtype != torch.float32 else target
+        _store_sum(contributions, tree, span, total, spare)
+        if total is not target:
+            _finish(target, total, accumulate)
 
 
 def sum_parts(
@@ -68,13 +100,19 @@ def sum_parts(
     codec: BlockCodec | None,
     node_size: int | None,
     accumulate: bool,
+    sums: Sequence[Expression] = (),
 ) -> None:
-    """Store (or add) the sum of all ranks' `parts` in `out`, in rank order; None stands for zeros.
-    They may be the rows of one tensor.
+    """Store (or add) the sum of all ranks' `parts` in `out`; None stands for zeros. They may be the
+    rows of one tensor. With `sums`, form each of these in a row of `out`.
 
-    Numbers are summed by the canonical tree; encoded parts (`codec`, uint8) are decoded and added
+    Numbers are summed by the tree; encoded parts (`codec`, uint8) are decoded and added
     from first to last.
     """
+    if sums:
+        assert codec is None, "encoded parts are summed as they come"
+        for tree, row in zip(sums, out.view(len(sums), -1), strict=True):
+            add_up(parts, tree, row, accumulate=accumulate)
+        return
     if codec is None:
         ordered_sum(parts, out, node_size=node_size, accumulate=accumulate)
         return
@@ -100,49 +138,54 @@ def _take(contribution: torch.Tensor | None, out: torch.Tensor, accumulate: bool
         out.copy_(contribution)
 
 
-def _sum_in_chunks(
-    nodes: Sequence[Sequence[torch.Tensor | None]], out: torch.Tensor, accumulate: bool
+def _present(tree: Expression, contributions: Sequence[torch.Tensor | None]) -> Expression:
+    """Return `tree` with one position for every part that nobody has contributed to: adding +0.0 a
+    second time changes no bit.
+    """
+    if isinstance(tree, int):
+        return tree
+    left, right = (_present(part, contributions) for part in tree)
+    if _is_none(left, contributions) and _is_none(right, contributions):
+        return left
+    return left, right
+
+
+def _is_none(part: Expression, contributions: Sequence[torch.Tensor | None]) -> bool:
+    return isinstance(part, int) and contributions[part] is None
+
+
+def _depth(tree: Expression) -> int:
+    """Return how many partial sums are held beside the one that is formed."""
+    if isinstance(tree, int):
+        return 0
+    left, right = tree
+    return max(_depth(left), 0 if isinstance(right, int) else 1 + _depth(right))
+
+
+def _store_sum(
+    contributions: Sequence[torch.Tensor | None],
+    tree: Expression,
+    span: slice,
+    total: torch.Tensor,
+    spare: Sequence[torch.Tensor],
 ) -> None:
-    numel = out.numel()
-    chunk = min(numel, CHUNK_NUMEL if out.device.type == "cpu" else _DEVICE_CHUNK_NUMEL)
-
-    def scratch() -> torch.Tensor:
-        return torch.empty(chunk, dtype=torch.float32, device=out.device)
-
-    total_scratch = None if out.dtype == torch.float32 and not accumulate else scratch()
-    node_scratch = scratch() if len(nodes) > 1 and len(nodes[0]) > 1 else None
-    for start in range(0, numel, max(chunk, 1)):
-        span = slice(start, min(start + chunk, numel))
-        target = out[span]
-        total = target if total_scratch is None else total_scratch[: target.numel()]
-        _sum_node(nodes[0], span, total)
-        for node in nodes[1:]:
-            if node_scratch is None:
-                _add(total, node[0], span)
-            else:
-                partial = node_scratch[: target.numel()]
-                _sum_node(node, span, partial)
-                total.add_(partial)
-        if total is not target:
-            _finish(target, total, accumulate)
-
-
-def _sum_node(node: Sequence[torch.Tensor | None], span: slice, total: torch.Tensor) -> None:
-    """Store the sum of one node's contributions over `span` in `total` (fp32)."""
-    first, rest = node[0], node[1:]
-    if first is None:
-        total.zero_()
-    elif rest and rest[0] is not None and first.dtype == rest[0].dtype == torch.float32:
-        torch.add(first[span], rest[0][span], out=total)
-        rest = rest[1:]
+    """Store the sum of `tree` over `span` in `total` (fp32)."""
+    if isinstance(tree, int):
+        there = contributions[tree]
+        total.zero_() if there is None else total.copy_(there[span])
+        return
+    left, right = tree
+    if isinstance(left, int) and isinstance(right, int):
+        one, other = contributions[left], contributions[right]
+        if one is not None and other is not None and one.dtype == other.dtype == torch.float32:
+            torch.add(one[span], other[span], out=total)
+            return
+    _store_sum(contributions, left, span, total, spare)
+    if isinstance(right, int):
+        _add(total, contributions[right], span)
     else:
-        total.copy_(first[span])
-    has_zero = first is None
-    for contribution in rest:
-        if contribution is None and has_zero:
-            continue  # adding +0.0 a second time changes no bit
-        has_zero = has_zero or contribution is None
-        _add(total, contribution, span)
+        _store_sum(contributions, right, span, spare[0], spare[1:])
+        total.add_(spare[0])
 
 
 def _add(total: torch.Tensor, contribution: torch.Tensor | None, span: slice) -> None:

@@ -11,8 +11,8 @@ transport, because a transport may be able to let a peer read them where they li
   submits it: every rank ends with the sum over ranks of its own slice (reduce-scatter), and the
   buffer returns to the pool by itself.
 
-The reduction is the canonical tree of ``comm/ordered.py``: ranks of one node in local order, then
-node sums in node order, in fp32.
+The reduction is the tree of ``comm/ordered.py``, in fp32: over the ranks of each node, and over the
+nodes; in a run with leaves, over these.
 
 Invariants. Every call returns a Work or is small and blocking. Nothing here divides by the number
 of ranks. A slice of a window is only written between ``begin_write()`` (all ranks have finished
@@ -38,6 +38,7 @@ from zeroshard.comm.ranks import Ranks
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Mesh
+from zeroshard.core.tree import Expression
 from zeroshard.core.wire import BlockCodec
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import ZeroshardError
@@ -52,11 +53,11 @@ __all__ = [
 class CommSpec:
     """What a transport is asked for; every rank gives an equal one."""
 
-    mesh: Mesh  # of the group's ranks: its nodes shape the canonical sum
+    mesh: Mesh  # of the group's ranks: its nodes shape the sum
     # "auto" takes what fits the device; "one_process", "shared_memory", "gloo", "mixed" and "nccl"
     # are made or refused
     name: str = "auto"
-    # sum canonically also where the backend has a faster sum of its own
+    # sum by the tree also where the backend has a faster sum of its own
     ordered: bool | None = None
     stall_timeout_s: float = 300.0
     # of the gradient buffers, of which at least one is always given; None: twice the largest
@@ -109,12 +110,15 @@ class ReduceRequest:
     takes the elements ``ranges[r]``.
 
     With `codec` the buffers are encodings of those elements; the edges of `ranges` lie on blocks.
+    With `sums`, several sums are formed, each of the ranks that it names: `out` has a row for each,
+    and what other ranks send is left out.
     """
 
     key: str
     ranges: Sequence[Range]
     dtype: torch.dtype
     codec: BlockCodec | None = None
+    sums: tuple[Expression, ...] = ()
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -215,16 +219,16 @@ class Transport(Protocol):
         *,
         accumulate: bool,
     ) -> Work:
-        """Sum every rank's buffer over ranks in the canonical order, and store (or add) our
-        slice of it in `out`.
+        """Sum every rank's buffer over ranks by the tree, and store (or add) our slice of it in
+        `out`.
 
         Encoded parts are decoded and added in fp32, in the same order but for the nodes of a flat
         exchange.
 
         The n-th reduce of one key on this rank meets the n-th of the same key on every other
-        rank. `buffer` None contributes zeros. `out` [ranges[rank] length] is fp32 (or the dtype in
-        which gradients rest); it must not be touched before the Work is waited for. Sums are formed
-        in fp32.
+        rank. `buffer` None contributes zeros. `out` [ranges[rank] length], with ``request.sums``
+        [sums x length], is fp32 (or the dtype in which gradients rest); it must not be touched
+        before the Work is waited for. Sums are formed in fp32.
         """
 
     def all_gather(

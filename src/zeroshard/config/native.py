@@ -21,13 +21,14 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from zeroshard.config.option_sections import Comm, LossScale, Offload, State
 from zeroshard.config.strict import Strict, one_line
 from zeroshard.config.strict_json import nearest, parse_json, read_json
-from zeroshard.core.batch_shares import check_batch_shares, unequal
+from zeroshard.core.batch_shares import check_batch_shares, split_batch, unequal
 from zeroshard.core.gradient_budget import budget_bytes
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
 from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
 from zeroshard.core.shares import check_shares
 from zeroshard.core.sizes import any_of
+from zeroshard.core.tree import Tree, deal
 from zeroshard.core.wire import CODEC_BITS
 from zeroshard.errors import ConfigError
 from zeroshard.optim.scaler import LossScaler
@@ -124,6 +125,22 @@ class Config(Strict):
         description="What the mean loss of each data parallel rank counts, in rank order, with the"
         " sum 1: the part of a global batch that it computes (default: all the same).",
     )
+
+    leaves: int | str | None = Field(
+        default=None,
+        description="The micro-batches of a step (or the levels of their tree, 3x2x2), whose sum is"
+        " the same on any number of ranks: docs/one-curve.md (default: sums are over ranks).",
+    )
+
+    @field_validator("leaves")
+    @classmethod
+    def _tree(cls, leaves: int | str | None) -> int | str | None:
+        try:
+            if leaves is not None:
+                Tree.parse(leaves)
+        except ValueError as error:
+            raise ValueError(f"leaves={leaves!r}: {error}") from None
+        return leaves
 
     @field_validator("stage")
     @classmethod
@@ -249,9 +266,25 @@ class Config(Strict):
             )
         return unequal(shares)
 
+    def leaves_of(self, num_ranks: int) -> list[int] | None:
+        """Return how many leaves of a step each rank computes, by `batch_shares` where they are
+        given; None without leaves. Raises ConfigError where a rank would have none.
+        """
+        if self.leaves is None:
+            return None
+        total, shares = Tree.parse(self.leaves).leaves, self.unequal_shares(num_ranks)
+        counts = split_batch(total, shares) if shares else deal(total, num_ranks)
+        if min(counts) < 1:
+            raise ConfigError(
+                f"leaves={self.leaves} gives {total} micro-batches to {num_ranks} data parallel"
+                f" ranks, as {counts}: every rank needs one at least"
+            )
+        return counts
+
     def refuse_unsupported(self) -> None:
         """Raise ConfigError for options that this version does not support."""
         self.offload.check()
+        self._check_leaves()
         self._check_codecs()
         self._check_accumulation()
         if self.loss_scale is not None and not self.resolved_precision().needs_loss_scaling:
@@ -277,6 +310,27 @@ class Config(Strict):
         if comm.error_feedback and codecs.grad is None:
             raise ConfigError(
                 f"comm.error_feedback has no effect without an {any_of(CODEC_BITS)} comm.grad_codec"
+            )
+
+    def _check_leaves(self) -> None:
+        if self.leaves is None:
+            return
+        option, comm = f"leaves={self.leaves}", self.comm
+        if comm.grad_codec is not None:
+            raise ConfigError(
+                f"{option} fixes the bits of every sum, and comm.grad_codec={comm.grad_codec!r}"
+                " rounds sums on their way: leave one of them out"
+            )
+        if comm.ordered is False:
+            raise ConfigError(
+                f"{option} fixes the bits of every sum, and comm.ordered=False leaves their order"
+                " to the backend: leave one of them out"
+            )
+        if self.resolved_precision().accumulate is not torch.float32:
+            raise ConfigError(
+                f"{option} adds gradients in fp32, and accumulate="
+                f"{dtype_name(self.resolved_precision().accumulate)!r} would round what rests"
+                " between leaves: take accumulate='fp32'"
             )
 
     def _check_accumulation(self) -> None:
@@ -354,6 +408,7 @@ class ShardOptions(TypedDict, total=False):
     train_micro_batch_size_per_gpu: int | None
     gradient_accumulation_steps: int | None
     batch_shares: Sequence[float] | None
+    leaves: int | str | None
 
 
 def build_config(source: Config | dict[str, Any] | str | Path | None, **overrides: Any) -> Config:

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from zeroshard.comm.mesh_ranks import MeshRanks
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.part import Part
 from zeroshard.core.placement import Tier
+from zeroshard.core.tree import Tree
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.memory.heap import Trimmer
 from zeroshard.optim.scaler import LossScaler
@@ -79,6 +81,17 @@ class StateAccess:
         """All ranks of the mesh, for the same."""
         self.check_open()
         return self._context.everyone
+
+    @property
+    def tree(self) -> Tree | None:
+        """The tree of a step's leaves, if the run has any."""
+        leaves = self._context.leaves
+        return None if leaves is None else leaves.tree
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self._context.device
 
     def attach(self, sharded: ShardedOptimizer) -> None:
         """Take note of the optimizer, whose state is one of ours."""

@@ -38,6 +38,7 @@ from zeroshard.errors import StateError
 from zeroshard.optim.sealed import SealedGrad, SealedShards
 from zeroshard.runtime.backward_pass import UNKNOWN, Accumulation, BackwardMode, BackwardPass
 from zeroshard.runtime.decisions import Decisions
+from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.recomputed import checkpoint_around, when_over
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.saved import SavedTensors
@@ -55,11 +56,17 @@ class Backward:
     """One engine's gradients, from the first hook of a backward to the optimizer's step."""
 
     def __init__(
-        self, weights: Weights, reductions: Reductions, *, share: float | None = None
+        self,
+        weights: Weights,
+        reductions: Reductions,
+        *,
+        share: float | None = None,
+        leaves: Leaves | None = None,
     ) -> None:
         """`share`: what the loss of this rank counts where it has no weight (None: as all
-        others).
+        others). `leaves`: of which each backward is one.
         """
+        self.leaves = leaves
         self.optimizer: SealedShards | None = None
         self.accumulation = Accumulation()
         self.decisions = Decisions()
@@ -118,8 +125,7 @@ class Backward:
         yield
         with torch._C.DisableTorchFunctionSubclass():
             for leaf in self.parameters.assigned(units):
-                self._add(leaf, leaf.take())
-                if leaf.unit.has_all:
+                if self._add(leaf, leaf.take()):
                     self.complete(leaf.unit)
         self._end()
 
@@ -234,9 +240,6 @@ class Backward:
     def taker(self, number: int, hooks: Mapping[int, int]) -> Callable[[torch.Tensor], None]:
         """Return the hook for when autograd has finished the gradient of `parameters[number]`;
         `hooks` are the ids of these, by number of the parameter.
-
-        Most gradients are plain tensors, and their buffer is open: they are taken here, in one
-        frame. `_take_any` takes every gradient.
         """
         backward = weakref.ref(self)  # [Note: weak hooks]
 
@@ -244,72 +247,48 @@ class Backward:
             alive = backward()
             if alive is None:
                 return
-            leaf, current = alive.parameters[number], alive._pass
-            unit, bucket, index, grad = leaf.unit, leaf.bucket, leaf.index, parameter.grad
-            task = torch._C._current_graph_task_id()
-            if (
-                bucket.buffer is None
-                or bucket.filled[index]
-                or leaf.to_local is not None
-                or type(grad) is not torch.Tensor
-                or grad.requires_grad
-                or grad.layout is not torch.strided
-                or len(current.tasks) != 1  # none is nested in another
-                or task not in current.tasks
-                or current.units is not None
-                or current.gathers
-                # as the first one
-                or not (current.brings and (current.has_loss or not _multiplying))
-                or (bucket.sums_micro_batches and (not alive.mode.sync or bucket.has_sum))
-            ):
-                del grad
-                alive._take_any(leaf)
-            else:
+            leaf, grad = alive.parameters[number], parameter.grad
+            if isinstance(grad, SealedGrad):  # no hook came before this one
+                grad = grad.accumulated()
+                alive.enter()
                 parameter.grad = None
-                bucket.views[index].copy_(grad)
-                del grad  # as in `_take_any`
-                bucket.filled[index] = bucket.used[index] = True
-                unit.arrived[id(parameter)] = task
-                current.outer.discard(id(parameter))
-                if len(unit.arrived) >= unit.expected:
-                    if not unit.has_frozen:
-                        current.finished[unit.index] = unit
-                    if alive._is_due(unit):
-                        alive._hand_over(unit)
+            else:
+                # before the pass begins: it was None before autograd came, which tells what the
+                # user has cleared
+                parameter.grad = None
+                if torch._C._current_graph_task_id() not in alive._pass.tasks:
+                    alive.enter()
+            assert grad is not None, leaf.name
+            # else torch has only looked for the shapes of gradients
+            if alive._pass.units is None or leaf.unit in alive._pass.units:
+                has_all = alive._add(leaf, grad)
+                del grad  # it would live until its unit's sum has been started
+                if has_all and alive._is_due(leaf.unit):
+                    alive._hand_over(leaf.unit)
             if next(reversed(parameter._post_accumulate_grad_hooks)) != hooks[number]:
                 seal([leaf], alive, None)  # for the hook after this one
 
         return take_grad
 
-    def _take_any(self, leaf: Leaf) -> None:
-        parameter = leaf.parameter
-        grad = parameter.grad
-        if isinstance(grad, SealedGrad):  # no hook came before this one
-            grad = grad.accumulated()
-            self.enter()
-            parameter.grad = None
-        else:
-            # before the pass begins: it was None before autograd came, which tells what the user
-            # has cleared
-            parameter.grad = None
-            if torch._C._current_graph_task_id() not in self._pass.tasks:
-                self.enter()
-        assert grad is not None, leaf.name
-        if self._pass.units is not None and leaf.unit not in self._pass.units:
-            return  # torch has only looked for the shapes of gradients
-        self._add(leaf, grad)
-        del grad  # it would live until its unit's sum has been started
-        if leaf.unit.has_all:
-            self.complete(leaf.unit)
-
-    def _add(self, leaf: Leaf, grad: torch.Tensor) -> None:
+    def _add(self, leaf: Leaf, grad: torch.Tensor) -> bool:
+        """Take in a gradient; return whether all that its unit expects have come."""
         if grad.requires_grad or leaf.to_local is not None or grad.layout is not torch.strided:
             grad = leaf.local(grad)
-        if not self._pass.has_loss:
+        current, unit, key = self._pass, leaf.unit, id(leaf.parameter)
+        if not current.has_loss:
             self.accumulation.bring(of_another=_multiplying[-1:] not in ([], [self]))
-        room, more = self.reductions.make_room, self._pass.gathers
+        room, more = self.reductions.make_room, current.gathers
         leaf.bucket.add(leaf.index, grad, sync=self.mode.sync, more=more, make_room=room)
-        self._pass.took(leaf.unit, leaf.parameter)
+        if not current.brings:
+            current.bring()
+        unit.arrived[key] = torch._C._current_graph_task_id()
+        if len(current.tasks) == 1:
+            current.outer.discard(key)
+        if len(unit.arrived) < unit.expected:
+            return False
+        if not unit.has_frozen:
+            current.finished[unit.index] = unit
+        return True
 
     # ------------------------------------------------------------------ a pass
 
@@ -334,6 +313,8 @@ class Backward:
             self.parameters.clear_gradients()
         assigned = self._replaced(units)
         if units is None or units:
+            if self.leaves is not None:
+                self.leaves.begin_backward(has_late=self.has_unreduced)
             self.accumulation.check(scaled=mode.scaled, divisor=mode.divisor)
             weighted = mode.weight is not None
             flags = {"sync": mode.sync, "scaled": mode.scaled, "weighted": weighted}
@@ -532,6 +513,8 @@ class Backward:
         for bucket in self.buckets:
             bucket.abandon()
         self.parameters.clear_gradients()
+        if self.leaves is not None:
+            self.leaves.abandon()
         self.reset()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 
@@ -21,12 +22,21 @@ from zeroshard.errors import StateError
 from zeroshard.runtime.trainable import Leaf
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["UNKNOWN", "WEIGHTED", "Accumulation", "BackwardMode", "BackwardPass", "total_weight"]
+__all__ = [
+    "UNKNOWN",
+    "WEIGHTED",
+    "Accumulation",
+    "BackwardMode",
+    "BackwardPass",
+    "Weight",
+    "total_weight",
+]
 
 # micro-batches of a rank that cannot tell whether all gradients were cleared
 UNKNOWN = (1 << 32) - 1
 # kinds of backwards, a bit each
 UNWEIGHTED, WEIGHTED, PLAIN, OF_ANOTHER = 1, 2, 4, 8
+Weight = tuple[float, float, float]  # parts of one number, each what the ones before leave over
 _KINDS = ("no backward", "none with a weight", "all with a weight", "some with a weight")
 
 
@@ -85,6 +95,10 @@ class BackwardPass:
         """Whether a schedule runs it, now."""
         return self.units is not None and not self.ended
 
+    def bring(self) -> None:
+        """A gradient has come."""
+        self.brings = True
+
     def end(self) -> None:
         """No gradient comes any more."""
         self.ended = True
@@ -124,15 +138,6 @@ class BackwardPass:
         self.tasks[task].entered.append(unit)
         self.at = (None if again else unit, task)
 
-    def took(self, unit: Unit, parameter: torch.Tensor) -> None:
-        """The gradient of a `parameter` of `unit` has come."""
-        self.brings = True
-        unit.arrived[id(parameter)] = torch._C._current_graph_task_id()
-        if len(self.tasks) == 1:
-            self.outer.discard(id(parameter))
-        if unit.has_all and not unit.has_frozen:
-            self.finished[unit.index] = unit
-
 
 class Accumulation:
     """What the backwards since the last `clear` have left."""
@@ -144,7 +149,8 @@ class Accumulation:
         self.divisor = 1  # by which the step divides them, beside the number of ranks
         self.micro_batches = 0  # backwards
         self.kinds = 0  # of backwards
-        self.weight = 0.0  # the sum of their weights; NaN where one is negative or not finite
+        self._weight = Fraction()  # the exact sum of their weights
+        self._weighs = True  # whether none of these is negative or not finite
 
     @property
     def is_weighted(self) -> bool:
@@ -178,13 +184,29 @@ class Accumulation:
         if not self.has_gradient:
             self.has_gradient, self.scaled = True, scaled
 
+    @property
+    def weight(self) -> Weight:
+        """The sum of their weights: so that those of ranks add up to the same number, however
+        backwards are dealt out. NaN where a weight is negative or not finite.
+        """
+        if not self._weighs:
+            return math.nan, 0.0, 0.0
+        parts, left = [], self._weight
+        for _ in range(3):  # 159 bits
+            parts.append(float(left))
+            left -= Fraction(parts[-1])
+        return parts[0], parts[1], parts[2]
+
     def weigh(self, weight: float | None) -> None:
         """The loss of a backward that has begun counts `weight` (None: its rank's share)."""
         if weight is None:
             self.kinds |= UNWEIGHTED
         else:
             self.kinds |= WEIGHTED
-            self.weight += weight if 0.0 <= weight < math.inf else math.nan
+            if 0.0 <= weight < math.inf:
+                self._weight += Fraction(weight)
+            else:
+                self._weighs = False
 
     def bring(self, *, of_another: bool) -> None:
         """A backward brings a gradient of a loss that the engine does not see: a plain
@@ -200,14 +222,14 @@ class Accumulation:
         """No gradient rests here any more; `micro_batches` UNKNOWN: others may have some."""
         self.has_gradient = self.scaled = False
         self.changed, self.divisor = True, 1
-        self.kinds, self.weight = 0, 0.0
+        self.kinds, self._weight, self._weighs = 0, Fraction(), True
         self.micro_batches = micro_batches
 
 
 def total_weight(
-    kinds: Sequence[int], weights: Sequence[float], *, shared: bool = False
+    kinds: Sequence[int], weights: Sequence[Weight], *, shared: bool = False
 ) -> float | None:
-    """Return the sum of all ranks' `weights`, in rank order; None where no backward had one.
+    """Return the sum of all ranks' `weights`, rounded once; None where no backward had one.
 
     Raises StateError where only some of the backwards had one (`kinds`, of every rank), for weights
     that are negative or not finite, and for a sum of 0; where losses are `shared` (batch_shares),
@@ -234,9 +256,9 @@ def total_weight(
             " engine.backward() of a step a weight on every rank, or none, and call zero_grad()"
             " between the steps"
         )
-    total = sum(weights)
+    wrong = [str(rank) for rank, parts in enumerate(weights) if not math.isfinite(parts[0])]
+    total = math.inf if wrong else float(sum(Fraction(part) for parts in weights for part in parts))
     if not math.isfinite(total):
-        wrong = [str(rank) for rank, weight in enumerate(weights) if not math.isfinite(weight)]
         raise StateError(
             f"a weight of engine.backward() on rank {', '.join(wrong) or 'all'} is negative or not"
             " finite: give the number of samples or tokens of which the loss is the mean"

@@ -24,23 +24,25 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
 import torch
 
 from zeroshard.comm.levels import Step
-from zeroshard.comm.transport import ReduceRequest, Work
+from zeroshard.comm.transport import ReduceRequest, Transport, Work
+from zeroshard.core.layout import Range
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.recording import Operation
 from zeroshard.core.route import Axis, Kind
-from zeroshard.errors import StorageError
+from zeroshard.errors import StateError, StorageError
 from zeroshard.memory import Loan
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.grad import Accumulator
+from zeroshard.runtime.leaves import Leaves
 from zeroshard.state.gradient import Gradient
 from zeroshard.state.state import State
 from zeroshard.tier.store import Store
@@ -115,8 +117,11 @@ class Bucket:
         self._codec = plan.grad_codec(context)
         self._residual = context.options.codecs.residual(self._codec)
         self._request = ReduceRequest(flat.key, layout.ranges, precision.wire, self._codec)
+        self._leaves = context.leaves
+        self._arriving: tuple[Sequence[Range], torch.Tensor] | None = None  # sums of leaves
         # nothing to sum: the buffer is the resting gradient
-        self._direct = context.transport.size == 1 and precision.wire is precision.accumulate
+        alone = context.transport.size == 1 and self._leaves is None
+        self._direct = alone and precision.wire is precision.accumulate
 
     @property
     def in_norm(self) -> Sequence[bool]:
@@ -134,6 +139,8 @@ class Bucket:
         out.update({} if resting is None else resting.numbers.bytes_by_tier())
         if self._node_sum is not None:
             out[Tier.DEVICE] += self._node_sum.nbytes
+        if self.accumulator.partial_sums is not None:
+            out.update(self.accumulator.partial_sums.bytes_by_tier())
         return out
 
     @property
@@ -166,22 +173,14 @@ class Bucket:
         if rests or (more and self.precision.wire is not self.precision.accumulate):
             self._add_to_sum(index, grad)
             return
-        self._open(make_room)
-        self.put(index, grad)
-
-    def put(self, index: int, grad: torch.Tensor) -> None:
-        """Add a gradient of parameter `index` to the open buffer."""
+        if self.buffer is None:
+            self._open(make_room)
         view = self.views[index]
-        if self.filled[index]:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
+        (view.add_ if self.filled[index] else view.copy_)(grad)
         self.filled[index] = True
 
     def _open(self, make_room: Callable[[int], None]) -> None:
-        """Have a buffer open."""
-        if self.buffer is not None:
-            return
+        """Open a buffer."""
         accumulator = self.accumulator
         if self._direct and not accumulator.tiered and accumulator.resting() is None:
             self._open_at_rest()
@@ -200,11 +199,18 @@ class Bucket:
         numel, device = self.flat.layout.numel, self.flat.full.device
         wire = self._request.dtype
         if self._codec is None:
-            self.buffer = self.flat.lender.grad_buffer(self.key, numel, wire, device)
+            self.buffer = self._lender.grad_buffer(self.key, numel, wire, device)
         else:
             self.buffer = self._memory.empty(numel, wire)
         self.loan = self._meter.lend(self.buffer, self.num_bytes)
         self.views = self.flat.buffer.views_of(self.buffer)
+
+    @property
+    def _lender(self) -> Transport:
+        """The transport of the buffers of the next reduce."""
+        if self._leaves is not None and self._leaves.sums:
+            return self._context.levels.flat
+        return self.flat.lender
 
     def _close(self) -> None:
         """Let the next gradient open another buffer."""
@@ -245,16 +251,19 @@ class Bucket:
 
     def _move_sum(self, make_room: Callable[[int], None]) -> None:
         """Add the sum of micro-batches to the buffer."""
-        self._open(make_room)
+        if self.buffer is None:
+            self._open(make_room)
         for index in [index for index, summed in enumerate(self._summed) if summed]:
             slot = self.flat.layout.slots[index]
             with self._losing():
                 if self._sum is not None and not self._is_lost:
                     with self._sum.borrowed(slot.offset, slot.stop, write=False) as part:
-                        self.put(index, self.flat.buffer.view_in(part, index))
+                        view = self.views[index]
+                        micro_batches = self.flat.buffer.view_in(part, index)
+                        (view.add_ if self.filled[index] else view.copy_)(micro_batches)
             if self._is_lost:
                 self.views[index].fill_(float("nan"))
-                self.filled[index] = True
+            self.filled[index] = True
         self._close_sum()
 
     def _close_sum(self) -> None:
@@ -283,6 +292,8 @@ class Bucket:
         if self.buffer is not None and self.loan is None:
             self._close()
             return None
+        if self._leaves is not None:
+            return self._reduce_leaves(self._leaves)
         held = None
         if with_earlier:
             held, self._node_sum = self._node_sum, None
@@ -292,6 +303,20 @@ class Bucket:
         out = accumulator.room()
         to_rest = Step(partial(_take, weakref.ref(resting), out, fresh), "here")
         return self._hand_over([*self._steps(out, held, accumulate=False), to_rest], held, out)
+
+    def _reduce_leaves(self, leaves: Leaves) -> Flight:
+        """Return a flight that forms the sums of the leaves of this round; `wait` adds them up."""
+        spans, sums = leaves.spans, leaves.sums
+        low, high = self.accumulator.own
+        out = self._memory.empty(len(spans) * (high - low))
+        if sums:
+            request = replace(self._request, sums=sums)
+            reduce = partial(self._context.levels.flat.reduce, request, out=out, accumulate=False)
+            steps: Sequence[Step] = [self._first(reduce, Axis.FLAT)]
+        else:
+            steps = self._steps(out, None, accumulate=False)
+        self._arriving = (spans, out)
+        return self._hand_over(steps, out)
 
     def reduce_inside(self, *, make_room: Callable[[int], None]) -> Flight:
         """Return a flight, to be started, that sums what is here over the ranks of this node; the
@@ -402,11 +427,15 @@ class Bucket:
         coming.flight.wait()
         self.reduction = None
         self._meter.end_loan(coming.loan)
+        if self._arriving is not None:
+            (spans, out), self._arriving = self._arriving, None
+            self.accumulator.add_leaves(spans, out)
 
     # ------------------------------------------------------------------ what the user clears
 
     def clear(self, indices: Sequence[int]) -> None:
         """Forget the gradients of parameters `indices`: the user zeroed them."""
+        self._check_cleared()
         for index in indices:
             self.used[index] = False
         if any(self.used):
@@ -424,6 +453,7 @@ class Bucket:
         """Set the gradients of parameters `indices` to zero, keeping them
         (``zero_grad(set_to_none=False)``).
         """
+        self._check_cleared()
         self.wait()
         for index in indices:
             self.filled[index] = self._summed[index] = False
@@ -432,6 +462,14 @@ class Bucket:
                 if piece.index in indices:
                     self._node_sum[piece.shard_start : piece.shard_stop].zero_()
         self.accumulator.zero(indices)
+
+    def _check_cleared(self) -> None:
+        """Raise StateError between the leaves of a step: partial sums are of all parameters."""
+        if self._leaves is not None and self._leaves.in_step:
+            raise StateError(
+                "gradients were cleared between the leaves of a step: clear them after the loop"
+                " over engine.leaves(), or leave that first"
+            )
 
     # ------------------------------------------------------------------ codecs and exceptions
 
@@ -451,13 +489,13 @@ class Bucket:
         """
         self.reset_residual()
         if self.buffer is not None and self.loan is not None and self._codec is None:
-            self.flat.lender.return_buffer(self.buffer)
+            self._lender.return_buffer(self.buffer)
         self._meter.end_loan(self.loan)
         self._close()
         if self.reduction is not None:
             self.reduction.flight.abandon()
             self._meter.end_loan(self.reduction.loan)
-        self.reduction = self._node_sum = None
+        self.reduction = self._node_sum = self._arriving = None
         self.accumulator.reset()
         self._close_sum()
         self.used[:] = [False] * len(self.used)  # a step asks this list

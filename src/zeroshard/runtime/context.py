@@ -31,6 +31,7 @@ from zeroshard.core.wire import BlockCodec, Formats, Wire
 from zeroshard.memory import MemoryCounter
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.faults import Faults
+from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.state.full import memory_stride
@@ -100,6 +101,7 @@ class Context:
     prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
     tiering: Tiering = field(default_factory=Tiering)
     own: Mapping[str, Context] = field(default_factory=dict)  # of units with a mesh of their own
+    leaves: Leaves | None = None  # of a run whose sums do not depend on the ranks
 
     def of(self, pattern: str) -> Context:
         """Return the context of units of `pattern`, "" for those over all ranks."""

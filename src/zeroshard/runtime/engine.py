@@ -31,6 +31,7 @@ from zeroshard.runtime.accumulate import Accumulate, Accumulated, LossFn, check_
 from zeroshard.runtime.assembly import Assembly
 from zeroshard.runtime.build import Context, GivenValues, build_units, make_master, plan_units
 from zeroshard.runtime.join import Join
+from zeroshard.runtime.leaf_loop import refuse_leaves, walked
 from zeroshard.runtime.offload_states import OffloadedStates
 from zeroshard.runtime.parts import Parts, step_settings
 from zeroshard.runtime.pipeline import Following, FollowOptions, check_budget, check_mesh, units_of
@@ -237,7 +238,26 @@ class Engine(Assembly):
         """Say that more micro-batches follow before the step: gradients rest where the policy's
         cell says meanwhile.
         """
-        return self._backward.running_as(sync=False)
+        return self._backward.running_as(sync=self._backward.leaves is not None)
+
+    def leaves(self, step: int | None = None, *, seed: int = 0) -> Iterator[int]:
+        """Go through this rank's leaves of a step, for ``zs.shard(..., leaves=V)``: numbers below V
+        of micro-batches, of which each takes one ``engine.backward(loss)``.
+
+        Which rank has which leaf follows from the ranks; the sum of their gradients, divided by V
+        (or by the sum of their weights), does not. Inside, the default generators of the CPU and of
+        the engine's device are seeded with (`seed`, `step`, leaf), and afterwards they are as they
+        were; take the data of a leaf from (step, leaf), too. `step` (None: the engine's count of
+        steps) is the number of the step. Clip and step follow after the loop, and ``zero_grad()``.
+        Collective; raises ConfigError without `leaves`, StateError where a leaf has no backward,
+        or gradients of an earlier step are there.
+        """
+        self._states.check_open(trained=True)
+        if self._backward.leaves is None:
+            raise ConfigError("engine.leaves() needs zs.shard(..., leaves=V): the leaves of a step")
+        number = self._finalizer.step if step is None else step
+        device = self._context.device
+        return walked(self._loop, self._backward.leaves, device, step=number, seed=seed)
 
     def accumulate(
         self,
@@ -264,6 +284,7 @@ class Engine(Assembly):
         after an exception call ``engine.reset()``.
         """
         self._states.check_open(trained=True)
+        refuse_leaves(self._backward.leaves, "accumulate")
         following = self._states.following
         check_accumulate(self._hooks, followed=following is not None and following.is_on)
         place = RestPlace.of(tier, None, disk_path)
@@ -285,6 +306,7 @@ class Engine(Assembly):
         different things.
         """
         self._states.check_open(trained=True)
+        refuse_leaves(self._backward.leaves, "join")
         if self._sharded is None:
             raise ConfigError("join() needs an optimizer: give it to shard() or engine.attach()")
         if self._states.following is not None and self._states.following.is_on:
@@ -324,6 +346,7 @@ class Engine(Assembly):
         of other stages, a second one, or a budget below one stage or without effect.
         """
         self._states.check_open()
+        refuse_leaves(self._backward.leaves, "follow")
         peers = self._states.peers
         with self._context.axes.together(_FOLLOW) as along, peers.together(_FOLLOW) as meeting:
             following = _follower(self, schedule, budget, no_sync)

@@ -28,8 +28,9 @@ from zeroshard.errors import StorageError
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
+from zeroshard.runtime.partial_sums import PartialSums
 from zeroshard.state.gradient import Gradient
-from zeroshard.state.reduction import SquaresRequest
+from zeroshard.state.reduction import SquaresRequest, SquaresSum
 from zeroshard.state.state import State
 from zeroshard.tier.store import Storage, Store
 
@@ -40,9 +41,8 @@ class Accumulator:
     """Where the gradient of one trainable segment rests, and this rank's slice of it. Ranges count
     the elements that rest here: this rank's share, or the whole where every rank steps everything.
 
-    It keeps one running sum: `open` says to which numbers the next reduce adds. A binary counter of
-    partial sums would be another class in its place, and nothing else: `open` would return the
-    partial sum of the leaf's level, and `Gradient.average` would add the levels up first.
+    `open` says to which numbers the next reduce adds. In a run with leaves they hold the first
+    leaves' sum, and a binary counter the others.
     """
 
     def __init__(
@@ -72,14 +72,19 @@ class Accumulator:
         self._memory, self._note = context.memory, context.faults.note
         self._numel, self._split, self._store = plan.num_stepped, split, store
         self._dtype = plan.precision(context).accumulate
-        # memory of the other tier, and whether the next gradient may have it: not of a lost one
-        self._returned: list[tuple[Storage, bool]] = []
+        # memory of the other tier that came back, and whether it may serve again: no lost one
+        self._idle: list[tuple[Storage, bool]] = []
+        self.partial_sums: PartialSums | None = None
+        if context.leaves is not None:
+            self.partial_sums = PartialSums(context.leaves.tree, self.key, store)
         self.reset()
 
     # ------------------------------------------------------------------ which numbers rest
 
     def reset(self) -> None:
         """Forget them: there is no gradient."""
+        if self.partial_sums is not None:
+            self.partial_sums.reset()
         self._held: Gradient | None = None
         self._alive: weakref.ref[Gradient] | None = None
 
@@ -124,8 +129,8 @@ class Accumulator:
 
     def release_idle(self) -> None:
         """Close memory on other tiers that is kept for the next gradient."""
-        while self._returned:
-            self._returned.pop()[0].close()
+        while self._idle:
+            self._idle.pop()[0].close()
 
     def _allocate(self) -> Gradient:
         """Return memory for a gradient, its contents undefined."""
@@ -140,12 +145,7 @@ class Accumulator:
             near = self._memory.empty(self._split, self._dtype)
         numbers = State.of(near, away, link=self._memory.link)
         made = Gradient(
-            self.key,
-            numbers,
-            own=self.own,
-            memory=self._memory,
-            returned=self._returned,
-            note=self._note,
+            self.key, numbers, own=self.own, memory=self._memory, idle=self._idle, note=self._note
         )
         if lost is not None:
             made.lose(lost)
@@ -154,8 +154,8 @@ class Accumulator:
     def _away(self) -> Storage | None:
         """Return memory of the other tier, if any rests there: kept, or new."""
         numel = self._numel - self._split
-        while self._returned:
-            storage, usable = self._returned.pop()
+        while self._idle:
+            storage, usable = self._idle.pop()
             if usable and storage.numel == numel:  # another size: it came back after a move
                 return storage
             storage.close()
@@ -182,6 +182,14 @@ class Accumulator:
         if resting is not None:
             with self._flat.probe.waiting("tier write", self.key), resting.losing():
                 resting.wait_writes()
+
+    def add_leaves(self, spans: Sequence[Range], sums: torch.Tensor) -> None:
+        """Add our slices of the `sums` of leaves `spans`, one after another in one tensor."""
+        resting, partial_sums = self.resting(), self.partial_sums
+        assert partial_sums is not None, self.key
+        if resting is not None and self._spans:  # of padding alone nobody holds it
+            for span, total in zip(spans, sums.view(len(spans), -1), strict=True):
+                partial_sums.add(span, total, resting, self.own)
 
     # ------------------------------------------------------------------ averages of other ranks
 
@@ -240,22 +248,24 @@ class Accumulator:
     # ------------------------------------------------------------------ where parameters lie
 
     def unread(self) -> list[SquaresRequest]:
-        """Return what the host has yet to read of an accelerator to know `squares`, and whether the
-        averages are finite; nothing of the CPU.
+        """Return what the host has yet to read of an accelerator to know their squares, and whether
+        the averages are finite; nothing of the CPU.
         """
         resting = self.resting()
         return [] if resting is None else resting.unread(self._ranges)
 
-    def squares(self, used: Sequence[bool]) -> dict[int, float]:
-        """Return, for every rank whose averages are here, the sum of squares of its own in fp64;
-        not of parameters that are not `used`: their gradients were cleared elsewhere.
+    def add_squares(self, used: Sequence[bool], to: SquaresSum, *, of_all: bool) -> None:
+        """Add the squares of this rank's averages (`of_all`: of all that are here) `to` a sum; not
+        of parameters that are not `used`: their gradients were cleared elsewhere.
         """
-        resting, out = self.resting(), dict.fromkeys(self.members, 0.0)
+        resting = self.resting()
         if resting is not None:
-            for rank, index, span in self._spans:
-                if used[index]:
-                    out[rank] += resting.squares_in(*span)
-        return out
+            spans = [
+                span
+                for rank, index, span in self._spans
+                if used[index] and (of_all or rank == self.rank)
+            ]
+            resting.add_squares(spans, to)
 
     @cached_property
     def _spans(self) -> list[tuple[int, int, Range]]:

@@ -103,9 +103,9 @@ def make_weights_and_gradients(
         digest=digest,
         trimmer=context.tiering.trimmer if context.device.type == "cpu" else Trimmer(None),
     )
-    shares = context.options.batch_shares
-    share = shares[context.transport.rank] if shares else None
-    return weights, Backward(weights, reductions, share=share)
+    shares, leaves = context.options.batch_shares, context.leaves
+    share = shares[context.transport.rank] if shares and leaves is None else None
+    return weights, Backward(weights, reductions, share=share, leaves=leaves)
 
 
 def step_settings(context: Context, units: Sequence[Unit]) -> tuple[PartialState, StepOptions]:

@@ -33,6 +33,7 @@ from zeroshard.core.holders import Holders
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.schedule import grad_pool_bytes
+from zeroshard.core.tree import Tree
 from zeroshard.errors import StorageError
 from zeroshard.memory import MemoryCounter, Pages
 from zeroshard.nn.deferred import (
@@ -45,6 +46,7 @@ from zeroshard.runtime.build import Context
 from zeroshard.runtime.context import Options
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.faults import Faults
+from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.stages import model_of
 from zeroshard.runtime.streams import make_streams
 from zeroshard.runtime.tiering import Tiering
@@ -187,7 +189,7 @@ def _make_context(
         columns=policy.keeps_columns,
         node_sums=policy.sums_nodes,
         hop_dtype=torch.bfloat16 if settings.comm.grad_codec == "bf16" else torch.float32,
-        ordered=settings.comm.ordered,
+        ordered=settings.comm.ordered if settings.leaves is None else True,
         stall_timeout_s=settings.stall_timeout_s,
         pool_bytes=_pool_bytes(request, ""),
     )
@@ -211,9 +213,18 @@ def _make_context(
         options=_make_options(request, trains=trains),
         prepare=lambda tensors: _prepare(tensors, transport, sync_from),
         tiering=tiering,
+        leaves=_leaves_of(request, transport.rank),
     )
     own = {one.pattern: _own_context(one, context, request, spec) for one in mesh_axes.own}
     return replace(context, own=own)
+
+
+def _leaves_of(request: ShardRequest, rank: int) -> Leaves | None:
+    leaves = request.settings.leaves
+    counts = request.settings.leaves_of(request.mesh.size)
+    if leaves is None or counts is None:
+        return None
+    return Leaves(Tree.parse(leaves), counts, request.mesh, rank)
 
 
 def _make_options(request: ShardRequest, *, trains: bool) -> Options:

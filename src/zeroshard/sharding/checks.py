@@ -170,6 +170,25 @@ def check_codecs(model: nn.Module, dtypes: Dtypes, settings: Config) -> None:
                 )
 
 
+def check_leaves(model: nn.Module, settings: Config, mesh_axes: MeshAxes) -> None:
+    """Raise ConfigError where a step of `leaves` would depend on who computes which."""
+    option = f"leaves={settings.leaves}"
+    if settings.leaves is None:
+        return
+    if mesh_axes.own:
+        raise ConfigError(
+            f"{option} counts the micro-batches of data parallel ranks, and parameters with a mesh"
+            f" of their own ({mesh_axes.own[0].pattern}) see parts of several: leave one out"
+        )
+    for name, module in model.named_modules():
+        if getattr(module, "track_running_stats", False) is True:
+            raise ConfigError(
+                f"{option}: the running statistics of module {name!r} ({type(module).__name__})"
+                " depend on which rank has seen which micro-batch: use a norm without them"
+                " (LayerNorm, GroupNorm), or track_running_stats=False"
+            )
+
+
 def check_nodes(mesh: Mesh, settings: Config) -> None:
     """Raise ConfigError for options without effect if all ranks are one node."""
     comm = settings.comm

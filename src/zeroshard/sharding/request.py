@@ -27,6 +27,7 @@ from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_u
 from zeroshard.sharding.checks import (
     check_codecs,
     check_dtensors,
+    check_leaves,
     check_model,
     check_nodes,
     check_own_meshes,
@@ -160,6 +161,7 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
     check_precision(model, precision)
     dtypes = compute_dtypes(model, precision)
     check_codecs(model, dtypes, settings)
+    check_leaves(model, settings, mesh_axes)
     plans = partition_units(
         model, settings.units, own_meshes=[own.pattern for own in mesh_axes.own]
     )
@@ -219,6 +221,7 @@ def _rank_settings(common: Config, mesh_axes: MeshAxes) -> tuple[Config, Mesh, i
     check_per_rank(common, mesh_axes.size, mesh_axes)
     common.batch_sizes(mesh_axes.size)
     common.unequal_shares(mesh_axes.size)
+    common.leaves_of(mesh_axes.size)
     settings = common.at(mesh_axes.rank)
     node_size = node_size_of(settings, mesh_axes.dims)
     mesh = Mesh.of(mesh_axes.size, node_size, mesh_axes.dims.others)

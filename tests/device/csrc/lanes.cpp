@@ -127,7 +127,7 @@ class Lanes {
     task.number = launched_++;
     host_is_elsewhere_ = false;
     queue.tasks.push_back(std::move(task));
-    changed_.notify_all();
+    if (!is_lazy() || paid_ || !waiters_.empty()) changed_.notify_all();
   }
 
   MarkPtr mark(Lane lane) {
@@ -249,7 +249,7 @@ class Lanes {
     queue.runs = false;
     ++ended_;
     if (task.mark) reach(*task.mark);
-    changed_.notify_all();
+    if (!is_lazy() || paid_ || some_wait_is_over()) changed_.notify_all();
   }
 
   void start_threads(Queue& queue) {
@@ -283,6 +283,10 @@ class Lanes {
   // Asks again after each task: a schedule that ran on until the host wakes would not repeat.
   bool host_still_waits() const {
     return std::any_of(waiters_.begin(), waiters_.end(), [](auto* is_over) { return !(*is_over)(); });
+  }
+
+  bool some_wait_is_over() const {
+    return std::any_of(waiters_.begin(), waiters_.end(), [](auto* is_over) { return (*is_over)(); });
   }
 
   // The host may wait for another process, whose host waits for a collective, which waits for a
@@ -342,9 +346,7 @@ class Lanes {
     do {
       ended = ended_;
       const auto until = Clock::now() + patience;
-      if (changed_.wait_until(lock, until, [&] { return is_over() || ended != ended_; }) &&
-          is_over())
-        return true;
+      if (changed_.wait_until(lock, until, is_over)) return true;
     } while (ended != ended_);
     return false;
   }

@@ -1,5 +1,5 @@
-// Operators: one kernel for all of them. The Meta kernel says at once what the results look like;
-// the CPU's kernel computes them when the lane gets there.
+// Operators: one kernel for all of them. Shapes are known at once; the CPU's kernel computes the
+// results when the lane gets there.
 #include "operators.h"
 
 #include <ATen/ops/empty_strided.h>
@@ -10,6 +10,7 @@
 #include "allocator.h"
 #include "generator.h"
 #include "lanes.h"
+#include "shapes.h"
 #include "tensors.h"
 #include "torch_headers.h"
 
@@ -178,7 +179,8 @@ class Call {
   }
 
   std::vector<IValue> run() {
-    if (reads_numbers(op_, arguments_) || !run_meta()) return run_now();
+    if (!reads_numbers(op_, arguments_)) shapes_ = shapes_of(op_, arguments_);
+    if (!shapes_) return run_now();
     resize_outs();
     const std::vector<Argument> arguments = kernel_arguments();
     std::vector<IValue> results;
@@ -201,43 +203,15 @@ class Call {
     return argument.type()->str().starts_with("Generator");
   }
 
-  // Fills `metas_` and `shapes_`; false: there is no such kernel.
-  bool run_meta() {
-    if (!op_.hasComputedKernelForDispatchKey(DispatchKey::Meta)) return false;
-    Stack stack;
-    for (const IValue& value : arguments_) {
-      if (value.isDevice()) stack.push_back(c10::Device(at::kMeta));
-      else if (value.isGenerator()) stack.push_back(IValue());
-      else stack.push_back(with_tensors(value, [&](const Tensor& one) { return meta_of(one); }));
-    }
-    try {
-      const BelowAutograd below;
-      op_.redispatchBoxed(c10::DispatchKeySet(DispatchKey::Meta), &stack);
-    } catch (const std::exception& error) {  // also Python's: some of these kernels are written there
-      const bool is_missing = dynamic_cast<const c10::NotImplementedError*>(&error) ||
-                              std::string(error.what()).find("NotImplementedError") == 0;
-      if (is_missing) return false;
-      throw;
-    }
-    shapes_ = std::move(stack);
-    return true;
-  }
-
-  Tensor meta_of(const Tensor& one) {
-    if (!one.defined() || one.unsafeGetTensorImpl()->is_wrapped_number()) return one;
-    Tensor& meta = metas_[one.unsafeGetTensorImpl()];
-    if (!meta.defined())
-      meta = at::empty_strided(one.sizes(), one.strides(), one.options().device(at::kMeta));
-    return meta;
-  }
-
   // `out=` tensors of another size
-  void resize_outs() {
+  void resize_outs() const {
+    auto sizes = shapes_->outs.begin();
     for (size_t i = 0; i < arguments_.size(); ++i) {
-      const auto* alias = schema_.arguments()[i].alias_info();
-      if (!alias || !alias->isWrite()) continue;
-      for (const Tensor& one : tensors_in(arguments_[i]))
-        if (is_ours(one) && meta_of(one).sizes() != one.sizes()) one.resize_(meta_of(one).sizes());
+      if (!is_written(schema_.arguments()[i])) continue;
+      for (const Tensor& one : tensors_in(arguments_[i])) {
+        if (is_ours(one) && one.sizes() != *sizes) one.resize_(*sizes);
+        ++sizes;
+      }
     }
   }
 
@@ -253,13 +227,13 @@ class Call {
     return out;
   }
 
-  IValue result(size_t i) {
+  IValue result(size_t i) const {
     const auto* alias = schema_.returns()[i].alias_info();
     if (!alias)
-      return with_tensors(shapes_[i], [&](const Tensor& shape) { return empty_like(shape); });
+      return with_tensors(shapes_->results[i], [&](const Tensor& shape) { return empty_like(shape); });
     const IValue& base = argument_of(*alias);
     if (alias->isWrite()) return base;
-    return with_tensors(shapes_[i],
+    return with_tensors(shapes_->results[i],
                         [&](const Tensor& shape) { return view_of(base.toTensor(), shape); });
   }
 
@@ -302,8 +276,7 @@ class Call {
               for (size_t i = 0; i < fresh.size(); ++i) {
                 const std::vector<Tensor> values = tensors_in(made[i]);
                 for (size_t k = 0; k < fresh[i].tensors.size(); ++k)
-                  if (fresh[i].tensors[k].is_defined)
-                    on_cpu(fresh[i].tensors[k]).copy_(values[k]);
+                  if (fresh[i].tensors[k].is_defined) put(values[k], fresh[i].tensors[k]);
               }
             });
   }
@@ -321,23 +294,30 @@ class Call {
         const IValue& target = argument_of(*alias);
         if (target.isTensor() && target.toTensor().sizes() != made[i].toTensor().sizes()) {
           target.toTensor().resize_(made[i].toTensor().sizes());
-          put(made[i].toTensor(), target.toTensor());
+          put_later(made[i].toTensor(), target.toTensor());
         }
         results.push_back(target);
         continue;
       }
       results.push_back(with_tensors(made[i], [&](const Tensor& value) {
         const Tensor out = empty_like(value);
-        if (out.defined()) put(value, out);
+        if (out.defined()) put_later(value, out);
         return out;
       }));
     }
     return results;
   }
 
-  void put(const Tensor& value, const Tensor& target) const {
+  // On the lane: what the kernel made goes where the host was told to expect it.
+  static void put(const Tensor& value, const KernelTensor& target) {
+    TORCH_CHECK(value.sizes() == target.sizes, "the result has the sizes ", value.sizes(), ", not ",
+                c10::IntArrayRef(target.sizes));
+    on_cpu(target).copy_(value);
+  }
+
+  void put_later(const Tensor& value, const Tensor& target) const {
     enqueue(current_lane(device_), "result",
-            [to = for_kernel(target), value = value.clone()] { on_cpu(to).copy_(value); });
+            [to = for_kernel(target), value = value.clone()] { put(value, to); });
   }
 
   const OperatorHandle op_;
@@ -345,8 +325,7 @@ class Call {
   const std::vector<IValue> arguments_;
   const int device_;
   const c10::DeviceGuard guard_;
-  std::map<const void*, Tensor> metas_;  // by tensor
-  Stack shapes_;                         // the results of the Meta kernel
+  std::shared_ptr<const Shapes> shapes_;
 };
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

@@ -21,14 +21,17 @@ def naive_sum(
     """Sum as the docstring says, one operation at a time, with real zeros."""
     whole = [torch.zeros(numel) if c is None else c.float() for c in contributions]
     size = len(whole) if node_size is None else node_size
-    total = None
-    for start in range(0, len(whole), size):
-        node = whole[start].clone()
-        for other in whole[start + 1 : start + size]:
-            node = node + other
-        total = node if total is None else total + node
-    assert total is not None
-    return total
+    return _halved([_halved(whole[at : at + size]) for at in range(0, len(whole), size)])
+
+
+def _halved(numbers: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum by a tree that is cut at the largest power of two below the number of them."""
+    if len(numbers) == 1:
+        return numbers[0]
+    middle = 1
+    while 2 * middle < len(numbers):
+        middle *= 2
+    return _halved(numbers[:middle]) + _halved(numbers[middle:])
 
 
 def contribution(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -43,9 +46,20 @@ def contribution(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 @given(
     shape=st.sampled_from(
-        [(1, None), (2, None), (2, 1), (3, None), (4, 2), (4, 1), (4, None), (6, 3), (6, 2)]
+        [
+            (1, None),
+            (2, None),
+            (2, 1),
+            (3, None),
+            (4, 2),
+            (4, None),
+            (6, 3),
+            (6, 2),
+            (7, None),
+            (9, 3),
+        ]
     ),
-    present=st.lists(st.booleans(), min_size=6, max_size=6),
+    present=st.lists(st.booleans(), min_size=9, max_size=9),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     out_dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     accumulate=st.booleans(),
@@ -95,11 +109,19 @@ def test_an_out_in_bf16_is_rounded_once() -> None:
     assert torch.equal(out, (before.float() + naive_sum(parts, 640, None)).to(torch.bfloat16))
 
 
-def test_the_tree_is_not_a_chain() -> None:
-    parts: list[torch.Tensor | None] = [torch.tensor([value]) for value in (1e8, -1e8, 1.0, 1e-8)]
-    chain, tree = torch.empty(1), torch.empty(1)
-    ordered_sum([parts[0], parts[2], parts[1], parts[3]], chain)
-    ordered_sum([parts[0], parts[2], parts[1], parts[3]], tree, node_size=2)
-    assert chain.item() == pytest.approx(1e-8, rel=1e-3) or chain.item() != tree.item()
-    ordered_sum(parts, tree, node_size=2)
-    assert tree.item() == 1.0
+def test_the_sum_is_a_balanced_tree_and_its_nodes_are_cut_off_first() -> None:
+    four: list[torch.Tensor | None] = [torch.tensor([value]) for value in (1e8, 1.0, -1e8, 1e-8)]
+    whole, nodes = torch.empty(1), torch.empty(1)
+    ordered_sum(four, whole)
+    ordered_sum(four, nodes, node_size=2)
+    assert whole.item() == nodes.item() == 0.0, "(1e8 + 1) + (-1e8 + 1e-8)"
+    six: list[torch.Tensor | None] = [
+        torch.tensor([value]) for value in (1.0, 0.0, 1e8, 0.0, 0.0, -1e8)
+    ]
+    ordered_sum(six, whole)
+    ordered_sum(six, nodes, node_size=3)
+    assert whole.item() == 0.0 and nodes.item() == 0.0
+    six = [torch.tensor([value]) for value in (0.0, 0.0, 1e8, -1e8, 0.0, 1.0)]
+    ordered_sum(six, whole)
+    ordered_sum(six, nodes, node_size=3)
+    assert (whole.item(), nodes.item()) == (1.0, 0.0), "1e8 + ((-1e8 + 0) + 1), in nodes of three"

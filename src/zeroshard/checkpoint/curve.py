@@ -1,0 +1,40 @@
+"""What the bits of a run with leaves depend on beside its code and data: saved with it, and
+compared when it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from zeroshard.runtime.engine import Engine, states_of
+from zeroshard.system.device import Device
+
+__all__ = ["curve_of", "departures"]
+
+
+def curve_of(engine: Engine) -> dict[str, str]:
+    """Return the tree of `engine`'s leaves, and with what its kernels run; empty without leaves."""
+    states = states_of(engine)
+    if states.tree is None:
+        return {}
+    kind = states.device.type
+    return {
+        "leaves": str(states.tree),
+        "torch": torch.__version__,
+        "device": kind if kind == "cpu" else Device.of(states.device).facts()["name"],
+        "vector instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def departures(saved: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """Return in which respects a run goes on otherwise than it was `saved`; empty where it had no
+    leaves, of which nothing was promised.
+    """
+    return [
+        f"{name} was {value} and is {here.get(name, 'not set')}"
+        for name, value in saved.items()
+        if here.get(name) != value
+    ]

@@ -1,0 +1,150 @@
+"""The tree of additions that a step's gradient is: fixed by the leaves, not by the ranks.
+
+A step's batch is V numbered micro-batches, the *leaves*. Their gradients are added in a binary
+tree over the leaf numbers, so that the sum does not depend on who computes a leaf::
+
+    8          ((0+1) + (2+3)) + ((4+5) + (6+7))
+    6          ((0+1) + (2+3)) + (4+5)              split at the largest power of two below the size
+    "3x2"      ((0+1) + (2+3)) + (4+5)              declared: three nodes of two, added in order
+    "2x3"      ((0+1) + 2) + ((3+4) + 5)
+
+What arrives in leaf order is added to a binary counter: partial sums of complete subtrees, of which
+`Tree.cover` says those of any range, and `Tree.merges` which two are added next. A range of leaves
+that is one node of the tree is one partial sum, whoever computes it.
+
+Everything here is pure. Cost: O(depth) per question, remembered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+from zeroshard.core.layout import Range
+
+__all__ = ["Expression", "Tree", "balanced", "deal", "placed", "rounds"]
+
+# a position, or the sum of two, the left one first
+Expression: TypeAlias = "int | tuple[Expression, Expression]"
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The tree over leaves 0 to `leaves` - 1; `radix`: the sizes of its levels, from the root
+    (empty: binary).
+    """
+
+    leaves: int
+    radix: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.leaves < 1 or (self.radix and math.prod(self.radix) != self.leaves):
+            raise ValueError(f"no tree of {self.leaves} leaves and levels {self.radix}")
+
+    @classmethod
+    def parse(cls, declared: int | str) -> Tree:
+        """Return the tree that `declared` stands for: 16, "16" or "3x2x2". Raises ValueError."""
+        try:
+            sizes = [int(size) for size in str(declared).lower().split("x")]
+        except ValueError:
+            sizes = []
+        if isinstance(declared, bool) or not sizes or min(sizes) < 1:
+            raise ValueError(f"a number of leaves or levels such as '3x2x2', not {declared!r}")
+        return cls(math.prod(sizes), tuple(sizes) if len(sizes) > 1 else ())
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self.radix or (self.leaves,)))
+
+    def cover(self, start: int, stop: int) -> tuple[Range, ...]:
+        """Return the largest nodes of the tree that make up leaves `start` to `stop`, in order."""
+        return _cover(self, 0, self.leaves, start, stop)
+
+    def is_node(self, start: int, stop: int) -> bool:
+        """Whether the sum of leaves `start` to `stop` is a node of the tree."""
+        return len(self.cover(start, stop)) == 1
+
+    def merges(self, left: Range, right: Range) -> bool:
+        """Whether the tree adds the nodes `left` and `right`, in this order, to one."""
+        return left[1] == right[0] and self.is_node(left[0], right[1])
+
+    def expression(self, start: int, stop: int) -> Expression:
+        """Return how leaves `start` to `stop`, one node, are added, counted from `start`."""
+        assert self.is_node(start, stop), (self, start, stop)
+        return _expression(self, start, stop, start)
+
+    def split(self, start: int, stop: int) -> int:
+        """Return where node [start, stop) of two or more leaves is cut in two."""
+        size = stop - start
+        if not self.radix:
+            return start + (1 << (size - 1).bit_length() - 1)
+        child = self.leaves
+        for number in self.radix:
+            child //= number
+            if child < size:
+                break
+        return stop - child
+
+    @property
+    def most_partials(self) -> int:
+        """The most partial sums that a binary counter holds beside the one that arrives."""
+        return max(len(self.cover(0, stop)) for stop in range(1, self.leaves + 1))
+
+
+@lru_cache(maxsize=1 << 14)
+def _cover(tree: Tree, low: int, high: int, start: int, stop: int) -> tuple[Range, ...]:
+    """Return the largest nodes inside node [low, high) that lie in [start, stop)."""
+    if start >= high or stop <= low:
+        return ()
+    if start <= low and high <= stop:
+        return ((low, high),)
+    middle = tree.split(low, high)
+    return _cover(tree, low, middle, start, stop) + _cover(tree, middle, high, start, stop)
+
+
+@lru_cache(maxsize=1 << 12)
+def _expression(tree: Tree, low: int, high: int, base: int) -> Expression:
+    if high - low == 1:
+        return low - base
+    middle = tree.split(low, high)
+    return _expression(tree, low, middle, base), _expression(tree, middle, high, base)
+
+
+@lru_cache(maxsize=1 << 10)
+def balanced(num_nodes: int, node_size: int = 1) -> Expression:
+    """Return the tree over ranks: over those of each node, and over the nodes. Where `node_size` is
+    a power of two it is that of all ranks, however they form nodes.
+    """
+    assert num_nodes >= 1 and node_size >= 1, (num_nodes, node_size)
+    if num_nodes == 1:
+        return Tree(node_size).expression(0, node_size)
+    middle = Tree(num_nodes).split(0, num_nodes)
+    left, right = balanced(middle, node_size), balanced(num_nodes - middle, node_size)
+    return left, placed(right, range(middle * node_size, num_nodes * node_size))
+
+
+def placed(expression: Expression, positions: Sequence[int]) -> Expression:
+    """Return `expression` with ``positions[i]`` in place of every i."""
+    if isinstance(expression, int):
+        return positions[expression]
+    return placed(expression[0], positions), placed(expression[1], positions)
+
+
+def deal(leaves: int, num_ranks: int) -> list[int]:
+    """Return how many of the `leaves` each of `num_ranks` equal ranks computes."""
+    each, left = divmod(leaves, num_ranks)
+    return [each + (rank < left) for rank in range(num_ranks)]
+
+
+def rounds(counts: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Return, of each round, in which a rank computes one leaf at most, the (rank, leaf) pairs in
+    leaf order; rank r computes ``counts[r]`` leaves. Every leaf is dealt once, in order.
+    """
+    out, leaf = [], 0
+    for number in range(max(counts)):
+        there = [rank for rank, count in enumerate(counts) if count > number]
+        out.append([(rank, leaf + place) for place, rank in enumerate(there)])
+        leaf += len(there)
+    return out

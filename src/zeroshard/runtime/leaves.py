@@ -1,0 +1,122 @@
+"""The leaves of a step: numbered micro-batches whose gradients are added in a tree that does not
+depend on the ranks (core/tree.py).
+
+    for leaf in engine.leaves(step):         3 ranks, 8 leaves
+                                             round 0   rank 0: 0   rank 1: 1   rank 2: 2
+                                             round 1   rank 0: 3   rank 1: 4   rank 2: 5
+                                             round 2   rank 0: 6   rank 1: 7   rank 2 shadows
+
+Of a round each rank computes one leaf at most, and its gradients are reduced: the owner of a slice
+forms the sums that are nodes of the tree (`Leaves.sums`) and adds them to a binary counter
+(runtime/grad.py). A rank without a leaf takes part in gathers and reduces, and nothing of it is
+added.
+
+Invariant: inside a round every rank runs one backward, and no gradient of it is left to a later
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from zeroshard.core.layout import Range
+from zeroshard.core.placement import Mesh
+from zeroshard.core.tree import Expression, Tree, balanced, placed, rounds
+from zeroshard.errors import StateError
+
+__all__ = ["Leaves"]
+
+
+class Leaves:
+    """The leaves of one engine, and the round that is under way."""
+
+    def __init__(self, tree: Tree, counts: Sequence[int], mesh: Mesh, rank: int) -> None:
+        """Rank r of `mesh` computes ``counts[r]`` leaves of each step."""
+        self.tree = tree
+        self._ranks = balanced(mesh.num_nodes, mesh.node_size)
+        self._rank = rank
+        self._rounds = rounds(counts)
+        self._sums = [self._sums_of(dealt) for dealt in self._rounds]
+        self.abandon()
+
+    def _sums_of(
+        self, dealt: Sequence[tuple[int, int]]
+    ) -> tuple[tuple[Range, ...], tuple[Expression, ...]]:
+        """Return which nodes of the tree the leaves of a round make up, and how the ranks' parts
+        add up to each; empty for one sum of all ranks as it is formed without leaves.
+        """
+        first = dealt[0][1]
+        ranks = [rank for rank, _ in dealt]
+        spans = self.tree.cover(first, first + len(dealt))
+        sums = tuple(
+            placed(self.tree.expression(*span), ranks[span[0] - first : span[1] - first])
+            for span in spans
+        )
+        return spans, () if sums == (self._ranks,) else sums
+
+    def abandon(self) -> None:
+        """No step is under way, and nothing of one is left."""
+        self._number: int | None = None
+        self._has_backward = False
+        self.is_partial = False  # some leaves of the step are there, and others to come
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step's loop is under way."""
+        return self._number is not None
+
+    # ------------------------------------------------------------------ the round under way
+
+    def __iter__(self) -> Iterator[int | None]:
+        """Go through the rounds of a step; yields this rank's leaf, None where it has none."""
+        try:
+            for number, dealt in enumerate(self._rounds):
+                leaf = dict(dealt).get(self._rank)
+                self._number, self._has_backward, self.is_partial = number, False, True
+                yield leaf
+                if not self._has_backward:
+                    raise StateError(
+                        f"leaf {leaf}: no backward has run: call engine.backward(loss) once for"
+                        " every leaf of engine.leaves()"
+                    )
+            self.is_partial = False
+        finally:
+            self._number = None
+
+    def begin_backward(self, *, has_late: bool) -> None:
+        """A backward begins; `has_late`: gradients have come after their unit had been reduced.
+        Raises StateError where it is none of a leaf, or the second one.
+        """
+        if self._number is None:
+            raise StateError(
+                f"leaves={self.tree}: a backward outside of engine.leaves(): run each in a loop"
+                " `for leaf in engine.leaves(step)`"
+            )
+        if self._has_backward:
+            raise StateError(
+                "a second backward inside one leaf: its gradients would be another leaf's; add the"
+                " losses, or count more leaves"
+            )
+        if has_late:
+            raise StateError(
+                "gradients of the leaf before came after their unit had been reduced (a checkpoint"
+                " inside a checkpoint, or a weight used outside its module): they cannot be put"
+                " into the tree"
+            )
+        self._has_backward = True
+
+    @property
+    def spans(self) -> tuple[Range, ...]:
+        """The leaves of the sums that a reduce of this round forms."""
+        return self._sums[self._round][0]
+
+    @property
+    def sums(self) -> tuple[Expression, ...]:
+        """How their parts add up (ReduceRequest.sums)."""
+        return self._sums[self._round][1]
+
+    @property
+    def _round(self) -> int:
+        if self._number is None:
+            raise StateError(f"leaves={self.tree}: gradients outside of engine.leaves()")
+        return self._number

@@ -1,0 +1,403 @@
+"""One run, one curve: with ``leaves=V`` the weights are the same, to the bit, on any number of
+ranks, in every row, on every tier, over one level or two.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from tests.support.families import FAMILIES, TINY
+from tests.support.harness import run_ranks
+from zeroshard.core.tensor_digest import digest_of
+
+LEAVES = 8
+ROWS = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
+
+
+class Model(nn.Module):
+    """Two blocks with dropout around an embedding; `both`: whether the second one runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 24)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 50), nn.GELU(), nn.Linear(50, 24))
+            for _ in range(2)
+        )
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(24, 31, bias=False)
+
+    def forward(self, tokens: torch.Tensor, *, both: bool = True) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks if both else self.blocks[:1]:
+            hidden = hidden + self.dropout(block(hidden))
+        logits = self.head(hidden)
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way to train."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    no_sync: bool = False
+    weighted: bool = False
+    skips: bool = False  # half of the leaves do not run the second block
+    leaves: int | str = LEAVES
+    family: str = ""  # in place of Model
+    steps: int = 3
+    shares: Sequence[float] = ()  # of ranks in turn, for `uneven`
+    uneven: str = ""  # the option that gets them: "shares" or "batch_shares"
+
+    def on(self, world: int) -> Run:
+        """Return it with shares for `world` ranks."""
+        if not self.uneven or world == 1:
+            return self
+        parts = [self.shares[rank % len(self.shares)] for rank in range(world)]
+        return replace(
+            self, options=self.options | {self.uneven: [part / sum(parts) for part in parts]}
+        )
+
+
+def tokens_of(step: int, leaf: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + leaf)
+    return torch.randint(31, (2, 7), generator=generator)
+
+
+class Training:
+    """A run under way on this rank."""
+
+    def __init__(self, run: Run) -> None:
+        torch.manual_seed(0)
+        family = FAMILIES[run.family] if run.family else None
+        self.run, self.family = run, family
+        self.model = Model() if family is None else family.model(TINY)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        self.optimizer = optimizer
+        self.engine = zs.shard(
+            self.model, optimizer, leaves=run.leaves, stall_timeout_s=20, **run.options
+        )
+        self.norms: list[torch.Tensor] = []
+
+    def loss(self, step: int, leaf: int) -> torch.Tensor:
+        if self.family is not None:
+            return self.family.loss(self.model, self.family.data(TINY, leaf, step))
+        both = not self.run.skips or leaf % 2 == 0
+        loss: torch.Tensor = self.model(tokens_of(step, leaf), both=both)
+        return loss
+
+    def step(self, step: int) -> None:
+        run, engine = self.run, self.engine
+        before = torch.get_rng_state()
+        for leaf in engine.leaves(step):
+            loss = self.loss(step, leaf)
+            # sums that fp64 would round
+            weight = 1.1 * 10.0 ** (3 * (leaf % 5) - 6) if run.weighted else None
+            if run.no_sync:
+                with engine.no_sync():
+                    engine.backward(loss, weight=weight)
+            else:
+                engine.backward(loss, weight=weight)
+        assert torch.equal(torch.get_rng_state(), before)
+        self.norms.append(engine.clip_grad_norm_(0.5).reshape(1))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+    def end(self) -> str:
+        """Return the hash of weights and norms, on rank 0."""
+        state = self.engine.full_state_dict()
+        self.engine.close()
+        return digest_of(*(state[name] for name in sorted(state)), *self.norms) if state else ""
+
+
+def _hashes(rank: int, world: int, runs: Sequence[Run]) -> list[str]:
+    out = []
+    for run in runs:
+        training = Training(run.on(world))
+        for step in range(run.steps):
+            training.step(step)
+        out.append(training.end())
+    return out
+
+
+def hashes(world: int, runs: Sequence[Run], timeout: float = 200) -> list[str]:
+    """Return the hash of each of `runs` on `world` ranks."""
+    found: list[str] = run_ranks(world, _hashes, runs, timeout=timeout)[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """The hash of one rank, all of whose states are on the device."""
+    return hashes(1, [Run()])[0]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_row_on_any_number_of_ranks_trains_to_one_hash(world: int, expected: str) -> None:
+    found = dict(zip(ROWS, hashes(world, [Run({"policy": row}) for row in ROWS]), strict=True))
+    assert set(found.values()) == {expected}, found
+
+
+def _nodes(size: int, **options: Any) -> Run:
+    return Run(
+        {"comm": {"node_size": size, "transport": "gloo"} | options.pop("comm", {})} | options
+    )
+
+
+def _tiers(tier: str, **options: Any) -> dict[str, Any]:
+    return {"offload": dict.fromkeys(("weight", "grad", "optimizer"), tier) | options}
+
+
+def test_nodes_tiers_budgets_and_shares_train_to_the_same_hash(
+    expected: str, tmp_path: Path
+) -> None:
+    runs = {
+        "two levels": _nodes(2, stage=2, comm={"hierarchical": True}),
+        "flat": _nodes(2, stage=1, comm={"hierarchical": False}),
+        **{row: _nodes(2, policy=row) for row in ("hpz", "mics", "hfsdp")},
+        "host": Run({"stage": 3} | _tiers("host")),
+        "half on the host": Run({"stage": 3} | _tiers("host", fraction=0.5)),
+        "disk": Run({"stage": 3} | _tiers("disk", disk_path=str(tmp_path))),
+        "budget": Run({"stage": 3, "accumulation_budget": 40_000}),
+        "uneven states": Run({"stage": 3}, uneven="shares", shares=(1, 2, 3)),
+        "uneven ranks": Run({"stage": 3}, uneven="batch_shares", shares=(1, 2, 3)),
+        "uneven ranks, ddp": Run({"stage": 0}, uneven="batch_shares", shares=(3, 1)),
+        "no_sync": Run({"stage": 1}, no_sync=True),
+        "no_sync, stage 3": Run({"stage": 3}, no_sync=True),
+    }
+    found = dict(zip(runs, hashes(4, list(runs.values())), strict=True))
+    assert set(found.values()) == {expected}, found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_weights_of_losses_units_that_leaves_skip_and_bf16_do_not_part_worlds(world: int) -> None:
+    kinds = [
+        Run(weighted=True),
+        Run(skips=True),
+        Run({"precision": "bf16"}),
+        Run({"precision": "fp16"}),
+        Run(leaves="3x2x2"),
+        Run(leaves=7),
+    ]
+    runs = [replace(kind, options=kind.options | {"stage": 3}) for kind in kinds]
+    runs += [replace(kind, options=kind.options | {"stage": 1}) for kind in kinds]
+    alone, found = hashes(1, kinds), hashes(world, runs)
+    assert found == alone + alone
+    assert len(set(alone)) == len(kinds), "they are other runs"
+
+
+def test_declared_levels_are_another_tree() -> None:
+    binary, declared, flat = hashes(1, [Run(leaves=6), Run(leaves="2x3"), Run(leaves="3x2")])
+    assert binary == flat != declared
+
+
+def _drawn(rank: int, world: int) -> dict[tuple[int, int], float]:
+    """Return a random number drawn in every leaf of two steps on this rank."""
+    training, out = Training(Run()), {}
+    for step in range(2):
+        for leaf in training.engine.leaves(step, seed=5):
+            out[step, leaf] = float(torch.rand(()))
+            training.engine.backward(training.loss(step, leaf))
+        training.optimizer.zero_grad()
+    training.engine.close()
+    return out
+
+
+def test_every_leaf_has_random_numbers_of_its_own_whoever_computes_it() -> None:
+    (alone,) = run_ranks(1, _drawn)
+    assert len(set(alone.values())) == len(alone) == 2 * LEAVES
+    of_ranks = run_ranks(3, _drawn)
+    assert {place: number for drawn in of_ranks for place, number in drawn.items()} == alone
+
+
+# ------------------------------------------------------------------------------------ changed ranks
+
+
+def _saved(rank: int, world: int, run: Run, steps: range, path: Path) -> tuple[str, list[str]]:
+    """Go on from `path` where it holds a step; train `steps`, and save the last one. Return the
+    hash of the weights, and what was logged about the curve.
+    """
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroshard").addHandler(handler)
+    training = Training(run)
+    states = {"scheduler": training.scheduler}
+    if zs.latest_step(path) is not None:
+        zs.load(path, training.engine, states=states)
+    for step in steps:
+        training.step(step)
+    zs.save(path, training.engine, step=steps.stop, states=states)
+    training.norms.clear()
+    logging.getLogger("zeroshard").removeHandler(handler)
+    return training.end(), [record for record in records if "curve" in record]
+
+
+def test_a_run_goes_on_with_other_ranks_and_rows_on_the_same_curve(tmp_path: Path) -> None:
+    whole = run_ranks(2, _saved, Run({"stage": 2}), range(4), tmp_path / "whole")[0]
+    parts = [(4, 3, range(1)), (3, 1, range(1, 2)), (1, 0, range(2, 3)), (2, 3, range(3, 4))]
+    for world, stage, steps in parts:
+        found = run_ranks(world, _saved, Run({"stage": stage}), steps, tmp_path / "parts")[0]
+        assert not found[1]
+    assert found[0] == whole[0]
+    other = Run({"stage": 2}, leaves=4)
+    _, told = run_ranks(2, _saved, other, range(4, 5), tmp_path / "parts")[0]
+    assert len(told) == 1 and "leaves was 8 and is 4" in told[0]
+
+
+def _repartitioned(rank: int, world: int, changes: Sequence[dict[str, Any]]) -> str:
+    training = Training(Run({"policy": "ddp"}))
+    for step, change in enumerate([{}, *changes]):
+        if change:
+            training.engine.repartition(**change)
+        training.step(step)
+    return training.end()
+
+
+def test_repartition_between_steps_changes_no_bit() -> None:
+    changes = [{"policy": "zero3"}, {"policy": "zero1", "offload": {"optimizer": "host"}}]
+    alone = run_ranks(1, _repartitioned, [{}, {}])[0]
+    assert run_ranks(3, _repartitioned, changes)[0] == alone
+
+
+# ---------------------------------------------------------------------------------------- bad input
+
+
+def _refusals(rank: int, world: int) -> dict[str, str]:
+    """Return what every wrong use raises."""
+
+    def raised(act: Callable[[], object]) -> str:
+        try:
+            act()
+        except (zs.ZeroshardError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    out: dict[str, str] = {}
+    model = Model()
+
+    def made(**options: Any) -> Callable[[], object]:
+        return lambda: zs.shard(Model(), leaves=8, stall_timeout_s=20, **options)
+
+    out["few"] = raised(lambda: zs.shard(Model(), leaves=world - 1))
+    out["levels"] = raised(lambda: zs.shard(Model(), leaves="3x"))
+    out["differs"] = raised(lambda: zs.shard(Model(), leaves=8 + rank, stall_timeout_s=20))
+    out["codec"] = raised(made(comm={"grad_codec": "int8"}))
+    out["ordered"] = raised(made(comm={"ordered": False}))
+    out["rounded"] = raised(made(precision=zs.Precision("bf16", accumulate="bf16")))
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    out["batch norm"] = raised(lambda: zs.shard(norm, leaves=8))
+    out["no share"] = raised(made(batch_shares=[1.0, 0.0]))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zs.shard(model, optimizer, leaves=4, stage=2, stall_timeout_s=20)
+
+    def backward() -> None:
+        engine.backward(model(tokens_of(0, 0)))
+
+    out["outside"] = raised(backward)
+    engine.reset()
+
+    def walk(inside: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            for _ in engine.leaves(0):
+                inside()
+
+        return run
+
+    out["no backward"] = raised(walk(lambda: None))
+    engine.reset()
+    out["twice"] = raised(walk(lambda: (backward(), backward())))
+    engine.reset()
+    out["cleared"] = raised(walk(lambda: (backward(), optimizer.zero_grad())))
+    engine.reset()
+    out["read"] = raised(walk(lambda: (backward(), engine.clip_grad_norm_(1.0))))
+    engine.reset()
+
+    def left() -> None:
+        for _ in engine.leaves(0):
+            backward()
+            break
+        optimizer.step()
+
+    out["left"] = raised(left)
+    engine.reset()
+    walk(backward)()
+    out["gradients there"] = raised(walk(backward))
+    optimizer.zero_grad()
+    out["join"] = raised(lambda: engine.join().__enter__())
+    out["accumulate"] = raised(lambda: engine.accumulate([0], lambda one: model(tokens_of(0, 0))))
+    walk(backward)()  # and on it goes
+    optimizer.step()
+    engine.close()
+    plain = zs.shard(Model(), stall_timeout_s=20)
+    out["not given"] = raised(lambda: plain.leaves(0))
+    plain.close()
+    return out
+
+
+def test_wrong_uses_are_refused_on_every_rank_in_one_line() -> None:
+    wanted = {
+        "few": "ConfigError: leaves=1 gives 1 micro-batches to 2 data parallel ranks",
+        "levels": "ConfigError: leaves='3x': a number of leaves or levels",
+        "differs": "PlanMismatch: the ranks disagree, first about 'leaves': rank 0: leaves = 8",
+        "codec": "ConfigError: leaves=8 fixes the bits of every sum, and comm.grad_codec='int8'",
+        "ordered": "ConfigError: leaves=8 fixes the bits of every sum, and comm.ordered=False",
+        "rounded": "ConfigError: leaves=8 adds gradients in fp32",
+        "batch norm": "ConfigError: leaves=8: the running statistics of module '1'",
+        "no share": "every rank needs one at least",
+        "outside": "StateError: leaves=4: a backward outside of engine.leaves()",
+        "no backward": "no backward has run",
+        "twice": "StateError: a second backward inside one leaf",
+        "cleared": "StateError: gradients were cleared between the leaves of a step",
+        "read": "StateError: leaves=4: some leaves of this step are missing",
+        "left": "StateError: leaves=4: some leaves of this step are missing",
+        "gradients there": "StateError: gradients rest here from before this step",
+        "join": "ConfigError: engine.join() does not run leaves=4",
+        "accumulate": "ConfigError: engine.accumulate() does not run leaves=4",
+        "not given": "ConfigError: engine.leaves() needs zs.shard(..., leaves=V)",
+    }
+    for found in run_ranks(2, _refusals):
+        assert set(found) == set(wanted)
+        for name, text in wanted.items():
+            assert text in found[name] and "\n" not in found[name], (name, found[name])
+
+
+# ------------------------------------------------------------------------------------------- slow
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama", "GPT-2 (tied head)"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fifty_steps_of_a_family_train_to_one_hash(
+    family: str, precision: str, tmp_path: Path
+) -> None:
+    base = Run({"precision": precision}, family=family, steps=50)
+    alone = hashes(1, [base], timeout=600)[0]
+
+    def run(**options: Any) -> Run:
+        return replace(base, options=base.options | options)
+
+    comm = {"node_size": 2, "transport": "gloo"}
+    for world in (2, 3, 4, 5, 8):
+        runs = {f"stage {stage}": run(stage=stage) for stage in range(4)}
+        if world % 2 == 0:
+            runs |= {f"stage {stage}, nodes": run(stage=stage, comm=comm) for stage in range(4)}
+        if world % 2 == 0 and world > 2:
+            runs |= {row: run(policy=row, comm=comm) for row in ("hpz", "mics", "hfsdp")}
+        runs["host"] = run(stage=3, **_tiers("host", fraction=0.5))
+        runs["disk"] = run(stage=3, **_tiers("disk", disk_path=str(tmp_path)))
+        runs["uneven"] = replace(run(stage=2), uneven="shares", shares=(1, 2))
+        found = dict(zip(runs, hashes(world, list(runs.values()), timeout=1500), strict=True))
+        assert set(found.values()) == {alone}, (world, found)
