@@ -22,15 +22,16 @@ elements of a block differ 2**-33, if it was not made to be.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 import xxhash
 
-from zeroshard.core.layout import ALIGN
-from zeroshard.core.tensor_digest import CHUNK_BYTES, ODD, mixed
+from zeroshard.core.layout import ALIGN, Slot
+from zeroshard.core.tensor_digest import CHUNK_BYTES, ODD, digest_of, mixed
 
-__all__ = ["MASK", "block_total", "place_of", "placed_sum"]
+__all__ = ["MASK", "block_total", "place_of", "placed_sum", "whole_digest"]
 
 MASK = (1 << 64) - 1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element
@@ -93,6 +94,17 @@ def _keys(num_words: int, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
 def _chunk_words(data: torch.Tensor) -> int:
     return _CACHED_WORDS if data.device.type == "cpu" else CHUNK_BYTES // 8
+
+
+def whole_digest(buffer: torch.Tensor, slots: Sequence[Slot]) -> int | torch.Tensor:
+    """Return a digest of the parameters that a whole buffer holds, without the padding between
+    them: on the CPU at the speed of memory, elsewhere a number there, int64 [1].
+    """
+    views = [buffer[slot.offset : slot.stop] for slot in slots]
+    if buffer.device.type == "cpu":
+        return int(digest_of(*views), 16)
+    places = [place_of(slot.name) for slot in slots]
+    return torch.cat(list(map(block_total, views, places))).sum()
 
 
 def place_of(name: str) -> int:

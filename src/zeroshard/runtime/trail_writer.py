@@ -31,11 +31,10 @@ from typing import Any, BinaryIO
 import torch
 import xxhash
 
-from zeroshard.core.layout import Piece, Slot
+from zeroshard.core.layout import Piece
 from zeroshard.core.placement import Scope
-from zeroshard.core.sliced_digest import MASK, block_total, place_of
+from zeroshard.core.sliced_digest import MASK, block_total, place_of, whole_digest
 from zeroshard.core.split import tiles
-from zeroshard.core.tensor_digest import digest_of
 from zeroshard.core.trail import FORMAT
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.runtime.access import StateAccess
@@ -198,14 +197,16 @@ class TrailWriter:
         for unit in () if hashes is None else self._coming:
             if hashes is not None and not hashes.has("gather", unit.name):
                 for segment in unit.segments:
-                    number = _whole(segment.flat.full, segment.flat.layout.slots)
+                    number = whole_digest(segment.flat.full, segment.flat.layout.slots)
                     hashes.add("gather", unit.name, number)
 
     def handed_over(self, key: str, buffer: torch.Tensor | None) -> None:
         """This rank's gradient of segment `key` is about to be sent (`Leaves.handed_over`)."""
         if self._hashes is not None and buffer is not None:
             unit, segment = self._by_key[key]
-            self._hashes.add(f"leaf {self._leaf}", unit, _whole(buffer, segment.flat.layout.slots))
+            self._hashes.add(
+                f"leaf {self._leaf}", unit, whole_digest(buffer, segment.flat.layout.slots)
+            )
 
     def _summed(self) -> None:
         if self._hashes is not None:
@@ -240,7 +241,7 @@ class TrailWriter:
             for unit, segment in self._trained:
                 segment.wait_uploads()
                 self._add_state("master", unit, segment, segment.master, hashes)
-                if segment.master_is_weight and len(unit.trainable) == 1:
+                if segment.own_master is None and len(unit.trainable) == 1:
                     hashes.copy("published", "master", unit.name)
                 else:
                     self._add_state("published", unit, segment, segment.weight, hashes)
@@ -297,17 +298,6 @@ class TrailWriter:
                 for key, value in numbers.items():
                     text = f"{shard.name} {_text(value)}"
                     hashes.add(f"state {key}", unit, xxhash.xxh3_64_intdigest(text.encode()))
-
-
-def _whole(buffer: torch.Tensor, slots: Sequence[Slot]) -> _Number:
-    """Return a digest of the parameters in a whole buffer, without the padding between them."""
-    views = [buffer[slot.offset : slot.stop] for slot in slots]
-    if buffer.device.type == "cpu":
-        return int(digest_of(*views), 16)
-    totals = [
-        block_total(view, place_of(slot.name)) for view, slot in zip(views, slots, strict=True)
-    ]
-    return torch.cat(totals).sum()
 
 
 def _text(value: object) -> str:
