@@ -93,6 +93,7 @@ TRAINED: dict[str, Call] = {
     "engine.clip_grad_norm_": lambda r: r.engine.clip_grad_norm_(1.0),
     "engine.full_grad": lambda r: r.engine.full_grad(r.parameter),
     "engine.join": _joined,
+    "engine.leaves": lambda r: r.engine.leaves(),
     "engine.offload_states": lambda r: r.engine.offload_states(),
     "engine.optimizer_part": lambda r: r.engine.optimizer_part(),
     "engine.repartition": lambda r: r.engine.repartition(stage=2),
@@ -137,8 +138,11 @@ ALWAYS: dict[str, Call] = {
     "optimizer.zero_grad": lambda r: r.optimizer.zero_grad(),
     "zs.memory_table": lambda r: zs.memory_table(r.engine),
 }
-# follow() takes a schedule and asks for no state; what ends the engine or the state of it
-ELSEWHERE = {"engine.follow", "engine.close", "engine.reload_states", "saver.close"}
+# follow() takes a schedule, trail() a run with leaves, and neither asks for a state; what ends the
+# engine or the state of it
+ELSEWHERE = {
+    "engine.follow", "engine.trail", "engine.close", "engine.reload_states", "saver.close",
+}  # fmt: skip
 
 
 def test_every_public_call_is_in_one_of_the_tables() -> None:

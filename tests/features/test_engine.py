@@ -9,10 +9,10 @@ from tests.support.training import make_model, make_sharded, take_steps
 NAMES = {
     "it is": "module optimizer policy precision rank world units",
     "messages": "exchange",
-    "a step": "accumulate attach backward clip_grad_norm_ follow join loss_scale no_sync"
+    "a step": "accumulate attach backward clip_grad_norm_ follow join leaves loss_scale no_sync"
     " steps_skipped",
     "parameters, gradients, state": "gathered full_state_dict full_grad optimizer_part",
-    "reports": "memory traffic reset_traffic trace offload_fraction",
+    "reports": "memory traffic reset_traffic trace trail offload_fraction",
     "phases and the end": "offload_states reload_states repartition reset close",
 }
 
