@@ -207,7 +207,7 @@ def class_rows(trees: shape_names.Trees) -> Iterator[Row]:
     waiting = [where for where, node in classes if "wait" in shape_names.methods(node)]
     yield Row("attributes of a class: maximum", *held)
     yield Row("methods of a class: maximum", *own)
-    yield Row("methods of a class with its bases: maximum", *whole, limit=38)
+    yield Row("methods of a class with its bases: maximum", *whole, limit=39)
     yield Row("attributes stored from outside in runtime", len(stores), limit=6)
     yield Row("classes with wait()", len(waiting), " ".join(waiting), limit=17, aim=2)
 

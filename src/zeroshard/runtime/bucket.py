@@ -301,6 +301,8 @@ class Bucket:
         if with_earlier and self.has_sum:
             self._move_sum(make_room)
         self._zero_unfilled()
+        for listener in [] if self._leaves is None else self._leaves.handed_over:
+            listener(self.key, self.buffer)
         if self._counter is not None and self._counts_up(self._counter, make_room):
             return None
         accumulator, (resting, fresh) = self.accumulator, self.accumulator.open()

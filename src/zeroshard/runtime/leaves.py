@@ -21,8 +21,10 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+
+import torch
 
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Mesh
@@ -46,6 +48,8 @@ class Leaves:
         self._rank = rank
         self._rounds = rounds(counts)
         self._sums = [self._sums_of(dealt) for dealt in self._rounds]
+        # called with a segment's key and this rank's gradient of it, None where it has none
+        self.handed_over: list[Callable[[str, torch.Tensor | None], None]] = []
         stops = list(accumulate(counts))
         of_ranks = [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
         # whether each rank adds up its own leaves
