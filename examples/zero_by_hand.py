@@ -81,19 +81,19 @@ sent_bytes = 0
 
 
 def reduce_scatter(whole: Tensor) -> Tensor:
-    """Return the sum over all ranks of this rank's slice of `whole`.
-
-    `dist.reduce_scatter_tensor` adds in an order that depends on the algorithm. Here the slices are
-    exchanged and added in rank order, so that the bits depend on nothing.
-    """
+    """Return the sum over all ranks of this rank's slice of `whole`, by a tree over the ranks."""
     global sent_bytes
     received = torch.empty_like(whole)
     dist.all_to_all_single(received, whole)
-    first, *others = received.chunk(dist.get_world_size())
-    for other in others:
-        first = first + other
-    sent_bytes += 4 * (whole.numel() - first.numel())
-    return first.clone()
+    slices = received.chunk(dist.get_world_size())
+    sent_bytes += 4 * (whole.numel() - slices[0].numel())
+    return tree_sum(slices).clone()
+
+
+def tree_sum(slices: tuple[Tensor, ...]) -> Tensor:
+    """Return ((0 + 1) + (2 + 3)) + ..., cut at the largest power of two below their number."""
+    half = 1 << (len(slices) - 1).bit_length() - 1 if len(slices) > 1 else 0
+    return tree_sum(slices[:half]) + tree_sum(slices[half:]) if half else slices[0]
 
 
 def all_gather(whole: Tensor, mine: Tensor) -> None:

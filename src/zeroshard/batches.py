@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Sized
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from zeroshard.core.batch_shares import split_batch
-from zeroshard.core.tree import Tree, deal, rounds
+from zeroshard.core.tree import Tree
 from zeroshard.errors import ConfigError
+from zeroshard.runtime.engine import Engine, states_of
 
 __all__ = ["LeafSampler", "UnevenBatchSampler"]
 
@@ -29,8 +29,8 @@ class LeafSampler(Sampler[list[int]]):
     """The samples of every leaf of ``zs.shard(..., leaves=V)``, `size` of them each.
 
     ``sampler[step, leaf]`` is the list of a leaf's indices; as the ``batch_sampler`` of a
-    DataLoader it yields those of this rank's leaves, in the order of ``engine.leaves()``, to the
-    end of the epoch::
+    DataLoader it yields those of the leaves that `engine` gives this rank, in the order of
+    ``engine.leaves()``, to the end of the epoch::
 
         loader = iter(DataLoader(data, batch_sampler=sampler))
         for step in range(sampler.num_steps):
@@ -47,29 +47,18 @@ class LeafSampler(Sampler[list[int]]):
         leaves: int | str,
         size: int,
         *,
-        rank: int | None = None,
-        num_ranks: int | None = None,
-        batch_shares: Sequence[float] | None = None,
+        engine: Engine | None = None,
         seed: int | None = 0,
     ) -> None:
-        """`data` is the dataset, or the number of its samples; `rank` of `num_ranks` is this one
-        among the data parallel ranks (None: among all); `seed` shuffles every epoch anew (None: in
-        order). Raises ConfigError where a rank has no leaf, or the data none for a step.
+        """`data` is the dataset, or the number of its samples; `engine` says who computes which
+        leaf, where this is iterated; `seed` shuffles every epoch anew (None: in order). Raises
+        ConfigError where the engine has other leaves, or the data not enough for a step.
         """
         try:
             self._leaves = Tree.parse(leaves).leaves
         except ValueError as error:
             raise ConfigError(f"leaves={leaves!r}: {error}") from None
-        started = dist.is_available() and dist.is_initialized()
-        if rank is None:
-            rank = dist.get_rank() if started else 0
-        if num_ranks is None:
-            num_ranks = dist.get_world_size() if started else 1
-        shares = batch_shares
-        counts = split_batch(self._leaves, shares) if shares else deal(self._leaves, num_ranks)
-        if not 0 <= rank < len(counts) or min(counts) < 1:
-            raise ConfigError(f"rank={rank} of {num_ranks} ranks: the leaves of each are {counts}")
-        self._own = [leaf for dealt in rounds(counts) for other, leaf in dealt if other == rank]
+        self._engine = engine
         self._numel = data if isinstance(data, int) else len(data)
         self._size = size
         self.num_steps = self._numel // (self._leaves * size) if size > 0 else 0
@@ -77,6 +66,8 @@ class LeafSampler(Sampler[list[int]]):
             raise ConfigError(
                 f"{self._numel} samples are none for a step of {self._leaves} leaves of {size}"
             )
+        if engine is not None:
+            self._own()
         self._seed = seed
         self._order: tuple[int, list[int]] | None = None  # of the epoch used last
         self._first = 0
@@ -86,7 +77,7 @@ class LeafSampler(Sampler[list[int]]):
         self._first = step
 
     def __len__(self) -> int:
-        return (self.num_steps - self._first % self.num_steps) * len(self._own)
+        return (self.num_steps - self._first % self.num_steps) * len(self._own())
 
     def __getitem__(self, place: tuple[int, int]) -> list[int]:
         step, leaf = place
@@ -99,8 +90,23 @@ class LeafSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         first = self._first
         for step in range(first, first - first % self.num_steps + self.num_steps):
-            for leaf in self._own:
+            for leaf in self._own():
                 yield self[step, leaf]
+
+    def _own(self) -> list[int]:
+        """Return this rank's leaves, in order."""
+        if self._engine is None:
+            raise ConfigError(
+                "LeafSampler needs engine= where it is iterated: the engine deals the leaves out;"
+                " sampler[step, leaf] needs none"
+            )
+        tree = states_of(self._engine).tree
+        if tree is None or tree.leaves != self._leaves:
+            raise ConfigError(
+                f"LeafSampler has leaves={self._leaves}, and the engine"
+                f" {'none' if tree is None else tree.leaves}: give both the same"
+            )
+        return states_of(self._engine).own_leaves
 
     def _order_of(self, epoch: int) -> list[int]:
         if self._order is None or self._order[0] != epoch:

@@ -7,13 +7,15 @@
 A name is what `Streams` is told ("fork(gather)", "join(reduce)", "drain"), or the function of
 the library that waits, through whatever helpers: for an event ("Segment.wait_uploads"), for the
 whole device ("drain"), or as the host, in a copy that is not ``non_blocking``, ``Tensor.cpu()`` and
-``Tensor.tolist()``. What the host reads without waiting is NaN, or zero, until it has arrived.
+``Tensor.tolist()``. What the host reads without waiting is NaN, or the largest integer, until
+it has arrived.
 
 It patches torch and the engine's classes while a context is open. One process, any thread.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,6 +30,8 @@ from zeroshard.runtime.streams import AcceleratorStreams
 
 __all__ = ["Omission"]
 
+_LARGEST = {dtype: torch.iinfo(dtype).max for dtype in (torch.uint8, torch.int32, torch.int64)}
+_LARGEST |= {torch.bool: 1}
 # whose frames do not say who waits
 _BETWEEN = ("zeroshard/memory/", "zeroshard/core/work.py", "zeroshard/system/")
 
@@ -150,6 +154,7 @@ def _ours(module: Any, stream: torch.Stream) -> Any:
 
 def _without_waiting(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on the host that may arrive later."""
-    nothing = float("nan") if tensor.is_floating_point() else 0
-    out = torch.full(tensor.shape, nothing, dtype=tensor.dtype, pin_memory=True)
+    dtype = tensor.dtype
+    nothing = math.nan if tensor.is_floating_point() else _LARGEST[dtype]
+    out = torch.full(tensor.shape, nothing, dtype=dtype, pin_memory=True)
     return out.copy_(tensor.detach(), non_blocking=True)

@@ -6,7 +6,7 @@ the same bits in all of them: a wait that is missing shows as another number.
     outcome = compare(rank, world, CASES["zero3 bf16"], QUICK)
     assert not outcome.found
 
-Cost: a run of three steps takes about a quarter of a second of CPU.
+Cost: a run of three steps takes about a tenth of a second of CPU.
 """
 
 from __future__ import annotations

@@ -101,7 +101,8 @@ class Training:
         before = torch.get_rng_state()
         for leaf in engine.leaves(step):
             loss = self.loss(step, leaf)
-            weight = 1.0 + 0.3 * leaf if run.weighted else None
+            # sums that fp64 would round
+            weight = 1.1 * 10.0 ** (3 * (leaf % 5) - 6) if run.weighted else None
             if run.no_sync:
                 with engine.no_sync():
                     engine.backward(loss, weight=weight)
@@ -196,9 +197,90 @@ def test_weights_of_losses_units_that_leaves_skip_and_bf16_do_not_part_worlds(wo
     assert len(set(alone)) == len(kinds), "they are other runs"
 
 
+def _reduced(rank: int, world: int, runs: Sequence[Run]) -> list[tuple[int, int]]:
+    """Return the calls and bytes of a step's reduces, for each run."""
+    out = []
+    for run in runs:
+        training = Training(run.on(world))
+        training.step(0)
+        training.engine.reset_traffic()
+        training.step(1)
+        traffic = training.engine.traffic()
+        calls = traffic.calls["reduce_scatter"]
+        out.append((calls // len(training.engine.units), traffic.bytes["reduce_scatter"]))
+        training.end()
+    return out
+
+
+def test_rows_that_keep_whole_gradients_reduce_once_where_ranks_have_a_subtree_each() -> None:
+    rows = [Run({"stage": stage}) for stage in (0, 1, 2)]
+    for of_rank in run_ranks(2, _reduced, [*rows, Run({"stage": 2}, leaves=2)]):
+        (calls, whole), (zero1, _), (zero2, shards), (_, once) = of_rank
+        assert calls == zero1 == 1 and zero2 == 4
+        assert whole == once and shards == 4 * once
+    for of_rank in run_ranks(3, _reduced, rows):
+        assert [calls for calls, _ in of_rank] == [3, 3, 3], "3 ranks have no subtree of 8 each"
+    declared = [Run({"stage": stage}, leaves="3x2x2") for stage in (0, 1)]
+    uneven = Run({"stage": 1}, uneven="batch_shares", shares=(2, 1, 1))
+    for of_rank in run_ranks(3, _reduced, [*declared, uneven]):
+        assert [calls for calls, _ in of_rank] == [1, 1, 1]
+    assert hashes(3, [*declared, uneven]) == hashes(1, [*declared, Run()])
+
+
 def test_declared_levels_are_another_tree() -> None:
     binary, declared, flat = hashes(1, [Run(leaves=6), Run(leaves="2x3"), Run(leaves="3x2")])
     assert binary == flat != declared
+
+
+def _sampled(rank: int, world: int, stage: int) -> list[tuple[tuple[int, int], list[int]]]:
+    """Return the samples of every leaf of three steps that a DataLoader would get here."""
+    training = Training(Run({"stage": stage}))
+    sampler = zs.LeafSampler(2 * 16 + 3, LEAVES, 2, engine=training.engine)
+    assert sampler.num_steps == 2
+    out = []
+    for start in (0, 2):
+        sampler.set_step(start)
+        batches = list(sampler)
+        assert len(batches) == len(sampler)
+        batches.reverse()
+        for step in (start, start + 1):
+            for leaf in training.engine.leaves(step):
+                out.append(((step, leaf), batches.pop()))
+                training.engine.backward(training.loss(step, leaf))
+            training.optimizer.zero_grad()
+    with pytest.raises(zs.ConfigError, match="leaves=4, and the engine 8"):
+        zs.LeafSampler(100, 4, 2, engine=training.engine)
+    training.engine.close()
+    return out
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_leaf_has_its_samples_whoever_computes_it(stage: int) -> None:
+    alone = dict(run_ranks(1, _sampled, stage)[0])
+    sampler = zs.LeafSampler(2 * 16 + 3, LEAVES, 2)
+    assert alone == {place: sampler[place] for place in alone} and len(alone) == 4 * LEAVES
+    for world in (2, 3):
+        dealt = [one for of_rank in run_ranks(world, _sampled, stage) for one in of_rank]
+        assert len(dealt) == len(alone) and dict(dealt) == alone
+
+
+def _drawn(rank: int, world: int) -> dict[tuple[int, int], float]:
+    """Return a random number drawn in every leaf of two steps on this rank."""
+    training, out = Training(Run()), {}
+    for step in range(2):
+        for leaf in training.engine.leaves(step, seed=5):
+            out[step, leaf] = float(torch.rand(()))
+            training.engine.backward(training.loss(step, leaf))
+        training.optimizer.zero_grad()
+    training.engine.close()
+    return out
+
+
+def test_every_leaf_has_random_numbers_of_its_own_whoever_computes_it() -> None:
+    (alone,) = run_ranks(1, _drawn)
+    assert len(set(alone.values())) == len(alone) == 2 * LEAVES
+    of_ranks = run_ranks(3, _drawn)
+    assert {place: number for drawn in of_ranks for place, number in drawn.items()} == alone
 
 
 # ------------------------------------------------------------------------------------ changed ranks

@@ -20,6 +20,7 @@ from tests.support.endless_link import Endless
 from tests.support.paced_link import Paced
 from zeroshard.comm.cpu import collectives
 from zeroshard.comm.transport import Transport
+from zeroshard.core.exact_sum import ExactSum
 from zeroshard.core.placement import Tier
 from zeroshard.core.residency import Residency, UnitState, Use
 from zeroshard.memory import MemoryCounter
@@ -425,6 +426,11 @@ def idle_gradient_bytes(engine: zs.Engine) -> dict[str, int]:
 def gradient_norm(engine: zs.Engine) -> torch.Tensor:
     """Return the 2-norm of the averaged gradients over all ranks, before any clipping."""
     return engine._finalizer.norm()
+
+
+def squares(engine: zs.Engine) -> ExactSum:
+    """Return the sum of squares of the averaged gradients of all ranks, not rounded. Collective."""
+    return engine._finalizer._squares()
 
 
 # --------------------------------------------------------------------------------------- optimizer

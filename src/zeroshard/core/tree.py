@@ -75,6 +75,20 @@ class Tree:
         assert self.is_node(start, stop), (self, start, stop)
         return _expression(self, start, stop, start)
 
+    def over(self, spans: Sequence[Range]) -> Expression:
+        """Return how the sums of `spans`, nodes that make up all leaves, are added; positions are
+        those in `spans`.
+        """
+        places = {span: place for place, span in enumerate(spans)}
+
+        def node(low: int, high: int) -> Expression:
+            if (low, high) in places:
+                return places[low, high]
+            middle = self.split(low, high)
+            return node(low, middle), node(middle, high)
+
+        return node(0, self.leaves)
+
     def split(self, start: int, stop: int) -> int:
         """Return where node [start, stop) of two or more leaves is cut in two."""
         size = stop - start

@@ -89,6 +89,12 @@ class StateAccess:
         return None if leaves is None else leaves.tree
 
     @property
+    def own_leaves(self) -> list[int]:
+        """This rank's leaves of a step, in order."""
+        leaves = self._context.leaves
+        return [] if leaves is None else leaves.of_rank
+
+    @property
     def device(self) -> torch.device:
         """Where the model computes."""
         return self._context.device

@@ -43,6 +43,7 @@ from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.grad import Accumulator
 from zeroshard.runtime.leaves import Leaves
+from zeroshard.runtime.partial_sums import BinaryCounter
 from zeroshard.state.gradient import Gradient
 from zeroshard.state.state import State
 from zeroshard.tier.store import Store
@@ -119,6 +120,9 @@ class Bucket:
         self._request = ReduceRequest(flat.key, layout.ranges, precision.wire, self._codec)
         self._leaves = context.leaves
         self._arriving: tuple[Sequence[Range], torch.Tensor] | None = None  # sums of leaves
+        self._counter: BinaryCounter | None = None  # of this rank's own leaves
+        if self._leaves is not None and self._leaves.is_local:
+            self._counter = BinaryCounter(self._leaves.tree, self.key, self._store)
         # nothing to sum: the buffer is the resting gradient
         alone = context.transport.size == 1 and self._leaves is None
         self._direct = alone and precision.wire is precision.accumulate
@@ -140,7 +144,9 @@ class Bucket:
         if self._node_sum is not None:
             out[Tier.DEVICE] += self._node_sum.nbytes
         if self.accumulator.partial_sums is not None:
-            out.update(self.accumulator.partial_sums.bytes_by_tier())
+            out.update(self.accumulator.partial_sums.later.bytes_by_tier())
+        if self._counter is not None:
+            out.update(self._counter.bytes_by_tier())
         return out
 
     @property
@@ -194,15 +200,17 @@ class Bucket:
         self.buffer = resting
         self.views = self.flat.buffer.views_of(resting)
 
-    def _borrow(self) -> None:
-        """Fill memory of the transport's, or with a codec of ours."""
+    def _borrow(self, dtype: torch.dtype | None = None) -> None:
+        """Fill memory of the transport's, or with a codec of ours; in the dtype of the wire, or in
+        another.
+        """
         numel, device = self.flat.layout.numel, self.flat.full.device
-        wire = self._request.dtype
+        wire = dtype or self._request.dtype
         if self._codec is None:
             self.buffer = self._lender.grad_buffer(self.key, numel, wire, device)
         else:
             self.buffer = self._memory.empty(numel, wire)
-        self.loan = self._meter.lend(self.buffer, self.num_bytes)
+        self.loan = self._meter.lend(self.buffer, self.buffer.nbytes)
         self.views = self.flat.buffer.views_of(self.buffer)
 
     @property
@@ -288,6 +296,8 @@ class Bucket:
         if with_earlier and self.has_sum:
             self._move_sum(make_room)
         self._zero_unfilled()
+        if self._counter is not None and self._counts_up(self._counter, make_room):
+            return None
         accumulator, (resting, fresh) = self.accumulator, self.accumulator.open()
         if self.buffer is not None and self.loan is None:
             self._close()
@@ -304,17 +314,52 @@ class Bucket:
         to_rest = Step(partial(_take, weakref.ref(resting), out, fresh), "here")
         return self._hand_over([*self._steps(out, held, accumulate=False), to_rest], held, out)
 
+    def _counts_up(self, counter: BinaryCounter, make_room: Callable[[int], None]) -> bool:
+        """Add what is in the buffer to the sum of this rank's leaves; return whether others follow
+        before a reduce. In the last round that sum becomes the buffer.
+        """
+        leaves, numel = self._leaves, self.flat.layout.numel
+        assert leaves is not None, self.key
+        span = leaves.own
+        if span is not None:
+            total = self._memory.empty(numel)
+            total.zero_() if self.buffer is None else total.copy_(self.buffer)
+            self._return_buffer()
+            with self._losing():
+                counter.keep(counter.merge(span, total), total)
+        if not leaves.is_last:
+            return True
+        make_room(numel * torch.float32.itemsize)
+        self._borrow(torch.float32)
+        assert self.buffer is not None, self.key
+        with self._losing():
+            counter.move_to(self.buffer)
+        if self._is_lost:
+            self.buffer.fill_(float("nan"))
+            self._is_lost = False
+        return False
+
+    def _return_buffer(self) -> None:
+        """Give a buffer back that no reduce takes."""
+        if self.buffer is not None:
+            self._lender.return_buffer(self.buffer)
+            self._meter.end_loan(self.loan)
+            self._close()
+
     def _reduce_leaves(self, leaves: Leaves) -> Flight:
         """Return a flight that forms the sums of the leaves of this round; `wait` adds them up."""
         spans, sums = leaves.spans, leaves.sums
         low, high = self.accumulator.own
         out = self._memory.empty(len(spans) * (high - low))
+        request = self._request
+        if sums or self._counter is not None:
+            dtype = request.dtype if self._counter is None else torch.float32
+            request = replace(request, dtype=dtype, sums=sums)
         if sums:
-            request = replace(self._request, sums=sums)
             reduce = partial(self._context.levels.flat.reduce, request, out=out, accumulate=False)
             steps: Sequence[Step] = [self._first(reduce, Axis.FLAT)]
         else:
-            steps = self._steps(out, None, accumulate=False)
+            steps = self._steps(out, None, accumulate=False, request=request)
         self._arriving = (spans, out)
         return self._hand_over(steps, out)
 
@@ -352,16 +397,21 @@ class Bucket:
             torch._foreach_zero_([data[start:stop] for start, stop in empty])
 
     def _steps(
-        self, out: torch.Tensor, held: torch.Tensor | None, *, accumulate: bool
+        self,
+        out: torch.Tensor,
+        held: torch.Tensor | None,
+        *,
+        accumulate: bool,
+        request: ReduceRequest | None = None,
     ) -> Sequence[Step]:
         """Return the sum over all ranks to `out`, step by step; `held`: earlier sums of this
         node's ranks.
         """
-        levels = self._context.levels
+        levels, request = self._context.levels, request or self._request
         if not self.flat.sums_nodes_first:
-            reduce = partial(levels.flat.reduce, self._request, out=out, accumulate=accumulate)
+            reduce = partial(levels.flat.reduce, request, out=out, accumulate=accumulate)
             return [self._first(reduce, Axis.FLAT)]
-        both = levels.node_sum(self._request, out, accumulate=accumulate, held=held)
+        both = levels.node_sum(request, out, accumulate=accumulate, held=held)
         describe = partial(self._operation, Axis.NODE)
         second = Step(both.between, describe=describe, unused=both.unused)
         return [self._first(both.inside, Axis.LOCAL), second]
@@ -447,6 +497,8 @@ class Bucket:
         if self.has_sum:
             self._close_sum()
         self._node_sum = None
+        if self._counter is not None:
+            self._counter.reset()
         self.accumulator.reset()
 
     def zero(self, indices: Collection[int]) -> None:
@@ -496,6 +548,8 @@ class Bucket:
             self.reduction.flight.abandon()
             self._meter.end_loan(self.reduction.loan)
         self.reduction = self._node_sum = self._arriving = None
+        if self._counter is not None:
+            self._counter.reset()
         self.accumulator.reset()
         self._close_sum()
         self.used[:] = [False] * len(self.used)  # a step asks this list

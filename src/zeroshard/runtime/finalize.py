@@ -8,10 +8,11 @@ last backward and the optimizer's step.
 and all of it again after one more reduce where any rank says that gradients rest there which none
 has taken: every backward ran inside ``no_sync``, or a gradient came after its unit was handed over.
 
-ZeRO, section 5.2, leaves the norm to a reduction over partitions; here every rank sends the fp64
-sums of squares of its pieces and all add them in rank order, so that the result is the same number
-on every rank and in every row. Division by the number of ranks comes after the sum. A step with a
-number that is not finite is skipped on every rank, its masters and moments untouched.
+ZeRO, section 5.2, leaves the norm to a reduction over partitions; here every rank sends the exact
+sum of squares of its pieces, as an integer, and all add them, so that the result is the same number
+on every rank, in every row and for every cut (state/reduction.py: order-free norm). Division by the
+number of ranks comes after the sum. A step with a number that is not finite is skipped on every
+rank, its masters and moments untouched.
 
 Where the mesh has other axes, each data parallel group agrees so and then tells the others, who add
 its sum of squares to theirs and skip what it has to skip (comm/mesh_ranks.py).
@@ -26,7 +27,7 @@ from __future__ import annotations
 import logging
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,13 +35,14 @@ from torch import nn
 
 from zeroshard.comm.ranks import Meeting
 from zeroshard.core.digest import Digest, first_difference, holders
+from zeroshard.core.exact_sum import ExactSum
 from zeroshard.errors import PlanMismatch, StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import UNKNOWN, Weight, total_weight
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.trainable import AssignedGradients
-from zeroshard.state.reduction import read_squares
+from zeroshard.state.reduction import SquaresSum, read_squares
 
 __all__ = ["Finalizer"]
 
@@ -397,26 +399,26 @@ class Finalizer:
         with self._axes.together(_NORM) as meeting:
             # on an accelerator, of averages that have been scaled since they were read
             self._read()
-            buckets = self._backward.buckets
-            local = [bucket.accumulator.squares(bucket.in_norm) for bucket in buckets]
-            self._faults.agree()
-            meeting.give(self._sum_of_squares(local))
+            meeting.give(self._squares().pack().hex())
             meeting.compare({"max_norm of clip_grad_norm_()": repr(max_norm)})
-        total = float(sum(meeting.answers))  # replicas count in one group
+        payloads = map(bytes.fromhex, meeting.answers)  # replicas count in one group
+        total = float(sum(map(ExactSum.unpack, payloads), ExactSum()))
         return torch.tensor(total, dtype=torch.float64).sqrt().to(torch.float32)
 
-    def _sum_of_squares(self, local: Sequence[Mapping[int, float]]) -> float:
-        """Return the sum of the ranks' squares, in rank order, of which each bucket has `local`."""
+    def _squares(self) -> ExactSum:
+        """Return the sum of squares of all ranks' averages."""
         size, buckets = self._transport.size, self._backward.buckets
-        if local and size > 1 and all(len(values) == size for values in local):
-            # every rank holds all sums
-            sums = [sum(values[other] for values in local) for other in range(size)]
-        else:
-            ranks = [bucket.accumulator.rank for bucket in buckets]
-            own = sum((values[rank] for rank, values in zip(ranks, local, strict=True)), 0.0)
-            answers = self._transport.control.exchange(struct.pack("<d", own), _NORM)
-            sums = [struct.unpack("<d", answer)[0] for answer in answers]
-        return float(sum(sums))
+        # whether every rank holds all averages
+        of_all = size > 1 and {len(one.accumulator.members) for one in buckets} == {size}
+        squares = SquaresSum()
+        for bucket in buckets:
+            bucket.accumulator.add_squares(bucket.in_norm, squares, of_all=of_all)
+        total = squares.read()
+        self._faults.agree()
+        if of_all:
+            return total
+        payloads = self._transport.control.exchange(total.pack(), _NORM)
+        return sum(map(ExactSum.unpack, payloads), ExactSum())
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the averaged gradient so that its norm is at most `max_norm`; return the norm

@@ -30,7 +30,7 @@ from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.partial_sums import PartialSums
 from zeroshard.state.gradient import Gradient
-from zeroshard.state.reduction import SquaresRequest
+from zeroshard.state.reduction import SquaresRequest, SquaresSum
 from zeroshard.state.state import State
 from zeroshard.tier.store import Storage, Store
 
@@ -248,22 +248,24 @@ class Accumulator:
     # ------------------------------------------------------------------ where parameters lie
 
     def unread(self) -> list[SquaresRequest]:
-        """Return what the host has yet to read of an accelerator to know `squares`, and whether the
-        averages are finite; nothing of the CPU.
+        """Return what the host has yet to read of an accelerator to know their squares, and whether
+        the averages are finite; nothing of the CPU.
         """
         resting = self.resting()
         return [] if resting is None else resting.unread(self._ranges)
 
-    def squares(self, used: Sequence[bool]) -> dict[int, float]:
-        """Return, for every rank whose averages are here, the sum of squares of its own in fp64;
-        not of parameters that are not `used`: their gradients were cleared elsewhere.
+    def add_squares(self, used: Sequence[bool], to: SquaresSum, *, of_all: bool) -> None:
+        """Add the squares of this rank's averages (`of_all`: of all that are here) `to` a sum; not
+        of parameters that are not `used`: their gradients were cleared elsewhere.
         """
-        resting, out = self.resting(), dict.fromkeys(self.members, 0.0)
+        resting = self.resting()
         if resting is not None:
-            for rank, index, span in self._spans:
-                if used[index]:
-                    out[rank] += resting.squares_in(*span)
-        return out
+            spans = [
+                span
+                for rank, index, span in self._spans
+                if used[index] and (of_all or rank == self.rank)
+            ]
+            resting.add_squares(spans, to)
 
     @cached_property
     def _spans(self) -> list[tuple[int, int, Range]]:

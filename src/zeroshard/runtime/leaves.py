@@ -1,15 +1,19 @@
 """The leaves of a step: numbered micro-batches whose gradients are added in a tree that does not
 depend on the ranks (core/tree.py).
 
-    for leaf in engine.leaves(step):         3 ranks, 8 leaves
+    for leaf in engine.leaves(step):         3 ranks, 8 leaves: in turn
                                              round 0   rank 0: 0   rank 1: 1   rank 2: 2
                                              round 1   rank 0: 3   rank 1: 4   rank 2: 5
                                              round 2   rank 0: 6   rank 1: 7   rank 2 shadows
 
-Of a round each rank computes one leaf at most, and its gradients are reduced: the owner of a slice
-forms the sums that are nodes of the tree (`Leaves.sums`) and adds them to a binary counter
-(runtime/grad.py). A rank without a leaf takes part in gathers and reduces, and nothing of it is
-added.
+Of a round each rank computes one leaf at most. In turn its gradients are reduced: the owner of a
+slice forms the sums that are nodes of the tree (`Leaves.sums`) and adds them to a binary counter
+(runtime/partial_sums.py). A rank without a leaf takes part in gathers and reduces, and nothing of
+it is added.
+
+Rows that keep whole gradients reduce once: where the leaves of each rank can be one node of the
+tree (2 ranks: 0 to 3, and 4 to 7) they are dealt out so (`is_local`), each rank adds up its own,
+and the ranks' sums are reduced in the last round.
 
 Invariant: inside a round every rank runs one backward, and no gradient of it is left to a later
 one.
@@ -18,6 +22,7 @@ one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Mesh
@@ -30,13 +35,32 @@ __all__ = ["Leaves"]
 class Leaves:
     """The leaves of one engine, and the round that is under way."""
 
-    def __init__(self, tree: Tree, counts: Sequence[int], mesh: Mesh, rank: int) -> None:
-        """Rank r of `mesh` computes ``counts[r]`` leaves of each step."""
+    def __init__(
+        self, tree: Tree, counts: Sequence[int], mesh: Mesh, rank: int, *, keeps_whole: bool
+    ) -> None:
+        """Rank r of `mesh` computes ``counts[r]`` leaves of each step; `keeps_whole`: all gradients
+        may rest whole between micro-batches.
+        """
         self.tree = tree
         self._ranks = balanced(mesh.num_nodes, mesh.node_size)
         self._rank = rank
         self._rounds = rounds(counts)
         self._sums = [self._sums_of(dealt) for dealt in self._rounds]
+        stops = list(accumulate(counts))
+        of_ranks = [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+        # whether each rank adds up its own leaves
+        self.is_local = (
+            keeps_whole and len(self._rounds) > 1 and all(tree.is_node(*span) for span in of_ranks)
+        )
+        if self.is_local:
+            self._rounds = [
+                [(rank, first + number) for rank, (first, stop) in enumerate(of_ranks)
+                 if first + number < stop]
+                for number in range(max(counts))
+            ]  # fmt: skip
+            sums = (tree.over(of_ranks),)
+            whole = ((0, tree.leaves),), () if sums == (self._ranks,) else sums
+            self._sums = [whole] * len(self._rounds)
         self.abandon()
 
     def _sums_of(
@@ -104,6 +128,22 @@ class Leaves:
                 " into the tree"
             )
         self._has_backward = True
+
+    @property
+    def of_rank(self) -> list[int]:
+        """This rank's leaves of a step, in order."""
+        return [leaf for dealt in self._rounds for rank, leaf in dealt if rank == self._rank]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this round is the step's last one."""
+        return self._round == len(self._rounds) - 1
+
+    @property
+    def own(self) -> Range | None:
+        """This rank's leaf of the round, if it has one."""
+        leaf = dict(self._rounds[self._round]).get(self._rank)
+        return None if leaf is None else (leaf, leaf + 1)
 
     @property
     def spans(self) -> tuple[Range, ...]:

@@ -4,9 +4,10 @@
     gradient       (0..3)     (0..3)           (0..3)          (0..3)          (0..7)
     partial sums              4                (4,5)           (4,5) 6
 
-The first leaves' sum rests where the gradient does; the others, of this rank's slice alone, on the
-device, or on the gradient's tier where any of it is elsewhere. Cost: at most ``Tree.most_partials``
-sums, the gradient among them; each is read once, when it is added to the one before.
+Of this rank's slice the first leaves' sum rests where the gradient does, and `PartialSums` holds
+the others: on the device, or on the gradient's tier where any of it is elsewhere. Where a rank adds
+up its own leaves before it meets others, a `BinaryCounter` holds sums of the whole segment. Cost:
+at most ``Tree.most_partials`` sums; each is read once, when it is added to the next.
 """
 
 from __future__ import annotations
@@ -22,66 +23,91 @@ from zeroshard.state.gradient import Gradient
 from zeroshard.state.state import State
 from zeroshard.tier.store import Store
 
-__all__ = ["PartialSums"]
+__all__ = ["BinaryCounter", "PartialSums"]
 
 
-class PartialSums:
-    """The partial sums of one segment's slice."""
+class BinaryCounter:
+    """Sums of neighbouring leaves, of which the tree adds no two."""
 
     def __init__(self, tree: Tree, key: str, store: Store | None) -> None:
         """They rest in `store` (None: on the device)."""
         self._tree = tree
         self._key = key
         self._store = store
+        self._held: list[tuple[Range, State]] = []
+
+    def reset(self) -> None:
+        """Forget them."""
+        while self._held:
+            self._held.pop()[1].close()
+
+    def merge(self, span: Range, total: torch.Tensor) -> Range:
+        """Add to `total` (fp32, on the device), the sum of leaves `span` that come next, every sum
+        before it that the tree adds to it. Return whose sum it is then.
+        """
+        while self._held and self._tree.merges(self._held[-1][0], span):
+            before, held = self._held.pop()
+            with held.borrowed(0, held.numel, write=False) as there:
+                total.add_(there.to(total.device))
+            held.close()
+            span = (before[0], span[1])
+        return span
+
+    def keep(self, span: Range, total: torch.Tensor) -> None:
+        """Let `total`, the sum of leaves `span`, rest."""
+        state = State.of(total)
+        if self._store is not None and total.numel():
+            name = f"{self._key} partial gradient"
+            state = State(self._store.allocate(name, total.numel(), total.dtype))
+            state.put(0, total.numel(), total)
+        self._held.append((span, state))
+
+    def move_to(self, out: torch.Tensor) -> None:
+        """Move the only sum to `out`; zeros where there is none."""
+        assert len(self._held) < 2, self._key
+        if not self._held:
+            out.zero_()
+            return
+        _, held = self._held.pop()
+        with held.borrowed(0, held.numel, write=False) as there:
+            out.copy_(there)
+        held.close()
+
+    def bytes_by_tier(self) -> Counter[Tier]:
+        """Return the bytes that rest here, by tier."""
+        out = Counter[Tier]()
+        for _, held in self._held:
+            out.update(held.bytes_by_tier())
+        return out
+
+
+class PartialSums:
+    """The sums of one segment's slice, of which the gradient holds the first."""
+
+    def __init__(self, tree: Tree, key: str, store: Store | None) -> None:
+        """Those after the first rest in `store` (None: on the device)."""
+        self._tree = tree
+        self.later = BinaryCounter(tree, key, store)
         self._first: Range | None = None  # the leaves whose sum rests in the gradient
-        self._later: list[tuple[Range, State]] = []  # what comes after them
 
     def reset(self) -> None:
         """Forget them."""
         self._first = None
-        while self._later:
-            self._later.pop()[1].close()
+        self.later.reset()
 
     def add(self, span: Range, total: torch.Tensor, gradient: Gradient, own: Range) -> None:
         """Add `total` (fp32, on the device), the sum of leaves `span`, which come next; `gradient`
         rests in range `own`.
         """
         with gradient.losing():
-            while self._later and self._tree.merges(self._later[-1][0], span):
-                before, held = self._later.pop()
-                self._add_earlier(held, total)
-                span = (before[0], span[1])
-            if self._first is None or self._tree.merges(self._first, span):
-                self._rest(gradient, own, total, fresh=self._first is None)
-                self._first = (0, span[1])
+            span = self.later.merge(span, total)
+            if self._first is not None and not self._tree.merges(self._first, span):
+                self.later.keep(span, total)
+                return
+            if not gradient.on_device:
+                gradient.take(total, self._first is None)
+            elif self._first is None:
+                gradient.fetch(*own).copy_(total)
             else:
-                self._later.append((span, self._kept(total)))
-
-    def _rest(self, gradient: Gradient, own: Range, total: torch.Tensor, *, fresh: bool) -> None:
-        if not gradient.on_device:
-            gradient.take(total, fresh)
-            return
-        there = gradient.fetch(*own)
-        there.copy_(total) if fresh else there.add_(total)
-
-    def _kept(self, total: torch.Tensor) -> State:
-        """Let a partial sum rest."""
-        if self._store is None or not total.numel():
-            return State.of(total)
-        name = f"{self._key} partial gradient"
-        state = State(self._store.allocate(name, total.numel(), total.dtype))
-        state.put(0, total.numel(), total)
-        return state
-
-    def _add_earlier(self, held: State, total: torch.Tensor) -> None:
-        """Add the earlier sum, which rests in `held` for the last time, to `total`."""
-        with held.borrowed(0, held.numel, write=False) as there:
-            total.add_(there.to(total.device))
-        held.close()
-
-    def bytes_by_tier(self) -> Counter[Tier]:
-        """Return the bytes that rest beside the gradient, by tier."""
-        out = Counter[Tier]()
-        for _, held in self._later:
-            out.update(held.bytes_by_tier())
-        return out
+                gradient.fetch(*own).add_(total)
+            self._first = (0, span[1])

@@ -30,7 +30,7 @@ from zeroshard.comm.select import make_levels
 from zeroshard.comm.transport import CommSpec, Transport
 from zeroshard.config import Config, ShardOptions, build_config
 from zeroshard.core.holders import Holders
-from zeroshard.core.placement import Tier
+from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.schedule import grad_pool_bytes
 from zeroshard.core.tree import Tree
@@ -224,7 +224,9 @@ def _leaves_of(request: ShardRequest, rank: int) -> Leaves | None:
     counts = request.settings.leaves_of(request.mesh.size)
     if leaves is None or counts is None:
         return None
-    return Leaves(Tree.parse(leaves), counts, request.mesh, rank)
+    cells = request.policy.all_cells
+    whole = all(one.grad.is_partial and one.grad.scope is Scope.FULL for one in cells)
+    return Leaves(Tree.parse(leaves), counts, request.mesh, rank, keeps_whole=whole)
 
 
 def _make_options(request: ShardRequest, *, trains: bool) -> Options:

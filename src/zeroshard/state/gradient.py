@@ -32,6 +32,7 @@ from functools import partial
 
 import torch
 
+from zeroshard.core.exact_sum import ExactSum
 from zeroshard.core.layout import Range
 from zeroshard.core.split import tiles
 from zeroshard.core.work import Work, wait_on_host
@@ -40,9 +41,9 @@ from zeroshard.memory import bounce_buffer, reads_wait
 from zeroshard.state.reduction import (
     RunningSum,
     SquaresRequest,
+    SquaresSum,
     chunks,
     is_finite,
-    sum_of_squares,
 )
 from zeroshard.state.state import DeviceMemory, State
 from zeroshard.tier.link import Direct
@@ -90,7 +91,7 @@ class Gradient:
         self._divided_by = 0.0  # the ranks and the loss scale, once averaged; 0 while it is a sum
         self._weight = 0.0  # part of that: the sum of weights, once divided by it
         # of ranges on an accelerator: sums of squares that the host has read
-        self._squares: dict[Range, float] = {}
+        self._squares: dict[Range, ExactSum] = {}
         self._wait: Callable[[], None] | None = None  # for a step that may be reading it
         self._flushing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
         # sums on their way to the host, to be added there
@@ -207,7 +208,7 @@ class Gradient:
             if divisor != 1.0:
                 self.pending.append(("div", divisor))
         try:
-            return self._settle() and all(map(math.isfinite, self._squares.values()))
+            return self._settle() and all(one.is_finite for one in self._squares.values())
         except StorageError as error:
             self._fail(error)
             return False
@@ -342,25 +343,25 @@ class Gradient:
             if span not in self._squares
         ]
 
-    def squares_in(self, start: int, stop: int) -> float:
-        """Return the sum of squares of a range in fp64: NaN of a lost one."""
-        if (start, stop) in self._squares:
-            return self._squares[start, stop]
-        if self.on_device:
-            return sum_of_squares(self.numbers.whole[start:stop])
-        total = 0.0
+    def add_squares(self, ranges: Iterable[Range], to: SquaresSum) -> None:
+        """Add the squares of `ranges`, each from the beginning of a block on
+        (state/reduction.py), `to` a sum: NaN of a lost one.
+        """
         try:
-            for _, block in self.blocks(start, stop):
-                total = sum_of_squares(block, total)
+            for span in ranges:
+                if span in self._squares:
+                    to.add_known(self._squares[span])
+                    continue
+                for _, block in self.blocks(*span):
+                    to.add(block)
         except StorageError as error:
             self._fail(error)
-            return float("nan")
-        return total
+            to.add_known(ExactSum.of(math.nan))
 
     def is_finite(self, start: int, stop: int) -> bool:
         """Whether a range holds neither NaN nor infinity."""
         if (start, stop) in self._squares:
-            return math.isfinite(self._squares[start, stop])
+            return self._squares[start, stop].is_finite
         try:
             return all(bool(torch.isfinite(block).all()) for _, block in self.blocks(start, stop))
         except StorageError as error:

@@ -1,12 +1,27 @@
-"""Whether gradients are finite, and their norms: on an accelerator one vector, read once.
+"""Whether gradients are finite, and their norms: on an accelerator one table, read once.
 
-    slices of all gradients here    | s0 | s1 | s2 | ... |      one _foreach_norm
-    their sums of squares, fp64      [ q0,  q1,  q2, ... ]      one read by the host
+    slices of all gradients here    | s0 | s1 | s2 | ... |      blocks of 64, halved to their sums
+    their sums of squares            [ q0,  q1,  q2, ... ]      one read by the host
 
-A sum of squares in fp64 of numbers that are finite in fp32 does not overflow, so the same vector
-says whether all of them are finite and what the norm is. A read waits for all work that is queued
-on the device, which is why there is one per step. The host reads its own memory for nothing, so
-that nothing is collected on the CPU: there a sum of squares is a chain of fp64 dots over chunks.
+[Note: order-free norm] The sum of squares is one number for any cut of the gradient. It is defined
+on blocks of 64 elements, counted from the first element of each parameter; every cut inside a
+parameter is a multiple of 64 (core/layout.py). Squares are formed in fp64, exactly. A block, filled
+up with zeros where the parameter ends, is added in halves::
+
+    64 -> 32 -> 16 -> 8 -> 4 -> 2 -> 1      element i of a half to element i of the other half
+
+Every step is an elementwise addition, so no vectorised reduction chooses an order, and all devices
+agree. The sums of blocks are then added exactly, as integers, wherever they were formed
+(core/exact_sum.py), and the total is rounded once.
+
+On the device the 53 bits of a block's sum are cut in two, and each part is added to the bin of its
+exponent, an integer. For the host, four bins make one: the parts have 32 bits then, so int64 holds
+the sums of 2^30 blocks. Squares of fp32 numbers lie between 2^-298 and 2^262: 146 bins, 1.2 kB.
+
+No square of a finite number in fp32 overflows in fp64, so the same table says whether all of them
+are finite and what the norm is. A read waits for all work that is queued on the device, which is
+why there is one per step. The host reads its own memory for nothing, so that nothing is collected
+on the CPU. Scratch is one chunk in fp64, and a quarter of it for each of five vectors of integers.
 """
 
 from __future__ import annotations
@@ -17,19 +32,33 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroshard.core.exact_sum import ExactSum
+from zeroshard.core.layout import ALIGN
 from zeroshard.memory import reads_wait
 
 __all__ = [
     "RunningSum",
     "SquaresRequest",
+    "SquaresSum",
     "chunks",
     "is_finite",
     "read_squares",
     "squares_of",
-    "sum_of_squares",
-]  # fmt: skip
+    ]  # fmt: skip
 
 _CHUNK = 1 << 17  # elements: a chunk of fp32 stays in a core's own cache
+# blocks that are halved together, by whether the host waits for reads of them: few kernels there
+_BLOCKS = {False: _CHUNK // ALIGN, True: 1 << 14}
+_BATCH = 16  # chunks whose blocks are added to the bins together
+
+_MANTISSA = 52  # stored bits, of fp64
+_INFINITY = 2047 << _MANTISSA  # as an integer; NaN is larger
+_LOW = 24  # bits of the lower part
+_WIDTH = 4  # exponents of one bin that the host reads; divides _LOW
+_LEAST = 725  # the biased exponent of 2^-298, the square of the smallest number of fp32
+_PLACES = 560  # exponents from there on, up to 2^262
+_ODD = _WIDTH + _PLACES  # place of infinity; below _WIDTH: nothing, after it: NaN
+_BINS = (_PLACES + _LOW) // _WIDTH  # those of both parts
 
 
 @dataclass(frozen=True)
@@ -37,21 +66,149 @@ class SquaresRequest:
     """A slice whose sum of squares the host has yet to learn."""
 
     numbers: torch.Tensor  # [n], on the device of all others that are asked for with it
-    learn: Callable[[float], None]
+    learn: Callable[[ExactSum], None]
 
 
 def squares_of(slices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sums of squares of `slices`, fp64 [len(slices)], on their device; nothing is
-    read.
+    """Return the sums of squares of `slices` (of at most fp32, each from the beginning of a block
+    on) in bins, int64 [len(slices), bins], on their device; nothing is read.
     """
-    return torch.stack(torch._foreach_norm(list(slices), 2, dtype=torch.float64)).square_()
+    sums = _BlockSums(slices[0], len(slices), sum(_num_blocks(one) for one in slices))
+    for row, one in enumerate(slices):
+        sums.add(one, row)
+    return sums.table()
 
 
 def read_squares(requests: Sequence[SquaresRequest]) -> None:
-    """Tell each of `requests` (at least one) its sum of squares: one vector, one read."""
-    squares = squares_of([one.numbers for one in requests]).tolist()
-    for one, value in zip(requests, squares, strict=True):
-        one.learn(value)
+    """Tell each of `requests` (at least one) its sum of squares: one table, one read."""
+    rows = squares_of([one.numbers for one in requests]).tolist()
+    for one, row in zip(requests, rows, strict=True):
+        one.learn(_exact(row))
+
+
+class SquaresSum:
+    """The sum of squares of slices on any devices: one read of each."""
+
+    def __init__(self) -> None:
+        self._known = ExactSum()
+        self._blocks: dict[torch.device, _BlockSums] = {}
+
+    def add(self, numbers: torch.Tensor) -> None:
+        """Add the squares of a slice, which is read now, and begins where a block does."""
+        blocks = self._blocks.get(numbers.device)
+        if blocks is None:
+            blocks = self._blocks[numbers.device] = _BlockSums(numbers)
+        blocks.add(numbers)
+
+    def add_known(self, squares: ExactSum) -> None:
+        """Add a sum of squares."""
+        self._known += squares
+
+    def read(self) -> ExactSum:
+        """Return the sum."""
+        rows = [blocks.table().tolist()[0] for blocks in self._blocks.values()]
+        return sum(map(_exact, rows), self._known)
+
+
+def _exact(row: Sequence[int]) -> ExactSum:
+    """Return the sum of squares that a row of a table holds."""
+    *bins, infinite, nan = row
+    # bin 0 counts 2^-350, the last of the 53 bits of 2^-298; ExactSum counts 2^-1074
+    units = sum([count << _WIDTH * place for place, count in enumerate(bins) if count])
+    return ExactSum(units << _LEAST - 1, math.nan if nan else math.inf if infinite else 0.0)
+
+
+def _num_blocks(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() // ALIGN)
+
+
+class _BlockSums:
+    """Sums of squares on one device, formed block by block and added to bins.
+
+    Blocks are collected in `_wide` [blocks, 64] until it is full, then halved to `_sums`; those are
+    collected, too, since every call of a kernel has its price.
+    """
+
+    def __init__(self, like: torch.Tensor, num_sums: int = 1, most: int = 1 << 62) -> None:
+        """Of `num_sums` numbers on the device of `like`, of at most so many blocks."""
+        size = max(min(most, _BLOCKS[reads_wait(like)]), 1)
+        self._wide = torch.empty(size, ALIGN, dtype=torch.float64, device=like.device)
+        self._flat = self._wide.view(-1)
+        self._halves = _halves(self._wide)
+        self._sums = self._flat.new_empty(min(max(most, 1), _BATCH * size))
+        # of each sum of a block: its row
+        self._rows = torch.zeros_like(self._sums, dtype=torch.int64) if num_sums > 1 else None
+        # lower and higher parts, by row and exponent
+        shape = (2, num_sums * (_ODD + 2))
+        self._bins = torch.zeros(shape, dtype=torch.int64, device=like.device)
+        self._filled = self._summed = 0
+
+    def add(self, numbers: torch.Tensor, row: int = 0) -> None:
+        """Add the squares of `numbers` [n] to those of `row`."""
+        assert numbers.dtype is not torch.float64, "its squares are not exact"
+        for part in torch.split(numbers, len(self._flat)):
+            blocks, numel = _num_blocks(part), part.numel()
+            if self._filled + blocks > len(self._wide):
+                self._halve()
+            first, self._filled = self._filled, self._filled + blocks
+            self._flat[first * ALIGN : first * ALIGN + numel].copy_(part)
+            if numel % ALIGN:
+                self._flat[first * ALIGN + numel : self._filled * ALIGN].zero_()
+            if row:
+                assert self._rows is not None
+                self._rows[self._summed + first : self._summed + self._filled].fill_(row)
+
+    def _halve(self) -> None:
+        """Add up the blocks that are there."""
+        wide, halves = self._wide, self._halves
+        if self._filled < len(wide):
+            wide = wide[: self._filled]
+            halves = _halves(wide)
+        wide.mul_(wide)
+        for half, other in halves[:-1]:
+            half.add_(other)
+        first, self._summed = self._summed, self._summed + self._filled
+        torch.add(*halves[-1], out=self._sums[first : self._summed])
+        self._filled = 0
+        if len(self._sums) - self._summed < len(self._wide):
+            self._collect()
+
+    def _collect(self) -> None:
+        """Add the sums of blocks to the bins."""
+        bits = self._sums[: self._summed].view(torch.int64)
+        bits.bitwise_and_((1 << 63) - 1)  # NaN may have a sign
+        # zeros are below all places, infinity is above them, and NaN next to it
+        place = (bits >> _MANTISSA).sub_(_LEAST - _WIDTH).clamp_(0, _ODD).add_(bits > _INFINITY)
+        if self._rows is not None:
+            place.add_(self._rows[: self._summed], alpha=_ODD + 2)
+            self._rows.zero_()
+        self._bins[0].index_add_(0, place, bits & (1 << _LOW) - 1)
+        high = _MANTISSA - _LOW
+        bits.bitwise_right_shift_(_LOW).bitwise_and_((1 << high) - 1).bitwise_or_(1 << high)
+        self._bins[1].index_add_(0, place, bits)
+        self._summed = 0
+
+    def table(self) -> torch.Tensor:
+        """Return the bins of all that was added, int64 [num_sums, bins + 2]; the last two are
+        positive where there was infinity or NaN.
+        """
+        self._halve()
+        self._collect()
+        parts = self._bins.view(2, -1, _ODD + 2)
+        table = parts.new_zeros(parts.shape[1], _BINS + 2)
+        finite = parts[:, :, _WIDTH:_ODD].reshape(2, len(table), -1, _WIDTH)
+        low, high = (finite << torch.arange(_WIDTH, device=finite.device)).sum(3)
+        table[:, : low.shape[1]] = low
+        table[:, -2 - high.shape[1] : -2] += high
+        table[:, -2:] = parts[1, :, _ODD:]
+        return table
+
+
+def _halves(wide: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the halves of `wide` [blocks, 64], of its first half, and so on."""
+    sizes = [ALIGN >> step for step in range(1, ALIGN.bit_length() - 1)]
+    pairs = [(wide[:, :size], wide[:, size : 2 * size]) for size in sizes]
+    return [*pairs, (wide[:, 0], wide[:, 1])]
 
 
 def chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -65,20 +222,6 @@ def is_finite(tensor: torch.Tensor, total: torch.Tensor) -> bool:
         return True
     # the sum itself may have overflowed
     return all(bool(torch.isfinite(chunk).all()) for chunk in chunks(tensor))
-
-
-def sum_of_squares(tensor: torch.Tensor, total: float = 0.0) -> float:
-    """Return `total` plus the sum of squares in fp64, a chunk at a time (the conversion stays in
-    cache).
-    """
-    if reads_wait(tensor):
-        return total + float(squares_of([tensor]))
-    scratch = torch.empty(min(_CHUNK, tensor.numel()), dtype=torch.float64)
-    for chunk in chunks(tensor):
-        wide = scratch[: chunk.numel()]
-        wide.copy_(chunk)
-        total += float(torch.dot(wide, wide))
-    return total
 
 
 class RunningSum:
@@ -109,7 +252,7 @@ class RunningSum:
         total = self._totals.get(True)
         return [] if total is None else [SquaresRequest(total.reshape(1), self._learn)]
 
-    def _learn(self, squares: float) -> None:
+    def _learn(self, squares: ExactSum) -> None:
         """Keep on the host, squared, what the numbers that passed the device add up to."""
         del self._totals[True]
-        self._hold(torch.tensor(squares, dtype=torch.float64))
+        self._hold(torch.tensor(float(squares), dtype=torch.float64))

@@ -113,59 +113,43 @@ def test_equal_shares_weigh_nothing_and_others_add_up_to_one() -> None:
 # ------------------------------------------------------------------------------------------ leaves
 
 
-@given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 4), st.integers(0, 60))
-def test_the_samples_of_a_leaf_do_not_depend_on_the_ranks(
-    ranks: int, more: int, size: int, left: int
-) -> None:
-    leaves = ranks + more
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 60))
+def test_every_sample_is_in_one_leaf_of_an_epoch(leaves: int, size: int, left: int) -> None:
     numel = 2 * leaves * size + left % (leaves * size)
-    of_ranks = [
-        LeafSampler(numel, leaves, size, rank=rank, num_ranks=ranks, seed=3)
-        for rank in range(ranks)
+    sampler = LeafSampler(numel, leaves, size, seed=3)
+    assert sampler.num_steps == 2
+    epochs = [
+        [sampler[step, leaf] for step in (first, first + 1) for leaf in range(leaves)]
+        for first in (0, 2)
     ]
-    alone = LeafSampler(numel, leaves, size, rank=0, num_ranks=1, seed=3)
-    assert {one.num_steps for one in of_ranks} == {alone.num_steps} == {2}
-    steps = list(alone)
-    assert [alone[step, leaf] for step in range(2) for leaf in range(leaves)] == steps
-    seen = [index for leaf in steps for index in leaf]
-    assert len(seen) == len(set(seen)) == 2 * leaves * size and max(seen) < numel
-    dealt = [leaf for one in of_ranks for leaf in one]
-    assert sorted(dealt) == sorted(steps) and len(alone) == len(steps)
-    for one in of_ranks:
-        one.set_step(3)  # of the second epoch, which is another order
-        assert list(one) == [alone[3, leaf] for leaf in one._own] and len(one) == len(one._own)
-    later = [alone[step, leaf] for step in (2, 3) for leaf in range(leaves)]
-    assert later != steps or numel < 12
+    for epoch in epochs:
+        seen = [index for leaf in epoch for index in leaf]
+        assert len(seen) == len(set(seen)) == 2 * leaves * size and max(seen) < numel
+    assert epochs[0] != epochs[1] or numel < 12
 
 
-def test_leaves_in_order_and_by_shares() -> None:
-    in_order = LeafSampler(12, "3x2", 2, rank=0, num_ranks=1, seed=None)
-    assert list(in_order) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
-    slow = LeafSampler(12, 6, 2, rank=1, num_ranks=2, batch_shares=[2 / 3, 1 / 3], seed=None)
-    assert list(slow) == [[2, 3], [6, 7]]
+def test_without_a_seed_leaves_are_in_order() -> None:
+    sampler = LeafSampler(12, "3x2", 2, seed=None)
+    assert [sampler[0, leaf] for leaf in range(6)] == [[2 * n, 2 * n + 1] for n in range(6)]
 
 
 @pytest.mark.parametrize(
-    ("leaves", "options", "told"),
+    ("leaves", "size", "told"),
     [
-        ("3x", {}, "a number of leaves"),
-        (3, {"num_ranks": 4}, "the leaves of each are"),
-        (4, {"rank": 4, "num_ranks": 4}, "rank=4 of 4"),
-        (16, {}, "31 samples are none for a step of 16 leaves of 2"),
-        (4, {"size": 0}, "31 samples are none for a step"),
+        ("3x", 2, "a number of leaves"),
+        (16, 2, "31 samples are none for a step of 16 leaves of 2"),
+        (4, 0, "31 samples are none for a step"),
     ],
 )
-def test_samplers_of_too_little_are_refused(
-    leaves: int | str, options: dict[str, int], told: str
-) -> None:
-    given = {"rank": 0, "num_ranks": 1, "size": 2} | options
-    size = given.pop("size")
+def test_samplers_of_too_little_are_refused(leaves: int | str, size: int, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        LeafSampler(31, leaves, size, **given)
+        LeafSampler(31, leaves, size)
 
 
-def test_a_leaf_that_is_none_is_an_index_error() -> None:
-    sampler = LeafSampler(31, 4, 2, rank=0, num_ranks=1)
+def test_a_leaf_that_is_none_is_an_index_error_and_who_computes_which_the_engine_says() -> None:
+    sampler = LeafSampler(31, 4, 2)
     for place in ((0, 4), (0, -1), (-1, 0)):
         with pytest.raises(IndexError):
             sampler[place]
+    with pytest.raises(ConfigError, match="needs engine="):
+        next(iter(sampler))

@@ -18,6 +18,7 @@ from zeroshard.runtime.grad import Accumulator
 from zeroshard.state import gradient as module
 from zeroshard.state import reduction
 from zeroshard.state.gradient import Gradient
+from zeroshard.state.reduction import SquaresSum
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import Direct
@@ -92,7 +93,9 @@ def test_sums_are_added_averaged_once_and_scaled_wherever_they_rest(
     assert torch.equal(gradient.fetch(*OWN), expected)
     assert torch.equal(gradient.fetch(5, 71), expected[5:71])
     for start, stop in (OWN, (5, 71), (36, 38), (50, 50)):
-        assert gradient.squares_in(start, stop) == pytest.approx(
+        squares = SquaresSum()
+        gradient.add_squares([(start, stop)], squares)
+        assert float(squares.read()) == pytest.approx(
             float((expected[start:stop].double() ** 2).sum()), rel=1e-12
         )
 
@@ -196,7 +199,9 @@ def test_a_lost_gradient_is_noted_reads_as_nan_and_its_memory_is_closed() -> Non
     resting.take(torch.ones(NUMEL), True)
     resting.zero_range(*OWN)
     assert not resting.average(2.0) and lost == [], "it takes what comes without a word"
-    assert math.isnan(accumulator.squares([True])[0]) and accumulator.first_bad() == "p0"
+    squares = SquaresSum()
+    accumulator.add_squares([True], squares, of_all=True)
+    assert math.isnan(float(squares.read())) and accumulator.first_bad() == "p0"
     with pytest.raises(StorageError, match="gone"):
         resting.fetch(*OWN)
     error.__traceback__ = None  # its frames hold the gradient

@@ -1,4 +1,4 @@
-"""The norm and the overflow of gradients on an accelerator: one vector, read once per step.
+"""The norm and the overflow of gradients on an accelerator: one table, read once per step.
 
 There is no accelerator here. Reads of the CPU are said to wait for a device, so that the way of an
 accelerator is taken with tensors of the CPU, and every read of a number is counted.
@@ -21,10 +21,12 @@ from tests.support import inside
 from tests.support.gradients import one_accumulator
 from tests.support.harness import run_ranks
 from tests.support.training import batch, make_model
+from zeroshard.core.exact_sum import ExactSum
 from zeroshard.memory import Pages
 from zeroshard.runtime.grad import Accumulator
 from zeroshard.state import gradient, reduction
 from zeroshard.state.gradient import Gradient
+from zeroshard.state.reduction import SquaresRequest, SquaresSum
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.link import Direct
 
@@ -32,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 class Reads(TorchDispatchMode):
-    """Counts the reads of single numbers, and the vectors that `squares_of` makes to be read."""
+    """Counts the reads of single numbers, and the tables that `squares_of` makes to be read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,21 +78,29 @@ def gradient_of(numbers: torch.Tensor, sizes: Sequence[int]) -> tuple[Accumulato
     return made, gradient
 
 
+def squares(slices: Sequence[torch.Tensor]) -> list[float]:
+    """Return the sums of squares of `slices`, as one read tells them."""
+    found: list[ExactSum] = []
+    reduction.read_squares([SquaresRequest(one, found.append) for one in slices])
+    return [float(one) for one in found]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_vector_holds_the_sum_of_squares_of_each_slice_in_fp64(dtype: torch.dtype) -> None:
+def test_the_table_holds_the_sum_of_squares_of_each_slice(dtype: torch.dtype) -> None:
     slices = [torch.randn(numel).to(dtype) for numel in (1, 64, 1000, 0)]
-    found = reduction.squares_of(slices)
-    assert found.dtype is torch.float64 and found.shape == (4,)
-    for value, numbers in zip(found.tolist(), slices, strict=True):
+    found = squares(slices)
+    assert len(found) == 4
+    for value, numbers in zip(found, slices, strict=True):
         assert value == pytest.approx(float((numbers.double() ** 2).sum()), rel=1e-12)
 
 
 def test_numbers_that_are_finite_never_overflow_in_it_and_others_always_show() -> None:
     largest = torch.full((1 << 12,), torch.finfo(torch.float32).max)
-    assert math.isfinite(reduction.squares_of([largest]).item())
+    assert math.isfinite(squares([largest])[0])
     for odd in (float("inf"), float("-inf"), float("nan")):
         largest[77] = odd
-        assert not math.isfinite(reduction.squares_of([largest]).item())
+        (found,) = squares([largest])
+        assert math.isnan(found) if math.isnan(odd) else found == math.inf
 
 
 def test_gradients_are_divided_scaled_and_zeroed_without_a_read_and_then_read_together() -> None:
@@ -112,7 +122,9 @@ def test_gradients_are_divided_scaled_and_zeroed_without_a_read_and_then_read_to
         assert [one.unread() for one in accumulators] == [[], []]
         for one, squares in zip(gradients, expected, strict=True):
             for span, value in zip(spans, squares, strict=True):
-                assert one.squares_in(*span) == pytest.approx(value, rel=1e-12)
+                total = SquaresSum()
+                one.add_squares([span], total)
+                assert float(total.read()) == pytest.approx(value, rel=1e-12)
                 assert one.is_finite(*span)
         gradients[0].scale(0.5)
         accumulators[1].zero({0})
