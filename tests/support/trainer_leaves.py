@@ -19,8 +19,10 @@ from tests.support.trainer_features import IGNORED, rows
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.integrations.transformers import ZeroTrainer
 
-STAGES = {1: 1, 2: 3, 3: 2}  # by number of ranks
-EVEN, UNEVEN = 6, "7"
+# by number of ranks; two ranks have a subtree of the even leaves each, which stage 1 reduces once
+STAGES = {1: 1, 2: 3, 3: 2}
+EVEN_STAGES = {1: 2, 2: 1, 3: 3}
+EVEN, UNEVEN = "2x3", 7
 SIZE, STEPS = 2, 5
 _SCHEDULE: dict[str, Any] = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 9}
 
@@ -137,7 +139,7 @@ def run(rank: int, world: int, root: str) -> dict[str, Any]:
     folder, stage = Path(root), STAGES[world]
     out: dict[str, Any] = {}
     for name, leaves in (("even", EVEN), ("uneven", UNEVEN)):
-        zero = {"stage": stage, "leaves": leaves}
+        zero = {"stage": EVEN_STAGES[world] if name == "even" else stage, "leaves": leaves}
         saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
         data: dict[str, Any] = {}
         if name == "even":  # on two ranks, another process reads the data

@@ -113,13 +113,19 @@ class _Samples(list[int]):
 class _EpochSampler(zs.LeafSampler):
     """The samples of leaves, epoch by epoch as the Trainer counts them."""
 
-    random_seed = 0
+    def __init__(self, data: Any, leaves: int, size: int, *, own: int, seeds: tuple[Any, int]):
+        """This rank computes `own` of the leaves; `seeds`: of the order, and of random numbers."""
+        self._num_own, self._random_seed = own, seeds[1]
+        super().__init__(data, leaves, size, seed=seeds[0])
+
+    def __len__(self) -> int:
+        return self.num_steps * self._num_own
 
     def set_epoch(self, epoch: int) -> None:
         self.set_step(epoch * self.num_steps)
 
     def __getitem__(self, place: tuple[int, int]) -> list[int]:
-        seed = random.Random(f"{self.random_seed} {place}").getrandbits(32)
+        seed = random.Random(f"{self._random_seed} {place}").getrandbits(32)
         return _Samples(super().__getitem__(place), seed)
 
 
@@ -157,10 +163,11 @@ def _collated(batch: Any) -> Any:
 class _LeafSteps:
     """The leaves of every step: which of them this rank's micro-steps are."""
 
-    def __init__(self, counts: list[int], config: zs.Config, args: Any) -> None:
+    def __init__(self, counts: list[int], args: Any) -> None:
         """Rank r computes ``counts[r]`` of each step's leaves."""
         self.number, self.own = sum(counts), counts[args.process_index]
-        self._config, self._args = config, args
+        self.sampler: _EpochSampler | None = None
+        self._args = args
         self._walk: Iterator[int] | None = None  # of the step under way
 
     @contextmanager
@@ -179,18 +186,13 @@ class _LeafSteps:
 
     def dealt(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return a loader like the Trainer's, but of this rank's leaves."""
-        args, shuffled = self._args, _strategy(self._args) == "random"
+        args = self._args
         seed = args.seed if args.data_seed is None else args.data_seed
+        seeds = (seed if _strategy(args) == "random" else None), seed
         sampler = _EpochSampler(
-            loader.dataset,  # type: ignore[arg-type]
-            self.number,
-            args.train_batch_size,
-            rank=args.process_index,
-            num_ranks=args.world_size,
-            batch_shares=self._config.batch_shares,
-            seed=seed if shuffled else None,
+            loader.dataset, self.number, args.train_batch_size, own=self.own, seeds=seeds
         )
-        sampler.random_seed = seed
+        self.sampler = sampler
         kept = (
             "num_workers", "pin_memory", "persistent_workers", "prefetch_factor",
             "multiprocessing_context",
@@ -260,6 +262,8 @@ class ZeroTrainerMixin(_Base):  # type: ignore[misc]
                 self.accelerator.backward = self._leaf_backward
             elif self._zero.resolved_precision().needs_loss_scaling:
                 self.accelerator.backward = self._scaled_backward
+        if self._leaves is not None and self._leaves.sampler is not None:
+            self._leaves.sampler.engine = self.engine
         self.accelerator._optimizers.append(_Steps(self.engine))  # every train() empties the list
         assert self._wrapped is not None
         return self._wrapped
@@ -463,7 +467,7 @@ def _leaves_of(config: zs.Config, args: Any) -> _LeafSteps | None:
             f" gives {args.world_size} ranks {counts} of them: leave it out, or take a number of"
             " ranks that divides the leaves"
         )
-    leaves = _LeafSteps(counts, config, args)
+    leaves = _LeafSteps(counts, args)
     args.gradient_accumulation_steps = leaves.own
     return leaves
 
