@@ -156,7 +156,13 @@ def run(rank: int, world: int, root: str) -> dict[str, Any]:
     set_seed(3)
     out["mean"] = _trained(folder / "mean", Mean(), zero, data=rows(0, 45), **plain)
     out["by hand"] = _by_hand(zero)
-    half = zero | {"precision": "fp16"}
+    half: dict[str, Any] = {
+        "fp16": {"enabled": True},
+        "gradient_clipping": "auto",
+        "train_batch_size": SIZE * UNEVEN,
+        "zero_optimization": {"stage": stage},
+        "zeroshard": {"leaves": UNEVEN},
+    }
     set_seed(3)
     out["fp16"] = _trained(folder / "fp16", gpt(), half)
     return out
