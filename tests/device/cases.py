@@ -7,6 +7,7 @@ import io
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -231,13 +232,15 @@ def random_numbers() -> None:
     _same(wanted, F.dropout(ones))
     assert 0 < int(wanted.count_nonzero()) < 64
 
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout()).to("zsim")
-    grads = []
-    for call in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
+    linear = nn.Linear(8, 8)
+    model = nn.Sequential(linear, nn.Dropout()).to("zsim")
+    grads: list[Tensor] = []
+    for call in (model, partial(checkpoint, model, use_reentrant=False)):
         torch.manual_seed(4)
         model.zero_grad()
-        call(torch.ones(4, 8, device="zsim")).sum().backward()
-        grads.append(model[0].weight.grad.clone())
+        torch.autograd.backward(call(torch.ones(4, 8, device="zsim")).sum())
+        assert linear.weight.grad is not None
+        grads.append(linear.weight.grad.clone())
     _same(*grads)
 
 
@@ -288,7 +291,15 @@ def _convolutions() -> nn.Module:
 
 
 def _dense() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8))
+    return nn.Sequential(
+        nn.Linear(8, 16),
+        nn.LayerNorm(16),
+        nn.GELU(),
+        nn.Linear(16, 16),
+        nn.SiLU(),
+        nn.Linear(16, 8),
+        nn.Mish(),
+    )
 
 
 def convolution() -> None:
@@ -310,8 +321,7 @@ def attention() -> None:
             a = F.scaled_dot_product_attention(q, q, q, is_causal=True)
         b = F.scaled_dot_product_attention(z, z, z, is_causal=True)
         _same(a, b)
-        a.float().sum().backward()
-        b.float().sum().backward()
+        torch.autograd.backward([a.float().sum(), b.float().sum()])
         assert q.grad is not None and z.grad is not None
         _same(q.grad, z.grad)
 
@@ -467,6 +477,20 @@ def collectives(rank: int, size: int) -> None:
     device.set_device(0)
 
 
+def the_host_waits_for_a_peer(rank: int, size: int) -> None:
+    """The first rank waits for a message that the other sends once it has read a sum of both."""
+    message = torch.zeros(1)
+    for schedule in zsim.SCHEDULES:
+        zsim.set_schedule(schedule, 1)
+        value = torch.ones(4, device="zsim")
+        dist.all_reduce(value)
+        if rank == 0:
+            dist.recv(message, 1)
+        assert value.sum().item() == 4 * size
+        if rank == 1:
+            dist.send(message, 0)
+
+
 def _results(
     rank: int, size: int, where: torch.device, group: dist.ProcessGroup | None, *, is_async: bool
 ) -> dict[str, Tensor]:
@@ -498,8 +522,8 @@ def _results(
     out["all_to_all_single"] = value
     run(dist.scatter, value := empty(), [given(), given()] if rank == 0 else None, 0)
     out["scatter"] = value
-    run(dist.gather, given(), values := [empty(), empty()] if rank == 0 else None, 0)
-    out["gather"] = torch.cat(values or [empty(0)])
+    run(dist.gather, given(), rows := [empty(), empty()] if rank == 0 else None, 0)
+    out["gather"] = torch.cat(rows or [empty(0)])
 
     swapped, peer = empty(), 1 - rank
     pair = [dist.P2POp(dist.isend, given(), peer, group)]

@@ -6,9 +6,11 @@
 
 A name is what `Streams` is told ("fork(gather)", "join(reduce)", "drain"), or the function of
 the library that waits, through whatever helpers: for an event ("Segment.wait_uploads"), for the
-whole device ("drain"), or as the host, in a copy that is not ``non_blocking``, ``Tensor.cpu()`` and
-``Tensor.tolist()``. What the host reads without waiting is NaN, or the largest integer, until
-it has arrived.
+whole device ("drain"), or as the host, in a copy that is not ``non_blocking``, ``Tensor.cpu()``,
+``Tensor.to()`` and ``Tensor.tolist()``. What the host reads without waiting is NaN, or the
+largest integer, until it has arrived; in pageable memory, for which a driver would wait
+nevertheless, it never does. A copy from pageable memory is no wait: a driver takes its numbers
+before the call returns.
 
 It patches torch and the engine's classes while a context is open. One process, any thread.
 """
@@ -79,6 +81,7 @@ class Omission:
             (module.Stream, "wait_stream", self._unless_left_out()),
             (tensor, "copy_", self._copy),
             (tensor, "cpu", self._cpu),
+            (tensor, "to", self._to),
             (tensor, "tolist", self._tolist),
         ]
         with ExitStack() as stack:
@@ -119,14 +122,28 @@ class Omission:
     def _copy(
         self, original: Callable[..., Any], out: Any, source: Any, non_blocking: bool = False
     ) -> Any:
-        if not non_blocking and out.device.type != source.device.type:
-            non_blocking = self._leaves_out(_site())
+        host = out if out.device.type == "cpu" else source
+        waits = out.device.type != source.device.type and not non_blocking
+        if waits and (host is out or host.is_pinned()) and self._leaves_out(_site()):
+            non_blocking = True
+            if not host.is_pinned():
+                return out.fill_(_nothing(out))
         return original(out, source, non_blocking)
 
     def _cpu(self, original: Callable[..., Any], tensor: Any) -> Any:
         if tensor.device.type == "cpu" or not self._leaves_out(_site()):
             return original(tensor)
         return _without_waiting(tensor)
+
+    def _to(self, original: Callable[..., Any], tensor: Any, *args: Any, **options: Any) -> Any:
+        named = (*args, options.get("device"))
+        target = next(
+            (torch.device(one) for one in named if isinstance(one, str | torch.device)), None
+        )
+        arrives = target is not None and target.type == "cpu" != tensor.device.type
+        if not arrives or not self._leaves_out(_site()):
+            return original(tensor, *args, **options)
+        return original(_without_waiting(tensor), *args, **options)
 
     def _tolist(self, original: Callable[..., Any], tensor: Any) -> Any:
         if tensor.device.type == "cpu" or not self._leaves_out(_site()):
@@ -154,7 +171,10 @@ def _ours(module: Any, stream: torch.Stream) -> Any:
 
 def _without_waiting(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on the host that may arrive later."""
-    dtype = tensor.dtype
-    nothing = math.nan if tensor.is_floating_point() else _LARGEST[dtype]
-    out = torch.full(tensor.shape, nothing, dtype=dtype, pin_memory=True)
+    out = torch.full(tensor.shape, _nothing(tensor), dtype=tensor.dtype, pin_memory=True)
     return out.copy_(tensor.detach(), non_blocking=True)
+
+
+def _nothing(tensor: torch.Tensor) -> float:
+    """Return what memory of the dtype of `tensor` reads as before its numbers are there."""
+    return math.nan if tensor.is_floating_point() else _LARGEST[tensor.dtype]

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,14 +29,18 @@ import zeroshard as zs
 from tests.support import pipelines, tensor_parallel
 from tests.support.programs import Program, Trained, _on_host, checkpoint_on_host
 from tests.support.training import ROWS, Run
+from zeroshard.memory import host_pages, pinned_pages
+from zeroshard.optim.runner import TileRunner
+from zeroshard.system.device import Device
 
 __all__ = [
     "ALL", "CASES", "DEVICE", "FIFO", "PRECISIONS", "QUICK", "THREADS", "Case", "Outcome",
-    "Schedule", "cases_of", "compare", "set_schedule", "trained",
+    "Schedule", "cases_of", "compare", "measure", "set_schedule", "trained",
 ]  # fmt: skip
 
 DEVICE = "zsim:0"
 STEPS = 3
+UNIT = 33_216  # elements of a block
 PRECISIONS = ("fp32", "bf16", "fp16")
 NODE_ROWS = ("hpz", "mics", "hfsdp")
 Schedule = tuple[str, int]  # name and seed
@@ -60,12 +67,27 @@ def fail_and_reset(run: Trained, step: int) -> None:
     """A backward that an exception cuts off, after the first step."""
     if step > 0:
         return
-    handle = run.model.blocks[0].up.weight.register_hook(_fail)
+    block: Any = run.model.blocks[0]
+    handle = block.up.weight.register_hook(_fail)
     with suppress(ZeroDivisionError):
         run.engine.backward(run.model(*run.data(run.rank, 0)))
         raise AssertionError("the backward has not failed")
     handle.remove()
     run.engine.reset()
+
+
+def reset_and_allocate(run: Trained, step: int) -> None:
+    """The same, and other tensors in the memory that is free then, to be read a step later."""
+    fail_and_reset(run, step)
+    if step == 0:
+        sizes = [parameter.numel() for parameter in run.model.parameters()] + [UNIT] * 4
+        run.kept["taken"] = [
+            torch.ones(numel, dtype=dtype, device=DEVICE)
+            for numel in sizes
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
+    else:
+        run.extra += [one.float().mean() for one in run.kept.pop("taken", [])]
 
 
 def _fail(grad: torch.Tensor) -> None:
@@ -107,6 +129,13 @@ def evaluate_and_load(run: Trained, step: int) -> None:
     with torch.no_grad():
         run.extra.append(run.model(*run.data(run.rank, step)).detach())
     zs.load(run.kept["folder"], run.engine)
+
+
+def edit(run: Trained, step: int) -> None:
+    """Halve the head after the first step."""
+    if step == 0:
+        with run.engine.gathered(writeback=True), torch.no_grad():
+            run.model.head.weight.mul_(0.5)
 
 
 def _shared_folder() -> tuple[Any, str]:
@@ -157,7 +186,8 @@ class Pipelined(Program):
     """A stage on each rank, 1F1B over four micro-batches."""
 
     def train(self, device: str, *, rank: int = 0, transport: str = "auto") -> Run:
-        mesh = pipelines.mesh_of(pp=2, dp=1, device=device.partition(":")[0])
+        dp = dist.get_world_size() // 2
+        mesh = pipelines.mesh_of(pp=2, dp=dp, device=device.partition(":")[0])
         shapes = torch.zeros(1, pipelines.LENGTH, dtype=torch.long)
         piped = pipelines.piped(mesh, "1F1B", self.row, shapes=shapes, precision=self.precision)
         piped.train(self.steps, 4, clip=self.clip)
@@ -171,7 +201,8 @@ class TensorParallel(Program):
     """A Llama of DTensors, cut in two."""
 
     def train(self, device: str, *, rank: int = 0, transport: str = "auto") -> Run:
-        mesh = tensor_parallel.mesh_of(device.partition(":")[0], dp=1, tp=2)
+        dp = dist.get_world_size() // 2
+        mesh = tensor_parallel.mesh_of(device.partition(":")[0], dp=dp, tp=2)
         done = tensor_parallel.train(
             tensor_parallel.CASES["llama"],
             mesh,
@@ -199,6 +230,80 @@ class Evaluated(Program):
         return []
 
 
+@dataclass(frozen=True)
+class Zeroed(Program):
+    """Sets the gradients of a first micro-batch to zero, and keeps them."""
+
+    def take(self, run: Trained) -> list[float]:
+        losses = []
+        for step in range(self.steps):
+            for number in (2 * step, 2 * step + 1):
+                run.optimizer.zero_grad(set_to_none=False)
+                loss = run.model(*run.data(run.rank, number))
+                run.engine.backward(loss)
+                losses.append(loss.detach())
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return [loss.item() for loss in losses]
+
+
+@dataclass(frozen=True)
+class Registered(Program):
+    """With pages of the host that a driver has locked, as CUDA's does, and steps there that take
+    their time: a forward begins beside them.
+    """
+
+    def train(self, device: str, *, rank: int = 0, transport: str = "auto") -> Run:
+        with _registered_pages(), mock.patch.object(TileRunner, "_step", _step_slowly):
+            return super().train(device, rank=rank, transport=transport)
+
+
+_step_tile = TileRunner._step
+
+
+def _step_slowly(runner: TileRunner, *args: Any) -> None:
+    time.sleep(0.01)  # less than what lanes take for a host that is elsewhere
+    _step_tile(runner, *args)
+
+
+_map_pages = host_pages.map_pages
+
+
+@contextmanager
+def _registered_pages() -> Iterator[None]:
+    from tests.device import zsim
+
+    locked: set[int] = set()
+    mapped: list[Any] = []  # until the end: a copy that comes too late finds other numbers
+
+    def register(address: int, num_bytes: int) -> None:
+        zsim.register_host(address, num_bytes)
+        locked.add(address)
+
+    def unregister(address: int) -> None:
+        if address in locked:
+            locked.remove(address)
+            zsim.unregister_host(address)
+
+    def map_pages(num_bytes: int) -> Any:
+        mapped.append(_map_pages(num_bytes))
+        return mapped[-1]
+
+    driver = SimpleNamespace(register=register, unregister=unregister)
+    pinned_pages.cache_clear()
+    try:
+        with (
+            mock.patch.object(Device, "host_register", lambda device: driver),
+            mock.patch.object(host_pages, "map_pages", map_pages),
+        ):
+            yield
+    finally:
+        zsim.module.synchronize()
+        pinned_pages.cache_clear()
+        for address in list(locked):  # kept for the next borrower, who never comes
+            unregister(address)
+
+
 def freeze_embedding(model: Any) -> None:
     """Leave the embedding as it is."""
     model.embed.requires_grad_(False)
@@ -211,75 +316,108 @@ class Case:
     name: str
     program: Program
     is_plain: bool = False  # plain PyTorch's bits are promised
-    is_lazy: bool = True  # its ranks never wait for a message while others wait for their device
     worlds: tuple[int, ...] = (1, 2)
+    kind: str = ""  # a row of the table
 
 
-def _cases() -> dict[str, Case]:
-    made = [
-        Case(f"{row} {precision}", Program(row=row, precision=precision), is_plain=True)
+TWO: dict[str, Any] = {"micro_batches": 2}
+NATIVE = {"transport": "nccl"}  # also in one process
+CODES = {"weight_codec": "int8", "grad_codec": "int4"}
+
+
+def _rows() -> list[Case]:
+    return [
+        Case(
+            f"{row} {precision}",
+            Program(row=row, precision=precision),
+            is_plain=True,
+            worlds=(1, 2, 4) if precision == "bf16" else (1, 2),
+        )
         for row in ROWS
         for precision in PRECISIONS
     ]
+
+
+def _nodes() -> list[Case]:
+    made = []
     for row in NODE_ROWS:
-        program = Program(row=row, comm={"node_size": 1})
-        made.append(Case(row, program, worlds=(2,)))
+        made.append(Case(row, Program(row=row, comm={"node_size": 1}), worlds=(2,)))
         program = Program(row=row, comm={"node_size": 2})
         made.append(Case(f"{row} of two nodes", program, worlds=(4,)))
     for row in ("zero1", "zero3"):
         for world in (2, 4):
             program = Program(row=row, comm={"node_size": world // 2, "hierarchical": True})
             made.append(Case(f"two levels of {world}, {row}", program, worlds=(world,)))
+    return made
+
+
+def _meshes() -> list[Case]:
+    made = []
+    for row in ("zero1", "zero3"):
         for name, kind in {"pipeline": Pipelined, "tensor parallel": TensorParallel}.items():
             program = kind(row=row, precision="fp32", clip=0.1)
-            lazy = kind is TensorParallel  # a stage waits for its neighbour on the host
-            case = Case(f"{name} {row}", program, is_lazy=lazy, worlds=(2,))
-            made.append(case)
-    two: dict[str, Any] = {"micro_batches": 2}
+            made.append(Case(f"{name} {row}", program, worlds=(2, 4)))
+    return made
+
+
+def _transports() -> list[Case]:
     over_gloo = Program(row="zero3", comm={"transport": "gloo"})
-    made.append(Case("over gloo", over_gloo, worlds=(2,)))
-    native = {"transport": "nccl"}  # also in one process
+    made = [Case("over gloo", over_gloo, worlds=(2,))]
     for row in ("ddp", "zero2", "zero3"):
-        program = Program(row=row, comm=native, **two)
+        program = Program(row=row, comm=NATIVE, **TWO)
         made.append(Case(f"native {row}", program, is_plain=True, worlds=(1,)))
-    made += [Case(f"ordered {row}", Program(row=row, comm={"ordered": True})) for row in ROWS]
+    return made + [Case(f"ordered {row}", Program(row=row, comm={"ordered": True})) for row in ROWS]
+
+
+def _codecs() -> list[Case]:
     codes: dict[str, dict[str, Any]] = {
         **{f"weights in {code}": {"weight_codec": code} for code in ("int8", "int4", "fp8")},
         **{f"gradients in {code}": {"grad_codec": code} for code in ("int8", "int4", "fp8")},
         "error feedback": {"grad_codec": "int4", "error_feedback": True},
     }
-    made += [Case(name, Program(comm=comm)) for name, comm in codes.items()]
-    both = {"weight_codec": "int8", "grad_codec": "int4"}
-    made += [
-        Case("codecs and no_sync", Program(comm=both, no_sync=True, **two)),
-        Case("codecs, hpz", Program(row="hpz", comm={"node_size": 1, **both}), worlds=(2,)),
-        Case("native codecs", Program(comm={**native, **both}, **two), worlds=(1,)),
+    return [
+        *(Case(name, Program(comm=comm)) for name, comm in codes.items()),
+        Case("codecs and no_sync", Program(comm=CODES, no_sync=True, **TWO)),
+        Case("codecs, hpz", Program(row="hpz", comm={"node_size": 1, **CODES}), worlds=(2,)),
+        Case("native codecs", Program(comm={**NATIVE, **CODES}, **TWO), worlds=(1,)),
         Case("frozen in int4", Program(comm={"frozen_codec": "int4"}, prepare=freeze_embedding)),
-        Case("micro-batches", Program(**two), is_plain=True),
-        Case("micro-batches of stage 1", Program(row="zero1", **two), is_plain=True, worlds=(1,)),
-        Case("no_sync", Program(no_sync=True, **two)),
-        Case("no_sync of stage 2", Program(row="zero2", no_sync=True, **two)),
+    ]
+
+
+def _options() -> list[Case]:
+    budget = {"accumulation_budget": "400KiB"}
+    again: dict[str, Any] = {"after": fail_and_reset}
+    return [
+        Case("micro-batches", Program(**TWO), is_plain=True),
+        Case("micro-batches of stage 1", Program(row="zero1", **TWO), is_plain=True, worlds=(1,)),
+        Case("no_sync", Program(no_sync=True, **TWO)),
+        Case("no_sync of stage 2", Program(row="zero2", no_sync=True, **TWO)),
         Case("clipped", Program(clip=0.1)),
-        Case(
-            "accumulation budget",
-            Program(no_sync=True, options={"accumulation_budget": "400KiB"}, **two),
-        ),
+        Case("accumulation budget", Program(no_sync=True, options=budget, **TWO)),
         Case("checkpointed on the host", Program(prepare=checkpoint_on_host), is_plain=True),
         Case("accumulate", Accumulated(micro_batches=3)),
         Case("accumulate on the host", Accumulated(micro_batches=3, tier="host")),
         Case("off the device and back", Program(after=off_and_on), is_plain=True),
-        Case("reset", Program(after=fail_and_reset), is_plain=True),
+        Case("reset", Program(**again), is_plain=True),
+        Case("native reset", Program(comm=NATIVE, **again), is_plain=True, worlds=(1,)),
+        Case("reset, codecs", Program(comm={**NATIVE, **CODES}, **again), worlds=(1,)),
+        Case("reset, on the host", Program(offload=HOST, **again)),
         Case(
-            "native reset", Program(comm=native, after=fail_and_reset), is_plain=True, worlds=(1,)
+            "reset, memory taken",
+            Program(comm=NATIVE, after=reset_and_allocate),
+            worlds=(1,),
         ),
-        Case("reset, codecs", Program(comm={**native, **both}, after=fail_and_reset), worlds=(1,)),
-        Case("reset, on the host", Program(offload=HOST, after=fail_and_reset)),
+        Case("repartition, on the host", Program(offload=STATES, after=repartition)),
         Case("average", Program(after=average)),
         Case("repartition", Program(after=repartition), is_plain=True),
+        Case("edited", Program(after=edit)),
         Case("save and load", Program(after=save_and_load)),
-        Case("joined", Joined(), is_lazy=False, worlds=(2,)),
+        Case("joined", Joined(), worlds=(2,)),
         Case("shares", Program(options={"shares": [0.25, 0.75]}), worlds=(2,)),
     ]
+
+
+def _tiers() -> list[Case]:
     tiers: dict[str, tuple[str, dict[str, Any]]] = {
         "optimizer on the host": ("zero1", {"optimizer": "host"}),
         "states on the host": ("zero2", STATES),
@@ -292,13 +430,13 @@ def _cases() -> dict[str, Case]:
         "optimizer on disk": ("zero3", {"optimizer": "disk"}),
         "everything on disk": ("zero3", dict.fromkeys(HOST, "disk")),
     }
-    on_host: dict[str, Any] = {"precision": "fp32", "offload": {"grad": "host"}}
+    grads: dict[str, Any] = {"row": "zero2", "precision": "fp32", "offload": {"grad": "host"}}
     everything: dict[str, Any] = {"precision": "fp32", "offload": HOST}
-    made += [
-        Case("evaluated, gradients on the host", Evaluated(row="zero2", **on_host), worlds=(1,)),
+    made = [
+        Case("evaluated, gradients on the host", Evaluated(**grads), worlds=(1,)),
         Case(
             "save and load, gradients on the host",
-            Program(row="zero2", after=save_and_load, **on_host),
+            Program(after=save_and_load, **grads),
             worlds=(1,),
         ),
         Case(
@@ -306,14 +444,34 @@ def _cases() -> dict[str, Case]:
             Program(after=evaluate_and_load, **everything),
             worlds=(1,),
         ),
-        Case("gradients on disk", Program(offload={"grad": "disk"}, **two), worlds=(1,)),
+        Case("zeroed, gradients on the host", Zeroed(micro_batches=2, **grads), worlds=(1,)),
+        Case("registered pages", Registered(row="zero2", offload=STATES), worlds=(1,)),
+        Case("gradients on disk", Program(offload={"grad": "disk"}, **TWO), worlds=(1,)),
     ]
     for name, (row, offload) in tiers.items():
-        made.append(Case(name, Program(row=row, offload=offload, **two)))
-        made.append(
-            Case(f"{name}, fp32", Program(row=row, precision="fp32", offload=offload, **two))
-        )
-    return {case.name: replace(case, program=replace(case.program, steps=STEPS)) for case in made}
+        made.append(Case(name, Program(row=row, offload=offload, **TWO)))
+        program = Program(row=row, precision="fp32", offload=offload, **TWO)
+        made.append(Case(f"{name}, fp32", program))
+    return made
+
+
+_KINDS: dict[str, Callable[[], list[Case]]] = {
+    "rows in fp32, bf16, fp16": _rows,
+    "rows over nodes, two levels": _nodes,
+    "pipelines, tensor parallelism": _meshes,
+    "native and ordered sums, gloo": _transports,
+    "codecs": _codecs,
+    "options and calls": _options,
+    "tiers": _tiers,
+}
+
+
+def _cases() -> dict[str, Case]:
+    return {
+        case.name: replace(case, kind=kind, program=replace(case.program, steps=STEPS))
+        for kind, make in _KINDS.items()
+        for case in make()
+    }
 
 
 CASES = _cases()
@@ -335,24 +493,42 @@ class Outcome:
     found: list[str] = field(default_factory=list)  # differences
     num_runs: int = 0
     cpu_s: float = 0.0
+    waits: dict[str, int] = field(default_factory=dict)  # of the host in a step, by reason
 
 
 def compare(rank: int, world: int, name: str, schedules: Sequence[Schedule]) -> Outcome:
     """Train in order, then in each of `schedules`, and without an engine where that is promised."""
     case, outcome = CASES[name], Outcome()
     began = time.process_time()
-    first, *others = (FIFO, *schedules) if case.is_lazy else (THREADS, THREADS)
-    expected = trained(case.program, rank, world, first)
-    for schedule in others:
+    expected = trained(case.program, rank, world, FIFO)
+    for schedule in schedules:
         run = trained(case.program, rank, world, schedule)
         outcome.found += [f"{schedule}: {line}" for line in run.differs_from(expected)]
-    if case.is_plain:
+    is_plain = case.is_plain and world <= 2  # a sum of two has one order
+    if is_plain:
         set_schedule(FIFO)
         plain = case.program.train_plainly(DEVICE, rank=rank)
         outcome.found += expected.differs_from(plain)
-    outcome.num_runs = 1 + len(others) + case.is_plain
+    outcome.num_runs = 1 + len(schedules) + is_plain
     outcome.cpu_s = time.process_time() - began
     return outcome
+
+
+def measure(rank: int, world: int, name: str, schedules: Sequence[Schedule]) -> Outcome:
+    """Compare, and count the waits of a step: those of a run that has one more."""
+    outcome = compare(rank, world, name, schedules)
+    fewer, more = (_waits(rank, world, name, STEPS + extra) for extra in (0, 1))
+    outcome.waits = dict(more - fewer)
+    return outcome
+
+
+def _waits(rank: int, world: int, name: str, steps: int) -> Counter[str]:
+    """Return how often the host waits in a run, by reason."""
+    from tests.device import zsim
+
+    before = Counter(zsim.host_waits())
+    trained(replace(CASES[name].program, steps=steps), rank, world, FIFO)
+    return Counter(zsim.host_waits()) - before
 
 
 def set_schedule(schedule: Schedule) -> None:

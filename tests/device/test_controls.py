@@ -40,7 +40,7 @@ def _train(rank: int, kind: str, schedule: Schedule) -> Run:
 
 
 def _whole(value: Any) -> torch.Tensor:
-    full = value.full_tensor() if hasattr(value, "full_tensor") else value
+    full: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return full.detach().cpu().clone()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zeroshard as zs
 from tests.device.programs import CASES, FIFO, THREADS, set_schedule, trained
@@ -41,6 +42,17 @@ def _second_device(rank: int, world: int, row: str) -> list[str]:
 @pytest.mark.parametrize("row", ["zero1", "zero3"])
 def test_a_model_on_the_second_device_has_the_same_bits(row: str) -> None:
     assert run_ranks(1, _second_device, row, device=_DEVICE) == [[]]
+
+
+def _beside_the_cpu(rank: int, world: int, name: str) -> list[str]:
+    program = CASES[name].program
+    with sdpa_kernel(SDPBackend.MATH):  # a backend without fused attention is given this one
+        return trained(program, rank, world, FIFO).differs_from(program.train("cpu", rank=rank))
+
+
+@pytest.mark.parametrize("name", ["pipeline zero3", "tensor parallel zero3"])
+def test_a_cut_model_has_the_bits_of_the_cpu(name: str) -> None:
+    assert run_ranks(2, _beside_the_cpu, name, device=_DEVICE) == [[], []]
 
 
 def _two_engines(rank: int, world: int) -> list[str]:

@@ -127,5 +127,13 @@ def _collectives(rank: int, world: int) -> None:
     importlib.import_module(CASES).collectives(rank, world)
 
 
+def _messages(rank: int, world: int) -> None:
+    importlib.import_module(CASES).the_host_waits_for_a_peer(rank, world)
+
+
+def test_lanes_run_on_while_the_host_waits_for_a_peer_that_waits_for_them() -> None:
+    run_ranks(2, _messages, device=CASES)
+
+
 def test_collectives_give_the_numbers_of_gloo() -> None:
     run_ranks(2, _collectives, device=CASES)

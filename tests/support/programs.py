@@ -156,10 +156,17 @@ class Program:
         """Return what gives the batch of a number: those of `rank` and of this training are there
         already.
         """
-        load = cache(lambda rank, number: [tokens.to(device) for tokens in batch(rank, number)])
+        load = cache(lambda rank, number: [_sent(tokens, device) for tokens in batch(rank, number)])
         for number in range(self.steps * self.micro_batches):
             load(rank, number)
         return load
+
+
+def _sent(tokens: torch.Tensor, device: str) -> torch.Tensor:
+    """Return a copy on `device`, for which the host does not wait: pageable memory is taken by
+    value.
+    """
+    return tokens.to(device, non_blocking=True)
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -47,7 +47,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
          torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   m.impl("native_dropout", native_dropout);
   // A backend without kernels for these is given compositions that round otherwise.
-  for (const char* name : {"native_layer_norm", "native_group_norm"})
+  for (const char* name : {"native_layer_norm", "native_group_norm", "silu_backward",
+                           "mish_backward", "native_channel_shuffle"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_lane>());
 }
 

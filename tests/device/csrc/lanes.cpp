@@ -2,10 +2,14 @@
 
 #include "lanes.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <filesystem>
+#include <fstream>
 #include <mutex>
 #include <random>
 #include <stdexcept>
@@ -22,6 +26,8 @@ using Clock = std::chrono::steady_clock;
 using Lock = std::unique_lock<std::mutex>;
 
 constexpr size_t kPool = 32;
+constexpr std::chrono::milliseconds kBetweenLooks{20};
+constexpr uint64_t kNever = ~uint64_t{0};
 
 enum class Schedule { kThreads, kFifo, kRandom, kComputeFirst, kComputeLast };
 
@@ -37,6 +43,20 @@ Schedule schedule_named(const std::string& name) {
   for (const auto& [known, schedule] : kSchedules)
     if (known == name) return schedule;
   throw std::invalid_argument("zsim: no schedule " + name);
+}
+
+// Whether no other thread of this process runs, or could.
+bool all_others_sleep() {
+  const std::string own = std::to_string(gettid());
+  std::error_code gone;
+  for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task", gone)) {
+    std::string line;
+    if (thread.path().filename() == own) continue;
+    std::getline(std::ifstream(thread.path() / "stat"), line);
+    const size_t state = line.rfind(") ");
+    if (state != std::string::npos && line[state + 2] != 'S') return false;
+  }
+  return true;
 }
 
 double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
@@ -105,6 +125,7 @@ class Lanes {
     Queue& queue = at(lane);
     start_threads(queue);
     task.number = launched_++;
+    host_is_elsewhere_ = false;
     queue.tasks.push_back(std::move(task));
     if (!is_lazy() || paid_ || !waiters_.empty()) changed_.notify_all();
   }
@@ -247,11 +268,13 @@ class Lanes {
   void run_lazily() {
     for (Lock lock(mutex_);;) {
       Queue* queue = nullptr;
-      changed_.wait(lock, [&] {
-        queue = is_lazy() && (paid_ || host_still_waits()) ? pick() : nullptr;
+      const auto finds_a_task = [&] {
+        const bool runs = paid_ || host_is_elsewhere_ || host_still_waits();
+        queue = is_lazy() && runs ? pick() : nullptr;
         if (!queue && std::exchange(paid_, 0)) changed_.notify_all();  // nothing can run
         return queue != nullptr;
-      });
+      };
+      while (!changed_.wait_for(lock, kBetweenLooks, finds_a_task)) look_for_the_host(lock);
       run_first(*queue, lock);
       if (paid_ && !--paid_) changed_.notify_all();
     }
@@ -266,11 +289,28 @@ class Lanes {
     return std::any_of(waiters_.begin(), waiters_.end(), [](auto* is_over) { return (*is_over)(); });
   }
 
-  Queue* pick() {
-    std::vector<Queue*> ready;
+  // The host may wait for another process, whose host waits for a collective, which waits for a
+  // lane here. It is taken to do so when it has launched nothing and has slept at two looks.
+  void look_for_the_host(Lock& lock) {
+    if (!is_lazy() || ready().empty()) return;
+    const uint64_t launched = launched_;
+    lock.unlock();
+    const bool sleeps = all_others_sleep();
+    lock.lock();
+    host_is_elsewhere_ = sleeps && launched == launched_ && launched == slept_after_;
+    slept_after_ = sleeps ? launched : kNever;
+  }
+
+  std::vector<Queue*> ready() {
+    std::vector<Queue*> out;
     for (auto& device : devices_)
       for (auto& queue : device.queues)
-        if (queue->is_ready()) ready.push_back(queue.get());
+        if (queue->is_ready()) out.push_back(queue.get());
+    return out;
+  }
+
+  Queue* pick() {
+    const std::vector<Queue*> ready = this->ready();
     if (ready.empty()) return nullptr;
     if (schedule_ == Schedule::kRandom) return ready[random_() % ready.size()];
     return *std::min_element(ready.begin(), ready.end(),
@@ -331,6 +371,8 @@ class Lanes {
   std::vector<const std::function<bool()>*> waiters_;  // of the host: what ends each wait
   int paid_ = 0;  // tasks that questions of the host have paid for
   uint64_t launched_ = 0, ended_ = 0;
+  uint64_t slept_after_ = kNever;   // launches, when the host was last looked for
+  bool host_is_elsewhere_ = false;  // since its last launch
   std::string error_;  // of the first kernel that failed since the last wait, which raises it
   std::map<std::string, uint64_t> wait_counts_;
   bool logs_ = false;

@@ -162,7 +162,9 @@ bool is_registered(const void* address) {
   const Lock lock(memory().mutex);
   const auto where = reinterpret_cast<uintptr_t>(address);
   auto range = memory().registered.upper_bound(where);
-  return range != memory().registered.begin() && where < (--range)->first + range->second;
+  if (range == memory().registered.begin()) return false;
+  --range;
+  return where < range->first + range->second;
 }
 
 }  // namespace zsim
