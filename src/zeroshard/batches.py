@@ -58,7 +58,7 @@ class LeafSampler(Sampler[list[int]]):
             self._leaves = Tree.parse(leaves).leaves
         except ValueError as error:
             raise ConfigError(f"leaves={leaves!r}: {error}") from None
-        self._engine = engine
+        self.engine = engine  # may be given later, before this is iterated
         self._numel = data if isinstance(data, int) else len(data)
         self._size = size
         self.num_steps = self._numel // (self._leaves * size) if size > 0 else 0
@@ -95,18 +95,18 @@ class LeafSampler(Sampler[list[int]]):
 
     def _own(self) -> list[int]:
         """Return this rank's leaves, in order."""
-        if self._engine is None:
+        if self.engine is None:
             raise ConfigError(
                 "LeafSampler needs engine= where it is iterated: the engine deals the leaves out;"
                 " sampler[step, leaf] needs none"
             )
-        tree = states_of(self._engine).tree
+        tree = states_of(self.engine).tree
         if tree is None or tree.leaves != self._leaves:
             raise ConfigError(
                 f"LeafSampler has leaves={self._leaves}, and the engine"
                 f" {'none' if tree is None else tree.leaves}: give both the same"
             )
-        return states_of(self._engine).own_leaves
+        return states_of(self.engine).own_leaves
 
     def _order_of(self, epoch: int) -> list[int]:
         if self._order is None or self._order[0] != epoch:

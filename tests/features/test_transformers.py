@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -340,6 +341,117 @@ def _rescaled(rank: int, world: int) -> None:
 
 def test_weights_that_evaluation_rescales_are_written_back() -> None:
     run_ranks(2, _rescaled)
+
+
+# ------------------------------------------------------------------------------------------ leaves
+
+
+@pytest.fixture(scope="module")
+def with_leaves(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What each rank of 3, 2 and 1 has seen of runs with leaves."""
+    folder, out = str(tmp_path_factory.mktemp("leaves")), {}
+    for world in (3, 2, 1):  # each resumes from what the one before has saved
+        found = spawn_ranks(world, _with_leaves, folder, timeout=240)
+        assert all(one.error is None for one in found), found[0].stderr[-6000:]
+        out[world] = [one.result for one in found]
+    return out
+
+
+def _with_leaves(rank: int, world: int, folder: str) -> dict[str, Any]:
+    from tests.support import trainer_leaves
+
+    return trainer_leaves.run(rank, world, folder)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["even", "uneven", "mean", "fp16"])
+def test_leaves_train_to_one_hash_on_any_number_of_ranks(
+    with_leaves: dict[int, list[dict[str, Any]]], name: str
+) -> None:
+    """With dropout, clipping, a schedule, labels of uneven number that a collator draws, and leaves
+    that the ranks do not divide.
+    """
+    runs = {world: ranks[0][name] for world, ranks in with_leaves.items()}
+    assert len({run["hash"] for run in runs.values()}) == 1, runs
+    alone = runs[1]
+    for run in runs.values():
+        assert run["norms"] == alone["norms"] and run["rates"] == alone["rates"]
+        assert run["losses"] == pytest.approx(alone["losses"], rel=1e-5) and len(run["losses"]) == 5
+        assert run["samples"] == (12 if name == "even" else 14)
+    counts = [rank[name]["accumulated"] for rank in with_leaves[3]]
+    assert counts == ([2, 2, 2] if name == "even" else [3, 2, 2])
+    if name == "mean":  # by batch_shares
+        assert [rank[name]["accumulated"] for rank in with_leaves[2]] == [5, 2]
+
+
+@pytest.mark.parametrize("name", ["even", "uneven"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_with_leaves_goes_on_with_other_ranks_on_the_same_curve(
+    with_leaves: dict[int, list[dict[str, Any]]], name: str, world: int
+) -> None:
+    run = with_leaves[world][0]
+    assert run[f"{name} resumed"]["hash"] == run[name]["hash"]
+
+
+def test_leaves_of_the_trainer_are_those_of_a_loop_by_hand(
+    with_leaves: dict[int, list[dict[str, Any]]],
+) -> None:
+    for ranks in with_leaves.values():
+        assert ranks[0]["mean"]["hash"] == ranks[0]["by hand"]
+
+
+class _Unsized(torch.utils.data.IterableDataset[Any]):
+    """A dataset that has no length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gradient_accumulation_steps": 3}, "steps=3 contradicts leaves=8 on 2 ranks, which"),
+        ({"average_tokens_across_devices": False}, "averages over the tokens of one rank"),
+        ({"train_sampling_strategy": "group_by_length"}, "'group_by_length' does not"),
+        ({"group_by_length": True}, "'group_by_length' does not"),
+        ({"leaves": 7, "include_num_input_tokens_seen": "all"}, "gives 2 ranks .4, 3. of them"),
+        ({"leaves": 1}, "every rank needs one at least"),
+    ],
+)
+def test_arguments_under_which_leaves_would_depend_on_the_ranks_are_refused(
+    change: dict[str, Any], message: str
+) -> None:
+    from types import SimpleNamespace
+
+    from zeroshard.integrations.transformers import _leaves_of
+
+    given = {
+        "leaves": 8,
+        "world_size": 2,
+        "process_index": 0,
+        "gradient_accumulation_steps": 1,
+        "average_tokens_across_devices": True,
+    }
+    given |= change
+    config = zs.Config(leaves=given.pop("leaves"))
+    with pytest.raises(zs.ConfigError, match=message):
+        _leaves_of(config, SimpleNamespace(**given))
+
+
+def test_samples_that_do_not_follow_from_a_leafs_number_are_refused(tmp_path: Path) -> None:
+    from tests.support.trainer_leaves import Mean, trainer_of
+    from zeroshard.integrations.transformers import ZeroTrainer
+
+    class Samples(ZeroTrainer):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return super()._get_train_sampler(*args)
+
+    trainer = trainer_of(tmp_path, Mean(), {"leaves": 8}, _Unsized())
+    with pytest.raises(zs.ConfigError, match="train_dataset has no length"):
+        trainer.get_train_dataloader()
+    chooses = Samples(zero={"leaves": 8}, model=Mean(), args=trainer.args, train_dataset=[1])
+    with pytest.raises(zs.ConfigError, match=r"Samples chooses samples itself in _get_train_sampl"):
+        chooses.get_train_dataloader()
 
 
 @pytest.mark.slow

@@ -235,10 +235,13 @@ class Config(Strict):
 
     def batch_sizes(self, num_ranks: int) -> tuple[int | None, int | None, int | None]:
         """Return the samples of a step, those of a forward, and the forwards of a step: two of the
-        three give the third. Raises ConfigError where they do not multiply up over `num_ranks`.
+        three give the third, with leaves one the others; forwards are the most of any rank. Raises
+        ConfigError where they do not multiply up over `num_ranks`.
         """
         total, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
         steps = self.gradient_accumulation_steps
+        if (counts := self.leaves_of(num_ranks)) is not None:
+            return self._batch_of_leaves(counts)
         if total is None and micro is not None and steps is not None:
             total = micro * steps * num_ranks
         elif total is not None and micro is not None and steps is None:
@@ -253,6 +256,26 @@ class Config(Strict):
                 f" gradient_accumulation_steps={steps} x {num_ranks} ranks"
             )
         return total, micro, steps
+
+    def _batch_of_leaves(self, counts: list[int]) -> tuple[int | None, int | None, int | None]:
+        """Return `batch_sizes` where ranks compute `counts` leaves."""
+        total, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
+        steps, leaves = self.gradient_accumulation_steps, sum(counts)
+        if steps not in (None, min(counts), max(counts)):
+            raise ConfigError(
+                f"gradient_accumulation_steps={steps} contradicts leaves={self.leaves} on"
+                f" {len(counts)} ranks, which compute {counts} of them: leave it out"
+            )
+        if micro is None and total is not None:
+            micro = max(1, total // leaves)
+        if total is None and micro is not None:
+            total = micro * leaves
+        if total is not None and micro is not None and total != micro * leaves:
+            raise ConfigError(
+                f"train_batch_size={total} is not train_micro_batch_size_per_gpu={micro} x"
+                f" leaves={self.leaves}"
+            )
+        return total, micro, max(counts)
 
     def unequal_shares(self, num_ranks: int) -> tuple[float, ...]:
         """Return what the loss of each rank counts, empty where all count the same. Raises

@@ -22,15 +22,21 @@ __all__ = [
 
 @dataclass
 class Batch:
-    """train = micro * steps * ranks."""
+    """train = micro * steps * ranks; with leaves micro * leaves, and steps are this rank's."""
 
     train: int
     micro: int
     steps: int  # of gradient accumulation
     ranks: int
+    leaves: int | None = None
 
     def set_train(self, train_batch_size: int) -> None:
         """Set the whole batch, and with it the accumulation. Raises ConfigError."""
+        if self.leaves is not None:
+            raise ConfigError(
+                f"train_batch_size={train_batch_size} would be another number of leaves than"
+                f" {self.leaves}: initialize() another engine"
+            )
         steps, rest = divmod(train_batch_size, self.micro * self.ranks)
         if rest:
             raise ConfigError(
@@ -41,7 +47,7 @@ class Batch:
 
     def set_micro(self, micro_batch_size: int) -> None:
         """Set the batch of one rank and backward, and with it the whole."""
-        self.train, self.micro = micro_batch_size * self.steps * self.ranks, micro_batch_size
+        self.train, self.micro = self.train // self.micro * micro_batch_size, micro_batch_size
 
 
 @dataclass
@@ -62,8 +68,8 @@ class Progress:
         return {name: getattr(self, name) for name in names}
 
 
-def complete_batch(settings: Config, ranks: int) -> Batch:
-    """Return the batch sizes that `settings` give over `ranks`. Raises ConfigError.
+def complete_batch(settings: Config, ranks: int, rank: int = 0) -> Batch:
+    """Return the batch sizes that `settings` give `rank` of `ranks`. Raises ConfigError.
 
     One of the two sizes is enough, with or without the accumulation, as in DeepSpeed.
     """
@@ -73,10 +79,13 @@ def complete_batch(settings: Config, ranks: int) -> Batch:
             "the configuration names neither train_batch_size nor train_micro_batch_size_per_gpu:"
             " give one of them"
         )
-    if None in sizes and settings.gradient_accumulation_steps is None:
+    counts = settings.leaves_of(ranks)
+    if counts is None and None in sizes and settings.gradient_accumulation_steps is None:
         settings = settings.model_copy(update={"gradient_accumulation_steps": 1})
     train, micro, steps = settings.batch_sizes(ranks)
     assert train is not None and micro is not None and steps is not None
+    if counts is not None:
+        return Batch(train, micro, counts[rank], ranks, sum(counts))
     return Batch(train, micro, steps, ranks)
 
 

@@ -25,6 +25,7 @@ import zeroshard as zs
 from zeroshard.deepspeed import held_parameters
 from zeroshard.deepspeed.answers import Answers, Batch, Progress
 from zeroshard.deepspeed.checkpoint_tags import TaggedCheckpoints
+from zeroshard.deepspeed.leaf_walk import LeafWalk
 from zeroshard.deepspeed.optimizers import ZeROOptimizer
 from zeroshard.deepspeed.plain_backward import divided, undivided
 
@@ -39,7 +40,12 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
     """
 
     def __init__(
-        self, engine: zs.Engine, config: dict[str, Any], batch: Batch, clipping: float
+        self,
+        engine: zs.Engine,
+        config: dict[str, Any],
+        batch: Batch,
+        clipping: float,
+        leaves: LeafWalk | None = None,
     ) -> None:
         super().__init__()
         self.module = engine.module
@@ -50,6 +56,7 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         self.config = config
         self.batch = batch
         self.clipping = clipping
+        self._leaves = leaves  # of the step under way, in a run with leaves
         self.progress = Progress()
         self._boundary: bool | None = None  # as set_gradient_accumulation_boundary() says
         self._collecting = False  # inside no_sync()
@@ -67,7 +74,11 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
     # ------------------------------------------------------------------ a step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return divided(self.module, self.batch.steps, args, kwargs)
+        if self._leaves is None:
+            return divided(self.module, self.batch.steps, args, kwargs)
+        if self.module.training and torch.is_grad_enabled():
+            self._leaves.begin(self.progress.global_steps)
+        return self.module(*args, **kwargs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -76,6 +87,8 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         return that loss.
         """
         self._trained("backward()")
+        if self._leaves is not None:
+            return self._leaf_backward(self._leaves, loss, retain_graph, scale_wrt_gas)
         if scale_wrt_gas and self.batch.steps > 1:
             loss = loss / self.batch.steps
         with ExitStack() as stack:
@@ -85,6 +98,24 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
             self.engine.backward(loss, retain_graph=retain_graph)
         self.progress.backwards += 1
         return loss
+
+    def _leaf_backward(
+        self, leaves: LeafWalk, loss: torch.Tensor, retain_graph: bool, scale_wrt_gas: bool
+    ) -> torch.Tensor:
+        """The same of a leaf. zeroshard's engine divides by the leaves of all ranks."""
+        batch = self.batch
+        assert batch.leaves is not None
+        if not scale_wrt_gas and batch.leaves % batch.ranks:
+            raise zs.ConfigError(
+                f"backward(scale_wrt_gas=False) with leaves={batch.leaves} on {batch.ranks} ranks,"
+                " which accumulate differently often: leave the division to the engine, or take a"
+                " number of ranks that divides the leaves"
+            )
+        whole = loss if scale_wrt_gas else loss * batch.steps
+        self.engine.backward(whole, retain_graph=retain_graph)
+        leaves.end()
+        self.progress.backwards += 1
+        return loss / batch.steps if scale_wrt_gas else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` as a plain ``.backward()`` takes it. Raises ConfigError for fp16."""
@@ -117,6 +148,8 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         if self._collecting:
             raise zs.StateError("engine.step() inside no_sync(): call it after the context")
         self.progress.applied = False
+        if self._leaves is not None:
+            self._leaves.end()
         self._stepping = True
         try:
             if self.is_gradient_accumulation_boundary():
@@ -128,6 +161,8 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         optimizer, progress = self.optimizer, self.progress
         assert optimizer is not None
+        if self._leaves is not None:
+            self._leaves.finish()
         progress.norm = self.engine.clip_grad_norm_(self.clipping or math.inf)
         optimizer.step()
         optimizer.zero_grad()
@@ -137,8 +172,14 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         progress.global_steps += 1
-        forwards = self.batch.steps if self.managed_gradient_accumulation() else progress.backwards
-        progress.global_samples += self.batch.micro * self.batch.ranks * forwards
+        batch = self.batch
+        if batch.leaves is not None:
+            forwards = batch.leaves
+        elif self.managed_gradient_accumulation():
+            forwards = batch.ranks * batch.steps
+        else:
+            forwards = batch.ranks * progress.backwards
+        progress.global_samples += batch.micro * forwards
         progress.backwards = 0
         every: Any = self.config.get("steps_per_print")
         is_given = isinstance(every, (int, float)) and every  # neither left out, nor "auto"

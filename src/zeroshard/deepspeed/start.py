@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -26,6 +27,7 @@ import zeroshard as zs
 from zeroshard.deepspeed import comm, held_parameters
 from zeroshard.deepspeed.answers import complete_batch
 from zeroshard.deepspeed.deepspeed_engine import DeepSpeedEngine
+from zeroshard.deepspeed.leaf_walk import LeafWalk, LoaderSampler
 from zeroshard.deepspeed.lr_schedules import make_schedule
 from zeroshard.deepspeed.optimizers import make_optimizer
 from zeroshard.deepspeed.verdict import accepted, section, try_schedule
@@ -135,7 +137,7 @@ def _optimizer(given: Any, parameters: Any, model: nn.Module, config: dict[str, 
 def _sharded(
     model: nn.Module, optimizer: Any, settings: zs.Config, config: dict[str, Any]
 ) -> DeepSpeedEngine:
-    batch = complete_batch(settings, comm.get_world_size())
+    batch = complete_batch(settings, comm.get_world_size(), comm.get_rank())
     clipping = settings.gradient_clipping or 0.0
     settings = settings.model_copy(update={"gradient_clipping": None})  # the engine clips
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -143,12 +145,23 @@ def _sharded(
         model.to(accelerator)
     engine = zs.shard(model, optimizer, config=settings, sync_from=0)
     held_parameters.own(engine)
-    out = DeepSpeedEngine(engine, config, batch, clipping)
+    walk = None
+    if batch.leaves is not None:
+        walk = LeafWalk(engine, _common_seed(next(model.parameters()).device))
+    out = DeepSpeedEngine(engine, config, batch, clipping, walk)
     if out.zero_optimization_stage() == 3:
         held_parameters.mark(model.parameters())
     if engine.rank == 0:
         _tell(f"in DeepSpeed's place: {engine!r}, {batch}")
     return out
+
+
+def _common_seed(device: torch.device) -> int:
+    """Return rank 0's seed, by way of `device`."""
+    seed = torch.tensor([torch.initial_seed() % 2**63], device=device)
+    if comm.is_initialized():
+        dist.broadcast(seed, 0)
+    return int(seed)
 
 
 def _tell(line: str) -> None:
@@ -172,6 +185,15 @@ def _schedule(given: Any, found: tuple[str, dict[str, Any]] | None, engine: Deep
 def _loader(data: Any, engine: DeepSpeedEngine, collate_fn: Any) -> DataLoader[Any] | None:
     if data is None:
         return None
+    batch = engine.batch
+    if batch.leaves is not None:
+        if isinstance(data, IterableDataset):
+            raise zs.ConfigError(
+                f"leaves={batch.leaves} takes the samples of a leaf by its number, and"
+                " training_data has none: give a dataset with __len__() and __getitem__()"
+            )
+        leaves = LoaderSampler(data, batch.leaves, batch.micro, engine)
+        return DataLoader(data, batch_sampler=leaves, collate_fn=collate_fn)
     sampler: DistributedSampler[Any] | None = None
     if not isinstance(data, IterableDataset):
         sampler = DistributedSampler(data, engine.dp_world_size, engine.global_rank)

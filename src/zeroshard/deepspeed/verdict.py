@@ -166,6 +166,8 @@ class _Judge:
 def _ranks_for(settings: zs.Config) -> int:
     """Return a number of ranks on which the batch sizes hold, if there is one."""
     train, micro = settings.train_batch_size, settings.train_micro_batch_size_per_gpu
+    if (leaves := settings.leaves_of(1)) is not None:
+        return max(1, leaves[0] // (settings.gradient_accumulation_steps or leaves[0]))
     if train is None or micro is None:
         return 1
     return max(1, train // (micro * (settings.gradient_accumulation_steps or 1)))

@@ -14,21 +14,31 @@ loss: the engine does. Clipping, saving and resuming go through the engine.
 A Trainer checkpoint holds the whole weights in Transformers' format, and in ``zeroshard/`` one of
 ours (masters, optimizer, schedule), which resumes on any number of ranks and any stage. Of a peft
 model both hold the adapter alone. Evaluation before any training runs the plain model.
+
+With ``leaves=V`` in the configuration, a step has V micro-batches of
+``per_device_train_batch_size`` samples on any number of ranks, and the same weights, bit for bit
+(docs/one-curve.md): the trainer deals them, evenly or not, and sets its
+``gradient_accumulation_steps`` itself; samples, and what the dataset, the collator and the model
+draw, follow from (seed, step, leaf). Samples that make no whole step are left out of an epoch.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer
 
 import zeroshard as zs
@@ -92,6 +102,115 @@ class _Steps:
         return self._seen > before
 
 
+class _Samples(list[int]):
+    """The samples of one leaf, and the seed of the random numbers with which they are made."""
+
+    def __init__(self, indices: list[int], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+
+class _EpochSampler(zs.LeafSampler):
+    """The samples of leaves, epoch by epoch as the Trainer counts them."""
+
+    def __init__(self, data: Any, leaves: int, size: int, *, own: int, seeds: tuple[Any, int]):
+        """This rank computes `own` of the leaves; `seeds`: of the order, and of random numbers."""
+        self._num_own, self._random_seed = own, seeds[1]
+        super().__init__(data, leaves, size, seed=seeds[0])
+
+    def __len__(self) -> int:
+        return self.num_steps * self._num_own
+
+    def set_epoch(self, epoch: int) -> None:
+        self.set_step(epoch * self.num_steps)
+
+    def __getitem__(self, place: tuple[int, int]) -> list[int]:
+        seed = random.Random(f"{self._random_seed} {place}").getrandbits(32)
+        return _Samples(super().__getitem__(place), seed)
+
+
+class _Batches(Dataset[Any]):
+    """The batch of each leaf; what the dataset and the collator draw follows from the leaf."""
+
+    def __init__(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self._data, self._collate = data, collate
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[index]
+
+    def __getitems__(self, samples: _Samples) -> Any:
+        states = random.getstate(), np.random.get_state()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(samples.seed)
+            random.seed(samples.seed)
+            np.random.seed(samples.seed)
+            try:
+                fetch = getattr(self._data, "__getitems__", None)
+                every = fetch(list(samples)) if fetch else [self._data[i] for i in samples]
+                return self._collate(every)
+            finally:
+                random.setstate(states[0])
+                np.random.set_state(states[1])
+
+
+def _collated(batch: Any) -> Any:
+    return batch
+
+
+class _LeafSteps:
+    """The leaves of every step: which of them this rank's micro-steps are."""
+
+    def __init__(self, counts: list[int], args: Any) -> None:
+        """Rank r computes ``counts[r]`` of each step's leaves."""
+        self.number, self.own = sum(counts), counts[args.process_index]
+        self.sampler: _EpochSampler | None = None
+        self._args = args
+        self._walk: Iterator[int] | None = None  # of the step under way
+
+    @contextmanager
+    def micro_step(self, engine: zs.Engine, step: int, *, is_last: bool) -> Iterator[None]:
+        """Run the next leaf of `step` inside; `is_last`: this rank's last one."""
+        walk, self._walk = self._walk, None
+        if walk is None:
+            walk = engine.leaves(step, seed=self._args.seed)
+        if next(walk, None) is None:
+            raise zs.StateError("the Trainer runs more micro-steps than this rank has leaves")
+        yield
+        if not is_last:
+            self._walk = walk
+        elif next(walk, None) is not None:
+            raise zs.StateError("the Trainer ended a step before all of its leaves had run")
+
+    def dealt(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return a loader like the Trainer's, but of this rank's leaves."""
+        args = self._args
+        seed = args.seed if args.data_seed is None else args.data_seed
+        seeds = (seed if _strategy(args) == "random" else None), seed
+        sampler = _EpochSampler(
+            loader.dataset, self.number, args.train_batch_size, own=self.own, seeds=seeds
+        )
+        self.sampler = sampler
+        kept = (
+            "num_workers", "pin_memory", "persistent_workers", "prefetch_factor",
+            "multiprocessing_context",
+        )  # fmt: skip
+        options: dict[str, Any] = {name: getattr(loader, name) for name in kept}
+        batches = _Batches(loader.dataset, loader.collate_fn)
+        made = DataLoader(batches, batch_sampler=sampler, collate_fn=_collated, **options)
+        made.set_epoch = sampler.set_epoch
+        return made
+
+
+def _strategy(args: Any) -> str:
+    """Return how the Trainer orders samples; "random" is its default."""
+    if getattr(args, "group_by_length", False):  # Transformers 4
+        return "group_by_length"
+    return str(getattr(args, "train_sampling_strategy", "random"))
+
+
 _Base: Any = object  # it stands before a subclass of Trainer, whose methods super() finds
 
 
@@ -115,7 +234,9 @@ class ZeroTrainerMixin(_Base):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Accelerator without precision: no autocast and no GradScaler beside ours."""
-        self._zero = _completed(_read(self._asked, self.args), self.args)
+        config = _read(self._asked, self.args)
+        self._leaves = _leaves_of(config, self.args)
+        self._zero = _completed(config, self.args)
         precision = getattr(self.args, "mixed_precision", None)
         self.args.mixed_precision = "no"
         self.args._n_gpu = min(self.args.n_gpu, 1)  # one process drives one device
@@ -137,8 +258,12 @@ class ZeroTrainerMixin(_Base):  # type: ignore[misc]
             assert isinstance(self.model, nn.Module)
             self.engine = zs.shard(self.model, optimizer, config=self._zero, sync_from=0)
             self._wrapped = _Wrapped(self.model, self.engine)
-            if self._zero.resolved_precision().needs_loss_scaling:
+            if self._leaves is not None:
+                self.accelerator.backward = self._leaf_backward
+            elif self._zero.resolved_precision().needs_loss_scaling:
                 self.accelerator.backward = self._scaled_backward
+        if self._leaves is not None and self._leaves.sampler is not None:
+            self._leaves.sampler.engine = self.engine
         self.accelerator._optimizers.append(_Steps(self.engine))  # every train() empties the list
         assert self._wrapped is not None
         return self._wrapped
@@ -146,6 +271,67 @@ class ZeroTrainerMixin(_Base):  # type: ignore[misc]
     def _scaled_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         assert self.engine is not None
         self.engine.backward(loss / self.accelerator.gradient_accumulation_steps)
+
+    # ------------------------------------------------------------------ leaves
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Run a micro-step; with leaves, one of this rank's, and what it returns is logged as the
+        step's mean loss.
+        """
+        if (leaves := self._leaves) is None:
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss
+        assert self.engine is not None
+        # the loss of a leaf is its part of the step's mean, whoever computes the other leaves
+        self.current_gradient_accumulation_steps = leaves.number
+        step, is_last = self.state.global_step, self.accelerator.sync_gradients
+        with (
+            leaves.micro_step(self.engine, step, is_last=is_last),
+            mock.patch.object(self.args, "average_tokens_across_devices", False),
+        ):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        loss = loss * self.args.world_size  # of which the Trainer logs the mean over ranks
+        return loss
+
+    def _leaf_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        assert self.engine is not None and self._leaves is not None
+        self.engine.backward(loss * self._leaves.number)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the DataLoader of the training; with leaves, of this rank's."""
+        with ExitStack() as stack:
+            if self._leaves is not None:
+                self._check_samples()
+                dealt = mock.patch.object(self.accelerator, "prepare", self._leaves.dealt)
+                stack.enter_context(dealt)
+            loader: DataLoader[Any] = super().get_train_dataloader()
+        return loader
+
+    def _check_samples(self) -> None:
+        """Raise ConfigError where the samples of a leaf do not follow from its number."""
+        leaves = f"leaves={self._zero.leaves} takes the samples of a leaf by its number"
+        if not hasattr(self.train_dataset, "__len__"):
+            raise zs.ConfigError(
+                f"{leaves}, and train_dataset has no length: give a dataset with __len__() and"
+                " __getitem__()"
+            )
+        samplers = (super().get_train_dataloader, self._get_train_sampler)
+        for method in samplers:
+            if getattr(Trainer, method.__name__) is not method.__func__:
+                raise zs.ConfigError(
+                    f"{leaves}, and {type(self).__name__} chooses samples itself in"
+                    f" {method.__name__}(): leave leaves out"
+                )
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return how many samples a step takes."""
+        if self._leaves is None:
+            return int(super().get_total_train_batch_size(args))
+        return self._samples()
+
+    # ------------------------------------------------------------------ clipping
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         assert self.engine is not None
@@ -242,12 +428,48 @@ class ZeroTrainerMixin(_Base):  # type: ignore[misc]
 
     def _samples(self) -> int:
         """Return how many samples a step takes."""
-        args = self.args
-        return int(self._train_batch_size * args.gradient_accumulation_steps * args.world_size)
+        args, leaves = self.args, self._leaves
+        steps = args.gradient_accumulation_steps * args.world_size
+        return int(self._train_batch_size * (steps if leaves is None else leaves.number))
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):
     """A Trainer that trains sharded, as `ZeroTrainerMixin` says."""
+
+
+def _leaves_of(config: zs.Config, args: Any) -> _LeafSteps | None:
+    """Return the leaves of `config`, if any, and let a step of `args` be this rank's. Raises
+    ConfigError for arguments under which ranks would do different things.
+    """
+    counts = config.leaves_of(args.world_size)
+    if counts is None:
+        return None
+    option, given = f"leaves={config.leaves}", args.gradient_accumulation_steps
+    if given not in (1, min(counts), max(counts)):
+        raise zs.ConfigError(
+            f"args.gradient_accumulation_steps={given} contradicts {option} on"
+            f" {args.world_size} ranks, which compute {counts} of them: leave it out"
+        )
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise zs.ConfigError(
+            f"args.average_tokens_across_devices=False averages over the tokens of one rank, and"
+            f" {option} over those of the step: leave one of them out"
+        )
+    if (strategy := _strategy(args)) not in ("random", "sequential"):
+        raise zs.ConfigError(
+            f"{option} takes the samples of a leaf by its number, which the sampling strategy"
+            f" {strategy!r} does not: leave one of them out"
+        )
+    counted = getattr(args, "include_num_input_tokens_seen", "no")
+    if counted not in (False, "no") and min(counts) < max(counts):
+        raise zs.ConfigError(
+            f"args.include_num_input_tokens_seen meets all ranks in every micro-step, and {option}"
+            f" gives {args.world_size} ranks {counts} of them: leave it out, or take a number of"
+            " ranks that divides the leaves"
+        )
+    leaves = _LeafSteps(counts, args)
+    args.gradient_accumulation_steps = leaves.own
+    return leaves
 
 
 def _completed(config: zs.Config, args: Any) -> zs.Config:
@@ -255,7 +477,7 @@ def _completed(config: zs.Config, args: Any) -> zs.Config:
     for name, reason in _REFUSED.items():
         if getattr(args, name, None):
             raise zs.ConfigError(f"args.{name} has no effect under ZeroTrainer, {reason}")
-    if config.batch_shares is not None:
+    if config.batch_shares is not None and config.leaves is None:
         raise zs.ConfigError(
             "batch_shares has no place in ZeroTrainer: the Trainer gives every rank as many samples"
             " and weighs their losses itself; leave it out"
@@ -272,10 +494,11 @@ def _completed(config: zs.Config, args: Any) -> zs.Config:
             )
         changes["precision"] = precision
     micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    every = sum(config.leaves_of(args.world_size) or [steps * args.world_size])
     pairs = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
-        "train_batch_size": micro * steps * args.world_size,
+        "train_batch_size": micro * every,
         "gradient_clipping": args.max_grad_norm,
     }
     for name, value in pairs.items():

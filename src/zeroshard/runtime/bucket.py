@@ -185,6 +185,11 @@ class Bucket:
         (view.add_ if self.filled[index] else view.copy_)(grad)
         self.filled[index] = True
 
+    def open_zeros(self, make_room: Callable[[int], None]) -> None:
+        """Have a buffer open, without a gradient."""
+        if self.buffer is None:
+            self._open(make_room)
+
     def _open(self, make_room: Callable[[int], None]) -> None:
         """Open a buffer."""
         accumulator = self.accumulator
@@ -323,10 +328,10 @@ class Bucket:
         leaves, numel = self._leaves, self.flat.layout.numel
         assert leaves is not None, self.key
         span = leaves.own
+        total = self._memory.empty(numel)
+        total.zero_() if self.buffer is None else total.copy_(self.buffer)
+        self._return_buffer()
         if span is not None:
-            total = self._memory.empty(numel)
-            total.zero_() if self.buffer is None else total.copy_(self.buffer)
-            self._return_buffer()
             with self._losing():
                 counter.keep(counter.merge(span, total), total)
         if not leaves.is_last:

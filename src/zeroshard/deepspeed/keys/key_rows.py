@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
+from re import fullmatch
 from typing import Any
 
 __all__ = [
-    "Key", "Kind", "Lower", "an_object", "anything", "becomes", "count", "every", "flag", "number",
-    "one_of", "ranks", "refuses", "section", "text", "tunes", "whole",
+    "Key", "Kind", "Lower", "an_object", "anything", "becomes", "count", "every", "flag", "levels",
+    "number", "one_of", "ranks", "refuses", "section", "text", "tunes", "whole",
 ]  # fmt: skip
 
 Kind = Callable[[Any], str]  # the end of a sentence about a value of another kind, or ""
@@ -35,6 +36,10 @@ whole = _kind((lambda v: type(v) is int and v >= 0, "is not a whole number"))
 # infinity stands for never, and -1 for no ranks
 every = _kind((lambda v: type(v) in _NUMBERS and v >= 0, "is not a number of steps"))
 ranks = _kind((lambda v: type(v) is int and (v >= 1 or v == -1), "is not a number of ranks"))
+levels = _kind((
+    lambda v: type(v) in (int, str) and bool(fullmatch(r"[1-9]\d*(x[1-9]\d*)*", str(v))),
+    "is neither a number of leaves nor levels such as '3x2x2'",
+))  # fmt: skip
 text = _kind((lambda v: isinstance(v, str), "is not text"))
 # null and false stand for an empty object
 an_object = _kind((lambda v: isinstance(v, dict | None) or v is False, "is not an object"))

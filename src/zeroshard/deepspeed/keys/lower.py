@@ -10,8 +10,8 @@ from typing import Any
 from zeroshard.errors import ConfigError
 
 __all__ = [
-    "TIERS", "clipping", "device", "dtype", "feedback", "first_scale", "half", "moving", "node",
-    "option", "path", "quantized", "ratio", "stage", "static_scale",
+    "TIERS", "clipping", "device", "dtype", "feedback", "first_scale", "half", "leaves", "moving",
+    "node", "option", "path", "quantized", "ratio", "stage", "static_scale",
 ]  # fmt: skip
 
 _ZERO = "zero_optimization"
@@ -30,6 +30,11 @@ Options = dict[str, Any]  # of ours, by dotted name
 def option(value: Any, values: Values, name: str) -> Options:
     """Take the value as our option `name`."""
     return {name: int(value) if value == int(value) else value}
+
+
+def leaves(value: Any, values: Values) -> Options:
+    """The micro-batches of a step, over all ranks."""
+    return {"leaves": value}
 
 
 def clipping(value: Any, values: Values) -> Options:

@@ -132,6 +132,10 @@ _TABLE: dict[str, Any] = {
         to.option, "gradient_accumulation_steps"),
     "managed_gradient_accumulation": tunes(
         True, "a loop steps where it calls step(); DeepSpeed's initialize() takes it", a.flag),
+    "zeroshard": {
+        "leaves": becomes(None, a.levels,
+            "no key of DeepSpeed's: the micro-batches of a step, whose sum is the same on any"
+            " number of ranks", to.leaves)},
     "gradient_clipping": becomes(1.0, a.number,
         "the norm that a step clips to; left out it is 1.0, and 0 switches it off",
         to.clipping, tells_default=True),
