@@ -79,6 +79,19 @@ def test_the_example_trains_on_a_device_that_torch_has_loaded(
         _has_real_lanes(tmp_path / "zsim" / "ZeRO-3" / f"rank-{rank:05}.json")
 
 
+def test_trails_on_that_device_are_equal_on_any_number_of_ranks(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    words = ["--device", "zsim", "--leaves", "4", "--trail-every", "2", "--steps", "3"]
+    for ranks, more in ((1, []), (2, ["--stage", "2"])):
+        launcher = ["-m", "zeroshard", "run", "--nproc", str(ranks)] if ranks > 1 else []
+        trail = ["--trail", str(tmp_path / str(ranks))]
+        _run([*launcher, "examples/train_gpt.py", *SMALL, *words, *trail, *more], environment)
+    runs = [str(tmp_path / ranks) for ranks in "12"]
+    text = _run(["-m", "zeroshard", "compare", *runs], environment)
+    assert "equal: every hash of 2 step(s), 0 to 2" in text
+
+
 def _has_real_lanes(path: Path) -> None:
     """Gathers and reduces lie beside what compute does meanwhile."""
     lanes: dict[str, list[tuple[float, float]]] = {"all_gather": [], "reduce_scatter": []}
