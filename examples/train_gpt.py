@@ -787,6 +787,8 @@ def parse() -> argparse.Namespace:
             "--leaves counts the micro-batches of all ranks, --accumulate those of each: leave out"
             " one of the two"
         )
+    if args.trail and (args.compare or not args.leaves):
+        parser.error("--trail writes the trail of one training with --leaves V: not of --compare")
     if args.compare and args.config:
         parser.error(
             "--compare trains with stages 0 to 3, and --config says how to train: leave out one of"

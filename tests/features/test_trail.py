@@ -385,3 +385,23 @@ def test_a_trail_refuses_what_it_cannot_write(tmp_path: Path) -> None:
 def _opened(rank: int, world: int, options: dict[str, Any], path: Path, every: int) -> None:
     with zs.shard(torch.nn.Linear(4, 4), **options).trail(path, every=every):
         pass
+
+
+def _full(rank: int, world: int, path: Path) -> tuple[str, int]:
+    """Train with a trail that cannot be written; return what is raised, and when."""
+    training, step = Training(Run()), 0
+    try:
+        with training.engine.trail(path, every=1):
+            for step in range(2):
+                training.step(step)
+    except zs.StorageError as error:
+        return str(error), step
+    finally:
+        training.engine.close()
+    return "", step
+
+
+def test_a_full_disk_ends_the_trail_and_not_the_training(tmp_path: Path) -> None:
+    (tmp_path / "rank-00000.jsonl").symlink_to("/dev/full")
+    said, step = run_ranks(1, _full, tmp_path)[0]
+    assert "cannot write it (No space left on device)" in said and step == 1

@@ -212,9 +212,17 @@ class Comparison:
     notes: tuple[str, ...] = field(default=())  # what is not the same and need not be
 
 
-def compare(first: Trail, second: Trail, *, steps: Sequence[int] | None = None) -> Comparison:
-    """Compare the `steps` (None: all) that both trails have, up to the first one that differs.
-    Raises ValueError where the runs are not comparable.
+def compare(
+    first: Trail,
+    second: Trail,
+    *,
+    steps: Sequence[int] | None = None,
+    leaf: int | None = None,
+    unit: str | None = None,
+) -> Comparison:
+    """Compare the `steps` (None: all) that both trails have, up to the first one that differs; of
+    these, where given, gradients of one `leaf` alone, and what is of one `unit`. Raises ValueError
+    where the runs are not comparable.
     """
     both = [step for step in first.steps if step in second.steps]
     if steps is not None:
@@ -223,8 +231,15 @@ def compare(first: Trail, second: Trail, *, steps: Sequence[int] | None = None) 
         raise ValueError("no step is there of every rank in both trails")
     headers = [trail.steps[both[0]][0].header for trail in (first, second)]
     _check_comparable(*headers)
+    if unit is not None and unit not in headers[0].units:
+        raise ValueError(f"there is no unit {unit!r}: there are {', '.join(headers[0].units)}")
     for step in both:
-        if found := tuple(_differences(step, first.steps[step], second.steps[step])):
+        found = tuple(
+            one
+            for one in _differences(step, first.steps[step], second.steps[step])
+            if (leaf is None or one.leaf == leaf) and (unit is None or one.unit == unit)
+        )
+        if found:
             return Comparison(tuple(both), found, _notes(*headers))
     return Comparison(tuple(both), (), _notes(*headers))
 

@@ -96,22 +96,22 @@ def _lines(path: Path) -> list[Any]:
 def _compare(arguments: argparse.Namespace) -> int:
     runs = (arguments.run_a, arguments.run_b)
     first, second = (_read(run, "compare") for run in runs)
-    return _report(_compared(first, second, "compare"), runs, as_json=arguments.json)
+    return _report(_compared(first, second, arguments), runs, arguments)
 
 
 def _compared(
-    first: Trail, second: Trail, command: str, steps: Sequence[int] | None = None
+    first: Trail, second: Trail, arguments: argparse.Namespace, steps: Sequence[int] | None = None
 ) -> Comparison:
     try:
-        return compare(first, second, steps=steps)
+        return compare(first, second, steps=steps, leaf=arguments.leaf, unit=arguments.unit)
     except ValueError as error:
-        raise UsageError(f"{command}: {printable(str(error))}") from None
+        raise UsageError(f"{arguments.command}: {printable(str(error))}") from None
 
 
-def _report(found: Comparison, runs: Sequence[Path], *, as_json: bool) -> int:
+def _report(found: Comparison, runs: Sequence[Path], arguments: argparse.Namespace) -> int:
     """Print what has been found; return the exit code."""
     first = found.differences[0] if found.differences else None
-    if as_json:
+    if arguments.json:
         print_json(
             {
                 "equal": first is None,
@@ -126,7 +126,8 @@ def _report(found: Comparison, runs: Sequence[Path], *, as_json: bool) -> int:
         note(line)
     if first is None:
         steps = f"{len(found.steps)} step(s), {found.steps[0]} to {found.steps[-1]}"
-        say(f"equal: every hash of {steps}, that both trails have")
+        asked = (arguments.leaf, arguments.unit) != (None, None)
+        say(f"equal: every hash {'asked for ' * asked}of {steps}, that both trails have")
         return 0
     equal = found.steps.index(first.step)
     before = f"{equal} step(s) before it are equal" if equal else "it is the first step in both"
@@ -192,8 +193,8 @@ def _replay(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             say(f"replayed on {arguments.nproc} process(es) from {since}:")
         steps = [one for one in trail.steps if one <= step]
-        found = _compared(trail, replayed, "replay", steps)
-    return _report(found, (run, Path("the replay")), as_json=arguments.json)
+        found = _compared(trail, replayed, arguments, steps)
+    return _report(found, (run, Path("the replay")), arguments)
 
 
 def _checkpoint_before(directory: Path | None, step: int, out: Path) -> int | None:
@@ -287,10 +288,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 # ------------------------------------------------------------------ the commands
 
+_ALONE = (
+    Option("--leaf K", "compare the gradients of this leaf alone", count(0)),
+    Option("--unit NAME", "compare this unit alone"),
+    JSON,
+)  # fmt: skip
 _COMPARE_OPTIONS = (
     Option("RUN_A", "a directory with rank-*.jsonl", Path, dest="run_a"),
     Option("RUN_B", "another one, of a run on any number of ranks", Path, dest="run_b"),
-    JSON,
+    *_ALONE,
 )  # fmt: skip
 COMPARE = Subcommand(
     "compare", "where the trails of two runs part: step, phase, unit, rank",
@@ -305,7 +311,7 @@ _REPLAY_OPTIONS = (
     Option("--checkpoint DIR", "the run's checkpoints (default: the script runs from its"
            " beginning)", Path),
     Option("--nproc N", "processes (default: 1)", count(1), 1),
-    JSON,
+    *_ALONE,
 )  # fmt: skip
 REPLAY = Subcommand(
     "replay", "run a step again, on one process, and compare every hash",

@@ -127,6 +127,16 @@ def test_the_first_unit_of_a_backward_is_the_last_one() -> None:
     assert first.meaning == "the gradient of leaf 3, before it is sent"
 
 
+def test_one_leaf_or_unit_may_be_looked_at_alone() -> None:
+    bad = trail(2, change=changed(1, 1, {"leaf 3": "second", "sum": "first"}))
+    assert told(compare(trail(2), bad))[:3] == (1, "leaf 3", "second")
+    assert told(compare(trail(2), bad, unit="first"))[:3] == (1, "sum", "first")
+    assert not compare(trail(2), bad, leaf=1).differences
+    assert len(compare(trail(2), bad, leaf=3, unit="second").differences) == 1
+    with pytest.raises(ValueError, match="there are first, second"):
+        compare(trail(2), bad, unit="third")
+
+
 def test_a_copy_on_one_rank_is_blamed_against_the_most() -> None:
     bad = trail(3, change=changed(2, 0, {"gather": "first"}))
     assert told(compare(bad, trail(1))) == (2, "gather", "first", (0,), ())
