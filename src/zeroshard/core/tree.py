@@ -20,12 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import TypeAlias
 
 from zeroshard.core.layout import Range
+from zeroshard.core.placement import Mesh
 
-__all__ = ["Expression", "Tree", "balanced", "deal", "placed", "rounds"]
+__all__ = ["Deal", "Expression", "Tree", "balanced", "deal", "placed", "rounds"]
 
 # a position, or the sum of two, the left one first
 Expression: TypeAlias = "int | tuple[Expression, Expression]"
@@ -162,3 +164,66 @@ def rounds(counts: Sequence[int]) -> list[list[tuple[int, int]]]:
         out.append([(rank, leaf + place) for place, rank in enumerate(there)])
         leaf += len(there)
     return out
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Which rank of `mesh` computes which leaves of `tree` in which round, and how they are added.
+    Rank r computes ``counts[r]``; `keeps_whole`: gradients may all rest whole between micro-batches
+    """
+
+    tree: Tree
+    counts: tuple[int, ...]
+    mesh: Mesh
+    keeps_whole: bool
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether each rank adds up its own leaves, a node of the tree, before it meets others."""
+        nodes = (self.tree.is_node(*span) for span in self.of_ranks)
+        return self.keeps_whole and max(self.counts) > 1 and all(nodes)
+
+    @cached_property
+    def of_ranks(self) -> list[Range]:
+        """The leaves of each rank where they follow each other."""
+        stops = list(accumulate(self.counts))
+        return [(stop - count, stop) for stop, count in zip(stops, self.counts, strict=True)]
+
+    @cached_property
+    def rounds(self) -> list[list[tuple[int, int]]]:
+        """The (rank, leaf) pairs of each round."""
+        if not self.is_local:
+            return rounds(self.counts)
+        return [
+            [(rank, first + number) for rank, (first, stop) in enumerate(self.of_ranks)
+             if first + number < stop]
+            for number in range(max(self.counts))
+        ]  # fmt: skip
+
+    @cached_property
+    def sums(self) -> list[tuple[tuple[Range, ...], tuple[Expression, ...]]]:
+        """Of each round, the nodes of the tree that a reduce forms, and how the ranks' parts add up
+        to each; empty for one sum of all ranks as it is formed without leaves.
+        """
+        if not self.is_local:
+            return [self._sums_of(dealt) for dealt in self.rounds]
+        whole = self._formed(((0, self.tree.leaves),), (self.tree.over(self.of_ranks),))
+        return [whole] * len(self.rounds)
+
+    def _sums_of(
+        self, dealt: Sequence[tuple[int, int]]
+    ) -> tuple[tuple[Range, ...], tuple[Expression, ...]]:
+        first = dealt[0][1]
+        ranks = [rank for rank, _ in dealt]
+        spans = self.tree.cover(first, first + len(dealt))
+        sums = tuple(
+            placed(self.tree.expression(*span), ranks[span[0] - first : span[1] - first])
+            for span in spans
+        )
+        return self._formed(spans, sums)
+
+    def _formed(
+        self, spans: tuple[Range, ...], sums: tuple[Expression, ...]
+    ) -> tuple[tuple[Range, ...], tuple[Expression, ...]]:
+        usual = balanced(self.mesh.num_nodes, self.mesh.node_size)
+        return spans, () if sums == (usual,) else sums
