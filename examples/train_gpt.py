@@ -15,6 +15,8 @@ ZeRO.
     # a line of numbers per step, and a picture of them
     zeroshard run --nproc 2 examples/train_gpt.py --log log.jsonl
     python examples/plot_log.py log.jsonl loss.png
+    # a hash of all that a step reads and writes: zeroshard compare says where two runs part
+    zeroshard run --nproc 2 examples/train_gpt.py --leaves 8 --trail trails/a
     # one process needs no launcher
     python examples/train_gpt.py --steps 50
 
@@ -67,7 +69,10 @@ TRACED = range(3, 6)  # the steps of --trace, counted from the first: after the 
 MB = 1e6
 PREEMPTED = 75  # the exit code that asks a scheduler to queue the job again
 # what does not change the numbers of a training
-NOT_SETTINGS = ("data", "json", "log", "trace", "checkpoint", "save_every", "keep_last", "resume")
+NOT_SETTINGS = (
+    "data", "json", "log", "trace", "trail", "trail_every", "checkpoint", "save_every", "keep_last",
+    "resume",
+)  # fmt: skip
 
 
 # ---- the model: a decoder-only transformer
@@ -501,6 +506,8 @@ def train(
             *columns, console=console, disable=not console.is_terminal or rank != 0
         ) as progress,
         checkpoints or nullcontext(),
+        # zeroshard
+        engine.trail(args.trail, every=args.trail_every) if args.trail else nullcontext(),
         ExitStack() as tracing,
     ):
         first = position.step
@@ -735,6 +742,16 @@ def parse() -> argparse.Namespace:
         type=Path,
         metavar="DIR",
         help="trace three steps into DIR/ZeRO-3, ...: zeroshard report DIR/ZeRO-3 reads them",
+    )
+    parser.add_argument(
+        "--trail",
+        type=Path,
+        metavar="DIR",
+        help="with --leaves, write hashes of every few steps there: zeroshard compare and zeroshard"
+        " replay read them",
+    )
+    parser.add_argument(
+        "--trail-every", type=int, default=10, metavar="N", help="of --trail (default: 10)"
     )
     group = parser.add_argument_group("checkpoints")
     group.add_argument(

@@ -164,6 +164,23 @@ class Joined(Program):
 
 
 @dataclass(frozen=True)
+class OfLeaves(Program):
+    """The leaves of each step that are this rank's."""
+
+    def take(self, run: Trained) -> list[float]:
+        losses = []
+        for step in range(self.steps):
+            for number, _ in enumerate(run.engine.leaves(step)):
+                loss = run.model(*run.data(run.rank, step * self.micro_batches + number))
+                run.engine.backward(loss)
+                losses.append(loss.detach())
+            run.engine.clip_grad_norm_(0.1)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return [loss.item() for loss in losses]
+
+
+@dataclass(frozen=True)
 class Accumulated(Program):
     """All micro-batches through one unit before the next; their inputs rest on a tier."""
 
@@ -321,6 +338,7 @@ class Case:
 
 
 TWO: dict[str, Any] = {"micro_batches": 2}
+FIVE: dict[str, Any] = {"micro_batches": 5}
 NATIVE = {"transport": "nccl"}  # also in one process
 CODES = {"weight_codec": "int8", "grad_codec": "int4"}
 
@@ -413,6 +431,11 @@ def _options() -> list[Case]:
         Case("edited", Program(after=edit)),
         Case("save and load", Program(after=save_and_load)),
         Case("joined", Joined(), worlds=(2,)),
+        *(
+            Case(f"leaves {row}{where}", OfLeaves(row=row, offload=off, options=leaves, **FIVE))
+            for row, leaves in (("zero1", {"leaves": 4}), ("zero3", {"leaves": 5}))
+            for where, off in (("", {}), (", on the host", STATES))
+        ),
         Case("shares", Program(options={"shares": [0.25, 0.75]}), worlds=(2,)),
     ]
 

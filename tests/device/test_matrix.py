@@ -14,7 +14,8 @@ from tests.support.training import ROWS
 
 ROUND = (
     "hpz", "mics", "hfsdp", "ordered zero3", "codecs, hpz", "a fraction", "no_sync",
-    "two levels of 2, zero3", "pipeline zero3", "tensor parallel zero3",
+    "two levels of 2, zero3", "pipeline zero3", "tensor parallel zero3", "leaves zero3",
+    "leaves zero1, on the host",
 )  # fmt: skip
 OPTIONS = (
     "error feedback", "codecs and no_sync", "frozen in int4", "micro-batches", "no_sync of stage 2",

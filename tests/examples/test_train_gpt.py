@@ -441,3 +441,24 @@ def test_a_usage_error_is_said_by_one_rank() -> None:
         assert done.returncode == 2
         said.append(done.stderr)
     assert "--save-every" in said[0] and said[1] == ""
+
+
+def test_trails_of_other_ranks_are_equal_and_a_step_is_replayed_from_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    more = ["--leaves", "4", "--steps", "8", "--trail-every", "3"]
+    first, second, saved = (str(tmp_path / name) for name in ("first", "second", "saved"))
+    checkpoint = ["--checkpoint", saved, "--save-every", "4"]
+    run_example(*more, "--trail", first, *checkpoint, ranks=1)
+    run_example(*more, "--trail", second, "--stage", "1")
+
+    def zeroshard(*arguments: str) -> str:
+        command = [sys.executable, "-m", "zeroshard", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "equal: every hash of 3 step(s), 0 to 6" in zeroshard("compare", first, second)
+    script = [str(SCRIPT), *SMALL, *more, "--trail", first, *checkpoint, "--resume"]
+    said = zeroshard("replay", first, "--step", "6", "--checkpoint", saved, "--", *script)
+    assert f"from step 4 of {saved}" in said and "equal: every hash of 1 step(s), 6 to 6" in said

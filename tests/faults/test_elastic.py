@@ -137,6 +137,33 @@ def test_twenty_deaths_at_random_steps_cost_no_step_and_change_no_bit(tmp_path: 
     assert len(seconds) == 20 and max(seconds) < WITHIN_S
 
 
+@pytest.mark.timeout(1500)
+def test_twenty_deaths_and_more_ranks_later_end_with_the_weights_of_an_undisturbed_run(
+    tmp_path: Path,
+) -> None:
+    """Three ranks, of which two die one after the other; then four go on from disk."""
+    (undisturbed,) = run_ranks(1, elastic_runs.train_leaves, 14, 6)
+    num_deaths = 0
+    for seed in range(10):
+        draw = random.Random(100 + seed)
+        first = _death(draw, 3, 0)
+        plan = Plan(steps=10, leaves=6, save_every=10, deaths=[first, _death(draw, 2, first.step)])
+        directory = tmp_path / str(seed)
+        directory.mkdir()
+        done = run(directory, plan, "--elastic", "--nproc", "3")
+        assert done.code == 0, (seed, done.said)
+        num_deaths += len([one for one in done.events if one.name == "dies"])
+        more = run(directory, Plan(steps=14, leaves=6), "--elastic", "--nproc", "4")
+        assert more.code == 0, (seed, more.said)
+        (found,) = [
+            one.value
+            for one in more.events
+            if one.name == "weights" and one.step == 14 and one.rank == 0
+        ]
+        assert found == undisturbed, (seed, plan)
+    assert num_deaths == 20
+
+
 def _rank_after(directory: Path, world: int, rank: int, step: int) -> int:
     """Return the process of a rank, once any has kept `step`."""
 

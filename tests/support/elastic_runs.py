@@ -25,9 +25,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import zeroshard as zs  # noqa: E402
+from zeroshard.core.tensor_digest import digest_of  # noqa: E402
 
 __all__ = ["Death", "Event", "Plan", "events", "losses_from", "make", "resume", "save_every_step",
-           "step_once"]  # fmt: skip
+           "step_once", "train_leaves"]  # fmt: skip
 
 WIDTH = 24
 
@@ -55,6 +56,7 @@ class Plan:
     redundancy: int = 0
     pause_s: float = 0.0  # per step, for those who kill from outside
     deaths: list[Death] = field(default_factory=list)
+    leaves: int | None = None  # of a step, on however many ranks
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -112,13 +114,19 @@ class _Rank:
         os._exit(death.code or 0)
 
 
-def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, zs.Engine]:
-    """Return the model, the optimizer and the engine that every training here has."""
+def make(
+    leaves: int | None = None,
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, zs.Engine]:
+    """Return the model, the optimizer and the engine that every training here has; with dropout in
+    a run with `leaves`, whose random numbers are theirs.
+    """
     torch.manual_seed(0)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
-    model = torch.nn.Sequential(*layers, torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1))
+    dropout = torch.nn.Dropout(0.0 if leaves is None else 0.1)
+    model = torch.nn.Sequential(*layers, dropout, torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return model, optimizer, zs.shard(model, optimizer, stage=3, units=[torch.nn.Linear])
+    engine = zs.shard(model, optimizer, stage=3, units=[torch.nn.Linear], leaves=leaves)
+    return model, optimizer, engine
 
 
 def step_once(
@@ -133,6 +141,37 @@ def step_once(
     return loss.item()
 
 
+def leaves_once(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, engine: zs.Engine, number: int
+) -> float:
+    """Take one step of leaves; return the loss of the last one here."""
+    loss = torch.zeros(())
+    for leaf in engine.leaves(number):
+        generator = torch.Generator().manual_seed(1000 * number + leaf)
+        loss = model(torch.randn(4, WIDTH, generator=generator)).square().mean()
+        engine.backward(loss)
+    engine.clip_grad_norm_(0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def weights_of(engine: zs.Engine) -> str:
+    """Return a hash of all weights, on rank 0. Collective."""
+    state = engine.full_state_dict()
+    return digest_of(*(state[name] for name in sorted(state))) if state else ""
+
+
+def train_leaves(rank: int, world: int, steps: int, leaves: int) -> str:
+    """Train without a death; return the hash of the weights. For `run_ranks`."""
+    model, optimizer, engine = make(leaves)
+    for number in range(1, steps + 1):
+        leaves_once(model, optimizer, engine, number)
+    found = weights_of(engine)
+    engine.close()
+    return found
+
+
 def main() -> None:
     imported, directory, plan = time.monotonic(), Path(sys.argv[1]), Plan.from_json(sys.argv[2])
     me = _Rank(directory, plan, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
@@ -141,7 +180,7 @@ def main() -> None:
     me.may_die(0, "start")
     zs.init_distributed()
     me.note("joined")
-    model, optimizer, engine = make()
+    model, optimizer, engine = make(plan.leaves)
     steps, begin = directory / "steps", 0
     with zs.Saver(steps, engine, background=False, redundancy=plan.redundancy) as saver:
         me.may_die(0, "load")
@@ -151,7 +190,10 @@ def main() -> None:
             me.note("loaded", begin, "memory" if restored.from_memory else "disk")
         for number in range(begin + 1, plan.steps + 1):
             me.may_die(number, "forward")
-            loss = step_once(model, optimizer, number, me.rank, me.world)
+            if plan.leaves is None:
+                loss = step_once(model, optimizer, number, me.rank, me.world)
+            else:
+                loss = leaves_once(model, optimizer, engine, number)
             me.note("step", number, loss.hex())
             me.may_die(number, "step")
             if plan.keeps:
@@ -159,6 +201,8 @@ def main() -> None:
             if plan.save_every and number % plan.save_every == 0:
                 saver.save(number)
             time.sleep(plan.pause_s)
+    if plan.leaves is not None:
+        me.note("weights", plan.steps, weights_of(engine))
     engine.close()
     if dist.is_initialized():
         dist.destroy_process_group()

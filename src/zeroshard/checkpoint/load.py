@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from zeroshard.checkpoint.curve import curve_of, departures
 from zeroshard.checkpoint.kept import (
     Holdings,
     KeptStep,
@@ -37,6 +36,7 @@ from zeroshard.checkpoint.step_loader import StepLoader
 from zeroshard.checkpoint.step_reader import StepReader
 from zeroshard.checkpoint.steps import list_steps, remember_steps
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
+from zeroshard.runtime.curve import curve_of, departures
 from zeroshard.runtime.engine import Engine, states_of
 
 __all__ = ["Restored", "latest_step", "load"]
@@ -210,7 +210,7 @@ def _load_step(
         if ranks.rank == 0:
             _note(candidate)
             _tell_differing(candidate, reading.differed, saved.manifest.world)
-            if parted := departures(saved.manifest.curve, curve_of(engine)):
+            if parted := departures(saved.manifest.curve, curve_of(states_of(engine))):
                 _log.warning(
                     "step %d of %s: from here on the run may leave its curve: %s",
                     candidate.step,

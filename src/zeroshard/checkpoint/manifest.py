@@ -232,7 +232,7 @@ class Manifest:
     chunk_bytes: _Positive = CHUNK_BYTES
     # where each rank was along the axes of the mesh; () where all were data parallel
     places: _List[_Text] = ()
-    # of a run with leaves: what its bits depend on (checkpoint/curve.py)
+    # of a run with leaves: what its bits depend on (runtime/curve.py)
     curve: dict[_Text, _Text] = field(default_factory=dict)
 
     def pieces(self) -> dict[tuple[str, str], list[TensorEntry]]:

@@ -25,7 +25,7 @@ from zeroshard.checkpoint.experts import Experts
 from zeroshard.checkpoint.manifest import Entries, ParameterEntry, TensorEntry, digest
 from zeroshard.checkpoint.rank_part import RankPart, names_of, persistent_buffers
 from zeroshard.checkpoint.shard_files import Lent, opened
-from zeroshard.core.tensor_digest import placed_sum
+from zeroshard.core.sliced_digest import placed_sum
 from zeroshard.errors import CheckpointError
 from zeroshard.runtime.engine import Engine, states_of
 

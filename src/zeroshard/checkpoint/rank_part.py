@@ -24,7 +24,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zeroshard.checkpoint.curve import curve_of
 from zeroshard.checkpoint.experts import Experts
 from zeroshard.checkpoint.manifest import (
     BUFFER,
@@ -44,6 +43,7 @@ from zeroshard.core.overlaps import overlap
 from zeroshard.core.part import Part
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.shards import ParamShard
+from zeroshard.runtime.curve import curve_of
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece, states_of
 from zeroshard.state.local import is_dtensor, local_of, part_of
@@ -111,7 +111,7 @@ class RankPart:
             "parameters": {name: vars(entry) for name, entry in self.parameters.items()},
             "optimizer": optimizer,
             "places": everyone.places,
-            "curve": curve_of(engine),
+            "curve": curve_of(states_of(engine)),
         }
 
 

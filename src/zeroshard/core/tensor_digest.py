@@ -20,13 +20,11 @@ from __future__ import annotations
 import torch
 import xxhash
 
-__all__ = ["CHUNK_BYTES", "digest_of", "mixed_sum", "placed_sum"]
+__all__ = ["CHUNK_BYTES", "ODD", "digest_of", "mixed", "mixed_sum"]
 
 CHUNK_BYTES = 1 << 24
-_ODD = -0x61C8864680B583EB  # 2**64 / the golden ratio, as a signed number
+ODD = -0x61C8864680B583EB  # 2**64 / the golden ratio, as a signed number
 _FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's, odd
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element
-_MASK = (1 << 64) - 1
 
 
 def digest_of(*tensors: torch.Tensor) -> str:
@@ -52,12 +50,12 @@ def mixed_sum(data: torch.Tensor) -> torch.Tensor:
         words.view(torch.uint8)[: part.numel()].copy_(part)  # which need not begin on a word
         first = start // 8
         places = torch.arange(first, first + words.numel(), device=data.device)
-        words.add_(places.mul_(_ODD))
-        total.add_(_mixed(words).sum())
+        words.add_(places.mul_(ODD))
+        total.add_(mixed(words).sum())
     return total
 
 
-def _mixed(words: torch.Tensor) -> torch.Tensor:
+def mixed(words: torch.Tensor) -> torch.Tensor:
     """Mix the bits of each word, in place."""
     for factor in _FACTORS:
         _fold(words)
@@ -70,17 +68,3 @@ def _fold(words: torch.Tensor) -> None:
     """Combine the low half of each word with its high half, which stays."""
     # >> repeats the sign
     words.bitwise_xor_((words >> 32).bitwise_and_(0xFFFFFFFF))
-
-
-def placed_sum(tensor: torch.Tensor, first: int) -> int:
-    """Return a 64-bit sum of the mixed bits of elements [first, first + numel) of something whole,
-    which `tensor` holds: the sums of its parts add up to the same number however it was cut.
-    """
-    flat = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
-    total = 0
-    for start in range(0, flat.numel(), CHUNK_BYTES // 8):
-        words = flat[start : start + CHUNK_BYTES // 8].to(torch.int64)
-        begin = first + start
-        words.add_(torch.arange(begin, begin + words.numel(), device=words.device).mul_(_ODD))
-        total += int(_mixed(words).sum())
-    return total & _MASK

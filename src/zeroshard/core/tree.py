@@ -31,6 +31,7 @@ __all__ = ["Deal", "Expression", "Tree", "balanced", "deal", "placed", "rounds"]
 
 # a position, or the sum of two, the left one first
 Expression: TypeAlias = "int | tuple[Expression, Expression]"
+Formed = tuple[tuple[Range, ...], tuple[Expression, ...]]
 
 
 @dataclass(frozen=True)
@@ -169,13 +170,13 @@ def rounds(counts: Sequence[int]) -> list[list[tuple[int, int]]]:
 @dataclass(frozen=True)
 class Deal:
     """Which rank of `mesh` computes which leaves of `tree` in which round, and how they are added.
-    Rank r computes ``counts[r]``; `keeps_whole`: gradients may all rest whole between micro-batches
+    Rank r computes ``counts[r]``.
     """
 
     tree: Tree
     counts: tuple[int, ...]
     mesh: Mesh
-    keeps_whole: bool
+    keeps_whole: bool  # whether all gradients may rest whole between micro-batches
 
     @cached_property
     def is_local(self) -> bool:
@@ -201,29 +202,20 @@ class Deal:
         ]  # fmt: skip
 
     @cached_property
-    def sums(self) -> list[tuple[tuple[Range, ...], tuple[Expression, ...]]]:
+    def sums(self) -> list[Formed]:
         """Of each round, the nodes of the tree that a reduce forms, and how the ranks' parts add up
         to each; empty for one sum of all ranks as it is formed without leaves.
         """
-        if not self.is_local:
-            return [self._sums_of(dealt) for dealt in self.rounds]
-        whole = self._formed(((0, self.tree.leaves),), (self.tree.over(self.of_ranks),))
-        return [whole] * len(self.rounds)
+        usual = (balanced(self.mesh.num_nodes, self.mesh.node_size),)
+        formed = map(self._formed, self.rounds)
+        return [(spans, () if sums == usual else sums) for spans, sums in formed]
 
-    def _sums_of(
-        self, dealt: Sequence[tuple[int, int]]
-    ) -> tuple[tuple[Range, ...], tuple[Expression, ...]]:
-        first = dealt[0][1]
-        ranks = [rank for rank, _ in dealt]
+    def _formed(self, dealt: Sequence[tuple[int, int]]) -> Formed:
+        if self.is_local:
+            return ((0, self.tree.leaves),), (self.tree.over(self.of_ranks),)
+        first, ranks = dealt[0][1], [rank for rank, _ in dealt]
         spans = self.tree.cover(first, first + len(dealt))
-        sums = tuple(
+        return spans, tuple(
             placed(self.tree.expression(*span), ranks[span[0] - first : span[1] - first])
             for span in spans
         )
-        return self._formed(spans, sums)
-
-    def _formed(
-        self, spans: tuple[Range, ...], sums: tuple[Expression, ...]
-    ) -> tuple[tuple[Range, ...], tuple[Expression, ...]]:
-        usual = balanced(self.mesh.num_nodes, self.mesh.node_size)
-        return spans, () if sums == (usual,) else sums

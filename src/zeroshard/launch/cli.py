@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zeroshard._version import __version__
 from zeroshard.errors import ZeroshardError
-from zeroshard.launch import checkpoint_command, config, doctor, generate, report
+from zeroshard.launch import checkpoint_command, config, doctor, generate, report, trail_command
 from zeroshard.launch.options import RUN, parse_run
 from zeroshard.planner.printing import plan_command
 from zeroshard.terminal.console import note
@@ -39,7 +39,8 @@ BENCH = Subcommand(
 )  # fmt: skip
 COMMANDS = (
     RUN, plan_command.command(doctor.this_machine), checkpoint_command.COMMAND, config.COMMAND,
-    doctor.COMMAND, report.COMMAND, generate.COMMAND, BENCH,
+    doctor.COMMAND, report.COMMAND, trail_command.COMPARE, trail_command.REPLAY, generate.COMMAND,
+    BENCH,
 )  # fmt: skip
 EXIT_USAGE, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
 

@@ -107,11 +107,18 @@ class _Listeners:
         for buffer in self._module.buffers():
             self._context.transport.broadcast(local_of(buffer))
 
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients; return their norm before."""
+        norm = self._finalizer.clip(max_norm)
+        for listener in self.events.clipped:
+            listener(norm)
+        return norm
+
     def _clip(self) -> None:
         """Clip as the configuration says where the user has not clipped."""
         max_norm = self._context.options.clip_norm
         if max_norm is not None and not self._finalizer.clipped:
-            self._finalizer.clip(max_norm)
+            self.clip(max_norm)
 
     def _agree(self) -> None:
         """Share failures between the ranks, those of a step that goes on by itself included."""

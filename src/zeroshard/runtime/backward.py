@@ -404,6 +404,7 @@ class Backward:
         with self.running_as(sync=sync, scaled=scaled, has_loss=True, weight=weight):
             self._begin(brings=True)
             for unit in self._weights.shadow("backward"):
+                self.reductions.open_zeros(unit)
                 # at once, as they do: they may wait for our part before they gather on
                 self._hand_over(unit)
             self._end()

@@ -185,6 +185,11 @@ class Bucket:
         (view.add_ if self.filled[index] else view.copy_)(grad)
         self.filled[index] = True
 
+    def open_zeros(self, make_room: Callable[[int], None]) -> None:
+        """Have a buffer open, without a gradient."""
+        if self.buffer is None:
+            self._open(make_room)
+
     def _open(self, make_room: Callable[[int], None]) -> None:
         """Open a buffer."""
         accumulator = self.accumulator
@@ -296,6 +301,8 @@ class Bucket:
         if with_earlier and self.has_sum:
             self._move_sum(make_room)
         self._zero_unfilled()
+        for listener in [] if self._leaves is None else self._leaves.handed_over:
+            listener(self.key, self.buffer)
         if self._counter is not None and self._counts_up(self._counter, make_room):
             return None
         accumulator, (resting, fresh) = self.accumulator, self.accumulator.open()
@@ -321,10 +328,10 @@ class Bucket:
         leaves, numel = self._leaves, self.flat.layout.numel
         assert leaves is not None, self.key
         span = leaves.own
+        total = self._memory.empty(numel)
+        total.zero_() if self.buffer is None else total.copy_(self.buffer)
+        self._return_buffer()
         if span is not None:
-            total = self._memory.empty(numel)
-            total.zero_() if self.buffer is None else total.copy_(self.buffer)
-            self._return_buffer()
             with self._losing():
                 counter.keep(counter.merge(span, total), total)
         if not leaves.is_last:

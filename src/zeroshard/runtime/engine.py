@@ -42,6 +42,7 @@ from zeroshard.runtime.shelf import RestPlace
 from zeroshard.runtime.stages import roots_of
 from zeroshard.runtime.step_tiles import StepTiles
 from zeroshard.runtime.trace import tracing
+from zeroshard.runtime.trail_writer import trailing
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, named_parameters_once
 from zeroshard.runtime.weighting import weighed
@@ -369,7 +370,7 @@ class Engine(Assembly):
         Raises StateError without a gradient.
         """
         self._states.check_open(trained=True)
-        return self._finalizer.clip(float(max_norm))
+        return self._listeners.clip(float(max_norm))
 
     # -------------------------------------------------- parameters and gradients, whole and at rest
 
@@ -454,6 +455,25 @@ class Engine(Assembly):
             "ranks": str(self.world),
         }
         return tracing(directory, self._context, self._loop, self._states.accounts, labels)
+
+    def trail(self, directory: str | Path, *, every: int = 10) -> AbstractContextManager[None]:
+        """Write hashes of every n-th step inside (numbers that `every` divides) to
+        ``DIRECTORY/rank-00000.jsonl``, one file per rank, for a run with leaves: ``zeroshard
+        compare`` says where the trails of two runs part, on any numbers of ranks, and ``zeroshard
+        replay`` runs a step again.
+
+        Hashed are, by unit, weights, the gradient of each leaf, sums, and optimizer states
+        (docs/replay.md). Lines are added to a file that is there. Bits, order and traffic of the
+        steps do not change. Enter it between steps, and anew after ``engine.repartition()``.
+
+        Not collective, but ``zeroshard compare`` needs the files of all ranks. Raises ConfigError
+        without `leaves`, or where the mesh has axes beside the data parallel one; StorageError
+        where the directory cannot be written: at once, or at the end.
+        """
+        self._states.check_open()
+        return trailing(
+            directory, self._context, self._loop, self._states, every=every, row=self.policy.name
+        )
 
     # ------------------------------------------------------------------ phases
 

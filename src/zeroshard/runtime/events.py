@@ -10,6 +10,10 @@
     after_module     it has ended
     before_backward  a gradient has come to an output of a module; the module's units
     after_backward   the weights are there for it
+    before_leaves    the loop over a step's leaves begins; the step's number and the seed
+    before_leaf      a leaf of this rank begins; its number
+    after_leaves     every leaf has had its backward; sums may still be under way
+    clipped          the gradients are clipped; their norm before that
     before_step      optimizer.step() begins
     averaged         the gradients are averaged, and every rank knows; nothing is written yet
     after_step       what the step wrote is published
@@ -27,6 +31,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+import torch
 
 from zeroshard.runtime.unit import Unit
 
@@ -48,6 +54,10 @@ class StepEvents:
     after_module: _Listeners = field(default_factory=list)
     before_backward: _OfUnits = field(default_factory=list)
     after_backward: _Listeners = field(default_factory=list)
+    before_leaves: list[Callable[[int, int], None]] = field(default_factory=list)
+    before_leaf: list[Callable[[int], None]] = field(default_factory=list)
+    after_leaves: _Listeners = field(default_factory=list)
+    clipped: list[Callable[[torch.Tensor], None]] = field(default_factory=list)
     before_step: _Listeners = field(default_factory=list)
     averaged: _Listeners = field(default_factory=list)
     after_step: _Listeners = field(default_factory=list)

@@ -29,15 +29,22 @@ def walked(
             "gradients rest here from before this step: call optimizer.zero_grad() before the loop"
             " over engine.leaves()"
         )
+    events = loop.events
+    for begun in events.before_leaves:
+        begun(step, seed)
     for leaf in leaves:
         if leaf is None:
             here = backward.accumulation
             loop.shadow_forward()
             backward.shadow(sync=True, scaled=here.scaled, weighted=bool(here.kinds & WEIGHTED))
             continue
+        for came in events.before_leaf:
+            came(leaf)
         with undisturbed(device):
             torch.manual_seed(seed_of(seed, step, leaf))
             yield leaf
+    for ended in events.after_leaves:
+        ended()
 
 
 def seed_of(seed: int, step: int, leaf: int) -> int:

@@ -21,11 +21,12 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+
+import torch
 
 from zeroshard.core.layout import Range
-from zeroshard.core.placement import Mesh
-from zeroshard.core.tree import Deal, Expression, Tree
+from zeroshard.core.tree import Deal, Expression
 from zeroshard.errors import StateError
 
 __all__ = ["Leaves"]
@@ -34,16 +35,13 @@ __all__ = ["Leaves"]
 class Leaves:
     """The leaves of one engine, and the round that is under way."""
 
-    def __init__(
-        self, tree: Tree, counts: Sequence[int], mesh: Mesh, rank: int, *, keeps_whole: bool
-    ) -> None:
-        """Rank r of `mesh` computes ``counts[r]`` leaves of each step; `keeps_whole`: all gradients
-        may rest whole between micro-batches.
-        """
-        self.tree = tree
-        self._rank = rank
-        dealt = Deal(tree, tuple(counts), mesh, keeps_whole)
-        self.is_local, self._rounds, self._sums = dealt.is_local, dealt.rounds, dealt.sums
+    def __init__(self, deal: Deal, rank: int) -> None:
+        """`rank` is this one's."""
+        self.tree, self._rank = deal.tree, rank
+        self.is_local = deal.is_local  # whether each rank adds up its own leaves
+        self._rounds, self._sums = deal.rounds, deal.sums
+        # called with a segment's key and this rank's gradient of it, None where it has none
+        self.handed_over: list[Callable[[str, torch.Tensor | None], None]] = []
         self.abandon()
 
     def abandon(self) -> None:

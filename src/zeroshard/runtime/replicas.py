@@ -25,7 +25,8 @@ from zeroshard.comm.ranks import Groups
 from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import holders
 from zeroshard.core.placement import Cell, Scope
-from zeroshard.core.tensor_digest import digest_of, placed_sum
+from zeroshard.core.sliced_digest import place_of, placed_sum
+from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard
@@ -138,7 +139,7 @@ def _sums(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> dict[str
             for piece in flat.layout.pieces_in((low, low + numel)):
                 if piece.name in whole and here is not None:
                     numbers = here[piece.shard_start :][: piece.numel]
-                    total += placed_sum(numbers, piece.start + _seed(piece.name))
+                    total += placed_sum(numbers, piece.start + place_of(piece.name))
         sums[name] = total
     for shard, tensors in _stepped(optimizer):
         if shard.name in whole:
@@ -156,11 +157,6 @@ def _stepped(
         for shard in optimizer.pieces():
             state = optimizer.states.of(shard).values()
             yield shard, [value for value in state if isinstance(value, torch.Tensor)]
-
-
-def _seed(name: str) -> int:
-    """Return where the elements of a parameter are counted from: apart from those of others."""
-    return int(digest_of(torch.tensor(list(name.encode()), dtype=torch.uint8))[:8], 16) << 24
 
 
 def _weights_of(unit: Unit) -> str:

@@ -104,6 +104,25 @@ def test_the_tree_over_nodes_of_three_is_that_of_each_node_first() -> None:
     assert balanced(1, 6) == (((0, 1), (2, 3)), (4, 5))
 
 
+@given(TREES, st.randoms(use_true_random=False))
+def test_sums_of_nodes_add_up_to_the_same_sum(tree: Tree, chance: random.Random) -> None:
+    spans = [(0, tree.leaves)]
+    for _ in range(4):  # cut some nodes in two
+        spans = [
+            part
+            for low, high in spans
+            for part in (
+                [(low, tree.split(low, high)), (tree.split(low, high), high)]
+                if high - low > 1 and chance.random() < 0.5
+                else [(low, high)]
+            )
+        ]
+    names = [str(leaf) for leaf in range(tree.leaves)]
+    of_spans = [_evaluate(tree.expression(*span), names[slice(*span)]) for span in spans]
+    whole = _evaluate(tree.expression(0, tree.leaves), names)
+    assert _evaluate(tree.over(spans), of_spans) == whole
+
+
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8))
 def test_every_leaf_is_dealt_once_in_order_and_every_rank_has_its_count(counts: list[int]) -> None:
     dealt = rounds(counts)

@@ -8,15 +8,16 @@ from collections.abc import Mapping
 
 import torch
 
-from zeroshard.runtime.engine import Engine, states_of
+from zeroshard.runtime.access import StateAccess
 from zeroshard.system.device import Device
 
 __all__ = ["curve_of", "departures"]
 
 
-def curve_of(engine: Engine) -> dict[str, str]:
-    """Return the tree of `engine`'s leaves, and with what its kernels run; empty without leaves."""
-    states = states_of(engine)
+def curve_of(states: StateAccess) -> dict[str, str]:
+    """Return the tree of an engine's leaves, and with what its kernels run; empty without
+    leaves.
+    """
     if states.tree is None:
         return {}
     kind = states.device.type

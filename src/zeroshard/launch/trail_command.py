@@ -1,0 +1,317 @@
+r"""``zeroshard compare`` and ``zeroshard replay``: where two trails part (``engine.trail(DIR)``),
+and whether a step, run again, has the hashes that it had.
+
+    zeroshard compare runs/a runs/b
+    zeroshard replay runs/a --step 120 --checkpoint ckpt -- \
+        train.py --checkpoint ckpt --resume --trail runs/a
+
+A replay is the user's own script with its own arguments, on a single process or a few. It finds
+another directory in the place of ``runs/a``, in which its trail is written, and another one in the
+place of ``ckpt``, in which the newest step at or before the one that is asked for is the only one.
+Once the step is written the script is ended, and the trails are compared
+(docs/design/trail.md).
+
+Invariant: neither the trail nor the checkpoints of the run are written to. Cost: files of the
+checkpoint are linked, and copied where they cannot be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from zeroshard.core.trail import Comparison, Difference, Trail, compare
+from zeroshard.system.safe_files import NotReadable, from_json, printable, read_file
+from zeroshard.terminal.console import note, print_json, say
+from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, count
+
+__all__ = ["COMPARE", "REPLAY"]
+
+EXIT_DIFFERENT = 1
+_MOST_BYTES = 1 << 30  # of one rank's file
+_LOOKS_S = 0.2  # between looks at a replay's trail
+_ENDS_S = 30.0  # that a script may take to end once it is told to
+_LOG_LINES = 15
+
+
+# ------------------------------------------------------------------ files
+
+
+def _read(directory: Path, command: str) -> Trail:
+    """Return the trail in `directory`. Raises UsageError."""
+    if not directory.is_dir():
+        raise UsageError(f"{command}: {directory} is not a directory")
+    paths = sorted(directory.glob("rank-*.jsonl"))
+    if not paths:
+        raise UsageError(
+            f"{command}: {directory} has no trail (rank-00000.jsonl, ...): write one with `with"
+            " engine.trail(directory):`"
+        )
+    files = []
+    for path in paths:
+        try:
+            files.append(_lines(path))
+            Trail(files[-1:])
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            reason = printable(" ".join(str(error).split()))
+            raise UsageError(f"{command}: {path} is no trail, or damaged: {reason}") from None
+    return Trail(files)
+
+
+def _lines(path: Path) -> list[Any]:
+    """Return the lines of one rank's file; those that a killed process has left torn, before
+    another one's header or at the end, are left out.
+    """
+    lines = [line for line in read_file(path, _MOST_BYTES).split(b"\n") if line.strip()]
+    found: list[Any] = []
+    torn: NotReadable | None = None
+    for line in lines:
+        try:
+            data = from_json(line)
+        except NotReadable as error:
+            torn = error
+            continue
+        if not isinstance(data, dict):
+            raise NotReadable("a line is no object")
+        if torn is not None and "trail" not in data:
+            raise torn
+        torn = None
+        found.append(data)
+    return found
+
+
+# ------------------------------------------------------------------ compare
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    runs = (arguments.run_a, arguments.run_b)
+    first, second = (_read(run, "compare") for run in runs)
+    return _report(_compared(first, second, "compare"), runs, as_json=arguments.json)
+
+
+def _compared(
+    first: Trail, second: Trail, command: str, steps: Sequence[int] | None = None
+) -> Comparison:
+    try:
+        return compare(first, second, steps=steps)
+    except ValueError as error:
+        raise UsageError(f"{command}: {printable(str(error))}") from None
+
+
+def _report(found: Comparison, runs: Sequence[Path], *, as_json: bool) -> int:
+    """Print what has been found; return the exit code."""
+    first = found.differences[0] if found.differences else None
+    if as_json:
+        print_json(
+            {
+                "equal": first is None,
+                "steps": list(found.steps),
+                "first": None if first is None else _as_json(first, runs),
+                "differences": len(found.differences),
+                "notes": list(found.notes),
+            }
+        )
+        return 0 if first is None else EXIT_DIFFERENT
+    for line in found.notes:
+        note(line)
+    if first is None:
+        steps = f"{len(found.steps)} step(s), {found.steps[0]} to {found.steps[-1]}"
+        say(f"equal: every hash of {steps}, that both trails have")
+        return 0
+    equal = found.steps.index(first.step)
+    before = f"{equal} step(s) before it are equal" if equal else "it is the first step in both"
+    unit = f", {first.unit}" if first.unit.startswith("option ") else f", unit {first.unit!r}"
+    say(f"step {first.step}{unit if first.unit else ''}: {first.meaning}; {before}")
+    for holder in first.holders:
+        ranks = f"rank(s) {_listed(holder.ranks)}" if holder.ranks else "no rank"
+        say(f"  {runs[holder.run]}, {ranks}: {holder.value}")
+    for run, suspects in zip(runs, first.suspects, strict=True):
+        if suspects:
+            say(f"  differs on rank(s) {_listed(suspects)} of {run}")
+    if (more := len(found.differences) - 1) > 0:
+        say(f"  {more} more difference(s) in this step follow it")
+    return EXIT_DIFFERENT
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _as_json(one: Difference, runs: Sequence[Path]) -> dict[str, Any]:
+    return {
+        "step": one.step,
+        "phase": one.phase.partition(" ")[0],
+        "leaf": one.leaf,
+        "unit": one.unit,
+        "meaning": one.meaning,
+        "holders": [
+            {"run": str(runs[each.run]), "ranks": each.ranks, "value": each.value}
+            for each in one.holders
+        ],
+        "suspects": {str(run): list(ranks) for run, ranks in zip(runs, one.suspects, strict=True)},
+    }
+
+
+# ------------------------------------------------------------------ replay
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    run, step = arguments.run, arguments.step
+    trail = _read(run, "replay")
+    if step not in trail.steps:
+        recorded = ", ".join(map(str, list(trail.steps)[-5:])) or "none"
+        raise UsageError(
+            f"replay: {run} does not have step {step} of every rank (the last that it has:"
+            f" {recorded})"
+        )
+    parent = (arguments.checkpoint or run).resolve().parent
+    with tempfile.TemporaryDirectory(prefix=".replay-", dir=parent) as name:
+        work = Path(name)
+        begun = _checkpoint_before(arguments.checkpoint, step, work / "checkpoint")
+        again = {run.resolve(): work / "trail"}
+        if arguments.checkpoint is not None:
+            again[arguments.checkpoint.resolve()] = work / "checkpoint"
+        script = [_in_place(word, again) for word in arguments.script]
+        if script == arguments.script or not _names(arguments.script, run):
+            raise UsageError(
+                f"replay: none of the script's arguments is {run}: the script writes its trail"
+                " there, and the replay's elsewhere"
+            )
+        replayed = _run(script, arguments.nproc, work, step)
+        since = "the beginning" if begun is None else f"step {begun} of {arguments.checkpoint}"
+        if not arguments.json:
+            say(f"replayed on {arguments.nproc} process(es) from {since}:")
+        steps = [one for one in trail.steps if one <= step]
+        found = _compared(trail, replayed, "replay", steps)
+    return _report(found, (run, Path("the replay")), as_json=arguments.json)
+
+
+def _checkpoint_before(directory: Path | None, step: int, out: Path) -> int | None:
+    """Let the newest checkpoint at or before `step` be the only one in `out`; return its step,
+    None where there is none.
+    """
+    from zeroshard.checkpoint.steps import list_steps
+
+    if directory is None:
+        return None
+    if not directory.is_dir():
+        raise UsageError(f"replay: {directory} is not a directory")
+    saved = {number: path for number, path in list_steps(directory).items() if number <= step}
+    out.mkdir()
+    if not saved:
+        return None
+    newest = max(saved)
+    shutil.copytree(saved[newest], out / saved[newest].name, symlinks=True, copy_function=_link)
+    return newest
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file, or copy it where it cannot be linked."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _in_place(word: str, again: dict[Path, Path]) -> str:
+    """Return an argument of the script, with another directory in the place of a run's."""
+    before, equals, path = word.rpartition("=") if word.startswith("-") else ("", "", word)
+    other = again.get(Path(path).resolve()) if path else None
+    return word if other is None else f"{before}{equals}{other}"
+
+
+def _names(words: Sequence[str], run: Path) -> bool:
+    return any(_in_place(word, {run.resolve(): Path()}) != word for word in words)
+
+
+def _run(script: Sequence[str], nproc: int, work: Path, step: int) -> Trail:
+    """Run the script until it has written `step`; return its trail. Raises UsageError where it
+    ends before.
+    """
+    launcher = ["-m", "zeroshard", "run", "--nproc", str(nproc)] if nproc > 1 else []
+    log = work / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *launcher, *script],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            while (trail := _written(work / "trail", step)) is None:
+                if process.poll() is not None:
+                    trail = _written(work / "trail", step)
+                    break
+                time.sleep(_LOOKS_S)
+        finally:
+            _end(process)
+    if trail is None:
+        for line in log.read_text(errors="replace").splitlines()[-_LOG_LINES:]:
+            note(f"| {line}")
+        raise UsageError(
+            f"replay: the script has ended (exit code {process.returncode}) and not written step"
+            f" {step}: its last lines are above; does it resume, and take as many steps?"
+        )
+    return trail
+
+
+def _written(directory: Path, step: int) -> Trail | None:
+    """Return the trail of a replay under way once it has `step`."""
+    with suppress(UsageError):
+        trail = _read(directory, "replay")
+        return trail if step in trail.steps else None
+    return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the script and whatever it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDS_S)
+
+
+# ------------------------------------------------------------------ the commands
+
+_COMPARE_OPTIONS = (
+    Option("RUN_A", "a directory with rank-*.jsonl", Path, dest="run_a"),
+    Option("RUN_B", "another one, of a run on any number of ranks", Path, dest="run_b"),
+    JSON,
+)  # fmt: skip
+COMPARE = Subcommand(
+    "compare", "where the trails of two runs part: step, phase, unit, rank",
+    "zeroshard compare runs/two-ranks runs/three-ranks", _COMPARE_OPTIONS, _compare,
+    description="Compare the trails that engine.trail(DIRECTORY) has written.\nExit code 0: equal,"
+    " 1: different, 2: they cannot be compared.",
+)  # fmt: skip
+_REPLAY_OPTIONS = (
+    Option("RUN", "a directory with rank-*.jsonl", Path, dest="run"),
+    Option("SCRIPT ...", "the script of the run with its arguments, after --", dest="script"),
+    Option("--step N", "the step to run again, one that RUN has", count(0), required=True),
+    Option("--checkpoint DIR", "the run's checkpoints (default: the script runs from its"
+           " beginning)", Path),
+    Option("--nproc N", "processes (default: 1)", count(1), 1),
+    JSON,
+)  # fmt: skip
+REPLAY = Subcommand(
+    "replay", "run a step again, on one process, and compare every hash",
+    "zeroshard replay runs/a --step 120 --checkpoint ckpt -- \\\n"
+    "      train.py --checkpoint ckpt --resume --trail runs/a", _REPLAY_OPTIONS, _replay,
+    description="Run a script again up to a step of its trail, and compare. Its arguments that"
+    " name\nRUN or DIR name other directories then: neither is written to.\nExit code 0: equal, 1:"
+    " different, 2: the step could not be run.",
+)  # fmt: skip
