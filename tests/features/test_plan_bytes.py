@@ -405,3 +405,118 @@ def test_a_checkpoint_has_the_bytes_that_were_planned(tmp_path: Path) -> None:
     for of_rank in run_ranks(2, _saved_and_planned, tmp_path):
         for case, written, planned in of_rank:
             assert written == planned > 0, case
+
+
+@dataclass(frozen=True)
+class LeafCase:
+    """One run with leaves."""
+
+    world: int
+    row: str
+    leaves: int | str
+    precision: str = "bf16"
+    mix: int = 0
+    node_size: int | None = None
+
+
+LEAF_CASES = [
+    LeafCase(2, "ddp", 8),  # ranks add up their own leaves
+    LeafCase(2, "zero1", 8, "fp32"),
+    LeafCase(2, "zero1", 6),  # 0 to 2 are no node of the tree
+    LeafCase(2, "zero1", "2x3", mix=2),
+    LeafCase(2, "zero2", 8, mix=2),
+    LeafCase(2, "zero3", 7),
+    LeafCase(2, "zero3", 8, node_size=1),
+    LeafCase(2, "zero3-keep", 2),
+    LeafCase(3, "ddp", 8),
+    LeafCase(3, "zero2", 8, "fp32"),
+    LeafCase(3, "zero3", "3x2", mix=3),
+    LeafCase(3, "zero1", "3x2"),
+    LeafCase(3, "hpz", 8, node_size=1),
+    LeafCase(3, "mics", 7, node_size=3),
+]
+
+
+def _leaf_pairs(rank: int, world: int, cases: Sequence[LeafCase], path: Path) -> list[Any]:
+    """Train each case; return what was planned and what the engine reports where they differ."""
+    out = []
+    for case in cases:
+        family, mix = FAMILIES[MODELS[0]], MIXES[case.mix]
+        plain = Case(
+            (world, case.node_size), MODELS[0], case.row, case.mix, precision=case.precision
+        )
+        training = replace(plain.training, leaves=case.leaves).on(world)
+        model, mesh = plain.build(), Mesh.of(world, case.node_size)
+        laid_out = LaidOut(shape_of_module(model, training), mesh, training.align)
+        policy, optimizer = ROWS[case.row].tiered(*mix), plain.optimize(model)
+        engine = zs.shard(
+            model,
+            optimizer,
+            policy=case.row,
+            precision=case.precision,
+            offload=plain.offload(path),
+            comm=zs.Comm(transport="gloo", node_size=case.node_size),
+            leaves=case.leaves,
+            stall_timeout_s=20,
+        )
+        most: dict[str, int] = {}
+        for step in range(2):
+            inside.wait_published(engine)
+            engine.reset_traffic()
+            for leaf in engine.leaves(step):
+                engine.backward(family.loss(model, family.data(TINY, leaf, step)))
+                inside.wait_reduced(engine)
+                held = engine.memory().tiers["grad"]
+                most = max(most, held, key=lambda tiers: sum(tiers.values()))
+            optimizer.step()
+            optimizer.zero_grad()
+            inside.wait_published(engine)
+            report = engine.traffic()
+        engine.close()
+        rest = rest_bytes(laid_out, policy, training, rank)["grad"]
+        planned = {tier.value: num_bytes for tier, num_bytes in rest.items()}
+        links = traffic_bytes(laid_out, policy, training, rank=rank)
+        between = sum(n for kind, n in report.between_nodes.items() if kind != "exchange")
+        compared = (
+            ("at rest", planned, most),
+            ("traffic", round(links.total), report.total - report.bytes.get("exchange", 0)),
+            ("between nodes", round(links.between), between),
+        )
+        out += [(case, *one) for one in compared if one[1] != one[2]]
+    return out
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_predicted_bytes_are_the_engines_with_leaves(world: int, tmp_path: Path) -> None:
+    cases = [case for case in LEAF_CASES if case.world == world]
+    for differences in run_ranks(world, _leaf_pairs, cases, tmp_path, timeout=200):
+        assert not differences, differences
+
+
+def test_a_plan_counts_leaves_over_all_gpus() -> None:
+    def planned(gpus: int, **training: Any) -> dict[str, Any]:
+        machine = zs.Machine.of("A100-80", gpus=gpus)
+        plan = zs.plan("1.3B", machine, zs.Training(**training))
+        assert plan.config().get("leaves") == training.get("leaves")
+        return {row.row: row for row in plan.rows if set(row.tiers.values()) == {"device"}}
+
+    # in turn: gathers and reduces are those of as many micro-batches outside no_sync()
+    alike, plain = planned(8, leaves=32), planned(8, micro_batches=4)
+    assert alike["zero3"].traffic_bytes == plain["zero3"].traffic_bytes
+    slices = alike["zero3"].peak_bytes["device"] - plain["zero3"].peak_bytes["device"]
+    fp32 = 4 * 1.3e9 / 8  # 0 to 15, and 16 to 23
+    assert slices == pytest.approx(1.05 * fp32, rel=0.05)
+    assert alike["zero3"].tokens_per_s == pytest.approx(plain["zero3"].tokens_per_s)
+    # each rank adds up its own, and sums in fp32 are reduced once
+    moved = [sum(rows["zero1"].traffic_bytes.values()) for rows in (alike, plain)]
+    assert moved[0] / moved[1] == pytest.approx(1.5, rel=0.01)
+    uneven = planned(8, leaves=33)
+    assert uneven["zero3"].spread.micro_batches == 5
+    with pytest.raises(zs.ConfigError, match="leaves=4 gives 4 micro-batches to 8"):
+        planned(8, leaves=4)
+    with pytest.raises(zs.ConfigError, match="leaves=8 fixes the bits"):
+        planned(2, leaves=8, grad_codec="int8")
+    with pytest.raises(zs.ConfigError, match="leaves='3x'"):
+        planned(2, leaves="3x")
+    with pytest.raises(zs.ConfigError, match="leaves are planned for data parallel ranks alone"):
+        zs.plan("1.3B", zs.Machine.of(gpus=8), zs.Training(leaves=8), axes=zs.Axes(tp=2))

@@ -495,6 +495,13 @@ def wait_published(engine: zs.Engine) -> None:
     engine._context.transports.begin_write()
 
 
+def wait_reduced(engine: zs.Engine) -> None:
+    """Return when the gradients of the last backward rest."""
+    for one in units(engine):
+        for bucket in one.buckets:
+            bucket.wait()
+
+
 def lose_notices(engine: zs.Engine) -> None:
     """Do as where the store through which ranks tell of their errors is gone."""
     unnoticed: Any = transport(engine).control

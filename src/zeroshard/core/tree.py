@@ -20,15 +20,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import TypeAlias
 
 from zeroshard.core.layout import Range
+from zeroshard.core.placement import Mesh
 
-__all__ = ["Expression", "Tree", "balanced", "deal", "placed", "rounds"]
+__all__ = ["Deal", "Expression", "Tree", "balanced", "deal", "placed", "rounds"]
 
 # a position, or the sum of two, the left one first
 Expression: TypeAlias = "int | tuple[Expression, Expression]"
+Formed = tuple[tuple[Range, ...], tuple[Expression, ...]]
 
 
 @dataclass(frozen=True)
@@ -162,3 +165,57 @@ def rounds(counts: Sequence[int]) -> list[list[tuple[int, int]]]:
         out.append([(rank, leaf + place) for place, rank in enumerate(there)])
         leaf += len(there)
     return out
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Which rank of `mesh` computes which leaves of `tree` in which round, and how they are added.
+    Rank r computes ``counts[r]``.
+    """
+
+    tree: Tree
+    counts: tuple[int, ...]
+    mesh: Mesh
+    keeps_whole: bool  # whether all gradients may rest whole between micro-batches
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether each rank adds up its own leaves, a node of the tree, before it meets others."""
+        nodes = (self.tree.is_node(*span) for span in self.of_ranks)
+        return self.keeps_whole and max(self.counts) > 1 and all(nodes)
+
+    @cached_property
+    def of_ranks(self) -> list[Range]:
+        """The leaves of each rank where they follow each other."""
+        stops = list(accumulate(self.counts))
+        return [(stop - count, stop) for stop, count in zip(stops, self.counts, strict=True)]
+
+    @cached_property
+    def rounds(self) -> list[list[tuple[int, int]]]:
+        """The (rank, leaf) pairs of each round."""
+        if not self.is_local:
+            return rounds(self.counts)
+        return [
+            [(rank, first + number) for rank, (first, stop) in enumerate(self.of_ranks)
+             if first + number < stop]
+            for number in range(max(self.counts))
+        ]  # fmt: skip
+
+    @cached_property
+    def sums(self) -> list[Formed]:
+        """Of each round, the nodes of the tree that a reduce forms, and how the ranks' parts add up
+        to each; empty for one sum of all ranks as it is formed without leaves.
+        """
+        usual = (balanced(self.mesh.num_nodes, self.mesh.node_size),)
+        formed = map(self._formed, self.rounds)
+        return [(spans, () if sums == usual else sums) for spans, sums in formed]
+
+    def _formed(self, dealt: Sequence[tuple[int, int]]) -> Formed:
+        if self.is_local:
+            return ((0, self.tree.leaves),), (self.tree.over(self.of_ranks),)
+        first, ranks = dealt[0][1], [rank for rank, _ in dealt]
+        spans = self.tree.cover(first, first + len(dealt))
+        return spans, tuple(
+            placed(self.tree.expression(*span), ranks[span[0] - first : span[1] - first])
+            for span in spans
+        )

@@ -17,21 +17,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
-from zeroshard.core.cost import LinkBytes
+from zeroshard.core.cost import LinkBytes, reduce_scatter
 from zeroshard.core.layout import ALIGN, Layout, Piece
-from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
+from zeroshard.core.placement import Cell, Cells, Mesh, Portion, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.resting import AtRest, is_weight, num_shared
-from zeroshard.core.route import Route, Routes, routes
+from zeroshard.core.route import Axis, Kind, Route, Routes, routes
 from zeroshard.core.shares import Dealer, Shares
 from zeroshard.core.split import splits
+from zeroshard.core.tree import Deal
 from zeroshard.core.wire import Formats, Wire
 from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
 from zeroshard.planner.training import Training
 
 __all__ = [
-    "DeviceCut", "LaidOut", "LaidOutGroup", "Placed", "StateBytes", "cells_by_unit", "made_once",
-    "placed", "rest_bytes", "staged_routes", "step_routes", "sum_by_tier", "traffic_bytes",
+    "DeviceCut", "LaidOut", "LaidOutGroup", "Placed", "StateBytes", "beside_bytes", "cells_by_unit",
+    "made_once", "placed", "rest_bytes", "staged_routes", "step_routes", "sum_by_tier",
+    "traffic_bytes",
 ]  # fmt: skip
 
 StateBytes = dict[str, dict[Tier, int]]  # state -> tier -> bytes
@@ -225,8 +227,12 @@ def rest_bytes(laid_out: LaidOut, policy: Policy, training: Training, rank: int 
         if num_bytes:
             out[state][tier] = out[state].get(tier, 0) + num_bytes
 
+    leaves = training.deal(policy, laid_out.mesh)
     for one, cut, cells in placed(laid_out, policy, training, rank):
-        for state, by_tier in _group_bytes(one, cut, cells, training, rank).items():
+        group = _group_bytes(one, cut, cells, training, rank)
+        if leaves is not None and one.group.trained:
+            group["grad"] = _leaf_bytes(one, cut, cells, leaves, rank)
+        for state, by_tier in group.items():
             for tier, num_bytes in by_tier.items():
                 add(state, tier, one.count * num_bytes)
         if not laid_out.is_reached(one.unit):
@@ -275,6 +281,53 @@ def _group_bytes(
         out["residual"] = {Tier.DEVICE: one.layout.numel * _RESIDUAL_BYTES}
     out["optimizer"] = _moments(one, cut.optim, cells.optim, training, rank)
     return out
+
+
+def _leaf_bytes(
+    one: LaidOutGroup, cut: DeviceCut, cells: Cells, leaves: Deal, rank: int
+) -> dict[Tier, int]:
+    """Return the bytes of a group's gradient in a run with leaves where most of its sums rest, by
+    tier: this rank's own leaves, or the gradient and slices beside it (runtime/partial_sums.py).
+    """
+    tier = cells.grad.tier
+    beside = _one_sum(one, leaves, rank) * (_most_held(leaves, rank) - 1)
+    if leaves.is_local:
+        return {tier: _one_sum(one, leaves, rank) + beside}
+    if not one.pieces(cells.optim, rank):
+        return {}
+    out = _in_two(cut.grad, one.held(cells.optim, rank), tier, Wire.of("fp32"))
+    return out | {tier: out.get(tier, 0) + beside}
+
+
+def _one_sum(one: LaidOutGroup, leaves: Deal, rank: int) -> int:
+    """Return the bytes of one sum of leaves: whole, or of `rank`'s slice."""
+    low, high = (0, one.layout.numel) if leaves.is_local else one.layout.ranges[rank]
+    return _bytes(high - low, Wire.of("fp32"))
+
+
+def _most_held(leaves: Deal, rank: int) -> int:
+    """Return the most sums that rest between the leaves of a step: of whole gradients where each
+    rank adds up its own, else of slices, the gradient among them.
+    """
+    cover = leaves.tree.cover
+    if leaves.is_local:
+        start, stop = leaves.of_ranks[rank]
+        last = min(stop, start + len(leaves.rounds) - 1)
+        return max(len(cover(start, each)) for each in range(start + 1, last + 1))
+    ends = [dealt[-1][1] + 1 for dealt in leaves.rounds[:-1]]
+    return max((len(cover(0, end)) for end in ends), default=1)
+
+
+def beside_bytes(laid_out: LaidOut, policy: Policy, training: Training) -> int:
+    """Return the bytes of sums of leaves that rank 0 holds on the device beside the first, at
+    most.
+    """
+    leaves = training.deal(policy, laid_out.mesh)
+    if leaves is None:
+        return 0
+    groups = placed(laid_out, policy, training)
+    here = [one for one, _, cells in groups if cells.grad.tier is Tier.DEVICE and one.group.trained]
+    return sum(one.count * _one_sum(one, leaves, 0) for one in here) * (_most_held(leaves, 0) - 1)
 
 
 def _sums_in_place(one: LaidOutGroup, cut: DeviceCut, cells: Cells, training: Training) -> bool:
@@ -400,12 +453,60 @@ def traffic_bytes(
     """Return the payload that `rank` receives per step, inside its node and from others;
     `gathers`: of a stage in a pipeline, see `staged_routes`.
     """
+    leaves = training.deal(policy, laid_out.mesh)
+    if leaves is not None:
+        return _leaf_traffic(laid_out, policy, training, leaves, rank)
     if gathers is None:
         steps = step_routes(laid_out, policy, training, rank)
     else:
         steps = staged_routes(laid_out, policy, training, gathers, rank)
     moved = (route.bytes(one.layout.portion(rank)) * one.count for one, _, route in steps)
     return sum(moved, LinkBytes())
+
+
+def _leaf_traffic(
+    laid_out: LaidOut, policy: Policy, training: Training, leaves: Deal, rank: int
+) -> LinkBytes:
+    """Return `traffic_bytes` with leaves: every round gathers, and reduces unless ranks add up
+    their own leaves first; flat where its sums are none of all ranks.
+    """
+    total, rounds = LinkBytes(), len(leaves.rounds)
+    formed = [sums for _, sums in (leaves.sums[-1:] if leaves.is_local else leaves.sums)]
+    for one, of in _routed(laid_out, policy, training, rank):
+        portion = one.layout.portion(rank)
+        unshard = (of.unshard_forward, of.unshard_backward)
+        steps = _unit_routes(laid_out, one, of, rounds)
+        moved = [
+            route.bytes(portion)
+            for route in steps
+            if any(route is each for each in (*unshard, of.average, of.publish))
+        ]
+        for sums in formed if one.group.trained else ():
+            moved.append(_leaf_reduce(one, of, training, leaves, portion, is_flat=bool(sums)))
+        total = total + sum(moved, LinkBytes()) * one.count
+    return total
+
+
+def _leaf_reduce(
+    one: LaidOutGroup,
+    of: Routes,
+    training: Training,
+    leaves: Deal,
+    portion: Portion,
+    *,
+    is_flat: bool,
+) -> LinkBytes:
+    """Return what one reduce of leaves moves."""
+    wire = Wire.of("fp32") if leaves.is_local else one.formats(training).reduce
+    if is_flat:
+        whole = portion.whole * wire.bytes_per_element
+        return reduce_scatter(leaves.mesh, Scope.SHARD, whole, 0.0, two_level=False, has=portion)
+    hops = (
+        replace(hop, wire=hop.wire if hop.axis is Axis.NODE else wire)
+        for hop in of.reduce.for_pass()
+        if hop.kind is Kind.REDUCE_SCATTER
+    )
+    return sum((hop.link_bytes(portion) for hop in hops), LinkBytes())
 
 
 def _key(unit: UnitShape) -> object:

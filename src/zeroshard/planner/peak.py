@@ -22,7 +22,7 @@ from zeroshard.core.policy import Policy
 from zeroshard.core.schedule import STAGING_BYTES
 from zeroshard.planner.activation_trace import ActivationTrace
 from zeroshard.planner.closed_form import closed_form
-from zeroshard.planner.exact import LaidOut, StateBytes, sum_by_tier
+from zeroshard.planner.exact import LaidOut, StateBytes, beside_bytes, sum_by_tier
 from zeroshard.planner.held import TransportTraits
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
@@ -91,9 +91,12 @@ def peak_bytes(
     resting = sum_by_tier(rest.values())
     at_rest = resting[Tier.DEVICE] - rest["grad"].get(Tier.DEVICE, 0)
     states = at_rest + trace.buffers + playback.scratch
+    states += beside_bytes(laid_out, policy, training)
 
     found = [(states, 0, 0, 0, 0, 0)]
-    for one in _instants(playback, trace, training):
+    leaves = training.deal(policy, laid_out.mesh)
+    reduces = leaves is not None and not leaves.is_local  # each micro-batch
+    for one in _instants(playback, trace, training, reduces=reduces):
         logits = one.moment.logits
         gathered = one.gathered if held is None else held.gathered
         buffers = gathered, one.gradients, one.staging
@@ -123,12 +126,14 @@ def trace_of(model: ModelShape, training: Training) -> ActivationTrace:
     return trace.scaled(training.tokens)
 
 
-def _instants(playback: Playback, trace: ActivationTrace, training: Training) -> Iterator[Instant]:
+def _instants(
+    playback: Playback, trace: ActivationTrace, training: Training, *, reduces: bool
+) -> Iterator[Instant]:
     """Yield what the engine holds in three steps: the second gathers ahead, and both later ones
     find the pools as those before have left them. Of several micro-batches inside ``no_sync()`` one
-    stands for all.
+    stands for all, which `reduces` its gradients or not.
     """
-    syncs = (False, True) if training.micro_batches > 1 else (True,)
+    syncs = (reduces, True) if training.micro_batches > 1 else (True,)
     pooled = (-1, -1)
     for step in range(_STEPS):
         if step > 1 and playback.pooled == pooled:

@@ -106,6 +106,8 @@ class Plan:
                 out["offload"]["fraction"] = training.fraction
         if row.whole_gradients:
             out["accumulation_budget"] = training.accumulation_bytes
+        if training.leaves is not None:
+            out["leaves"] = training.leaves
         comm = training.comm()
         machine = _share(row, self.machine)
         if machine.mesh.num_nodes > 1:
@@ -138,6 +140,8 @@ def make_plan(
             f" {machine.gpus} GPUs are one"
         )
     chosen = axes if axes is not None and axes != Axes() else None
+    if chosen is not None and training.leaves is not None:
+        raise ConfigError("leaves are planned for data parallel ranks alone: leave out tp and pp")
     if chosen is not None and training.accumulation_budget is not None:
         raise ConfigError(
             "accumulation_budget is planned for data parallel ranks alone: leave it out, or tp and"
@@ -221,6 +225,8 @@ def _offer(
     search: Search, machine: Machine, training: Training, best: PlannedRow | None
 ) -> str | None:
     """Return what is saved where gradients rest in the compute dtype, None where nothing is."""
+    if training.leaves is not None:
+        return None
     dtype = training.precision
     other, what = replace(training, accumulate=dtype), f"gradients that rest in {dtype}"
     if other == training:
@@ -279,7 +285,8 @@ def _changes(
         disk = f"{_SUGGESTED_DISK / 1e12:g} TB of disk a node"
         yield ", ".join([*words, disk]), replace(machine, disk=_SUGGESTED_DISK), training
     gpus = 2 * machine.gpus
-    while gpus <= _MOST_GPUS:
+    most = _MOST_GPUS if training.tree is None else min(_MOST_GPUS, training.tree.leaves)
+    while gpus <= most:
         more = _with_gpus(machine, gpus)
         if more is not None:
             yield ", ".join([*words, f"{gpus} GPUs"]), more, training

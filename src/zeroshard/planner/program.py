@@ -114,6 +114,8 @@ class Program:
         self._policy = policy
         self._exchange = TransportTraits.of(durations.machine)
         laid_out, training = durations.laid_out, durations.training
+        leaves = training.deal(policy, laid_out.mesh)
+        self._reduces_each = leaves is not None and not leaves.is_local
         # of a group that a fraction cuts in two, all leaves
         self.units = made_once(cells_by_unit(laid_out, policy, training), self._make)
         uses = [(number, unit.uses) for number, unit in enumerate(laid_out.model.units)]
@@ -284,6 +286,8 @@ class Program:
         schedule, micro_batches = self.schedule, self._durations.training.micro_batches
         self._run(schedule.begin("backward"))
         buffers: dict[int, int] = {}  # of units whose backward has begun
+        if self._reduces_each:
+            micro_batches = micro_batch + 1
         for at, number in enumerate([*self._again, *reversed(range(len(self.units)))]):
             unit, is_first = self.units[number], number not in buffers
             routes = [group.reduce(micro_batch, micro_batches) for group in unit.trained]

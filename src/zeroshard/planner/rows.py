@@ -125,6 +125,7 @@ def takes(policy: Policy, training: Training) -> bool:
 
 def bytes_of(laid_out: LaidOut, policy: Policy, machine: Machine, training: Training) -> RankPlan:
     """Return the bytes of one rank at rest, and the most during a step."""
+    training = training.on(laid_out.mesh.size)
     policy = with_budget(laid_out, policy, training)
     rest = rest_bytes(laid_out, policy, training)
     return RankPlan(0, laid_out, rest, peak_bytes(laid_out, policy, machine, training, rest))
@@ -138,6 +139,7 @@ def plan_row(
     sizes: RankPlan | None = None,
 ) -> PlannedRow:
     """Plan one row on one mix of tiers; `sizes`, where `bytes_of` it is known."""
+    training = training.on(laid_out.mesh.size)
     found = bytes_of(laid_out, policy, machine, training) if sizes is None else sizes
     policy = with_budget(laid_out, policy, training)
     links = traffic_bytes(laid_out, policy, training)
@@ -182,7 +184,9 @@ def _row(
     peak = sizes.peak
     files = checkpoint_times(sizes.laid_out, policy, machine, training)
     short = short_of(peak.by_tier, machine)
-    model, tokens = sizes.laid_out.model, training.tokens * training.micro_batches * machine.gpus
+    model, tree = sizes.laid_out.model, training.tree
+    micro_batches = training.micro_batches * machine.gpus if tree is None else tree.leaves
+    tokens = training.tokens * micro_batches
     bound_by = time.bound_by if model.is_timed else "not known"
     rest = sum_by_tier(sizes.rest.values())
     return PlannedRow(

@@ -74,7 +74,7 @@ def make_sweep(
     points = []
     for machine in machines:
         laid_out = LaidOut(model, machine.mesh, training.align)
-        compute_s = Durations(laid_out, machine, training).compute_s()
+        compute_s = Durations(laid_out, machine, training.on(machine.gpus)).compute_s()
         for policy in (one for one in ROWS.values() if takes(one, training)):
             row = plan_row(laid_out, policy, machine, training)
             points.append(

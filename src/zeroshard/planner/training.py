@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from zeroshard.core.gradient_budget import budget_bytes
 from zeroshard.core.layout import ALIGN
+from zeroshard.core.placement import Mesh, Scope
+from zeroshard.core.policy import Policy
 from zeroshard.core.sizes import any_of
+from zeroshard.core.tree import Deal, Tree, deal
 from zeroshard.core.wire import CODEC_BITS, Formats
 from zeroshard.errors import ConfigError
 
@@ -45,7 +49,8 @@ class Training:
     ``zs.Comm``; rows that take no such codec are not planned. `fraction` is that of ``zs.Offload``:
     the share of each state that leaves the device where the row's tiers let it leave.
     `accumulation_budget` is that of ``zs.shard``, in bytes or text ("2GiB"): rows in which it has
-    no effect, or holds no unit, are planned as they are without.
+    no effect, or holds no unit, are planned as they are without. `leaves` is that of ``zs.shard``:
+    the micro-batches of a step over all GPUs, in place of `micro_batches`.
     """
 
     precision: str = "bf16"
@@ -62,6 +67,7 @@ class Training:
     error_feedback: bool = False
     fraction: float = 1.0
     accumulation_budget: int | str | None = None
+    leaves: int | str | None = None
 
     def __post_init__(self) -> None:
         for name, value, choices in (
@@ -97,6 +103,47 @@ class Training:
                 f"fraction={self.fraction} is not in (0, 1]: it is the share that leaves the device"
             )
         budget_bytes(self.accumulation_budget)
+        self._check_leaves()
+
+    def _check_leaves(self) -> None:
+        if self.tree is None:
+            return
+        for name, plain in (("grad_codec", None), ("accumulate", "fp32")):
+            if getattr(self, name) != plain:
+                raise ConfigError(
+                    f"leaves={self.leaves} fixes the bits of every sum, and"
+                    f" {name}={getattr(self, name)!r} rounds sums: leave one of them out"
+                )
+
+    @cached_property
+    def tree(self) -> Tree | None:
+        """The tree of the leaves. Raises ConfigError."""
+        try:
+            return None if self.leaves is None else Tree.parse(self.leaves)
+        except ValueError as error:
+            raise ConfigError(f"leaves={self.leaves!r}: {error}") from None
+
+    def on(self, num_ranks: int) -> Training:
+        """Return it with the micro-batches that the first of `num_ranks` computes of the leaves.
+        Raises ConfigError where a rank has none.
+        """
+        if self.tree is None:
+            return self
+        counts = deal(self.tree.leaves, num_ranks)
+        if min(counts) < 1:
+            raise ConfigError(
+                f"leaves={self.leaves} gives {self.tree.leaves} micro-batches to {num_ranks} data"
+                " parallel ranks: every rank needs one at least"
+            )
+        return replace(self, micro_batches=counts[0])
+
+    def deal(self, policy: Policy, mesh: Mesh) -> Deal | None:
+        """Return how the ranks of `mesh` add up the leaves in a row; None without leaves."""
+        if self.tree is None:
+            return None
+        cells = policy.all_cells
+        whole = all(one.grad.is_partial and one.grad.scope is Scope.FULL for one in cells)
+        return Deal(self.tree, tuple(deal(self.tree.leaves, mesh.size)), mesh, whole)
 
     @property
     def accumulation_bytes(self) -> int | None:

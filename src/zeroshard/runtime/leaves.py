@@ -7,7 +7,7 @@ depend on the ranks (core/tree.py).
                                              round 2   rank 0: 6   rank 1: 7   rank 2 shadows
 
 Of a round each rank computes one leaf at most. In turn its gradients are reduced: the owner of a
-slice forms the sums that are nodes of the tree (`Leaves.sums`) and adds them to a binary counter
+slice forms the sums that are nodes of the tree (`Deal.sums`) and adds them to a binary counter
 (runtime/partial_sums.py). A rank without a leaf takes part in gathers and reduces, and nothing of
 it is added.
 
@@ -21,14 +21,12 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator
 
 import torch
 
 from zeroshard.core.layout import Range
-from zeroshard.core.placement import Mesh
-from zeroshard.core.tree import Expression, Tree, balanced, placed, rounds
+from zeroshard.core.tree import Deal, Expression
 from zeroshard.errors import StateError
 
 __all__ = ["Leaves"]
@@ -37,50 +35,14 @@ __all__ = ["Leaves"]
 class Leaves:
     """The leaves of one engine, and the round that is under way."""
 
-    def __init__(
-        self, tree: Tree, counts: Sequence[int], mesh: Mesh, rank: int, *, keeps_whole: bool
-    ) -> None:
-        """Rank r of `mesh` computes ``counts[r]`` leaves of each step; `keeps_whole`: all gradients
-        may rest whole between micro-batches.
-        """
-        self.tree = tree
-        self._ranks = balanced(mesh.num_nodes, mesh.node_size)
-        self._rank = rank
-        self._rounds = rounds(counts)
-        self._sums = [self._sums_of(dealt) for dealt in self._rounds]
+    def __init__(self, deal: Deal, rank: int) -> None:
+        """`rank` is this one's."""
+        self.tree, self._rank = deal.tree, rank
+        self.is_local = deal.is_local  # whether each rank adds up its own leaves
+        self._rounds, self._sums = deal.rounds, deal.sums
         # called with a segment's key and this rank's gradient of it, None where it has none
         self.handed_over: list[Callable[[str, torch.Tensor | None], None]] = []
-        stops = list(accumulate(counts))
-        of_ranks = [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
-        # whether each rank adds up its own leaves
-        self.is_local = (
-            keeps_whole and len(self._rounds) > 1 and all(tree.is_node(*span) for span in of_ranks)
-        )
-        if self.is_local:
-            self._rounds = [
-                [(rank, first + number) for rank, (first, stop) in enumerate(of_ranks)
-                 if first + number < stop]
-                for number in range(max(counts))
-            ]  # fmt: skip
-            sums = (tree.over(of_ranks),)
-            whole = ((0, tree.leaves),), () if sums == (self._ranks,) else sums
-            self._sums = [whole] * len(self._rounds)
         self.abandon()
-
-    def _sums_of(
-        self, dealt: Sequence[tuple[int, int]]
-    ) -> tuple[tuple[Range, ...], tuple[Expression, ...]]:
-        """Return which nodes of the tree the leaves of a round make up, and how the ranks' parts
-        add up to each; empty for one sum of all ranks as it is formed without leaves.
-        """
-        first = dealt[0][1]
-        ranks = [rank for rank, _ in dealt]
-        spans = self.tree.cover(first, first + len(dealt))
-        sums = tuple(
-            placed(self.tree.expression(*span), ranks[span[0] - first : span[1] - first])
-            for span in spans
-        )
-        return spans, () if sums == (self._ranks,) else sums
 
     def abandon(self) -> None:
         """No step is under way, and nothing of one is left."""

@@ -33,7 +33,7 @@ from zeroshard.core.holders import Holders
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.schedule import grad_pool_bytes
-from zeroshard.core.tree import Tree
+from zeroshard.core.tree import Deal, Tree
 from zeroshard.errors import StorageError
 from zeroshard.memory import MemoryCounter, Pages
 from zeroshard.nn.deferred import (
@@ -226,7 +226,7 @@ def _leaves_of(request: ShardRequest, rank: int) -> Leaves | None:
         return None
     cells = request.policy.all_cells
     whole = all(one.grad.is_partial and one.grad.scope is Scope.FULL for one in cells)
-    return Leaves(Tree.parse(leaves), counts, request.mesh, rank, keeps_whole=whole)
+    return Leaves(Deal(Tree.parse(leaves), tuple(counts), request.mesh, whole), rank)
 
 
 def _make_options(request: ShardRequest, *, trains: bool) -> Options:

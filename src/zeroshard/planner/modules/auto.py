@@ -247,6 +247,7 @@ def _training(optimizer: torch.optim.Optimizer | None, settings: Config) -> Trai
         # a budget is for what rests between two of them
         micro_batches=settings.gradient_accumulation_steps or (1 if budget is None else 2),
         accumulation_budget=budget,
+        leaves=settings.leaves,
     )
 
 

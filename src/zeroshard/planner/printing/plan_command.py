@@ -261,6 +261,9 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     step = f"{training.micro_batches} x {training.batch} x {training.sequence} tokens"
     if not plan.model.takes_tokens:
         step = f"{training.micro_batches} micro-batch(es)"
+    of = "a step and GPU"
+    if training.leaves is not None:
+        step, of = f"{training.leaves} leaves of {training.batch} x {training.sequence}", "a step"
     activations = "recomputed" if training.checkpointing else "kept"
     if training.accumulation_bytes is not None:
         held = f"{size_text(training.accumulation_bytes)} of gradients between micro-batches"
@@ -269,7 +272,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield (
         "training",
         f"{training.precision}, gradients rest in {training.accumulate}, {training.optimizer};"
-        f" {step} a step and GPU, activations {activations}",
+        f" {step} {of}, activations {activations}",
     )
     from zeroshard.planner.machine import presets
 
@@ -377,6 +380,7 @@ _OPTIONS = (
     Option("--batch N", "sequences of a micro-batch of a GPU", int, 1),
     Option("--sequence N", "tokens of one (default 2048)", int, 2048),
     Option("--micro-batches N", "of one step (default 1)", int, 1),
+    Option("--leaves V", "of one step of all GPUs (16, 3x2x2), in place of --micro-batches"),
     Option("--accumulation-budget SIZE", "for whole gradients between them: 2GiB"),
     Option("--tp N", "tensor parallel ranks, or auto", _ranks, 1),
     Option("--pp N", "stages of a pipeline, or auto", _ranks, 1),
