@@ -48,6 +48,7 @@ def one_accumulator(
         streams=NoStreams(),
         memory=memory,
         faults=SimpleNamespace(note=note),
+        leaves=None,
     )
     split = layout.numel if split is None else split
     return Accumulator(

@@ -417,7 +417,7 @@ def idle_gradient_bytes(engine: zs.Engine) -> dict[str, int]:
     idle: dict[str, int] = {}
     buckets: list[Bucket] = list(engine._backward.buckets)
     for bucket in buckets:
-        for storage in bucket.accumulator._idle:
+        for storage, _ in bucket.accumulator._idle:
             num_bytes = storage.numel * storage.dtype.itemsize
             idle[storage.tier.value] = idle.get(storage.tier.value, 0) + num_bytes
     return idle

@@ -53,10 +53,13 @@ def ordered_sum(
     assert len(contributions), "no contributions"
     size = len(contributions) if node_size is None else node_size
     assert size >= 1 and len(contributions) % size == 0, (len(contributions), node_size)
+    if len(contributions) == 1:
+        _take(contributions[0], out, accumulate)
+        return
     num_nodes = len(contributions) // size
     if isinstance(contributions, torch.Tensor):
         kernels = kernels_for(contributions)
-        if kernels is not None and 1 < max(num_nodes, size) <= kernels.MOST:
+        if kernels is not None and max(num_nodes, size) <= kernels.MOST:
             kernels.sum_rows(contributions, out, node_size=size, accumulate=accumulate)
             return
         contributions = contributions.unbind()

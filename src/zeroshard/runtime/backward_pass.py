@@ -149,7 +149,7 @@ class Accumulation:
         self.divisor = 1  # by which the step divides them, beside the number of ranks
         self.micro_batches = 0  # backwards
         self.kinds = 0  # of backwards
-        self._weight = Fraction()  # the exact sum of their weights
+        self._weight: Fraction | int = 0  # the exact sum of their weights
         self._weighs = True  # whether none of these is negative or not finite
 
     @property
@@ -189,8 +189,8 @@ class Accumulation:
         """The sum of their weights: so that those of ranks add up to the same number, however
         backwards are dealt out. NaN where a weight is negative or not finite.
         """
-        if not self._weighs:
-            return math.nan, 0.0, 0.0
+        if not self._weighs or not self._weight:
+            return 0.0 if self._weighs else math.nan, 0.0, 0.0
         parts, left = [], self._weight
         for _ in range(3):  # 159 bits
             parts.append(float(left))
@@ -222,7 +222,7 @@ class Accumulation:
         """No gradient rests here any more; `micro_batches` UNKNOWN: others may have some."""
         self.has_gradient = self.scaled = False
         self.changed, self.divisor = True, 1
-        self.kinds, self._weight, self._weighs = 0, Fraction(), True
+        self.kinds, self._weight, self._weighs = 0, 0, True
         self.micro_batches = micro_batches
 
 

@@ -212,7 +212,8 @@ class Bucket:
         numel, device = self.flat.layout.numel, self.flat.full.device
         wire = dtype or self._request.dtype
         if self._codec is None:
-            self.buffer = self._lender.grad_buffer(self.key, numel, wire, device)
+            lender = self.flat.lender if self._leaves is None else self._lender
+            self.buffer = lender.grad_buffer(self.key, numel, wire, device)
         else:
             self.buffer = self._memory.empty(numel, wire)
         self.loan = self._meter.lend(self.buffer, self.buffer.nbytes)
@@ -492,7 +493,8 @@ class Bucket:
 
     def clear(self, indices: Sequence[int]) -> None:
         """Forget the gradients of parameters `indices`: the user zeroed them."""
-        self._check_cleared()
+        if self._leaves is not None:
+            self._check_cleared(self._leaves)
         for index in indices:
             self.used[index] = False
         if any(self.used):
@@ -512,7 +514,8 @@ class Bucket:
         """Set the gradients of parameters `indices` to zero, keeping them
         (``zero_grad(set_to_none=False)``).
         """
-        self._check_cleared()
+        if self._leaves is not None:
+            self._check_cleared(self._leaves)
         self.wait()
         for index in indices:
             self.filled[index] = self._summed[index] = False
@@ -522,9 +525,9 @@ class Bucket:
                     self._node_sum[piece.shard_start : piece.shard_stop].zero_()
         self.accumulator.zero(indices)
 
-    def _check_cleared(self) -> None:
+    def _check_cleared(self, leaves: Leaves) -> None:
         """Raise StateError between the leaves of a step: partial sums are of all parameters."""
-        if self._leaves is not None and self._leaves.in_step:
+        if leaves.in_step:
             raise StateError(
                 "gradients were cleared between the leaves of a step: clear them after the loop"
                 " over engine.leaves(), or leave that first"

@@ -129,10 +129,10 @@ class Finalizer:
         here = self._backward.accumulation
         return here.has_gradient and (here.changed or self._finite is not None)
 
-    def finalize(self, only: nn.Parameter | None = None) -> bool:
+    def finalize(self, only: nn.Parameter | None = None, *, norm: bool = False) -> bool:
         """Average every resting gradient, agree upon them, and put those that the user has assigned
         in their places; of those assigned later, the one of parameter `only`. Return whether all
-        are finite.
+        are finite. `norm`: the squares are read at once, since a norm is asked for.
 
         Raises StorageError where a rank could not read or write one.
         Raises StateError when no rank has a gradient, PlanMismatch when the ranks did different
@@ -156,10 +156,10 @@ class Finalizer:
             backward.accumulation.assign(scaled=self._scaler is not None)
         divisor = self._divisor()
         with self._axes.together(_STEP) as meeting:
-            answers = self._average_and_compare(divisor)
+            answers = self._average_and_compare(divisor, norm)
             if True in {answer.unreduced for answer in answers}:
                 backward.flush()
-                answers = self._average_and_compare(divisor)
+                answers = self._average_and_compare(divisor, norm)
             self._assigned.compare()
             united = self._unite(answers)
             weight = total_weight(
@@ -192,7 +192,7 @@ class Finalizer:
         divisor = self._loss_scale() * self._backward.accumulation.divisor
         return divisor if self._backward.accumulation.is_weighted else divisor * self._weight
 
-    def _average_and_compare(self, divisor: float) -> list[_Answer]:
+    def _average_and_compare(self, divisor: float, norm: bool) -> list[_Answer]:
         """Average what has been reduced; return what every rank says about it. Raises
         PlanMismatch when the ranks did different things.
 
@@ -207,7 +207,7 @@ class Finalizer:
         bad = [gradient.key for gradient in averaged if not gradient.average(divisor)]
         accumulators = [bucket.accumulator for bucket in backward.buckets]
         backward.reductions.gather_averages([one for one in accumulators if one.gathers_averages])
-        if not unreduced and self._read():
+        if not unreduced and self._read(squares=norm):
             bad += [gradient.key for gradient in averaged if not gradient.average(divisor)]
         bad.append(backward.saved.read_released or self._assigned.first_bad() or "")
         self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step
@@ -218,13 +218,14 @@ class Finalizer:
         for gradient in self._backward.gradients:
             gradient.divide(weight)
 
-    def _read(self) -> bool:
-        """Read once what is to be known of averages on an accelerator; return whether there was
-        anything.
+    def _read(self, *, squares: bool) -> bool:
+        """Read once what is to be known of averages on an accelerator: their `squares`, or whether
+        they are finite. Return whether there was anything.
         """
-        unread = [one for bucket in self._backward.buckets for one in bucket.accumulator.unread()]
+        accumulators = [bucket.accumulator for bucket in self._backward.buckets]
+        unread = [one for each in accumulators for one in each.unread(squares=squares)]
         if unread:
-            read_squares(unread)
+            read_squares(unread, exactly=squares)
         return bool(unread)
 
     def _compare(self, unreduced: bool, bad: str) -> list[_Answer]:
@@ -395,10 +396,10 @@ class Finalizer:
         """Return the 2-norm of the averaged gradient over all parameters, 0-d fp32, the same
         number on every rank, which will be clipped to `max_norm`.
         """
-        self.finalize()
+        self.finalize(norm=True)
         with self._axes.together(_NORM) as meeting:
             # on an accelerator, of averages that have been scaled since they were read
-            self._read()
+            self._read(squares=True)
             meeting.give(self._squares().pack().hex())
             meeting.compare({"max_norm of clip_grad_norm_()": repr(max_norm)})
         payloads = map(bytes.fromhex, meeting.answers)  # replicas count in one group

@@ -99,7 +99,6 @@ class Accumulator:
         resting = self.resting()
         fresh = resting is None
         if resting is None:
-            self.reset()
             resting = self._allocate()
             self._alive = weakref.ref(resting)
         else:  # an average, where no zero_grad() came since the last step
@@ -247,12 +246,12 @@ class Accumulator:
 
     # ------------------------------------------------------------------ where parameters lie
 
-    def unread(self) -> list[SquaresRequest]:
+    def unread(self, *, squares: bool = True) -> list[SquaresRequest]:
         """Return what the host has yet to read of an accelerator to know their squares, and whether
         the averages are finite; nothing of the CPU.
         """
         resting = self.resting()
-        return [] if resting is None else resting.unread(self._ranges)
+        return [] if resting is None else resting.unread(self._ranges, squares=squares)
 
     def add_squares(self, used: Sequence[bool], to: SquaresSum, *, of_all: bool) -> None:
         """Add the squares of this rank's averages (`of_all`: of all that are here) `to` a sum; not

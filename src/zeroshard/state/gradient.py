@@ -29,6 +29,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -92,6 +93,7 @@ class Gradient:
         self._weight = 0.0  # part of that: the sum of weights, once divided by it
         # of ranges on an accelerator: sums of squares that the host has read
         self._squares: dict[Range, ExactSum] = {}
+        self._finite: dict[Range, bool] = {}  # of others: whether they are finite
         self._wait: Callable[[], None] | None = None  # for a step that may be reading it
         self._flushing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
         # sums on their way to the host, to be added there
@@ -130,6 +132,7 @@ class Gradient:
         if wait is not None:
             wait()
         self._squares.clear()
+        self._finite.clear()
 
     # ------------------------------------------------------------------ what arrives
 
@@ -208,7 +211,8 @@ class Gradient:
             if divisor != 1.0:
                 self.pending.append(("div", divisor))
         try:
-            return self._settle() and all(one.is_finite for one in self._squares.values())
+            known = [one.is_finite for one in self._squares.values()] if self._squares else []
+            return self._settle() and False not in known and False not in self._finite.values()
         except StorageError as error:
             self._fail(error)
             return False
@@ -329,18 +333,17 @@ class Gradient:
 
     # ------------------------------------------------------------------ its norm
 
-    def unread(self, ranges: Iterable[Range]) -> list[SquaresRequest]:
+    def unread(self, ranges: Iterable[Range], *, squares: bool) -> list[SquaresRequest]:
         """Return what the host has yet to read of an accelerator (state/reduction.py) to know the
-        squares of `ranges`, and whether the average is finite; nothing of the CPU.
+        `squares` of `ranges`, or whether the average is finite; nothing of the CPU.
         """
         if not self.on_device or not reads_wait(self.numbers.whole):
             return self._passed.unread()
+        known: Any = self._squares if squares else self._finite
         return [
-            SquaresRequest(
-                self.numbers.whole[slice(*span)], partial(self._squares.__setitem__, span)
-            )
+            SquaresRequest(self.numbers.whole[slice(*span)], partial(known.__setitem__, span))
             for span in ranges
-            if span not in self._squares
+            if span not in known and span not in self._squares
         ]
 
     def add_squares(self, ranges: Iterable[Range], to: SquaresSum) -> None:
@@ -362,6 +365,8 @@ class Gradient:
         """Whether a range holds neither NaN nor infinity."""
         if (start, stop) in self._squares:
             return self._squares[start, stop].is_finite
+        if (start, stop) in self._finite:
+            return self._finite[start, stop]
         try:
             return all(bool(torch.isfinite(block).all()) for _, block in self.blocks(start, stop))
         except StorageError as error:

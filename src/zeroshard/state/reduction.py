@@ -63,10 +63,10 @@ _BINS = (_PLACES + _LOW) // _WIDTH  # those of both parts
 
 @dataclass(frozen=True)
 class SquaresRequest:
-    """A slice whose sum of squares the host has yet to learn."""
+    """A slice of which the host has yet to learn the sum of squares, or whether it is finite."""
 
     numbers: torch.Tensor  # [n], on the device of all others that are asked for with it
-    learn: Callable[[ExactSum], None]
+    learn: Callable[[ExactSum | bool], None]
 
 
 def squares_of(slices: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -79,8 +79,15 @@ def squares_of(slices: Sequence[torch.Tensor]) -> torch.Tensor:
     return sums.table()
 
 
-def read_squares(requests: Sequence[SquaresRequest]) -> None:
-    """Tell each of `requests` (at least one) its sum of squares: one table, one read."""
+def read_squares(requests: Sequence[SquaresRequest], *, exactly: bool = True) -> None:
+    """Tell each of `requests` (at least one) its sum of squares: one table, one read. Not
+    `exactly`: whether it is finite, in a few kernels for all.
+    """
+    if not exactly:
+        norms = torch._foreach_norm([one.numbers for one in requests], 2, dtype=torch.float64)
+        for one, value in zip(requests, torch.stack(norms).square_().tolist(), strict=True):
+            one.learn(math.isfinite(value))
+        return
     rows = squares_of([one.numbers for one in requests]).tolist()
     for one, row in zip(requests, rows, strict=True):
         one.learn(_exact(row))
@@ -252,7 +259,8 @@ class RunningSum:
         total = self._totals.get(True)
         return [] if total is None else [SquaresRequest(total.reshape(1), self._learn)]
 
-    def _learn(self, squares: ExactSum) -> None:
-        """Keep on the host, squared, what the numbers that passed the device add up to."""
+    def _learn(self, found: ExactSum | bool) -> None:
+        """Keep on the host whether what the numbers that passed the device add up to is finite."""
         del self._totals[True]
-        self._hold(torch.tensor(float(squares), dtype=torch.float64))
+        finite = found if isinstance(found, bool) else found.is_finite
+        self._hold(torch.tensor(0.0 if finite else math.nan, dtype=torch.float64))
