@@ -434,6 +434,9 @@ LEAF_CASES = [
     LeafCase(3, "zero1", "3x2"),
     LeafCase(3, "hpz", 8, node_size=1),
     LeafCase(3, "mics", 7, node_size=3),
+    LeafCase(4, "zero3", 8, node_size=2),
+    LeafCase(4, "mics", 7, node_size=2),  # the last round goes flat
+    LeafCase(4, "zero1", 8, "fp32", node_size=2),
 ]
 
 
@@ -486,7 +489,7 @@ def _leaf_pairs(rank: int, world: int, cases: Sequence[LeafCase], path: Path) ->
     return out
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_predicted_bytes_are_the_engines_with_leaves(world: int, tmp_path: Path) -> None:
     cases = [case for case in LEAF_CASES if case.world == world]
     for differences in run_ranks(world, _leaf_pairs, cases, tmp_path, timeout=200):
