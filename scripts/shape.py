@@ -164,7 +164,7 @@ def line_rows(lines: int) -> Iterator[Row]:
     yield Row("lines in the package", lines, aim=50000)
     yield Row(f"lines over {COLUMNS} columns", sum(wide.values()), ", ".join(wide), limit=0)
     yield Row(
-        "lines that README and tour ask to read", read, f"{len(files)} files", limit=7236, aim=5000
+        "lines that README and tour ask to read", read, f"{len(files)} files", limit=7243, aim=5000
     )
 
 
