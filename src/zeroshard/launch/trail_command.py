@@ -188,7 +188,8 @@ def _replay(arguments: argparse.Namespace) -> int:
                 f"replay: none of the script's arguments is {run}: the script writes its trail"
                 " there, and the replay's elsewhere"
             )
-        replayed = _run(script, arguments.nproc, work, step)
+        threads = trail.steps[step][0].header.curve.get("threads", "1")
+        replayed = _run(script, arguments.nproc, work, step, threads)
         since = "the beginning" if begun is None else f"step {begun} of {arguments.checkpoint}"
         if not arguments.json:
             say(f"replayed on {arguments.nproc} process(es) from {since}:")
@@ -235,15 +236,16 @@ def _names(words: Sequence[str], run: Path) -> bool:
     return any(_in_place(word, {run.resolve(): Path()}) != word for word in words)
 
 
-def _run(script: Sequence[str], nproc: int, work: Path, step: int) -> Trail:
-    """Run the script until it has written `step`; return its trail. Raises UsageError where it
-    ends before.
+def _run(script: Sequence[str], nproc: int, work: Path, step: int, threads: str) -> Trail:
+    """Run the script, with as many `threads` per rank as the run had, on which bits depend, until
+    it has written `step`; return its trail. Raises UsageError where it ends before.
     """
     launcher = ["-m", "zeroshard", "run", "--nproc", str(nproc)] if nproc > 1 else []
     log = work / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *launcher, *script],
+            env={**os.environ, "OMP_NUM_THREADS": threads},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
