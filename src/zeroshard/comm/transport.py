@@ -125,6 +125,11 @@ class ReduceRequest:
         """The dtype of the buffers: uint8 for encodings."""
         return self.dtype if self.codec is None else torch.uint8
 
+    def numel_of(self, rank: int) -> int:
+        """Return the elements that `rank` takes, of all sums."""
+        start, stop = self.ranges[rank]
+        return (stop - start) * max(len(self.sums), 1)
+
     @cached_property
     def wire_ranges(self) -> Sequence[Range]:
         """The ranges, counted in elements of the buffers."""

@@ -144,6 +144,7 @@ class Collectives(Plane):
     ) -> Work:
         key, dtype, ranges = request.key, request.wire_dtype, request.wire_ranges
         slot = None if buffer is None else self._slot_of(buffer, dtype)
+        assert out.numel() == request.numel_of(self._rank), (request, out.numel())
         start, stop = ranges[self._rank]
         what, name, far = f"reduce of {key}", f"reduce {key}", self._control.far
         sequence = self.matching.next_sequence(name)
