@@ -52,9 +52,9 @@ def _site() -> str:
 
 
 class Omission:
-    """Waits that are left out: those called `without`, or the `drop`-th of all."""
+    """Waits that are left out: those called `without`, or, counted from 0, those that `drop` has."""
 
-    def __init__(self, without: Collection[str] = (), *, drop: int | None = None) -> None:
+    def __init__(self, without: Collection[str] = (), *, drop: Collection[int] = ()) -> None:
         self.waits: list[str] = []
         self._without = without
         self._drop = drop
@@ -63,7 +63,7 @@ class Omission:
     def _leaves_out(self, site: str) -> bool:
         """Note a wait; return whether it is left out."""
         self.waits.append(site)
-        return site in self._without or len(self.waits) - 1 == self._drop
+        return site in self._without or len(self.waits) - 1 in self._drop
 
     @contextmanager
     def active(self) -> Iterator[Omission]:

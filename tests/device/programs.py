@@ -24,10 +24,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zeroshard as zs
 from tests.support import pipelines, tensor_parallel
-from tests.support.programs import Program, Trained, _on_host, checkpoint_on_host
+from tests.support.programs import WIDTH, Program, Trained, _on_host, checkpoint_on_host
 from tests.support.training import ROWS, Run
 from zeroshard.memory import host_pages, pinned_pages
 from zeroshard.optim.runner import TileRunner
@@ -321,6 +322,20 @@ def _registered_pages() -> Iterator[None]:
             unregister(address)
 
 
+@dataclass(frozen=True)
+class Closed(Program):
+    """Reads what `close()` gives back."""
+
+    def end(self, run: Trained) -> dict[str, torch.Tensor]:
+        state = super().end(run)
+        return state | {f"{name}, given back": p for name, p in run.model.named_parameters()}
+
+
+def project_embedding(model: Any) -> None:
+    """Let the backward read a weight of the first unit, too: an embedding's own does not."""
+    model.embed = nn.Sequential(model.embed, nn.Linear(WIDTH, WIDTH).to(DEVICE))
+
+
 def freeze_embedding(model: Any) -> None:
     """Leave the embedding as it is."""
     model.embed.requires_grad_(False)
@@ -384,6 +399,8 @@ def _transports() -> list[Case]:
     for row in ("ddp", "zero2", "zero3"):
         program = Program(row=row, comm=NATIVE, **TWO)
         made.append(Case(f"native {row}", program, is_plain=True, worlds=(1,)))
+    read = Closed(precision="fp32", comm=NATIVE, prepare=project_embedding, **TWO)
+    made.append(Case("native, all read", read, worlds=(1,)))
     return made + [Case(f"ordered {row}", Program(row=row, comm={"ordered": True})) for row in ROWS]
 
 

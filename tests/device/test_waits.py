@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.device.omission import Omission
 from tests.device.programs import ALL, CASES, FIFO, Schedule, trained
@@ -149,31 +151,59 @@ def test_a_covered_wait_that_is_left_out_changes_none(wait: str) -> None:
     assert run_ranks(1, finds, wait, COVERED[wait], ALL[:5], device=_DEVICE) == [[]]
 
 
-def _unmet(rank: int, world: int) -> list[str]:
-    """Return the forks and joins of a run, by number, that no schedule misses."""
-    program = CASES["native zero3"].program
+def _forks_and_joins(rank: int, world: int) -> tuple[list[str], list[int]]:
+    """Return the waits of a run, and which of its forks and joins no schedule misses."""
+    program = CASES["native, all read"].program
     expected = trained(program, rank, world, FIFO)
     with Omission().active() as whole:
         trained(program, rank, world, FIFO)
+    likely = {"fork": "compute_last", "join": "compute_first"}
     unmet = []
     for number, wait in enumerate(whole.waits):
-        if not wait.startswith(("fork(", "join(")):
+        kind, _, lane = wait.partition("(")
+        if kind not in likely or not lane:
             continue
-        for schedule in ALL[:5]:
+        for schedule in sorted(ALL[:5], key=lambda one: one[0] != likely[kind]):
             try:
-                with Omission(drop=number).active():
+                with Omission(drop=[number]).active():
                     if trained(program, rank, world, schedule).differs_from(expected):
                         break
             except (ZeroshardError, ValueError):
                 break
         else:
-            unmet.append(f"{number}: {wait}")
-    return unmet
+            unmet.append(number)
+    return whole.waits, unmet
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(600)
 def test_each_fork_and_join_but_a_covered_one_changes_a_number() -> None:
     """A join of the reduce lane that a later one covers, before anybody reads the sum, is none."""
-    (unmet,) = run_ranks(1, _unmet, device=_DEVICE, timeout=1700)
-    assert all(wait.endswith("join(reduce)") for wait in unmet), unmet
+    ((waits, unmet),) = run_ranks(1, _forks_and_joins, device=_DEVICE, timeout=500)
+    join = "join(reduce)"
+    assert unmet == [
+        number
+        for number, wait in enumerate(waits)
+        if wait == join and join in waits[number + 1 : waits.index("read_squares", number)]
+    ]
+
+
+def _late_sums(rank: int, world: int) -> list[int]:
+    """Return how many parameters change where the last 1, 2 joins of the last reduces are left out."""
+    program = replace(CASES["native, all read"].program, steps=1)
+    expected = trained(program, rank, world, FIFO).state
+    with Omission().active() as whole:
+        trained(program, rank, world, FIFO)
+    joins = [number for number, wait in enumerate(whole.waits) if wait == "join(reduce)"]
+    changed = []
+    for count in (1, 2):
+        with Omission(drop=joins[-count:]).active():
+            state = trained(program, rank, world, ("compute_first", 0)).state
+        changed.append(sum(not torch.equal(state[name], expected[name]) for name in expected))
+    return changed
+
+
+def test_the_joins_of_reduces_under_way_each_order_their_own_sum() -> None:
+    """Two reduces are under way at a time: marks of the pool order those before."""
+    ((last, both),) = run_ranks(1, _late_sums, device=_DEVICE)
+    assert 0 < last < both

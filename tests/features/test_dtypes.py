@@ -274,3 +274,19 @@ def test_close_gives_a_plain_model_back_with_its_dtypes_and_the_masters_numbers(
     row: str, precision: str, transport: str
 ) -> None:
     run_ranks(2, _closed, row, precision, transport)
+
+
+def _bytes_of_close(rank: int, world: int, precision: str) -> dict[str, int]:
+    model = make_model()
+    optimizer = two_groups(model)
+    comm = zs.Comm(transport="gloo")
+    engine = zs.shard(model, optimizer, policy="zero3", precision=precision, comm=comm)
+    take_steps(rank, 1, model, optimizer, engine)
+    engine.reset_traffic()
+    engine.close()
+    return engine.traffic().bytes
+
+
+def test_close_gathers_masters_without_the_weights() -> None:
+    (fp32, _), (bf16, _) = (run_ranks(2, _bytes_of_close, one) for one in ("fp32", "bf16"))
+    assert fp32["all_gather"] == bf16["all_gather"] > 0

@@ -96,7 +96,7 @@ class Program:
         trained = Trained(model, optimizer, engine, rank, data)
         losses = self.take(trained)
         losses += [number.item() for number in trained.extra]
-        return Run(losses, _on_host(final_state(model, engine)), row=self.row)
+        return Run(losses, _on_host(self.end(trained)), row=self.row)
 
     def take(self, run: Trained) -> list[float]:
         """Take all steps; return the losses."""
@@ -112,6 +112,10 @@ class Program:
             data=run.data,
             after=None if self.after is None else partial(self.after, run),
         )
+
+    def end(self, run: Trained) -> dict[str, torch.Tensor]:
+        """Return the model's state, and close the engine."""
+        return final_state(run.model, run.engine)
 
     def train_plainly(self, device: str, *, rank: int = 0) -> Run:
         """Train without an engine."""

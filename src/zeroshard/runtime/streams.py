@@ -11,8 +11,8 @@ the lane's event before it touches or frees the buffer (``join``).
 
 Invariant: any two accesses of one buffer, one of which writes (allocation and freeing count as
 writes), are ordered by a chain of program order and events. NoStreams does nothing;
-AcceleratorStreams enqueues for real; tests prove the invariant on CPU with vector clocks
-(tests/support/checking_streams.py).
+AcceleratorStreams enqueues for real; tests prove the invariant on CPU, with vector clocks
+(tests/support/lane_sanitizer.py) and by value (tests/device).
 
 What it does not do: it never makes the host wait, but in `drain`, and it knows nothing of what
 collectives do on streams of their own (a transport's ``Work.wait()`` orders those with the lane it

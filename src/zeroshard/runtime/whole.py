@@ -17,11 +17,12 @@ from torch import nn
 
 from zeroshard.comm.mesh_ranks import AlongAxes
 from zeroshard.core.part import Part
-from zeroshard.core.residency import Use
+from zeroshard.core.residency import UnitState, Use
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import Finalizer
+from zeroshard.runtime.released import restore_classes
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
@@ -278,26 +279,33 @@ class Whole:
         """
         with self._weights.showing(self._weights.units):
             for unit in self._weights.units:
-                self._weights.unshard(unit, "forward")
+                # masters are gathered without the weights
+                is_gathered = not (
+                    unit.residency.state is UnitState.RESTING
+                    and all(_is_in_master(segment) for segment in unit.segments)
+                )
+                if is_gathered:
+                    self._weights.unshard(unit, "forward")
                 for segment in unit.segments:
                     self._restore_plain(segment)
-                    segment.flat.release()
+                    if is_gathered:
+                        segment.flat.release()
 
     def _restore_plain(self, segment: Segment) -> None:
-        values = self._whole_masters(segment) or [
-            local_of(parameter).data for parameter in segment.parameters
-        ]
+        restore_classes(segment.parameters)
+        values = (
+            self._whole_masters(segment)
+            if _is_in_master(segment)
+            else [local_of(parameter).data for parameter in segment.parameters]
+        )
         for parameter, value, dtype in zip(segment.parameters, values, segment.given, strict=True):
             point_at(parameter, torch.empty_like(value, dtype=dtype).copy_(value))
             del parameter.grad
 
     def _whole_masters(self, segment: Segment) -> list[torch.Tensor]:
-        """Return the masters of a segment [each parameter's shape], or nothing where its weights
-        are the masters.
-        """
+        """Return the masters of a segment [each parameter's shape]."""
         master = segment.master
-        if master is None or (master.dtype is segment.flat.dtype and not segment.lags):
-            return []  # the same numbers, wherever each rank keeps them
+        assert master is not None
         here = master.tensor if master.on_device else None
         if here is None:
             here = torch.full(
@@ -348,6 +356,12 @@ class Whole:
                 self.find(parameter)  # raises
         indices = {unit_of[id(parameter)].index for parameter in wanted}
         return [self._weights.units[index] for index in sorted(indices)]
+
+
+def _is_in_master(segment: Segment) -> bool:
+    """Whether the masters of a segment hold other numbers than its weights."""
+    master = segment.master
+    return master is not None and (master.dtype is not segment.flat.dtype or segment.lags)
 
 
 def _parts_of(units: Sequence[Unit]) -> dict[str, Part]:
