@@ -52,7 +52,7 @@ def _site() -> str:
 
 
 class Omission:
-    """Waits that are left out: those called `without`, or, counted from 0, those that `drop` has."""
+    """Waits that are left out: those called `without`, or those whose numbers `drop` has."""
 
     def __init__(self, without: Collection[str] = (), *, drop: Collection[int] = ()) -> None:
         self.waits: list[str] = []

@@ -189,7 +189,7 @@ def test_each_fork_and_join_but_a_covered_one_changes_a_number() -> None:
 
 
 def _late_sums(rank: int, world: int) -> list[int]:
-    """Return how many parameters change where the last 1, 2 joins of the last reduces are left out."""
+    """Return how many parameters change without the last join of a reduce, and the last two."""
     program = replace(CASES["native, all read"].program, steps=1)
     expected = trained(program, rank, world, FIFO).state
     with Omission().active() as whole:

@@ -31,7 +31,7 @@ def test_memory_is_steady(segments: str, precision: str, tmp_path: Path) -> None
     allocator = {"PYTORCH_ALLOC_CONF": settings, "PYTORCH_CUDA_ALLOC_CONF": settings}
     done = subprocess.run(
         [sys.executable, "-m", __name__, str(tmp_path), precision],
-        # a pool takes its second buffer once the first is still in use, which threads leave to chance
+        # a pool takes its second buffer while the first is in use, which threads leave to chance
         env={**os.environ, **allocator, "ZSIM_SCHEDULE": "fifo"},
         capture_output=True,
         text=True,
