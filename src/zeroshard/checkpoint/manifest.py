@@ -234,6 +234,7 @@ class Manifest:
     places: _List[_Text] = ()
     # of a run with leaves: what its bits depend on (runtime/curve.py)
     curve: dict[_Text, _Text] = field(default_factory=dict)
+    model_config: _Text = ""  # of a Transformers model: the text of its config.json
 
     def pieces(self) -> dict[tuple[str, str], list[TensorEntry]]:
         """Return the pieces by (parameter, kind), in the order of their boxes and ranges."""
@@ -257,7 +258,7 @@ class Manifest:
         """Return the text of the manifest, its hash in the last line."""
         tables = ("files", "parameters", "tensors")  # the last keys
         plain = {name: value for name, value in vars(self).items() if name not in tables}
-        for name in ("places", "curve"):
+        for name in ("places", "curve", "model_config"):
             if not plain[name]:
                 del plain[name]
         version = VERSION if any(entry.box for entry in self.tensors) else 1

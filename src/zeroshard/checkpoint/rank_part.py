@@ -112,7 +112,22 @@ class RankPart:
             "optimizer": optimizer,
             "places": everyone.places,
             "curve": curve_of(states_of(engine)),
+            "model_config": _config_of(engine.module),
         }
+
+
+def _config_of(module: nn.Module) -> str:
+    """Return the config.json of a Transformers model as text, "" of any other model. Of a peft
+    model it would describe the base alone, whose names a checkpoint does not have.
+    """
+    write = getattr(getattr(module, "config", None), "to_json_string", None)
+    if not callable(write) or hasattr(module, "peft_config"):
+        return ""
+    try:
+        fields = json.loads(write())
+        return json.dumps({**fields, "architectures": [type(module).__name__]}, indent=2)
+    except (TypeError, ValueError):
+        return ""  # another library's, in no form of ours
 
 
 def names_of(module: nn.Module) -> dict[int, list[str]]:

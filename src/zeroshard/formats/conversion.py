@@ -16,6 +16,7 @@ held whole.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -54,6 +55,7 @@ from zeroshard.formats.importer import (
 )
 from zeroshard.formats.pretrained import open_tensors
 from zeroshard.formats.restricted_unpickler import load_tensors
+from zeroshard.system.safe_files import NotReadable, read_json
 
 __all__ = ["READERS", "Imported", "import_checkpoint", "recognise"]
 
@@ -139,6 +141,7 @@ def _write(importer: Importer, directory: Path, step: int, format: str) -> tuple
                 parameters=importer.parameters,
                 tensors=tuple(tensors),
                 optimizer=importer.optimizer,
+                model_config=importer.model_config,
             )
             text = manifest.dump()
             Manifest.parse(text, "what was imported")
@@ -226,6 +229,12 @@ def _read_hf(source: Path, importer: Importer, stack: ExitStack) -> None:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
     take_state(importer, tensors, None)
+    config = source / "config.json"
+    if source.is_dir() and config.is_file():
+        try:
+            importer.model_config = json.dumps(read_json(config))
+        except NotReadable as error:
+            importer.notes.append(f"config.json is not taken: {error}")
 
 
 def _read_dcp(source: Path, importer: Importer) -> None:

@@ -41,10 +41,12 @@ from zeroshard.checkpoint.steps import read_manifest
 from zeroshard.checkpoint.values import decode
 from zeroshard.core.boxes import Span, part_at
 from zeroshard.core.part import Part
-from zeroshard.errors import CheckpointError
+from zeroshard.errors import CheckpointError, ConfigError
+from zeroshard.system.safe_files import NotReadable, from_json, read_file
 
 __all__ = ["FORMATS", "export"]
 
+_MOST_BYTES = 1 << 24  # of a config.json
 Format = Literal["hf", "torch", "dcp"]
 FORMATS: tuple[Format, ...] = ("hf", "torch", "dcp")
 
@@ -56,24 +58,32 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    config: Path | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Write the step in the directory `step` to `out`, a new directory (a file for ``torch``).
 
     Parameters are converted to `dtype` (default: as they were saved), the rest keeps its own.
-    `max_shard_bytes` is for ``hf``: a new file begins where one would have more. `progress` is told
-    how many bytes were read.
+    `max_shard_bytes` and `config` are for ``hf``: a new file begins where one would have more
+    bytes, and ``config.json`` is a copy of the file `config` (default: that of the Transformers
+    model which was saved, in the dtype of the export; none where it was another model). `progress`
+    is told how many bytes were read.
 
     Raises CheckpointError for a damaged or incomplete checkpoint, for values that `dtype` cannot
-    hold and where the disk is full; ConfigError where `out` is there. Nothing is left behind then.
+    hold and where the disk is full; ConfigError where `out` is there, or `config` is no JSON.
+    Nothing is left behind then.
     """
     with ExitStack() as stack:
+        given = None if config is None else _given_config(config)
         source = _ExportedStep(step, dtype, stack, progress)
         items = source.items()
         num_bytes = sum(item.num_bytes for item in items)
         if to == "hf":
             with published(out, num_bytes) as working:
                 _write_hf(source, items, working, max_shard_bytes)
+                text = _saved_config(source, items) if given is None else given
+                if text:
+                    write_new(working / "config.json", len(text), [text])
         else:
             write = _write_torch if to == "torch" else _write_dcp
             with published(out, num_bytes + source.optimizer_bytes()) as working:
@@ -222,6 +232,38 @@ def _write_hf(source: _ExportedStep, items: list[_Item], directory: Path, max_by
         }
         text = (json.dumps(index, indent=2) + "\n").encode()
         write_new(directory / "model.safetensors.index.json", len(text), [text])
+
+
+def _given_config(file: Path) -> bytes:
+    """Return the bytes of a config.json. Raises ConfigError."""
+    try:
+        text = read_file(file, _MOST_BYTES)
+        if isinstance(from_json(text), dict):
+            return text
+    except NotReadable as error:
+        raise ConfigError(f"--config: {file} cannot be read: {error}") from None
+    raise ConfigError(f"--config: {file} is no config.json: it holds no JSON object")
+
+
+def _saved_config(source: _ExportedStep, items: list[_Item]) -> bytes:
+    """Return the config.json of the model that was saved, with the dtype that its parameters have
+    in the export; nothing of a model that had none.
+    """
+    if not source.manifest.model_config:
+        return b""
+    try:
+        fields = dict(from_json(source.manifest.model_config.encode()))
+    except (TypeError, ValueError, NotReadable) as odd:
+        raise CheckpointError(
+            f"{source.path} makes no sense: its model_config: {_one_line(odd)}"
+        ) from None
+    parameters = source.manifest.parameters
+    dtypes = {DTYPES[item.dtype] for item in items if item.name in parameters}
+    floating = {dtype for dtype in dtypes if dtype.is_floating_point}
+    if len(floating) == 1:
+        key = "torch_dtype" if "torch_dtype" in fields else "dtype"
+        fields[key] = str(floating.pop()).removeprefix("torch.")
+    return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _parts(source: _ExportedStep, header: bytes, group: list[_Item]) -> Iterator[Any]:

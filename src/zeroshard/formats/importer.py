@@ -62,6 +62,7 @@ class Importer:
         self.parameters: dict[str, ParameterEntry] = {}
         self.stored: list[Stored] = []
         self.optimizer: dict[str, Any] | None = None
+        self.model_config = ""  # the text of a config.json
         self.notes: list[str] = []  # skipped entries and guesses
         self._buffers = tuple(buffers)  # patterns of their names
         self._names: set[str] = set()

@@ -350,14 +350,9 @@ class ZeroTrainerMixin(_Base):  # type: ignore[misc]
         if self.engine is None:
             super().save_model(output_dir, _internal_call)
             return
-        if (trained := self._adapter()) is None:
-            state = self.engine.full_state_dict()
-            if self.args.should_save:
-                self._save(output_dir, state_dict=state)
-        else:
-            with self.engine.gathered(trained.values()):
-                if self.args.should_save:
-                    self._save(output_dir, state_dict={n: p.detach() for n, p in trained.items()})
+        state = self.engine.full_state_dict(trained=self._adapter() is not None)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 

@@ -182,7 +182,11 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.to != "hf":
         read += [one.num_bytes for one in manifest.tensors if one.kind.startswith("state.")]
     dtype = None if arguments.dtype is None else parse_dtype(arguments.dtype)
-    options: Any = {"dtype": dtype, "max_shard_bytes": arguments.max_shard_size}
+    if arguments.config is not None and arguments.to != "hf":
+        raise UsageError("--config goes with --to hf: the other formats hold no config.json")
+    options: Any = {
+        "dtype": dtype, "max_shard_bytes": arguments.max_shard_size, "config": arguments.config
+    }  # fmt: skip
     with progress(f"export {path.name}", sum(read), is_bytes=True) as bar:
         export(path, out, arguments.to, progress=bar.advance, **options)
     files = sorted(out.iterdir()) if out.is_dir() else [out]
@@ -194,10 +198,10 @@ def _export(arguments: argparse.Namespace) -> int:
         return 0
     size = f"{num_bytes} bytes in {len(files)} file(s)"
     print(f"{out}: step {manifest.step} of {path.parent}, {size}")
-    if arguments.to == "hf":
-        print(
-            "config.json is not among them, since a checkpoint does not hold it: copy the model's"
-            " beside the weights for from_pretrained()"
+    if arguments.to == "hf" and "config.json" not in {file.name for file in files}:
+        note(
+            "config.json is not among them, since this model had none when it was saved:"
+            " --config FILE adds one for from_pretrained()"
         )
     return 0
 
@@ -255,6 +259,8 @@ _EXPORT_OPTIONS = (
     Option("--dtype", "of the parameters (default: as they were saved)", choices=DTYPES),
     Option("--max-shard-size SIZE", "with hf, of each file, like 5GB or 500MiB (default: 5GB)",
            _size, 5 * 10**9),
+    Option("--config FILE", "with hf, the model's config.json (default: that of the Transformers"
+           " model which was saved)", Path),
 )  # fmt: skip
 _EXPORT = Subcommand(
     "export", "write a checkpoint as others read it",

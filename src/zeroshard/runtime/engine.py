@@ -395,12 +395,24 @@ class Engine(Assembly):
             self._states.finish_step()
         return self._whole.gathered(params, writeback=writeback)
 
-    def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
+    def full_state_dict(
+        self,
+        *,
+        rank0_only: bool = True,
+        names: str | Iterable[str] | None = None,
+        trained: bool = False,
+    ) -> dict[str, torch.Tensor]:
         """Return the model's whole ``state_dict()`` on CPU, DTensors whole, streamed a unit at a
         time; empty on other ranks, and on replicas along 'tp', unless `rank0_only` is False.
+
+        `trained`: of the parameters that require a gradient alone, without buffers: an adapter.
+        `names`: of these names alone, or of those that match a pattern (``"*.lora_*"``), as
+        fnmatch reads it. Nothing else is gathered then where the others are of another dtype, or
+        frozen where these are trained. Collective; ConfigError for a pattern that matches nothing,
+        PlanMismatch where ranks ask for different names.
         """
         self._states.check_readable()
-        return self._whole.full_state_dict(rank0_only=rank0_only)
+        return self._whole.full_state_dict(rank0_only=rank0_only, names=names, trained=trained)
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the averaged gradient of `param` [its shape, whole of a DTensor] on every rank,

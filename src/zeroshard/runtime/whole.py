@@ -9,8 +9,10 @@ lost in silence.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -27,6 +29,7 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.local import is_dtensor, local_of, point_at, whole_of
+from zeroshard.state.state import State
 
 __all__ = ["Whole"]
 
@@ -54,8 +57,8 @@ class Whole:
         self._finalizer = finalizer
         self._transports = context.transports
         self._axes = context.axes
-        others = context.mesh.others
-        self._has_replicas = bool(others) and all(axis.alike for axis in others)
+        self._others = context.mesh.others
+        self._has_replicas = bool(self._others) and all(axis.alike for axis in self._others)
         self._faults = context.faults
         self._join_step = join_step  # returns when no step is under way
 
@@ -101,13 +104,37 @@ class Whole:
                 for unit in units:
                     unit.residency.acquire(Use.USER)
                     self._weights.unshard(unit, "forward")
-                if any(segment.flat.reads_first for unit in units for segment in unit.segments):
-                    self._faults.agree()
+                self._agree_on_reads(segment for unit in units for segment in unit.segments)
                 yield
             finally:
                 for unit in units:
                     unit.residency.release(Use.USER)
                     self._weights.release_unused(unit)
+
+    def _agree_on_reads(self, segments: Iterable[Segment]) -> None:
+        """Raise StorageError on every rank where one of them could not read weights."""
+        if any(segment.flat.reads_first for segment in segments):
+            self._faults.agree()
+
+    def _read(
+        self, read: Callable[[], torch.Tensor], numel: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return what `read` gives [numel]; NaN where a storage fails, which is noted."""
+        found: torch.Tensor | None = None
+        with self._faults.noted():
+            found = read()
+        if found is not None:
+            return found
+        return torch.full((numel,), float("nan"), dtype=dtype, device=device)
+
+    def _copy_of(self, state: State, start: int, stop: int, device: torch.device) -> torch.Tensor:
+        """Return a copy of elements [start, stop) of a state at rest, as `_read` does."""
+
+        def read() -> torch.Tensor:
+            with state.borrowed(start, stop, write=False) as there:
+                return there.to(device, copy=True)
+
+        return self._read(read, stop - start, state.dtype, device)
 
     def _keep_edits(
         self, units: Sequence[Unit], values: dict[str, torch.Tensor], before: list[str]
@@ -217,36 +244,108 @@ class Whole:
         if refresh:
             self._weights.refresh([unit])
 
-    def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
-        """Return the model's whole ``state_dict()`` on CPU, DTensors whole, streamed a unit at a
-        time; empty on other ranks, and replicas along 'tp', unless `rank0_only` is False.
-        Parameters with a mesh of their own are those of this rank; the first of each group of
-        ranks that hold the same has them.
+    def full_state_dict(
+        self,
+        *,
+        rank0_only: bool = True,
+        names: str | Iterable[str] | None = None,
+        trained: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        """Return the model's ``state_dict()``, or those of its tensors that are asked for, on CPU;
+        see Engine.full_state_dict. Parameters with a mesh of their own are those of this rank; the
+        first of each group of ranks that hold the same has them.
         """
+        state = self._chosen(names, trained)
         is_first = any(levels.flat.rank == 0 for levels in self._transports)
         keep = not rank0_only or (is_first and self._axes.place.is_first)
+        chosen = {id(tensor) for tensor in state.values()}
         values: dict[int, torch.Tensor] = {}
         for unit in self._weights.units:
-            with self._held([unit]):
-                for parameter in (p for segment in unit.segments for p in segment.parameters):
-                    if keep or is_dtensor(parameter):  # whose ranks all take part
-                        whole = whole_of(parameter)
-                    if keep:
-                        values[id(parameter)] = whole.detach().to("cpu", copy=True)
+            for parameter, local in self._reading(unit, chosen):
+                if keep or is_dtensor(parameter):  # whose ranks all take part
+                    whole = whole_of(parameter, local)
+                if keep:
+                    values[id(parameter)] = whole.detach().to("cpu", copy=True)
         # on every rank, since all ranks of a DTensor take part
-        buffers = {id(buffer): whole_of(buffer) for buffer in self._module.buffers()}
+        buffers = {id(b): whole_of(b) for b in self._module.buffers() if id(b) in chosen}
         if not keep:
             return {}
-        out: dict[str, torch.Tensor] = {}
+        return {
+            name: values[id(tensor)]
+            if isinstance(tensor, nn.Parameter)
+            else buffers[id(tensor)].detach().to("cpu", copy=True)
+            for name, tensor in state.items()
+        }
+
+    def _chosen(self, names: str | Iterable[str] | None, trained: bool) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers that are asked for, by every name that a state_dict
+        has. Raises ConfigError for a pattern that matches none, PlanMismatch where ranks ask for
+        others.
+        """
+        state: dict[str, torch.Tensor] = {}
         for prefix, module in self._module.named_modules(remove_duplicate=False):
             dot = f"{prefix}." if prefix else ""
             for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    out[dot + name] = values[id(parameter)]
-            for name, buffer in module._buffers.items():
+                if parameter is not None and (parameter.requires_grad or not trained):
+                    state[dot + name] = parameter
+            for name, buffer in module._buffers.items() if not trained else ():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
-                    out[dot + name] = buffers[id(buffer)].detach().to("cpu", copy=True)
-        return out
+                    state[dot + name] = buffer
+        if names is None and not trained:
+            return state
+        patterns = [names] if isinstance(names, str) else list(names or ("*",))
+        unmatched = [one for one in patterns if not fnmatch.filter(state, one)]
+        error = None
+        if unmatched and all(axis.alike for axis in self._others):  # else another stage has it
+            what = "trained parameter" if trained else "name"
+            error = ConfigError(
+                f"names: {unmatched[0]!r} matches no {what} of the {type(self._module).__name__}'s"
+                " state_dict(); a pattern is a whole name, or has a * in it"
+            )
+        asked = {"names": str(names and patterns), "trained": str(trained)}
+        call = "engine.full_state_dict()"
+        self._transports.main.flat.control.agree(asked, call, error=error)
+        return {
+            name: tensor
+            for name, tensor in state.items()
+            if any(fnmatch.fnmatchcase(name, one) for one in patterns)
+        }
+
+    def _reading(self, unit: Unit, chosen: set[int]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield the parameters of `unit` that are `chosen`, by id, and their weights, whole over
+        the data parallel ranks, each valid until the next. Where not all are and the unit rests
+        sharded, their segments alone are gathered: an adapter, and not the base beside it.
+        """
+        wanted = [
+            segment
+            for segment in unit.segments
+            if not chosen.isdisjoint(map(id, segment.parameters))
+        ]
+        if not wanted:
+            return
+        if len(wanted) < len(unit.segments) and unit.residency.traits.is_sharded:
+            for segment in wanted:
+                views = self._weights_at_rest(segment)
+                for parameter, view in zip(segment.parameters, views, strict=True):
+                    if id(parameter) in chosen:
+                        yield parameter, view
+            return
+        with self._held([unit]):
+            for parameter in (p for segment in wanted for p in segment.parameters):
+                if id(parameter) in chosen:
+                    yield parameter, local_of(parameter)
+
+    def _weights_at_rest(self, segment: Segment) -> list[torch.Tensor]:
+        """Return the weights of a segment that rests sharded [each parameter's shape], as they
+        rest. Collective.
+        """
+        flat = segment.flat
+        segment.wait_uploads()
+        low, high = (edge - flat.rest_span[0] for edge in flat.own_span)
+        own = self._copy_of(flat.rest, low, high, flat.full.device)
+        whole = self._gather_own(f"{segment.key}.weight", segment, own)
+        self._agree_on_reads([segment])
+        return flat.buffer.views_of(whole)
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the averaged gradient of `param` [its shape, whole of a DTensor] on every rank,
@@ -262,12 +361,11 @@ class Whole:
         flat = segment.flat
         resting = bucket.accumulator.resting()
         numel = flat.stepped[1] - flat.stepped[0]
-        held: torch.Tensor | None = None
-        if resting is not None:
-            with self._faults.noted():
-                held = resting.fetch(0, numel)
-        if held is None:
-            held = torch.zeros(numel, dtype=bucket.precision.accumulate, device=flat.full.device)
+        dtype, device = bucket.precision.accumulate, flat.full.device
+        if resting is None:
+            held = torch.zeros(numel, dtype=dtype, device=device)
+        else:
+            held = self._read(partial(resting.fetch, 0, numel), numel, dtype, device)
         whole = self._gather(f"{segment.key}.full_grad", segment, held)
         self._faults.agree()
         local = flat.buffer.views_of(whole)[index].clone()
@@ -308,11 +406,7 @@ class Whole:
         assert master is not None
         here = master.tensor if master.on_device else None
         if here is None:
-            here = torch.full(
-                (master.numel,), float("nan"), dtype=master.dtype, device=segment.flat.full.device
-            )
-            with self._faults.noted(), master.borrowed(0, master.numel, write=False) as local:
-                here.copy_(local)
+            here = self._copy_of(master, 0, master.numel, segment.flat.full.device)
         return segment.flat.buffer.views_of(self._gather(f"{segment.key}.master", segment, here))
 
     def _gather(self, key: str, segment: Segment, local: torch.Tensor) -> torch.Tensor:
@@ -325,10 +419,13 @@ class Whole:
         if len(segment.grad.accumulator.members) == layout.num_shards:
             return local
         low, high = segment.flat.own_span
-        local = local[low - start : high - start]
-        out = torch.empty(layout.numel, dtype=local.dtype, device=local.device)
-        levels = segment.flat.context.levels
-        for begin in levels.gathers(levels.axes, key, local, layout.ranges, out):
+        return self._gather_own(key, segment, local[low - start : high - start])
+
+    def _gather_own(self, key: str, segment: Segment, own: torch.Tensor) -> torch.Tensor:
+        """Return [numel] of all ranks' slices, of which `own` is this one's."""
+        layout, levels = segment.flat.layout, segment.flat.context.levels
+        out = torch.empty(layout.numel, dtype=own.dtype, device=own.device)
+        for begin in levels.gathers(levels.axes, key, own, layout.ranges, out):
             if (work := begin()) is not None:
                 work.wait()
         return out
