@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import os
+import pydoc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +227,50 @@ def test_any_dictionary_is_a_configuration_or_named(data: dict[str, Any]) -> Non
         build_config(data).refuse_unsupported()
     except ConfigError as error:
         assert "\n" not in str(error)
+
+
+LINES: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: zs.Offload("host"),  # type: ignore[call-arg]
+        r"Offload\('host'\): every option is given by name, one of weight, grad, .*; did you mean"
+        r" Offload\(optimizer='host'\)\?",
+    ),
+    (
+        lambda: zs.Config(offload="host"),  # type: ignore[arg-type]
+        r"offload='host' is neither a zeroshard.Offload nor a dictionary; did you mean"
+        r" Offload\(optimizer='host'\)\?",
+    ),
+    (
+        lambda: zs.Comm("gloo"),  # type: ignore[call-arg]
+        r"Comm\('gloo'\): every option is given by name, one of transport, ordered, .*feedback$",
+    ),
+    (
+        lambda: zs.Config(comm="gloo"),  # type: ignore[arg-type]
+        r"comm='gloo' is neither a zeroshard.Comm nor a dictionary$",
+    ),
+    (
+        lambda: zs.Comm(grad_codec="int6"),
+        r"comm.grad_codec: codec 'int6' is not one of int8, int4, fp8; did you mean 'int8'\?",
+    ),
+    (lambda: zs.Comm(frozen_codec="int3"), r"comm.frozen_codec: codec 'int3' is not one of"),
+]
+
+
+@pytest.mark.parametrize(("make", "line"), LINES, ids=range(len(LINES)))
+def test_a_section_that_is_made_wrongly_is_a_line_that_says_how_it_is_made(
+    make: Callable[[], Any], line: str
+) -> None:
+    with pytest.raises(ConfigError, match=line) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("section", [zs.Offload, zs.Comm, zs.LossScale, zs.Config])
+def test_help_shows_the_options_of_a_section_and_nothing_of_pydantic(section: type) -> None:
+    text = pydoc.plain(pydoc.render_doc(section))
+    named = set(section.model_fields) - {"units"}  # type: ignore[attr-defined]
+    assert all(f" |  {name}: " in text for name in named)
+    assert "(*, " in text.splitlines()[3] and "Annotated" not in text
+    assert "model_dump" not in text and "__pydantic" not in text
+    assert len(text.splitlines()) < 160
+    assert not [name for name in dir(section) if name.startswith(("model_", "__pydantic"))]

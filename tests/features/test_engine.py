@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+from rich.filesize import decimal
+
 import zeroshard as zs
 from tests.support.harness import run_ranks
 from tests.support.training import make_model, make_sharded, take_steps
@@ -12,7 +16,7 @@ NAMES = {
     "a step": "accumulate attach backward clip_grad_norm_ follow join leaves loss_scale no_sync"
     " steps_skipped",
     "parameters, gradients, state": "gathered full_state_dict full_grad optimizer_part",
-    "reports": "memory traffic reset_traffic trace trail offload_fraction",
+    "reports": "memory traffic reset_traffic trace trail detect_anomaly offload_fraction",
     "phases and the end": "offload_states reload_states repartition reset close",
 }
 
@@ -34,13 +38,15 @@ def _printed(rank: int, world: int) -> tuple[list[str], list[str], zs.MemoryRepo
 
 def test_reports_of_memory_and_traffic_print_as_tables() -> None:
     memory, traffic, report, total = run_ranks(2, _printed)[0]
-    assert memory[0].split() == ["bytes", "of", "this", "rank", "device", "host", "total"]
-    rows = {line[:24].strip(): line[24:].split() for line in memory[1:]}
-    assert rows["weight"] == [f"{report.at_rest['weight']:,}", "0", f"{report.at_rest['weight']:,}"]
-    assert rows["optimizer"][1] == f"{report.tiers['optimizer']['host']:,}"
-    assert rows["at rest"][-1] == f"{report.total:,}"
-    assert rows["the most of that"] == [f"{report.peak:,}"]
+    assert memory[0].split() == ["memory", "of", "this", "rank", "device", "host", "total"]
+    rows = {line[:24].strip(): re.split(r" {2,}", line[24:].strip()) for line in memory[1:]}
+    weight = decimal(report.at_rest["weight"])
+    assert "kB" in weight and rows["weight"] == [weight, "0 bytes", weight]
+    assert rows["optimizer"][1] == decimal(report.tiers["optimizer"]["host"])
+    assert rows["at rest"][-1] == decimal(report.total)
+    assert rows["the most of that"] == [decimal(report.peak)]
     assert len({len(line) for line in memory}) == 1, "the columns are aligned"
-    assert traffic[0].split() == ["collective", "calls", "bytes", "between", "nodes"]
-    assert any(line.split()[::2] == ["total", f"{total:,}"] for line in traffic)
-    assert traffic[-1].startswith("over ")
+    assert traffic[0].split() == ["collective", "calls", "received", "between", "nodes"]
+    (last,) = (line for line in traffic if line.startswith("total"))
+    assert re.split(r" {2,}", last)[2] == decimal(total)
+    assert re.fullmatch(r"over \w+: [\d.]+ (bytes|kB|MB)", traffic[-1])

@@ -18,7 +18,7 @@ from torch import nn
 import zeroshard as zs
 from tests.support.harness import run_ranks
 from tests.support.training import ROWS, TRANSPORTS, batch, make_model, take_steps, two_groups
-from zeroshard import CheckpointError, PlanMismatch
+from zeroshard import CheckpointError, ConfigError, PlanMismatch
 from zeroshard.formats import import_checkpoint
 from zeroshard.runtime.engine import states_of
 
@@ -297,11 +297,11 @@ def _refused(rank: int, world: int, directory: str) -> None:
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
         zs.load_pretrained(engine, path)
-    with pytest.raises(CheckpointError, match=r"holds neither model\.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"nowhere is not on this machine"):
         zs.load_pretrained(engine, Path(directory) / "nowhere")
     with pytest.raises(
         CheckpointError if rank else PlanMismatch,
-        match=r"nowhere" if rank else r"rank 1 refused: .*nowhere holds neither",
+        match=r"nowhere" if rank else r"rank 1 refused: .*nowhere is not on",
     ):
         zs.load_pretrained(
             engine, Path(directory) / "nowhere" if rank else Path(directory) / "whole"
@@ -405,3 +405,19 @@ def test_a_tied_parameter_takes_both_of_its_tensors_only_where_they_are_equal(
     ):
         zs.load_pretrained(model, tmp_path)
     assert torch.equal(model["first"].weight, torch.full((2, 2), 3.0))
+
+
+def _misused(rank: int, world: int, folder: str) -> None:
+    engine = zs.shard(make_model(), stage=3)
+    hub = r"org/model is not on this machine, .* downloads nothing: .*--local-dir DIR` makes one"
+    with pytest.raises(CheckpointError, match=hub):
+        zs.load_pretrained(engine, "org/model")
+    with pytest.raises(CheckpointError, match="downloads nothing: give it a directory of safe"):
+        zs.load_pretrained(engine, "/nowhere/at/all")
+    with pytest.raises(ConfigError, match=r"not a str and a Engine \(target comes first"):
+        zs.load_pretrained(folder, engine)  # type: ignore[arg-type]
+    engine.close()
+
+
+def test_names_of_the_hub_and_swapped_arguments_are_a_line_of_ours(tmp_path: Path) -> None:
+    run_ranks(2, _misused, str(tmp_path))

@@ -111,6 +111,13 @@ class Comm(Strict):
         description="Whether the loss of encoded gradients is added to the next ones (LoCo).",
     )
 
+    @field_validator("weight_codec", "grad_codec", "frozen_codec")
+    @classmethod
+    def _known_codec(cls, name: str | None) -> str | None:
+        if name is not None and name != "bf16":  # which is for gradients, as Config checks
+            codec(name)
+        return name
+
     def codecs(self) -> Codecs:
         """Return the codecs. Raises ConfigError for an unknown name or block size."""
 
@@ -169,6 +176,11 @@ class Offload(Strict):
     verify: bool = Field(
         default=False, description="Whether what is read from disk is checked against its hash."
     )
+
+    @classmethod
+    def _hint(cls, value: Any) -> str:
+        known = [tier.value for tier in Tier]
+        return f"; did you mean Offload(optimizer={value!r})?" if value in known else ""
 
     @field_validator("weight", "grad", "optimizer", mode="before")
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inspect import cleandoc
+from inspect import Parameter, Signature, cleandoc
 from textwrap import fill
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
@@ -16,7 +16,15 @@ from zeroshard.errors import ConfigError
 __all__ = ["Strict", "kinds", "one_line"]
 
 
-class Strict(BaseModel):
+class _OwnNames(type(BaseModel)):  # type: ignore[misc]
+    """Let ``help()`` and a prompt's completion show a section's own names, not pydantic's."""
+
+    def __dir__(cls) -> list[str]:
+        hidden = set(dir(BaseModel))
+        return [one for one in super().__dir__() if one not in hidden and one[:2] != "__"]
+
+
+class Strict(BaseModel, metaclass=_OwnNames):
     """A section of options; unknown keys and wrong values are refused, nothing is converted."""
 
     section: ClassVar[str] = ""  # its keyword in Config, for errors
@@ -27,16 +35,35 @@ class Strict(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Add the fields' descriptions to the docstring, for ``help()``."""
+        """Add the fields' descriptions to the docstring, and their defaults to the signature, for
+        ``help()``.
+        """
         fields = [f"{name}: {field.description}" for name, field in cls.model_fields.items()]
         wrapped = [fill(one, 92, subsequent_indent="    ") for one in fields]
         cls.__doc__ = "\n\n".join([cleandoc(cls.__doc__ or ""), "\n".join(wrapped)])
+        cls.__signature__ = Signature(
+            [
+                Parameter(name, Parameter.KEYWORD_ONLY, default=field.default)
+                for name, field in cls.model_fields.items()
+            ]
+        )
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, *unnamed: Any, **data: Any) -> None:
+        if unnamed:
+            names = list(type(self).model_fields)
+            raise ConfigError(
+                f"{type(self).__name__}({unnamed[0]!r}): every option is given by name, one of"
+                f" {', '.join(names)}{self._hint(unnamed[0])}"
+            )
         try:
             super().__init__(**data)
         except ValidationError as error:
             raise ConfigError(one_line(error, type(self))) from None
+
+    @classmethod
+    def _hint(cls, value: Any) -> str:
+        """Return how a `value` that was given without a name is meant, "; did you mean ...?"."""
+        return ""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -77,6 +104,12 @@ def one_line(error: ValidationError, model: type[Strict]) -> str:
     place = [*filter(None, [model.section]), *first["loc"]]
     where = ".".join(map(str, place))
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "model_type":
+        name = first["ctx"]["class_name"]
+        message = f"{where}={first['input']!r} is neither a zeroshard.{name} nor a dictionary"
+        inner = _inside(model, (*first["loc"], ""))
+        if issubclass(inner, Strict):
+            message += inner._hint(first["input"])
     if first["type"] == "finite_number":
         message = f"{first['input']!r} is not a finite number"
     if first["type"] == "extra_forbidden":

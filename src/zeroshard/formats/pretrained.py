@@ -14,6 +14,7 @@ compared, where the files hold several.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from zeroshard.checkpoint.rank_part import (
 from zeroshard.checkpoint.spans import copy_common
 from zeroshard.core.boxes import Span
 from zeroshard.core.part import Part
-from zeroshard.errors import CheckpointError
+from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.nn.deferred import allocate
 from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.state.local import local_of, part_of
@@ -75,8 +76,16 @@ def load_pretrained(
 
     Raises CheckpointError naming missing and unexpected tensors (only reported with `strict` off),
     tensors of another shape, and two tensors for one parameter, before anything is changed;
-    PlanMismatch where another rank does, or where `rename` gives other names there.
+    PlanMismatch where another rank does, or where `rename` gives other names there. Nothing is
+    downloaded: `directory` lies on this machine. Other arguments are a ConfigError.
     """
+    if not isinstance(target, (nn.Module, Engine)) or not isinstance(directory, (str, Path)):
+        swapped = " (target comes first, then directory)"
+        raise ConfigError(
+            f"load_pretrained() takes an Engine or a module and a path, not a"
+            f" {type(target).__name__} and a {type(directory).__name__}"
+            f"{swapped if isinstance(directory, (nn.Module, Engine)) else ''}"
+        )
     report = LoadReport()
     model = target.module if isinstance(target, Engine) else target
     experts = Experts.of(target) if isinstance(target, Engine) else Experts(model, {})
@@ -246,6 +255,13 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
         return [path / name for name in names], weight_map
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"], {}
+    if not path.exists():
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None
+        raise CheckpointError(
+            f"{path} is not on this machine, and load_pretrained() downloads nothing: give it a"
+            " directory of safetensors"
+            + (f" (`huggingface-cli download {path} --local-dir DIR` makes one)" if hub else "")
+        )
     raise CheckpointError(f"{path} holds neither model.safetensors nor {_INDEX}")
 
 

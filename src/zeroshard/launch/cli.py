@@ -100,7 +100,9 @@ def explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, BrokenPipeError):
         return EXIT_IO, ""
     if isinstance(error, OSError):
-        return EXIT_IO, str(error)
+        if error.filename is None or error.strerror is None:
+            return EXIT_IO, str(error)
+        return EXIT_IO, f"{error.filename}: {error.strerror}"
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, "interrupted"
     if (number := getattr(error, "sigval", None)) is not None:

@@ -137,6 +137,12 @@ def _torchrun_arguments(torchrun: Any, options: RunOptions, directory: str) -> A
         arguments.nproc_per_node = str(num_ranks)
         torchrun.parse_min_max_nnodes(arguments.nnodes)
     except (ValueError, RuntimeError) as error:
+        word = arguments.nproc_per_node
+        if word in ("gpu", "xpu"):
+            raise UsageError(
+                f"--nproc {word}: torch finds no {word.upper()} on this machine (`zeroshard doctor`"
+                " says what it finds); --nproc N starts N ranks on its CPUs"
+            ) from None
         raise UsageError(str(error)) from None
     if options.place is not None or options.standalone:
         _place(arguments, options.place, options.port)

@@ -38,15 +38,15 @@ class MemoryReport:
         or in buffers.
         """
         tiers = sorted({tier for by_tier in self.tiers.values() for tier in by_tier})
-        rows: list[tuple[str, ...]] = [("bytes of this rank", *tiers, "total")]
+        rows: list[tuple[str, ...]] = [("memory of this rank", *tiers, "total")]
         rows += [
-            (state, *(f"{by_tier.get(tier, 0):,}" for tier in tiers), f"{self.at_rest[state]:,}")
+            (state, *(_size(by_tier.get(tier, 0)) for tier in tiers), _size(self.at_rest[state]))
             for state, by_tier in self.tiers.items()
             if by_tier
         ]
-        rows.append(("at rest", *(f"{self._on(tier):,}" for tier in tiers), f"{self.total:,}"))
+        rows.append(("at rest", *(_size(self._on(tier)) for tier in tiers), _size(self.total)))
         beside = {"gathered or in buffers": self.temporary, "the most of that": self.peak}
-        rows += [(name, *[""] * len(tiers), f"{count:,}") for name, count in beside.items()]
+        rows += [(name, *[""] * len(tiers), _size(count)) for name, count in beside.items()]
         return "\n".join(_columns(rows))
 
     def _on(self, tier: str) -> int:
@@ -77,11 +77,14 @@ class TrafficReport:
 
     def __str__(self) -> str:
         """Return a table: a collective per line, then the sum, and the bytes by link class."""
-        counts = (self.calls, self.bytes, self.between_nodes)
-        rows: list[tuple[str, ...]] = [("collective", "calls", "bytes", "between nodes")]
-        rows += [(name, *(f"{count.get(name, 0):,}" for count in counts)) for name in self.bytes]
-        rows.append(("total", *(f"{sum(count.values()):,}" for count in counts)))
-        links = [f"over {link}: {count:,} bytes" for link, count in self.links.items()]
+        rows: list[tuple[str, ...]] = [("collective", "calls", "received", "between nodes")]
+        sizes = (self.bytes, self.between_nodes)
+        for name in self.bytes:
+            received, between = (_size(count.get(name, 0)) for count in sizes)
+            rows.append((name, f"{self.calls.get(name, 0):,}", received, between))
+        received, between = (_size(sum(count.values())) for count in sizes)
+        rows.append(("total", f"{sum(self.calls.values()):,}", received, between))
+        links = [f"over {link}: {_size(count)}" for link, count in self.links.items()]
         return "\n".join([*_columns(rows), *links])
 
     @property
@@ -129,6 +132,13 @@ class Accounts:
         counted = {"temporary": self._meter.live}
         counted |= {tier.value: store.account.live for tier, store in self._stores.items()}
         return {name: num_bytes for name, num_bytes in counted.items() if num_bytes}
+
+
+def _size(num_bytes: int) -> str:
+    """Return bytes as `zs.memory_table` prints them: "66.6 kB"."""
+    from rich.filesize import decimal
+
+    return decimal(num_bytes)
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:

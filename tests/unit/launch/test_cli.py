@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from tests.support.harness import ROOT
@@ -133,7 +134,7 @@ def test_the_help_of_every_command_fits_a_screen_and_shows_an_example(
         (
             FileNotFoundError(2, "No such file or directory", "x"),
             74,
-            "zeroshard: [Errno 2] No such file or directory: 'x'\n",
+            "zeroshard: x: No such file or directory\n",
         ),
         (
             ValueError("oops"),
@@ -202,3 +203,13 @@ def test_bench_runs_where_the_benchmarks_are_and_says_in_a_line_where_they_are_n
     shutil.rmtree(tmp_path / "benchmarks")
     for found in (run_bench(ROOT / "src"), run_bench(tmp_path / "installed", ROOT)):
         assert found.returncode == 0 and "--contenders" in found.stdout
+
+
+def test_gpus_that_are_not_there_are_said_with_what_to_write_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    script = tmp_path / "x.py"
+    script.write_text("")
+    assert cli.main(["run", "--nproc", "gpu", str(script)]) == 2
+    assert "--nproc gpu: torch finds no GPU on this machine" in capsys.readouterr().err
