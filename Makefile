@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
+# auto: the CPU build where there is no NVIDIA GPU, or nothing; any: else the plain one; cpu; cuda
+TORCH_BUILD ?= auto
 NPROC ?= 2
 # one more than the cores it is planned for: tests wait for processes to start, to end or to give up
 JOBS ?= 3
@@ -9,7 +11,10 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# what is told of a fresh machine: torch, the package, and with `make train` the example
+STEPS := $(if $(filter train,$(MAKECMDGOALS)),3,2)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -30,7 +35,8 @@ help:
 	@echo "make clean       remove .venv and every cache"
 
 train: $(VENV)/.ready-base
-	$(BIN)/zeroshard run --nproc $(NPROC) examples/train_gpt.py $(ARGS)
+	@echo "== step 3 of $(STEPS): $(BIN)/zeroshard run --nproc $(NPROC) examples/train_gpt.py $(ARGS)"
+	@$(BIN)/zeroshard run --nproc $(NPROC) examples/train_gpt.py $(ARGS)
 
 test: lint suite
 
@@ -73,26 +79,21 @@ clean:
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "zeroshard needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 2; }
-	$(PYTHON) -m venv $(VENV)
+	@echo "== an environment of $(PYTHON), in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
 
-# torch comes first: on Linux the plain package brings gigabytes of CUDA libraries, and package metadata cannot ask for the CPU build.
-# The configured package index is asked for the CPU build by its local version first; where it has none by that name, plain torch is taken
-# (set PIP_INDEX_URL to PyTorch's CPU wheel index to be sure of the small build).
+# torch comes first: package metadata cannot ask for its CPU build, and scripts/install_torch.py can
 $(VENV)/.ready-torch: $(BIN)/python
-	@if $(BIN)/python -c 'import torch, sys; sys.exit(torch.__version__.split("+")[0] != "$(TORCH_VERSION)")' 2>/dev/null; then \
-		echo "torch $(TORCH_VERSION) is installed"; \
-	elif [ "$$(uname)" != Linux ] || nvidia-smi >/dev/null 2>&1; then \
-		echo "installing torch $(TORCH_VERSION), default build"; $(PIP) install "torch==$(TORCH_VERSION)"; \
-	else \
-		echo "installing torch $(TORCH_VERSION), CPU build"; \
-		$(PIP) install "torch==$(TORCH_VERSION)+cpu" 2>/dev/null || $(PIP) install "torch==$(TORCH_VERSION)"; \
-	fi
+	@echo "== step 1 of $(STEPS): torch, into $(VENV)"
+	@$(BIN)/python scripts/install_torch.py $(TORCH_VERSION) --build $(TORCH_BUILD) --target "$(firstword $(MAKECMDGOALS) train)"
 	@touch $@
 
 $(VENV)/.ready-base: $(VENV)/.ready-torch pyproject.toml
-	$(PIP) install -e .
+	@echo "== step 2 of $(STEPS): zeroshard and what it needs beside torch (numpy, pydantic, rich, safetensors, xxhash: about 30 MB to download)"
+	@$(PIP) install -e .
 	@touch $@
 
 $(VENV)/.ready-test $(VENV)/.ready-bench $(VENV)/.ready-docs: $(VENV)/.ready-%: $(VENV)/.ready-torch pyproject.toml
-	$(PIP) install -e ".[$*]"
+	@echo "== step 2 of $(STEPS): zeroshard with its packages for: $*"
+	@$(PIP) install -e ".[$*]"
 	@touch $@

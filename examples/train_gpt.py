@@ -437,17 +437,6 @@ def numbers_of(engine: zs.Engine, loss: float, norm: float) -> dict[str, float]:
     }
 
 
-def process_mb() -> float:
-    """Return the memory of this process in MB; a page shared by two processes counts half in
-    each.
-    """
-    try:
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return math.nan
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024 / MB
-
-
 def train(
     args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, console: Console
 ) -> Result:
@@ -549,20 +538,17 @@ def train(
                 tracing.close()
             if checkpoints:
                 checkpoints.after_step(step + 1, losses[-1])
-            if (step + 1) % max(
-                1, args.steps // (4 if args.compare else 12)
-            ) == 0 or step + 1 == args.steps:
+            # at the first step, too: whoever watches a pipe sees that it goes
+            period = max(1, args.steps // (4 if args.compare else 12))
+            if (step + 1) % period == 0 or step in (first, args.steps - 1):
                 # of the training steps alone, not of the validation
                 traffic.update(engine.traffic().bytes)
                 validation = validate(model, held_out, device)
                 engine.reset_traffic()
-                now = across_ranks(losses[-1], process_mb())
+                now = across_ranks(losses[-1], memory.total / MB)
                 speed = tokens_per_step / statistics.median(seconds)
                 status = f"  val {validation:.3f}  {speed:5.0f} tok/s"
-                # there the process keeps pages of the stages before: the table counts what each one
-                # holds
-                if not args.compare:
-                    status += f"  {now[:, 1].max():.0f} MB/rank"
+                status += f"  holds {now[:, 1].max():.1f} MB/rank"
                 progress.update(task, status=status, loss=float(now[:, 0].mean()))
                 if not console.is_terminal:
                     console.print(

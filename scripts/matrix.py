@@ -9,8 +9,8 @@ environment of its own.
     make test-matrix ARGS='--kernels --'        only the other kernels, on the oldest Python
 
 Every Python gets `make test` with the Makefile's torch; the oldest one also `make suite`, the same
-without lint and types, with the oldest torch. An older torch may have no CPU build in your package
-index: what is then installed has its CUDA libraries, some gigabytes.
+without lint and types, with the oldest torch. A torch may have no CPU build for a Python in your
+package index: what is then installed has its CUDA libraries, some gigabytes (TORCH_BUILD=any).
 
 Processors round differently: torch, oneDNN and MKL choose kernels by the instructions that they
 find. The oldest Python also gets `make suite` under each setting of `KERNELS`, which chooses as an
@@ -145,15 +145,16 @@ class Pair:
     def run(self, arguments: Sequence[str]) -> str:
         """Test with `arguments` for pytest; return "passed" or why not."""
         make = ["make", f"PYTHON={self.interpreter.path}", f"VENV={self.environment}"]
+        make += ["TORCH_BUILD=any"]
+        words = " ".join([f"--deselect {CPU_BUILD_ONLY}", *arguments])
         if self.kernels is not None:
             variables = ["env", self.kernels]
             return self._outcome([*variables, *make, "suite", f"ARGS={' '.join(arguments)}"])
         if self.torch is None:
-            return self._outcome([*make, "test", f"ARGS={' '.join(arguments)}"])
+            return self._outcome([*make, "test", f"ARGS={words}"])
         make += [f"TORCH_VERSION={self.torch}"]
         if subprocess.run([*make, f"{self.environment}/.ready-torch"], cwd=ROOT).returncode:
             return f"FAILED: no {self.name} for this Python in the package index"
-        words = " ".join([f"--deselect {CPU_BUILD_ONLY}", *arguments])
         return self._outcome([*make, "suite", f"ARGS={words}"])
 
     def _outcome(self, command: Sequence[str]) -> str:

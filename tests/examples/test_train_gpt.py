@@ -200,11 +200,15 @@ def test_a_pipe_and_a_terminal_show_the_mean_loss_of_all_ranks(
     assert mean in train_here(example, monkeypatch, "--steps", "2", terminal=True)[1]
 
 
-def test_a_comparison_leaves_the_memory_of_the_process_out(
+def test_a_line_comes_with_the_first_step_and_says_what_a_rank_holds(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "MB/rank" in train_here(example, monkeypatch, "--steps", "2")[1]
-    assert "MB/rank" not in train_here(example, monkeypatch, "--steps", "2", "--compare")[1]
+    result, piped = train_here(example, monkeypatch, "--steps", "30")
+    lines = [line for line in piped.splitlines() if "  step " in line]
+    assert "step    1/30" in lines[0] and "step   30/30" in lines[-1] and len(lines) == 16
+    held = sum(result.memory.values()) / 1e6
+    assert all(f"holds {held:.1f} MB/rank" in line for line in lines), "not what the process has"
+    assert "MB/rank" in train_here(example, monkeypatch, "--steps", "2", "--compare")[1]
 
 
 @pytest.mark.slow
