@@ -107,24 +107,26 @@ def _namespace(text: str) -> dict[str, Any]:
     return names
 
 
-def _stand_ins() -> dict[str, ModuleType]:
+def _stand_ins(text: str) -> dict[str, ModuleType]:
     found: dict[str, ModuleType] = {}
     for name in ("wandb", "tensorboard", "torch.utils.tensorboard"):
-        found[name] = MagicMock(name=name)
+        if name.rpartition(".")[2] in text:
+            found[name] = MagicMock(name=name)
     return found
 
 
 def _run(rank: int, world_size: int, text: str, folder: str) -> None:
     before, modules = Path.cwd(), dict(sys.modules)
     os.chdir(folder)
-    sys.modules.update(_stand_ins())
+    stand_ins = _stand_ins(text)
+    sys.modules.update(stand_ins)
     try:
         exec(compile(text, "snippet", "exec"), _namespace(text))
         for engine in open_engines():
             engine.close()
     finally:
         os.chdir(before)
-        for name in _stand_ins():
+        for name in stand_ins:
             sys.modules.pop(name, None)
             if name in modules:
                 sys.modules[name] = modules[name]

@@ -374,7 +374,8 @@ class Finalizer:
             raise StateError(
                 f"{self._bad_in_a_row} steps in a row had gradients that are not finite, first in"
                 f" parameter {name!r}: lower the learning rate, clip with engine.clip_grad_norm_(),"
-                " or look for a division by zero in the model"
+                " or look for a division by zero in the model (engine.detect_anomaly() names the"
+                " module)"
             )
 
     def _name_bad(self) -> tuple[str, str]:

@@ -1,0 +1,112 @@
+"""Which module made the first number that is not finite: ``engine.detect_anomaly()``.
+
+A step whose gradients are not finite is skipped, and named by parameter (finalize.py); by then the
+number has gone through every module. Here each module's outputs are looked at as it returns, and
+their gradients as they come back:
+
+    forward     the first output with a NaN. Inner modules return first, so this is the innermost
+                one; where all that it read is finite, the NaN is its own
+    backward    else the first gradient that is not finite, of the output of a module
+
+Infinity in a forward is told but is no anomaly by itself: masks of attention have it.
+
+Invariant: nothing is changed, and the ranks do what they would do without: what is found is raised
+at the end, on every rank. Cost: the host waits for the device at every module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from zeroshard.errors import StateError
+from zeroshard.runtime.trees import tensors_in
+from zeroshard.state.local import local_of
+
+__all__ = ["detecting"]
+
+_CALL = "engine.detect_anomaly()"
+
+
+def _has(tensor: torch.Tensor) -> str:
+    """Return which number that is not finite `tensor` has: "nan", "inf", or "" for none."""
+    local = local_of(tensor).detach()
+    if not (local.is_floating_point() or local.is_complex()) or bool(local.isfinite().all()):
+        return ""
+    return "nan" if bool(local.isnan().any()) else "inf"
+
+
+class _Anomaly:
+    """What one rank has found so far."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names = {inner: name for name, inner in module.named_modules()}
+        self._forward = ""  # the first NaN of a forward
+        self._infinity = ""  # the first infinity
+        self._backward = ""  # the first gradient
+
+    @property
+    def found(self) -> str:
+        """Return the finding in words, "" for none."""
+        before = f" (before it, {self._infinity})" if self._infinity else ""
+        text = self._forward or self._backward
+        return f"{text}{before}" if text else ""
+
+    def look(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """A module returns: look at its outputs, and let their gradients be looked at."""
+        if module not in self._names or self._forward:
+            return
+        where = f"module {self._names[module] or '(the model itself)'!r} ({type(module).__name__})"
+        for tensor in tensors_in(output):
+            kind = _has(tensor)
+            if kind == "nan":
+                self._forward = f"the output of {where} has nan; {self._reason(module, inputs)}"
+                return
+            if kind and not self._infinity:
+                self._infinity = f"the output of {where} had inf"
+            if tensor.requires_grad and not self._backward:
+                tensor.register_hook(partial(self._look_back, where))
+
+    def _reason(self, module: nn.Module, inputs: Iterable[Any]) -> str:
+        """Return which of a module's parameters and inputs were not finite before it ran."""
+        for name, parameter in module.named_parameters(recurse=False):
+            if kind := _has(parameter):
+                return f"its parameter {name!r} has {kind}"
+        kinds = [kind for tensor in tensors_in(inputs) if (kind := _has(tensor))]
+        if kinds:
+            return f"its input has {kinds[0]}, which no module of the model has returned"
+        return "its inputs and its own parameters are finite"
+
+    def _look_back(self, where: str, grad: torch.Tensor) -> None:
+        if not self._backward and (kind := _has(grad)):
+            self._backward = (
+                f"the forward had no nan, and on the way back the gradient of the output of {where}"
+                f" is the first with {kind}: the backward of what follows that module made it"
+            )
+
+
+@contextmanager
+def detecting(module: nn.Module, share: Callable[[str, str], list[Any]]) -> Iterator[None]:
+    """Look at every module of `module` inside; then let the ranks `share` what they have found,
+    and raise StateError on every rank where any has.
+    """
+    anomaly = _Anomaly(module)
+    handle = register_module_forward_hook(anomaly.look)
+    try:
+        yield
+    except BaseException as error:  # the ranks may be anywhere: nothing collective
+        if anomaly.found:
+            error.add_note(f"{_CALL}: {anomaly.found}")
+        raise
+    finally:
+        handle.remove()
+    told = share(anomaly.found, _CALL)
+    for rank, text in enumerate(told):
+        if text:
+            raise StateError(f"{_CALL}: on rank {rank}, {text}")
