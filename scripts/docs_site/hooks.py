@@ -7,6 +7,7 @@ they follow the site's light and dark scheme.
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # mkdocs imports this file b
 
 from scripts.docs_site.markdown import LINK
 from scripts.docs_site.pages import COPIED, ROOT, generated_pages
+from scripts.docs_site.search import EXPECTED, Section, found
 
 __all__ = ["on_files", "on_page_markdown", "on_post_build"]
 
@@ -70,8 +72,17 @@ def _drawn(found: re.Match[str], source: str) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Raise where a page would load anything from another site."""
+    """Raise where a page would load anything from another site, or the search shows a wrong page
+    first.
+    """
     for page in sorted(Path(config["site_dir"]).rglob("*.html")):
         for tag in LOADED.findall(page.read_text()):
             if ABROAD.search(tag) and 'rel="canonical"' not in tag:
                 raise RuntimeError(f"{page} loads from another site: {tag}")
+    index = json.loads((Path(config["site_dir"]) / "search" / "search_index.json").read_text())
+    entries = [Section.of_index(entry) for entry in index["docs"]]
+    for query, wanted in EXPECTED.items():
+        if (pages := found(entries, query))[:1] != [wanted]:
+            raise RuntimeError(
+                f"the search for {query!r} shows {pages[:3]}, and not {wanted} first"
+            )

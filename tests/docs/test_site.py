@@ -16,6 +16,7 @@ from scripts.docs_site.api import api_page, public_names
 from scripts.docs_site.markdown import anchors, blocks, commands, links, slug
 from scripts.docs_site.messages import ERRORS, messages
 from scripts.docs_site.pages import ROOT, generated_pages
+from scripts.docs_site.search import EXPECTED, Section, found, sections
 from tests.support.harness import ROOT as TREE
 from zeroshard import errors
 from zeroshard.launch import cli, options
@@ -179,3 +180,45 @@ def test_no_page_names_what_it_cannot_show() -> None:
         assert [b.line for b in blocks(text) if not b.language and place.count("/") < 2] == [], (
             place
         )
+
+
+@cache
+def _sections() -> tuple[Section, ...]:
+    pages = {place: text for place, text in _texts().items() if place.startswith("docs/")}
+    return tuple(
+        section
+        for place, text in pages.items()
+        for section in sections(place.removeprefix("docs/").removesuffix(".md"), text)
+    )
+
+
+@pytest.mark.parametrize("query", EXPECTED)
+def test_the_search_shows_the_page_that_is_meant_first(query: str) -> None:
+    assert found(_sections(), query)[:1] == [EXPECTED[query]], found(_sections(), query)[:3]
+
+
+def test_the_search_ranks_titles_before_texts_and_pages_before_sections() -> None:
+    first = sections("first", "# Memory\n\nA word.\n\n## Other\n\nResume `a run`, resume it.\n")
+    second = sections("second", "# Saving\n\n## Resume\n\nNothing.\n```\n# resume\n```\n")
+    third = sections("third", "# Resumed\n\nA word.\n")
+    assert [one.title for one in (*first, *second)] == ["Memory", "Other", "Saving", "Resume"]
+    assert [one.is_page for one in first] == [True, False]
+    assert found([*first, *second, *third], "resume") == ["third", "second", "first"]
+    assert found(first, "nothing") == []
+    entry = {"location": "a/b.html#c", "title": "<code>x</code> &amp; y", "text": "<p>z</p>"}
+    assert Section.of_index(entry) == Section("a/b", False, "x & y", " z ")
+
+
+def test_blocks_of_code_are_not_wider_than_a_page_of_a_phone_or_a_split_screen() -> None:
+    """72 columns, but for what a program prints, tables of the format, and diffs."""
+    free = ("docs/extending.md", "docs/checkpoint-format.md", "docs/design/", "docs/reference/")
+    wide = [
+        f"{place}:{block.line}: {line}"
+        for place, text in _texts().items()
+        if not place.startswith(free)
+        for block in blocks(text)
+        if block.language in ("python", "bash")
+        for line in block.text.splitlines()
+        if len(line) > 72
+    ]
+    assert wide == []

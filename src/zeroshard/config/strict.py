@@ -5,7 +5,7 @@ from __future__ import annotations
 from inspect import Parameter, Signature, cleandoc
 from textwrap import fill
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
@@ -16,10 +16,16 @@ from zeroshard.errors import ConfigError
 __all__ = ["Strict", "kinds", "one_line"]
 
 
-class _OwnNames(type(BaseModel)):  # type: ignore[misc]
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
+
+class _OwnNames(ModelMetaclass):
     """Let ``help()`` and a prompt's completion show a section's own names, not pydantic's."""
 
-    def __dir__(cls) -> list[str]:
+    def __dir__(self) -> list[str]:
         hidden = set(dir(BaseModel))
         return [one for one in super().__dir__() if one not in hidden and one[:2] != "__"]
 

@@ -79,13 +79,7 @@ def load_pretrained(
     PlanMismatch where another rank does, or where `rename` gives other names there. Nothing is
     downloaded: `directory` lies on this machine. Other arguments are a ConfigError.
     """
-    if not isinstance(target, (nn.Module, Engine)) or not isinstance(directory, (str, Path)):
-        swapped = " (target comes first, then directory)"
-        raise ConfigError(
-            f"load_pretrained() takes an Engine or a module and a path, not a"
-            f" {type(target).__name__} and a {type(directory).__name__}"
-            f"{swapped if isinstance(directory, (nn.Module, Engine)) else ''}"
-        )
+    _check_arguments(target, directory)
     report = LoadReport()
     model = target.module if isinstance(target, Engine) else target
     experts = Experts.of(target) if isinstance(target, Engine) else Experts(model, {})
@@ -231,6 +225,17 @@ def open_tensors(path: Path, stack: ExitStack) -> Iterator[tuple[Path, Any, str]
         for name in opened.keys():  # noqa: SIM118 (not a dict)
             if weight_map.get(name, file.name) == file.name:
                 yield file, opened, name
+
+
+def _check_arguments(target: object, directory: object) -> None:
+    """Raise ConfigError for anything but an engine or a module, and a path."""
+    models = (nn.Module, Engine)
+    if not isinstance(target, models) or not isinstance(directory, (str, Path)):
+        swapped = " (target comes first, then directory)" if isinstance(directory, models) else ""
+        raise ConfigError(
+            f"load_pretrained() takes an Engine or a module and a path, not a"
+            f" {type(target).__name__} and a {type(directory).__name__}{swapped}"
+        )
 
 
 def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:

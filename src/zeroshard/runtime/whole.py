@@ -120,12 +120,12 @@ class Whole:
         self, read: Callable[[], torch.Tensor], numel: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return what `read` gives [numel]; NaN where a storage fails, which is noted."""
-        found: torch.Tensor | None = None
+        found: list[torch.Tensor] = []
         with self._faults.noted():
-            found = read()
-        if found is not None:
-            return found
-        return torch.full((numel,), float("nan"), dtype=dtype, device=device)
+            found.append(read())
+        if not found:
+            found.append(torch.full((numel,), float("nan"), dtype=dtype, device=device))
+        return found[0]
 
     def _copy_of(self, state: State, start: int, stop: int, device: torch.device) -> torch.Tensor:
         """Return a copy of elements [start, stop) of a state at rest, as `_read` does."""
