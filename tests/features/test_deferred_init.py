@@ -10,6 +10,7 @@ import gc
 import math
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support.harness import RankError, run_ranks
-from tests.support.training import Net, batch, two_groups
+from tests.support.training import Net, batch, equal, two_groups
 from zeroshard.nn.deferred import is_deferred
 from zeroshard.nn.hollow import _RECORDS
 from zeroshard.nn.recorder import LARGE_BYTES
@@ -694,3 +695,44 @@ def test_the_state_dict_of_a_deferred_model_has_its_names_and_values_when_they_a
         state["weight"].detach().numpy()
     zs.materialize(model)
     assert torch.equal(state["weight"], model.weight) and type(state["weight"]) is torch.Tensor
+
+
+def _by_the_recipe_of_fsdp2(rank: int, world: int) -> dict[str, torch.Tensor]:
+    """Return the weights that docs/from-fsdp2.md says are others: FSDP2's, from the meta device."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(96, 256), nn.Linear(256, 96))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    model.to_empty(device="cpu")
+    for module in model:
+        module.reset_parameters()
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+def _in_memory_and_deferred(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
+    states = []
+    for context in (nullcontext(), zs.deferred_init()):
+        torch.manual_seed(0)
+        with context:
+            model = nn.Sequential(nn.Linear(96, 256), nn.Linear(256, 96))
+        engine = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=3)
+        states.append(engine.full_state_dict(rank0_only=False))
+        if not states[1:]:
+            with pytest.raises((zs.StateError, RuntimeError)):
+                model.to_empty(device="cpu")
+            engine.reset()
+            with pytest.raises(zs.StateError):
+                model[0].reset_parameters()
+            engine.reset()
+        engine.close()
+    return states
+
+
+def test_deferred_weights_are_those_in_memory_and_fsdp2s_recipe_makes_others() -> None:
+    theirs = run_ranks(2, _by_the_recipe_of_fsdp2)[0]
+    for in_memory, deferred in run_ranks(2, _in_memory_and_deferred):
+        assert equal(in_memory, deferred)
+        assert not equal(theirs, deferred) and theirs.keys() == deferred.keys()
