@@ -128,7 +128,7 @@ COVERED: dict[str, str] = {
     "_Buffers.wait": "optimizer on disk",
     "Segment._bring": "late",
     "State.put": "evaluate and load, on the host",
-    "Whole._whole_masters": "everything on the host",
+    "Whole._copy_of.<locals>.read": "everything on the host",
     "move": "off the device and back",
 }
 

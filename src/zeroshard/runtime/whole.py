@@ -270,12 +270,13 @@ class Whole:
         buffers = {id(b): whole_of(b) for b in self._module.buffers() if id(b) in chosen}
         if not keep:
             return {}
-        return {
-            name: values[id(tensor)]
-            if isinstance(tensor, nn.Parameter)
-            else buffers[id(tensor)].detach().to("cpu", copy=True)
-            for name, tensor in state.items()
-        }
+        out: dict[str, torch.Tensor] = {}
+        for name, tensor in state.items():
+            if isinstance(tensor, nn.Parameter):
+                out[name] = values[id(tensor)]
+            else:
+                out[name] = buffers[id(tensor)].detach().to("cpu", copy=True)
+        return out
 
     def _chosen(self, names: str | Iterable[str] | None, trained: bool) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers that are asked for, by every name that a state_dict
