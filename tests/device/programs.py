@@ -27,9 +27,26 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard as zs
+from tests.device.compositions import (
+    Divided,
+    Generated,
+    Inferred,
+    Kept,
+    Left,
+    Shrunk,
+    shared_folder,
+)
 from tests.support import pipelines, tensor_parallel
-from tests.support.programs import WIDTH, Program, Trained, _on_host, checkpoint_on_host
-from tests.support.training import ROWS, Run
+from tests.support.experts import Listed
+from tests.support.programs import (
+    DTYPES,
+    WIDTH,
+    Program,
+    Trained,
+    _on_host,
+    checkpoint_on_host,
+)
+from tests.support.training import ROWS, Run, final_state, two_groups
 from zeroshard.memory import host_pages, pinned_pages
 from zeroshard.optim.runner import TileRunner
 from zeroshard.system.device import Device
@@ -112,10 +129,22 @@ def repartition(run: Trained, step: int) -> None:
         run.engine.repartition(policy="zero1" if step == 0 else run.kept["row"])
 
 
+def to_host_and_back(run: Trained, step: int) -> None:
+    """All states on the host after the first step, and on the device again after the second."""
+    if step < 2:
+        run.engine.repartition(offload=zs.Offload(**(HOST if step == 0 else {})))
+
+
+def shift_shares(run: Trained, step: int) -> None:
+    """Shares of two ranks after the first step, and equal ones again after the second."""
+    if step < 2:
+        run.engine.repartition(shares=[0.25, 0.75] if step == 0 else "equal")
+
+
 def save_and_load(run: Trained, step: int) -> None:
     """Save after the first step, and go back there after the second."""
     if step == 0:
-        run.kept["owner"], folder = _shared_folder()
+        run.kept["owner"], folder = shared_folder()
         run.kept["folder"] = folder
         zs.save(folder, run.engine, step=1)
     elif step == 1:
@@ -139,18 +168,6 @@ def edit(run: Trained, step: int) -> None:
             run.model.head.weight.mul_(0.5)
 
 
-def _shared_folder() -> tuple[Any, str]:
-    """Return a directory that all ranks know, and on its first rank who removes it."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        owner = tempfile.TemporaryDirectory()
-        names: list[Any] = [owner.name]
-    else:
-        owner, names = None, [None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(names, device=torch.device("cpu"))
-    return owner, names[0]
-
-
 # ------------------------------------------------------------------------------------------- cases
 @dataclass(frozen=True)
 class Joined(Program):
@@ -171,14 +188,50 @@ class OfLeaves(Program):
     def take(self, run: Trained) -> list[float]:
         losses = []
         for step in range(self.steps):
-            for number, _ in enumerate(run.engine.leaves(step)):
-                loss = run.model(*run.data(run.rank, step * self.micro_batches + number))
+            for leaf in run.engine.leaves(step):
+                loss = run.model(*run.data(0, step * self.micro_batches + leaf))
                 run.engine.backward(loss)
                 losses.append(loss.detach())
-            run.engine.clip_grad_norm_(0.1)
+            if self.clip is not None:
+                run.engine.clip_grad_norm_(self.clip)
             run.optimizer.step()
             run.optimizer.zero_grad()
         return [loss.item() for loss in losses]
+
+
+@dataclass(frozen=True)
+class OnOneCurve(OfLeaves):
+    """The same, for its weights alone, which plain PyTorch has that adds leaves in a tree."""
+
+    def take(self, run: Trained) -> list[float]:
+        super().take(run)
+        return []
+
+    def train_plainly(self, device: str, *, rank: int = 0) -> Run:
+        model, leaves = self._model(device), self.options["leaves"]
+        masters = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+        model.to(DTYPES[self.precision])
+        optimizer, data = two_groups(nn.ParameterList(masters)), self._data(device, 0)
+        for step in range(self.steps):
+            grads = []
+            for leaf in range(leaves):
+                loss = model(*data(0, step * self.micro_batches + leaf))
+                grads.append([g.float() for g in torch.autograd.grad(loss, model.parameters())])
+            for master, *parts in zip(masters, *grads, strict=True):
+                master.grad = _tree(parts) / leaves
+            optimizer.step()
+            with torch.no_grad():
+                for master, parameter in zip(masters, model.parameters(), strict=True):
+                    parameter.copy_(master)
+        return Run([], _on_host(final_state(model, None)), row="plain")
+
+
+def _tree(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add neighbours first, split at the largest power of two below the number of parts."""
+    if len(parts) == 1:
+        return parts[0]
+    middle = 1 << (len(parts) - 1).bit_length() - 1
+    return _tree(parts[:middle]) + _tree(parts[middle:])
 
 
 @dataclass(frozen=True)
@@ -348,6 +401,7 @@ class Case:
     name: str
     program: Program
     is_plain: bool = False  # plain PyTorch's bits are promised
+    is_as_on_cpu: bool = False  # those of the same program on CPUs
     worlds: tuple[int, ...] = (1, 2)
     kind: str = ""  # a row of the table
 
@@ -391,6 +445,49 @@ def _meshes() -> list[Case]:
             program = kind(row=row, precision="fp32", clip=0.1)
             made.append(Case(f"{name} {row}", program, worlds=(2, 4)))
     return made
+
+
+def _inferences() -> list[Case]:
+    encoded: dict[str, Any] = {"row": "zero3", "comm": {"frozen_codec": "int8"}}
+    host, disk = {"weight": "host"}, {"weight": "disk"}
+    return [
+        Case("inference", Inferred(steps=4), is_plain=True),
+        Case("inference, from the host", Inferred(offload=host), is_plain=True),
+        Case("inference, from disk", Inferred(offload=disk), is_plain=True),
+        Case("inference in int8, from the host", Inferred(offload=host, **encoded)),
+        Case("inference in int8, from disk", Inferred(offload=disk, **encoded)),
+        Case("inference, then steps", Inferred(offload=host, later=2), is_as_on_cpu=True),
+        Case("generate", Generated(offload=host, device_bytes=2000), is_plain=True),
+        Case("generate, all on the host", Generated(offload=host, device_bytes=0), is_plain=True),
+    ]
+
+
+def _experts() -> list[Case]:
+    # a step on the host has other last bits beside an accelerator: torch's fused kernel takes it
+    every: dict[str, Any] = {"worlds": (2, 4), "is_as_on_cpu": True}
+    one: dict[str, Any] = {"precision": "fp32", "clip": 0.1}
+    return [
+        *(Case(f"experts {row}", Divided(row=row, **one), **every) for row in ("ddp", "zero3")),
+        Case("experts as modules", Divided(row="zero1", kind=Listed, **one), **every),
+        Case("experts, no_sync", Divided(row="zero2", no_sync=True, **one, **TWO), **every),
+        Case("experts, on the host", Divided(offload=HOST, **one), worlds=(2, 4)),
+    ]
+
+
+def _moves() -> list[Case]:
+    on_cpu: dict[str, Any] = {"is_as_on_cpu": True}
+    two: dict[str, Any] = {**on_cpu, "worlds": (2,)}
+    one: dict[str, Any] = {"precision": "fp32"}
+    return [
+        Case("to the host and back", Program(after=to_host_and_back, **one)),
+        Case("to the host and back, bf16", Program(after=to_host_and_back)),
+        Case("shares shift", Program(after=shift_shares, **one), **two),
+        Case("a rank leaves", Left(**one), **two),
+        Case("a rank leaves, on the host", Left(offload=STATES, **one), worlds=(2,)),
+        Case("kept in memory", Kept(**one), **on_cpu),
+        Case("kept in memory, on the host", Kept(row="zero2", offload=STATES), worlds=(1, 2)),
+        Case("kept in memory, one goes on", Shrunk(**one), **two),
+    ]
 
 
 def _transports() -> list[Case]:
@@ -449,9 +546,16 @@ def _options() -> list[Case]:
         Case("save and load", Program(after=save_and_load)),
         Case("joined", Joined(), worlds=(2,)),
         *(
-            Case(f"leaves {row}{where}", OfLeaves(row=row, offload=off, options=leaves, **FIVE))
+            Case(
+                f"leaves {row}{where}",
+                OfLeaves(row=row, offload=off, options=leaves, clip=0.1, **FIVE),
+            )
             for row, leaves in (("zero1", {"leaves": 4}), ("zero3", {"leaves": 5}))
             for where, off in (("", {}), (", on the host", STATES))
+        ),
+        *(
+            Case(f"one curve, {row}", OnOneCurve(row=row, options={"leaves": 5}, **FIVE), True)
+            for row in ("zero1", "zero3")
         ),
         Case("shares", Program(options={"shares": [0.25, 0.75]}), worlds=(2,)),
     ]
@@ -503,6 +607,9 @@ _KINDS: dict[str, Callable[[], list[Case]]] = {
     "codecs": _codecs,
     "options and calls": _options,
     "tiers": _tiers,
+    "inference": _inferences,
+    "experts": _experts,
+    "ranks that come and go": _moves,
 }
 
 
@@ -549,7 +656,10 @@ def compare(rank: int, world: int, name: str, schedules: Sequence[Schedule]) -> 
         set_schedule(FIFO)
         plain = case.program.train_plainly(DEVICE, rank=rank)
         outcome.found += expected.differs_from(plain)
-    outcome.num_runs = 1 + len(schedules) + is_plain
+    is_as_on_cpu = case.is_as_on_cpu and world <= 2
+    if is_as_on_cpu:
+        outcome.found += expected.differs_from(_in_folder(case.program, "cpu", rank))
+    outcome.num_runs = 1 + len(schedules) + is_plain + is_as_on_cpu
     outcome.cpu_s = time.process_time() - began
     return outcome
 
@@ -581,7 +691,11 @@ def set_schedule(schedule: Schedule) -> None:
 def trained(program: Program, rank: int, world: int, schedule: Schedule) -> Run:
     """Train under `schedule`."""
     set_schedule(schedule)
+    return _in_folder(program, DEVICE, rank)
+
+
+def _in_folder(program: Program, device: str, rank: int) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         if "disk" in program.offload.values():
             program = replace(program, offload={**program.offload, "disk_path": folder})
-        return program.train(DEVICE, rank=rank)
+        return program.train(device, rank=rank)

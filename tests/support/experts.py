@@ -69,6 +69,11 @@ class Listed(nn.ModuleList):
         super().__init__(_Expert() for _ in range(num_experts))
 
 
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    """Return the permutation that undoes `order`."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
 class _Layer(nn.Module):
     """Router, two experts of each token, and their weighted sum."""
 
@@ -88,7 +93,7 @@ class _Layer(nn.Module):
         weight, chosen = scores.flatten(0, 1).softmax(-1).topk(2, -1)
         weight = weight / weight.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        back = _inverse(order)
         per_expert = torch.bincount(chosen.flatten(), minlength=NUM_EXPERTS)
         out = self._on_their_ranks(rows[order // 2], per_expert)[back].unflatten(0, (-1, 2))
         return x + (out * weight[..., None]).sum(1).unflatten(0, x.shape[:2])
@@ -102,9 +107,9 @@ class _Layer(nn.Module):
         send = per_expert.view(self.num_ranks, self.num_local).sum(1).tolist()
         receive = by_source.sum(1).tolist()
         arrived = _Exchange.apply(rows, send, receive, self.group)
-        experts = torch.arange(self.num_local).repeat(self.num_ranks)
+        experts = torch.arange(self.num_local, device=rows.device).repeat(self.num_ranks)
         order = torch.repeat_interleave(experts, theirs).argsort(stable=True)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        back = _inverse(order)
         out = self._run(arrived[order], by_source.sum(0).tolist())[back]
         return _Exchange.apply(out, receive, send, self.group)
 
