@@ -182,6 +182,16 @@ _INFERENCE = (
     replace(_ROUNDS, help="rounds that count (default: 5)", default=5),
     _OUT, _JSON,
 )  # fmt: skip
+_LEAVES = (
+    Option("--nproc N", "ranks (default: 2)", count(1), 2),
+    Option("--leaves V", "of a step of all ranks, a multiple of the ranks (default: 8)",
+           default="8"),
+    replace(_ROUNDS, help="steps of each that count (default: 12)"),
+    Option("--layers N", "of the model (default: 6)", count(1), 6),
+    Option("--width N", "of the model (default: 256)", count(4), 256),
+    Option("--transport", choices=("auto", "shared_memory", "gloo", "nccl"), default="auto"),
+    _OUT, _JSON,
+)  # fmt: skip
 _RESULTS = (
     Option("FILE ...", type=Path, dest="files"),
     replace(JSON, help="print medians, intervals and verdicts as JSON instead"),
@@ -223,6 +233,11 @@ COMMANDS = (
         "generation with weights on disk and host, beside Accelerate and DeepSpeed",
         "zeroshard bench inference --path /mnt/nvme --layers 32 --width 2048",
         _INFERENCE, _measured("inference"),
+    ),
+    Subcommand(
+        "leaves",
+        "the tree over leaves beside plain accumulation: time, bytes on the wire, sums held",
+        "zeroshard bench leaves --nproc 2 --leaves 8", _LEAVES, _measured("leaves"),
     ),
     Subcommand(
         "report", "print saved results as markdown", "zeroshard bench report results.json",

@@ -32,7 +32,7 @@ from zeroshard.planner.training import Training
 
 __all__ = [
     "DeviceCut", "LaidOut", "LaidOutGroup", "Placed", "StateBytes", "beside_bytes", "cells_by_unit",
-    "made_once", "placed", "rest_bytes", "staged_routes", "step_routes", "sum_by_tier",
+    "made_once", "most_held", "placed", "rest_bytes", "staged_routes", "step_routes", "sum_by_tier",
     "traffic_bytes",
 ]  # fmt: skip
 
@@ -290,7 +290,7 @@ def _leaf_bytes(
     tier: this rank's own leaves, or the gradient and slices beside it (runtime/partial_sums.py).
     """
     tier = cells.grad.tier
-    beside = _one_sum(one, leaves, rank) * (_most_held(leaves, rank) - 1)
+    beside = _one_sum(one, leaves, rank) * (most_held(leaves, rank) - 1)
     if leaves.is_local:
         return {tier: _one_sum(one, leaves, rank) + beside}
     if not one.pieces(cells.optim, rank):
@@ -305,7 +305,7 @@ def _one_sum(one: LaidOutGroup, leaves: Deal, rank: int) -> int:
     return _bytes(high - low, Wire.of("fp32"))
 
 
-def _most_held(leaves: Deal, rank: int) -> int:
+def most_held(leaves: Deal, rank: int) -> int:
     """Return the most sums that rest between the leaves of a step: of whole gradients where each
     rank adds up its own, else of slices, the gradient among them.
     """
@@ -327,7 +327,7 @@ def beside_bytes(laid_out: LaidOut, policy: Policy, training: Training) -> int:
         return 0
     groups = placed(laid_out, policy, training)
     here = [one for one, _, cells in groups if cells.grad.tier is Tier.DEVICE and one.group.trained]
-    return sum(one.count * _one_sum(one, leaves, 0) for one in here) * (_most_held(leaves, 0) - 1)
+    return sum(one.count * _one_sum(one, leaves, 0) for one in here) * (most_held(leaves, 0) - 1)
 
 
 def _sums_in_place(one: LaidOutGroup, cut: DeviceCut, cells: Cells, training: Training) -> bool:
