@@ -24,6 +24,14 @@ from zeroshard.planner.modules import shape_of_module
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
 SIZES |= {"num_attention_heads": 4}
 GROUPED = {**SIZES, "num_key_value_heads": 2}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+QWEN_MOE = {**GROUPED, **EXPERTS, "num_experts": 6}
+LATENT = {
+    **SIZES, **EXPERTS, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12, "n_routed_experts": 8,
+    "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+LLAMA4 = {**GROUPED, "head_dim": 16, "intermediate_size_mlp": 56, "num_local_experts": 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", GROUPED),
     "llama with biases": ("LlamaConfig", {**GROUPED, "attention_bias": True, "mlp_bias": True}),
@@ -31,8 +39,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", GROUPED),
     "qwen2": ("Qwen2Config", GROUPED),
     "qwen3": ("Qwen3Config", {**GROUPED, "head_dim": 16}),
+    "phi3": ("Phi3Config", {**GROUPED, "pad_token_id": 0, "eos_token_id": 1}),
     "gemma": ("GemmaConfig", {**GROUPED, "head_dim": 16}),
+    "gemma2": ("Gemma2Config", {**GROUPED, "head_dim": 16}),
+    "gemma3": ("Gemma3TextConfig", {**GROUPED, "head_dim": 16}),
     "mixtral": ("MixtralConfig", {**GROUPED, "num_local_experts": 4}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**QWEN_MOE, "shared_expert_intermediate_size": 40}),
+    "qwen2_moe, one dense layer": ("Qwen2MoeConfig", {**QWEN_MOE, "mlp_only_layers": [1]}),
+    "qwen2_moe, no biases": ("Qwen2MoeConfig", {**QWEN_MOE, "qkv_bias": False}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**QWEN_MOE, "head_dim": 16}),
+    "qwen3_moe, every other layer": ("Qwen3MoeConfig", {**QWEN_MOE, "decoder_sparse_step": 2}),
+    "deepseek_v2": ("DeepseekV2Config", {**LATENT, "n_shared_experts": 2}),
+    "deepseek_v2, q as it is": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None}),
+    "deepseek_v3": ("DeepseekV3Config", LATENT),
+    "deepseek_v3 with biases": ("DeepseekV3Config", {**LATENT, "attention_bias": True}),
+    "llama4": ("Llama4TextConfig", {**LLAMA4, "interleave_moe_layer_step": 2}),
+    "llama4, named layers": ("Llama4TextConfig", {**LLAMA4, "moe_layers": [2]}),
     "gpt2": ("GPT2Config", {"vocab_size": 97, "n_embd": 32, "n_layer": 3, "n_head": 4}),
     "gpt_neox": ("GPTNeoXConfig", SIZES),
 }
@@ -56,6 +78,7 @@ def test_a_config_json_gives_the_units_of_the_model_that_transformers_builds(fam
     ]
     assert units[0] == units[1]
     assert built.decoder == described.decoder is not None
+    assert described.numel == sum(parameter.numel() for parameter in model.parameters())
 
 
 # ------------------------------------------------------------------ the command

@@ -11,19 +11,47 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from zeroshard.errors import ConfigError
-from zeroshard.planner.families import is_known, read_config, shape_of_config
+from zeroshard.planner.config_fields import read_config
+from zeroshard.planner.families import is_known, shape_of_config
 from zeroshard.planner.model import ModelShape, Shape, pack_units
 from zeroshard.system.safe_files import NotReadable, open_file
 
-__all__ = ["read_model"]
+__all__ = ["config_of", "is_foreign", "read_model"]
 
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _HEADER_BYTES = 100 << 20  # the format's own limit
 _BLOCK = re.compile(r"(.*?\.)(\d+)\.")
+
+
+def config_of(path: Path) -> Path | None:
+    """Return the config.json that `path` is or has; None where it holds safetensors alone."""
+    if path.suffix == ".safetensors":
+        return None
+    config = path / "config.json" if path.is_dir() else path
+    return config if config.is_file() or not _tensors_of(path) else None
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether `path` has a config.json of a family that is not known in closed form, and
+    Transformers is installed, which may know it. Raises ConfigError.
+    """
+    config = config_of(path)
+    return (
+        config is not None
+        and not is_known(read_config(config))
+        and find_spec("transformers") is not None
+    )
+
+
+def _tensors_of(path: Path) -> list[Path]:
+    if path.suffix == ".safetensors":
+        return [path]
+    return sorted(path.glob("*.safetensors")) if path.is_dir() else []
 
 
 def read_model(path: Path) -> ModelShape:
@@ -31,11 +59,8 @@ def read_model(path: Path) -> ModelShape:
 
     Raises ConfigError where it describes none, or only one of an unknown family.
     """
-    config = path / "config.json" if path.is_dir() else path
-    tensors = sorted(path.glob("*.safetensors")) if path.is_dir() else []
-    if path.suffix == ".safetensors":
-        tensors = [path]
-    elif config.is_file() or not tensors:
+    config, tensors = config_of(path), _tensors_of(path)
+    if config is not None:
         fields = read_config(config)
         if is_known(fields) or not tensors:
             return shape_of_config(fields, str(config))

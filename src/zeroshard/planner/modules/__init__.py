@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.core.precision import PRECISIONS, dtype_name
 from zeroshard.errors import ConfigError
 from zeroshard.planner import Axes, Machine, ModelShape, Plan, Training, describe, make_plan
-from zeroshard.planner.families import positions_of, shape_of_config
-from zeroshard.planner.model import GroupShape, UnitShape, fitted
-from zeroshard.planner.model_files import read_model
+from zeroshard.planner.config_fields import positions_of
+from zeroshard.planner.families import shape_of_config
+from zeroshard.planner.model import Decoder, GroupShape, UnitShape, fitted
 from zeroshard.planner.modules.activations import trace_activations
 from zeroshard.runtime.build import compute_dtypes
 from zeroshard.runtime.units import UnitPlan, partition_units
@@ -68,7 +68,12 @@ def plan(
     else:
         suffixes = (".json", ".safetensors")
         is_path = isinstance(model, Path) or model.endswith(suffixes) or Path(model).exists()
-        shape = read_model(Path(model)) if is_path else describe(str(model))
+        if is_path:
+            from zeroshard.planner.modules.built import shape_of_path
+
+            shape = shape_of_path(Path(model), chosen)
+        else:
+            shape = describe(str(model))
     where = Machine.of() if machine is None else machine
     return make_plan(shape, where, chosen, axes=axes)
 
@@ -101,6 +106,8 @@ def shape_with_activations(
             raise ConfigError(f"{type(model).__name__} does not run on inputs: {reason}") from error
         known = "not known" if shape.decoder is None else "in closed form"
         return replace(shape, note=f"activations {known}: the model could not be traced ({reason})")
+    if not given and shape.decoder is None:  # token ids were made above
+        shape = replace(shape, inputs=(training.batch, training.sequence))
     return replace(shape, note="activations traced", trace=trace)
 
 
@@ -158,11 +165,7 @@ def shape_of_module(model: nn.Module, training: Training, spec: Any = None) -> M
     if callable(to_dict):
         fields: dict[str, Any] = to_dict()
         positions = positions_of(fields)
-        try:
-            known = shape_of_config(fields, type(model).__name__)
-            decoder, used = known.decoder, known.used_numel
-        except ConfigError:  # not a family that is known in closed form
-            decoder = None
+        decoder, used = _decoder(fields, type(model).__name__)
     return ModelShape(
         type(model).__name__,
         tuple(units),
@@ -171,6 +174,18 @@ def shape_of_module(model: nn.Module, training: Training, spec: Any = None) -> M
         tokenwise=decoder is not None,
         positions=positions,
     )
+
+
+def _decoder(fields: dict[str, Any], where: str) -> tuple[Decoder | None, int | None]:
+    """Return the decoder that the `fields` of a config.json describe, and how many parameters a
+    token uses; of a model with images beside text those of the text.
+    """
+    text = fields.get("text_config")
+    try:
+        known = shape_of_config(text if isinstance(text, dict) else fields, where)
+    except ConfigError:  # not a family that is known in closed form
+        return None, None
+    return known.decoder, known.numel if known.used_numel is None and text else known.used_numel
 
 
 def _uses(model: nn.Module, plans: Sequence[UnitPlan]) -> Counter[int]:

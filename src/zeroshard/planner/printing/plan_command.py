@@ -1,7 +1,8 @@
 """``zeroshard plan``: what rests where, what travels, and whether it fits, before any launch.
 
-Only ``--model package.module:factory`` imports torch; it runs the factory in this process, with
-parameters that take no memory. Whatever cannot be understood is a usage error of one line.
+Only ``--model package.module:factory`` and a config.json of a family that is not known in closed form
+import torch; the factory, or Transformers' class, runs in this process, with parameters that take no
+memory. Whatever cannot be understood is a usage error of one line.
 """
 
 from __future__ import annotations
@@ -151,9 +152,13 @@ def _describe(arguments: argparse.Namespace, training: Training) -> ModelShape:
 
         return describe(arguments.params)
     if arguments.path is not None:
-        from zeroshard.planner.model_files import read_model
+        from zeroshard.planner.model_files import is_foreign, read_model
 
-        return read_model(arguments.path)
+        if not is_foreign(arguments.path):
+            return read_model(arguments.path)
+        from zeroshard.planner.modules.built import shape_of_path
+
+        return shape_of_path(arguments.path, training)
     return _built(arguments.model, training)
 
 
