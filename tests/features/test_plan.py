@@ -102,6 +102,7 @@ def test_the_command_prints_the_contracts_json(capsys: pytest.CaptureFixture[str
             "row", "tiers", "rest_bytes", "peak_bytes", "traffic_bytes", "step_s", "tokens_per_s",
             "fits", "bound_by", "parts", "checkpoint_bytes", "load_s", "save_s", "tp", "pp", "dp",
             "micro_batches", "stage", "axis_bytes", "bubble", "budget", "whole_gradients",
+            "gpu_hours_per_billion_tokens",
         }  # fmt: skip
         assert set(row["parts"]) == {
             "states", "gathered", "gradients", "staging", "activations", "logits", "allowance",
@@ -208,7 +209,7 @@ def test_a_model_that_is_no_decoder_has_times_where_its_flops_were_counted(
         plan, lines = _planned(capsys, "--model", f"{factories}:{name}", "--gpu", "CPU")
         (head,) = (line for line in lines if line.startswith("row "))
         rows, text = plan["rows"], "\n".join(lines)
-        assert all(row["tokens_per_s"] is None for row in rows) and "tokens/s" not in head
+        assert all(row["tokens_per_s"] is None for row in rows) and "tok/s" not in head
         is_timed = name in ("traced", "larger")
         assert all((row["step_s"] is not None) is is_timed for row in rows), name
         assert ("s/step" in head) is is_timed
@@ -352,12 +353,13 @@ def test_a_configuration_with_codecs_and_a_fraction_shards_a_model() -> None:
     assert set(tiers["optimizer"]) == {"device", "host"}
 
 
-def test_the_table_fits_a_hundred_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("--params", "100B", "--gpus", "64", "--disk", "20TB") == 0
     lines = capsys.readouterr().out.splitlines()
     (head,) = (number for number, line in enumerate(lines) if line.startswith("row "))
+    assert {"node", "disk", "s/step", "tok/s", "fits"} <= set(lines[head].split())
     table = lines[head : lines.index("", head)]
-    assert len(table) >= 2 + 16 and max(map(len, table)) <= 100
+    assert len(table) >= 2 + 16 and max(map(len, table)) <= 80
     assert not any("…" in line for line in table)
     words = [line.split()[0] for line in lines[lines.index("", head) + 1 :]]
     assert words == ["take", "peak", "save", "smaller"]
@@ -395,10 +397,12 @@ def test_nothing_that_fits_is_not_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "zero.json"
-    assert _run("--params", "50T", "--write", str(path)) == 3
+    assert _run("--params", "50T", "--write", str(path)) == 1
     seen = capsys.readouterr()
     assert "change" in seen.out or "none" in seen.out
     assert seen.err.count("\n") == 1 and "nothing fits" in seen.err and not path.exists()
+    for other in (("--json",), ("--gpus", "2", "--shares", "memory"), ("--sweep", "gpus=1..2")):
+        assert _run("--params", "50T", *other) == 1
 
 
 def test_a_config_of_70b_is_planned_without_torch(tmp_path: Path) -> None:

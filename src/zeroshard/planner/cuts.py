@@ -4,7 +4,7 @@
     tp   columns   q, k, v, gate, up, the fused qkv, with their biases      cut
          rows      o, down; their biases are whole                          cut
          ends      embedding and output layer, over the vocabulary          cut
-         whole     norms, learned positions, routers of experts             on every rank
+         whole     norms, learned positions, routers, latents of MLA        on every rank
     pp   layers as evenly as possible, the first stages one more; what stands before the layers on
          the first stage, what follows them on the last
 
@@ -28,12 +28,13 @@ from zeroshard.planner.model import Decoder, GroupShape, ModelShape, Shape, Unit
 
 __all__ = ["cut_stages", "cut_tensors", "is_assumed", "layer_numbers"]
 
-_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "qkv", "up",
-            "query_key_value", "dense_h_to_4h")  # fmt: skip
+_COLUMNS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj", "gate_proj",
+            "up_proj", "gate_up_proj", "qkv", "up", "query_key_value", "dense_h_to_4h")  # fmt: skip
 _ROWS = ("o_proj", "down_proj", "out", "down", "dense", "dense_4h_to_h")
 _VOCABULARY = ("embed_tokens", "embed", "wte", "embed_in", "embed_out", "embedding", "token",
                "lm_head", "head")  # fmt: skip
-_WHOLE = ("wpe", "position", "gate", "norm_1", "norm_2")
+_WHOLE = ("wpe", "position", "gate", "router", "shared_expert_gate", "q_a_proj",
+          "kv_a_proj_with_mqa", "norm_1", "norm_2")  # fmt: skip
 # name of a layer -> the dimension of its weight that is cut; Conv1D's weights are [in, out]
 _CUT = dict.fromkeys((*_COLUMNS, "c_proj"), -2) | dict.fromkeys((*_ROWS, "c_attn", "c_fc"), -1)
 _CUT |= dict.fromkeys(_VOCABULARY, -2)
@@ -78,6 +79,8 @@ def _part(name: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
         dim = 0 if (owner in _BIAS_IS_CUT if is_bias else owner == "embedding") else None
     elif owner in _CUT:
         dim = _CUT[owner]
+        if words[-3:-1] == ["feed_forward", "experts"]:  # llama4's are [in, out]
+            dim = -3 - dim
     elif owner in _WHOLE:
         dim = None
     else:

@@ -82,7 +82,8 @@ class Machine:
         local = min(gpus, preset["node_size"]) if node_size is None else node_size
         if local < 1 or gpus % local:
             raise ConfigError(
-                f"node_size={local} does not divide gpus={gpus}: every node has as many GPUs"
+                f"node_size={local} does not divide gpus={gpus}: every node has as many GPUs; give"
+                f" {_whole_nodes(gpus, max(local, 1))}"
             )
 
         def size(name: str, given: int | str | None) -> int:
@@ -129,6 +130,12 @@ class Machine:
         return self.speeds.fp32_flops if precision == "fp32" else self.speeds.half_flops
 
 
+_NEEDED = (
+    "gpu_memory", "half_tflops", "fp32_tflops", "memory_gbs", "local_gbs", "network_gbs",
+    "host_link_gbs", "node_size", "host_memory", "host_gbs", "disk_gbs",
+)  # fmt: skip
+
+
 @cache
 def presets() -> dict[str, dict[str, Any]]:
     """Return what machines.toml says, by name; what stands above the presets holds for each."""
@@ -138,9 +145,23 @@ def presets() -> dict[str, dict[str, Any]]:
     return {name: shared | value for name, value in read.items() if isinstance(value, dict)}
 
 
+def _whole_nodes(gpus: int, node_size: int) -> str:
+    """Return what would make whole nodes: sizes that divide `gpus`, and the nearest numbers of
+    GPUs.
+    """
+    fewer = next(size for size in range(min(node_size, gpus), 0, -1) if gpus % size == 0)
+    nodes = gpus // node_size
+    others = [f"gpus={count * node_size}" for count in (nodes, nodes + 1) if count]
+    return f"node_size={fewer}, or {' or '.join(others)}"
+
+
 def _preset(name: str) -> dict[str, Any]:
     if name in presets():
-        return presets()[name]
+        preset = presets()[name]
+        lacking = [key for key in _NEEDED if key not in preset]
+        if lacking:
+            raise ConfigError(f"machines.toml: preset {name!r} lacks {', '.join(lacking)}")
+        return preset
     by_lower = {known.lower(): known for known in presets()}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.3)
     hint = f"; did you mean {by_lower[near[0]]!r}?" if near else ""

@@ -51,8 +51,10 @@ class Plan:
     recommended: Recommendation
     axes: Axes | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the plan as ``zeroshard plan --json`` prints it."""
+    def to_dict(self, *, price: float | None = None) -> dict[str, Any]:
+        """Return the plan as ``zeroshard plan --json`` prints it; `price` of a GPU-hour: with what
+        a billion tokens cost in the recommended row.
+        """
         model, advice, training = self.model, self.recommended, self.training
         states = {
             "weight": round(model.numel * Wire.of(training.precision).bytes_per_element),
@@ -84,7 +86,14 @@ class Plan:
                 "change": advice.change,
                 "offer": advice.offer,
             },
+            **({} if price is None else {"price": self._priced(price)}),
         }
+
+    def _priced(self, price: float) -> dict[str, float | None]:
+        row = self.recommended.row
+        hours = None if row is None else row.gpu_hours_per_billion_tokens
+        cost = None if hours is None else hours * price
+        return {"gpu_hour": price, "billion_tokens": cost}
 
     def config(self, *, disk_path: str = ".") -> dict[str, Any]:
         """Return the recommended row as a configuration that ``zs.shard(config=...)`` takes. The

@@ -94,11 +94,26 @@ class PlannedRow:
         """Seconds of a step; None where the model's FLOPs are not known."""
         return self.time.seconds if self.time.computes else None
 
+    @property
+    def gpus(self) -> int:
+        """The GPUs of all axes."""
+        return self.spread.tp * self.spread.pp * self.spread.dp
+
+    @property
+    def gpu_hours_per_billion_tokens(self) -> float | None:
+        """Hours of one GPU that a billion tokens take; None where that is not known."""
+        if self.tokens_per_s is None:
+            return None
+        return self.gpus * 1e9 / self.tokens_per_s / 3600
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as ``zeroshard plan --json`` prints it."""
         out = asdict(self)
         spread, _ = out.pop("spread"), out.pop("time")
-        return {**out, "step_s": self.step_s, **spread}
+        hours = self.gpu_hours_per_billion_tokens
+        return {
+            **out, "step_s": self.step_s, "gpu_hours_per_billion_tokens": hours, **spread,
+        }  # fmt: skip
 
 
 def tiers_of(policy: Policy) -> dict[str, str]:

@@ -31,6 +31,16 @@ MOMENT_BYTES = {
     "sgd": 0.0,
 }
 PRECISIONS = ("fp32", "bf16", "fp16")
+# names as people and other libraries write them, in lower case and with dashes
+_DTYPES = {
+    "float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16",
+}  # fmt: skip
+_OPTIMIZERS = {
+    "adamw": "adam", "adam-torch": "adam", "adamw-torch": "adam", "adamw-fused": "adam-fused",
+    "adamw-torch-fused": "adam-fused", "adamw-bf16": "adam-bf16", "adam8bit": "adam-8bit",
+    "adamw8bit": "adam-8bit", "adamw-8bit": "adam-8bit", "adamw-bnb-8bit": "adam-8bit",
+    "sgd-momentum": "momentum",
+}  # fmt: skip
 _CODECS = tuple(CODEC_BITS)
 
 
@@ -39,7 +49,8 @@ class Training:
     """One training run. Raises ConfigError for values that make no sense.
 
     `accumulate` is the dtype in which gradients rest: "fp32" (as in ``zs.shard``) or that of
-    `precision`, the papers' count. `optimizer` is "adam" (AdamW alike), "adam-fused" (the
+    `precision`, the papers' count. Both take torch's names and dtypes, too ("bfloat16").
+    `optimizer` is "adam" or "adamw", "adam-fused" (the
     same with ``fused=True``: no temporaries in a step), "adam-bf16" (moments in bf16), "adam-8bit"
     (planned only), "momentum" (SGD with it) or "sgd". `batch` sequences of
     `sequence` tokens are one micro-batch of one GPU; `micro_batches` of them, all but the last
@@ -70,6 +81,10 @@ class Training:
     leaves: int | str | None = None
 
     def __post_init__(self) -> None:
+        for name, names in (
+            ("precision", _DTYPES), ("accumulate", _DTYPES), ("optimizer", _OPTIMIZERS),
+        ):  # fmt: skip
+            object.__setattr__(self, name, _known(getattr(self, name), names))
         for name, value, choices in (
             ("precision", self.precision, PRECISIONS),
             ("optimizer", self.optimizer, tuple(MOMENT_BYTES)),
@@ -202,3 +217,10 @@ class Training:
             block=self.codec_block,
             rests_packed=rests_packed,
         )
+
+
+def _known(given: object, names: dict[str, str]) -> str:
+    """Return the name that is meant by `given`, a text or a dtype; as it is, where none is."""
+    text = str(given).removeprefix("torch.")
+    lower = text.lower().replace("_", "-")
+    return names.get(lower, lower if lower in names.values() else text)

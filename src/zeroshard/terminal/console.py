@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 __all__ = [
-    "Bar", "Table", "note", "print_json", "progress", "say", "say_facts", "size_text",
+    "Bar", "Table", "count_text", "note", "print_json", "progress", "say", "say_facts", "size_text",
     "three_digits",
 ]  # fmt: skip
 
@@ -66,12 +66,23 @@ class Table:
     styles: Sequence[str] = ()  # of the rows, on a terminal
 
     def print(self, width: int | None = None) -> None:
-        """Print it, in lines of at most `width` (None: as wide as it is). A narrower terminal
-        breaks lines, which loses no number.
+        """Print it, in lines of at most `width` (None: as wide as it is), or as few more as its
+        numbers need. A narrower terminal breaks lines, which loses no number.
         """
         from rich.console import Console
 
+        if width is not None and not self.is_framed:
+            width = max(width, self._least_width())
         Console(width=width or 1000).print(self.rich(), soft_wrap=width is None)
+
+    def _least_width(self) -> int:
+        """Return the width in which no word of an unframed table is broken."""
+        total = len(self.columns) - 1
+        for name, *column in zip(self.columns, *self.rows, strict=True):
+            texts = (name, *map(str, column))
+            words = (text.split() if name in self.folded else [text] for text in texts)
+            total += max(len(word) for part in words for word in part)
+        return total
 
     def rich(self) -> RichTable:
         """Return it as rich's."""
@@ -115,6 +126,14 @@ def size_text(num_bytes: int) -> str:
         if num_bytes >= 10**power:
             return f"{three_digits(num_bytes / 10**power)} {unit}"
     return f"{num_bytes} B"
+
+
+def count_text(number: float) -> str:
+    """Return a count with three digits: "44.3k"."""
+    for power, unit in ((9, "G"), (6, "M"), (3, "k")):
+        if number >= 0.9995 * 10**power:
+            return f"{three_digits(number / 10**power)}{unit}"
+    return three_digits(number)
 
 
 def three_digits(number: float) -> str:

@@ -16,7 +16,7 @@ from zeroshard.planner.beside import TensorParallel, activation_bytes
 from zeroshard.planner.closed_form import layer_bytes
 from zeroshard.planner.cuts import cut_stages, cut_tensors
 from zeroshard.planner.exact import LaidOut, staged_routes
-from zeroshard.planner.families import shape_of_config
+from zeroshard.planner.families import FAMILIES, shape_of_config
 from zeroshard.planner.grid import GridPlan
 from zeroshard.planner.lanes import LaneTask
 from zeroshard.planner.pipeline_time import Pipeline, PipelineTime
@@ -130,12 +130,16 @@ def test_a_tied_embedding_is_two_in_a_pipeline() -> None:
     assert first.numel + last.numel == model.numel + 32000 * 1024
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_rules_of_how_it_is_cut(family: str) -> None:
     fields = {
         "model_type": family, "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 128,
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_local_experts": 4, "n_positions": 16,
+        "num_attention_heads": 4, "num_local_experts": 4, "n_positions": 16, "num_experts": 4,
+        "n_routed_experts": 4, "moe_intermediate_size": 64, "intermediate_size_mlp": 96,
+        "shared_expert_intermediate_size": 96, "q_lora_rank": 8, "kv_lora_rank": 8,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 16,
+        "first_k_dense_replace": 1, "num_key_value_heads": 4,
     }  # fmt: skip
     model = shape_of_config(fields, family)
     part = cut_tensors(model, 4)

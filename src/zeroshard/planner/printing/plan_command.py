@@ -1,8 +1,9 @@
 """``zeroshard plan``: what rests where, what travels, and whether it fits, before any launch.
 
-Only ``--model package.module:factory`` and a config.json of a family that is not known in closed form
-import torch; the factory, or Transformers' class, runs in this process, with parameters that take no
-memory. Whatever cannot be understood is a usage error of one line.
+Only ``--model package.module:factory`` and a config.json of a family that is not known in closed
+form import torch; the factory, or Transformers' class, runs in this process, with parameters that
+take no memory. Whatever cannot be understood is a usage error of one line; where nothing fits, the
+exit code is 1.
 """
 
 from __future__ import annotations
@@ -11,37 +12,28 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeroshard.planner.printing.plan_table import print_plan
 from zeroshard.planner.printing.ranks_table import (
-    BELOW_REST,
-    elsewhere,
-    is_below_rest,
     is_uneven,
     leave_out,
     memories_of,
     plan_and_print,
 )
-from zeroshard.terminal.console import (
-    Table,
-    note,
-    print_json,
-    say,
-    say_facts,
-    size_text,
-    three_digits,
-)
+from zeroshard.terminal.console import note, print_json
 from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, as_usage, made
 
 if TYPE_CHECKING:
-    from zeroshard.planner import Axes, Machine, ModelShape, Plan, PlannedRow, Training
+    from zeroshard.planner import Machine, ModelShape, Training
 
 __all__ = ["command"]
 
+NOTHING_FITS = 1  # exit code
 Measured = Callable[[int | None], "Machine"]  # of so many ranks (None: as many as devices)
 
 
@@ -64,9 +56,13 @@ def _plan(this_machine: Measured, arguments: argparse.Namespace) -> int:
         model = _describe(arguments, training)
         plan = make_plan(model, machine, training, axes=axes)
     if arguments.json:
-        print_json(plan.to_dict())
+        print_json(plan.to_dict(price=arguments.price))
     else:
-        _print_plan(plan)
+        print_plan(plan, arguments.price)
+    if plan.recommended.row is None:
+        if arguments.write is not None:
+            note(f"nothing fits: {arguments.write} was not written")
+        return NOTHING_FITS
     if arguments.write is not None:
         text = json.dumps(plan.config(disk_path=arguments.disk_path), indent=2)
         arguments.write.write_text(f"{text}\n", encoding="utf-8")
@@ -95,8 +91,8 @@ def _sweep(arguments: argparse.Namespace, training: Training, this_machine: Meas
         sizes = {"name": model.name, "parameters": model.numel}
         print_json({"model": sizes, "sweep": [one.to_dict() for one in points]})
     else:
-        print_sweep(model, machines[-1], points)
-    return 0
+        print_sweep(model, machines[-1], points, arguments.price)
+    return 0 if any(point.fits for point in points) else NOTHING_FITS
 
 
 # ------------------------------------------------------------------ the machine
@@ -184,174 +180,6 @@ def _built(name: str, training: Training) -> ModelShape:
     return shape_with_activations(model, training, inputs)
 
 
-# ------------------------------------------------------------------ the table
-
-_FITS = "fits: bound by"
-_ALWAYS = ("row", "rest", "peak")  # columns that are there even if they are empty
-
-
-def _print_plan(plan: Plan) -> None:
-    say_facts(_facts(plan), width=9)
-    say("GB of one GPU: at rest and received per step (exact), at peak (modelled)")
-    cells = [_cells(row, plan.axes) for row in plan.rows]
-    shown = [name for name in cells[0] if name in _ALWAYS or any(one[name] != "-" for one in cells)]
-    best = plan.recommended.row
-    Table(
-        shown,
-        [[texts[name] for name in shown] for texts in cells],
-        text=("row", "elsewhere", _FITS),
-        folded=(_FITS,),
-        is_framed=False,
-        styles=["bold" if row is best else ("" if row.fits else "dim") for row in plan.rows],
-    ).print(width=100)
-    if any(is_below_rest(row.peak_bytes, row.rest_bytes) for row in plan.rows):
-        say(BELOW_REST)
-    say("")
-    say_facts(_advice(plan), width=9)
-
-
-def _advice(plan: Plan) -> Iterator[tuple[str, str | None]]:
-    from zeroshard.planner.rows import describe_row
-
-    advice = plan.recommended
-    words = "none" if advice.row is None else describe_row(advice.row)
-    yield "take", f"{words}: {advice.reason}"
-    if advice.row is not None:
-        yield from _explained(advice.row)
-    yield "smaller", advice.smaller
-    yield "change", advice.change
-    if advice.offer is not None:
-        yield "offer", f"--accumulate {plan.training.precision}: {advice.offer}"
-
-
-def _explained(row: PlannedRow) -> Iterator[tuple[str, str]]:
-    """Yield what the peak of `row` is made of, and what its checkpoints take."""
-    parts = (f"{three_digits(size / 1e9)} {part}" for part, size in row.parts.items() if size)
-    yield "peak", f"{' + '.join(parts)} = {size_text(row.peak_bytes['device'])}"
-    whole, mine = (size_text(row.checkpoint_bytes[part]) for part in ("all", "rank"))
-    yield "save", f"{whole}, {mine} of a rank: {', '.join(_save_times(row))}"
-
-
-def _save_times(row: PlannedRow) -> Iterator[str]:
-    """Yield how long a save and a load take, as far as that is known."""
-    save, behind = row.save_s["foreground"], row.save_s["background"]
-    if save is not None:
-        yield f"{three_digits(save)} s"
-    if behind is not None:
-        yield f"in the background {three_digits(behind)} s"
-    timed = row.load_s is not None and f"load {three_digits(row.load_s)} s"
-    yield timed or "load and save are timed with a --disk"
-
-
-def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
-    model, machine, training = plan.to_dict()["model"], plan.machine, plan.training
-    note = f", {model['note']}" if model["note"] else ""
-    yield "model", f"{model['name']}: {model['parameters']:,} parameters{note}"
-    states = {name: size_text(num_bytes) for name, num_bytes in model["states_bytes"].items()}
-    yield (
-        "states",
-        f"weights {states['weight']}, gradients {states['grad']}, master and moments"
-        f" {states['optimizer']}: {size_text(sum(model['states_bytes'].values()))} unsharded",
-    )
-    yield "machine", _machine(machine)
-    if machine.note:
-        yield "note", machine.note
-    encoded = ", ".join(f"{name}={value}" for name, value in training.comm().items())
-    if encoded:
-        yield "codecs", f"{encoded}; without the rows that take none"
-    if training.fraction < 1.0:
-        yield "fraction", f"{training.fraction:g} of each state that leaves the device does"
-    if plan.axes is not None:
-        yield from _axes(plan, plan.axes)
-    step = f"{training.micro_batches} x {training.batch} x {training.sequence} tokens"
-    if not plan.model.takes_tokens:
-        step = f"{training.micro_batches} micro-batch(es)"
-    of = "a step and GPU"
-    if training.leaves is not None:
-        step, of = f"{training.leaves} leaves of {training.batch} x {training.sequence}", "a step"
-    activations = "recomputed" if training.checkpointing else "kept"
-    if training.accumulation_bytes is not None:
-        held = f"{size_text(training.accumulation_bytes)} of gradients between micro-batches"
-        most = f"up to {max(row.whole_gradients for row in plan.rows)} of {len(plan.model.units)}"
-        yield "budget", f"{held}: {most} units keep theirs whole"
-    yield (
-        "training",
-        f"{training.precision}, gradients rest in {training.accumulate}, {training.optimizer};"
-        f" {step} {of}, activations {activations}",
-    )
-    from zeroshard.planner.machine import presets
-
-    if training.precision == "bf16" and not presets().get(machine.name, {}).get("bf16", True):
-        yield "note", f"{machine.name} has no bf16 arithmetic: times are fp16's, take fp16 there"
-    if training.optimizer == "adam-8bit":
-        yield "note", "8-bit Adam is planned only: zs.shard refuses what is not elementwise"
-    yield from _unknown(plan)
-
-
-def _unknown(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield what is not known of the model, and what would tell it."""
-    model = plan.model
-    # a traced pass is of the whole model, not of its stages
-    lacks_activations = model.decoder is None and (model.trace is None or plan.axes is not None)
-    lacks_times = any(row.step_s is None for row in plan.rows)
-    lacks = ["peaks are without activations"] if lacks_activations else []
-    lacks += ["steps are without times"] if lacks_times else []
-    if not lacks:
-        return
-    why = "no decoder's sizes and no inputs are known: have the factory return (module, inputs)"
-    if model.trace is not None:
-        why = "no matrix product or convolution was counted"
-        why = "what was traced is not cut along tp and pp" if plan.axes is not None else why
-    yield "note", f"{', '.join(lacks)}: {why}"
-
-
-def _axes(plan: Plan, axes: Axes) -> Iterator[tuple[str, str]]:
-    """Yield how the axes were chosen, and what to know about them."""
-    asked = f"tp {axes.tp}, pp {axes.pp}"
-    schedule = f", schedule {axes.schedule or '1f1b'}" if axes.pp != 1 else ""
-    best = ""
-    if axes.is_auto:
-        best = "; the best row of each grid, all with the same tokens a step"
-    yield "axes", f"{asked}{schedule}{best}"
-    node = plan.machine.node_size
-    if any(node % row.spread.tp for row in plan.rows):
-        far = f"tp {axes.tp} does not fit in a node of {node}"
-        yield "note", f"{far}: its all-reduces go over the network, slowly"
-
-
-def _machine(machine: Machine) -> str:
-    from zeroshard.planner.plan import ALLOWED_FOR
-
-    nodes = machine.gpus // machine.node_size
-    return (
-        f"{machine.gpus} x {machine.name} of {size_text(machine.gpu_memory)}"
-        f" ({machine.gpu_memory / 2**30:.4g} GiB) in {nodes} node(s) of {machine.node_size};"
-        f" {size_text(machine.host_memory)} of host memory ({size_text(machine.host_allowance)} of"
-        f" it for {ALLOWED_FOR}), {size_text(machine.disk) if machine.disk else 'no'} disk a node"
-    )
-
-
-def _cells(row: PlannedRow, axes: Axes | None) -> dict[str, str]:
-    """Return the texts of one line of the table, by column."""
-    spread, along, bubble = row.spread, dict[str, str](), dict[str, str]()
-    if axes is not None:
-        along = {axis: str(getattr(spread, axis)) for axis in ("tp", "pp", "dp")}
-        bubble = {"idle": f"{spread.bubble:.0%}" if spread.bubble else "-"}
-    sizes = {"rest": row.rest_bytes["device"], "peak": row.peak_bytes["device"]}
-    sizes |= {tier: row.rest_bytes[tier] for tier in ("host", "disk")} | row.traffic_bytes
-    fits = f"{'yes' if row.fits else 'no'}: {row.bound_by}"
-    return {
-        **along,
-        "row": row.row,
-        "elsewhere": elsewhere(row.tiers),
-        **{name: three_digits(size / 1e9) for name, size in sizes.items()},
-        **bubble,
-        "s/step": "-" if row.step_s is None else three_digits(row.step_s),
-        "tokens/s": "-" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-        _FITS: "yes" if row.fits and row.step_s is None else fits,
-    }
-
-
 # ------------------------------------------------------------------ the command
 
 
@@ -363,6 +191,14 @@ def _fraction(text: str) -> float | str:
 def _ranks(text: str) -> int | str:
     """Return a number, or the text: Axes refuses all but "auto"."""
     return int(text) if text.isdigit() else text
+
+
+def _price(text: str) -> float:
+    """Return a positive number."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise ValueError(text)
+    return number
 
 
 _OPTIONS = (
@@ -380,7 +216,7 @@ _OPTIONS = (
     Option("--network SIZE", "bytes a second of one GPU to other nodes: 25GB"),
     Option("--precision TYPE", "bf16 (default), fp16 or fp32", default="bf16"),
     Option("--accumulate TYPE", "of gradients at rest (default fp32)", default="fp32"),
-    Option("--optimizer NAME", "adam (default), adam-fused, adam-8bit, adam-bf16, momentum, sgd",
+    Option("--optimizer NAME", "adamw (default), adam-fused, adam-8bit, adam-bf16, momentum, sgd",
            default="adam"),
     Option("--batch N", "sequences of a micro-batch of a GPU", int, 1),
     Option("--sequence N", "tokens of one (default 2048)", int, 2048),
@@ -396,6 +232,8 @@ _OPTIONS = (
     Option("--comm KEY=VALUE", "weight_codec=int8, grad_codec=int4, ... of zs.Comm; may be"
            " repeated", action="append", default=[]),
     Option("--fraction F", "of a state, off device: 0.5", _fraction, 1.0),
+    Option("--price P", "of a GPU-hour: what a billion tokens cost (2.50)", _price,
+           must="a positive number such as 2.50"),
     JSON,
     Option("--write FILE", "write zs.shard(config=FILE)'s configuration", Path),
     Option("--disk-path DIR", "its directory for disk states", default="."),

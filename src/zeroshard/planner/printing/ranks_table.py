@@ -15,17 +15,27 @@ if TYPE_CHECKING:
     from zeroshard.planner.uneven import UnevenRow
 
 __all__ = [
-    "BELOW_REST", "elsewhere", "is_below_rest", "is_uneven", "leave_out", "memories_of",
-    "plan_and_print",
+    "BELOW_REST", "SHORT", "WIDTH", "elsewhere", "is_below_rest", "is_uneven", "leave_out",
+    "memories_of", "plan_and_print",
 ]  # fmt: skip
 
+WIDTH = 80  # columns of tables
+# what bounds a row, or lacks, as tables say it
+SHORT = {
+    "device memory": "memory",
+    "optimizer step": "optimizer",
+    "latency of collectives": "latency",
+    "links inside nodes": "local links",
+    "links between nodes": "network",
+}
 BELOW_REST = (
-    "rest is between micro-batches, whole gradients included: a step of one micro-batch reduces\n"
-    "each as it comes, so that its peak can be below"
+    "rest is between micro-batches, whole gradients included: a step of one\n"
+    "micro-batch reduces each as it comes, so that its peak can be below"
 )
 _COLUMNS = (
     "row", "elsewhere", "rank", "share", "rest", "peak", "of", "host", "disk", "moved", "fits",
 )  # fmt: skip
+_MAYBE = ("host", "disk")  # columns that are left out where they are empty
 
 
 def is_uneven(arguments: argparse.Namespace) -> bool:
@@ -47,7 +57,7 @@ def memories_of(arguments: argparse.Namespace) -> list[int]:
     from zeroshard.core.sizes import parse_bytes
 
     why = "--shares and unequal --gpu-memory plan every rank of one machine"
-    leave_out(arguments, why, "tp", "pp", "sweep", "plot", "write")
+    leave_out(arguments, why, "tp", "pp", "sweep", "plot", "write", "price")
     texts = (arguments.gpu_memory or "").split(",")
     if len(texts) == 1:
         return []
@@ -81,7 +91,7 @@ def plan_and_print(
         print_json({"model": sizes, "rows": [row.to_dict() for row in rows]})
     else:
         _print(model, machine, rows)
-    return 0
+    return 1 if all(row.short for row in rows) else 0  # nothing fits
 
 
 def _print(model: ModelShape, machine: Machine, rows: Sequence[UnevenRow]) -> None:
@@ -94,13 +104,17 @@ def _print(model: ModelShape, machine: Machine, rows: Sequence[UnevenRow]) -> No
         for row in rows
         for number, texts in enumerate(_lines(row))
     ]
+    cells = [dict(zip(_COLUMNS, (*first, *texts), strict=True)) for first, texts, _ in lines]
+    empty = {name for name in _MAYBE if all(one[name] == "-" for one in cells)}
+    shown = [name for name in _COLUMNS if name not in empty]
     Table(
-        _COLUMNS,
-        [(*first, *texts) for first, texts, _ in lines],
+        shown,
+        [[one[name] for name in shown] for one in cells],
         text=("row", "elsewhere", "fits"),
+        folded=("elsewhere", "fits"),
         is_framed=False,
         styles=["" if fits else "dim" for *_, fits in lines],
-    ).print(width=110)
+    ).print(width=WIDTH)
     if any(is_below_rest(rank.peak_bytes, rank.rest_bytes) for row in rows for rank in row.ranks):
         say(BELOW_REST)
 
@@ -120,7 +134,7 @@ def _lines(row: UnevenRow) -> list[list[str]]:
         sizes = [rank.rest_bytes["device"], rank.peak_bytes["device"], rank.memory]
         sizes += [rank.rest_bytes["host"], rank.rest_bytes["disk"], rank.traffic_bytes]
         is_short = any(f"device memory of rank {number}" in short for number in numbers)
-        fits = "no: device memory" if is_short else "yes"
+        fits = "no: memory" if is_short else "yes"
         left = [one for one in row.short if " of node " in one]
         if left and not is_short:
             fits = f"no: {left[0]}"

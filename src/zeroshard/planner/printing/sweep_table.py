@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 __all__ = ["plot_sweep", "print_sweep"]
 
 
-def print_sweep(model: ModelShape, machine: Machine, points: Sequence[Point]) -> None:
-    """Print efficiency and memory by number of GPUs (`machine` has the most) and row, and what
-    bounds each row.
+def print_sweep(
+    model: ModelShape, machine: Machine, points: Sequence[Point], price: float | None = None
+) -> None:
+    """Print efficiency and memory by number of GPUs (`machine` has the most) and row, what bounds
+    each row, and the fewest GPUs on which one fits; `price`, of a GPU-hour: and where a billion
+    tokens cost least.
     """
     numbers = list(dict.fromkeys(point.gpus for point in points))
     rows = _by_row(points)
@@ -45,6 +48,29 @@ def print_sweep(model: ModelShape, machine: Machine, points: Sequence[Point]) ->
         Table(("GPUs", *rows), cells, is_framed=False).print()
     say("bound by, on how many GPUs")
     say_facts(((name, _bounds(line)) for name, line in rows.items()), width=10)
+    fitting = [point for point in points if point.fits]
+    if price is not None:
+        say_facts([("cheapest", _cheapest(fitting, price))], width=10)
+    fewest = f"no number of GPUs from {numbers[0]} to {numbers[-1]} holds any row on its devices"
+    if fitting:
+        least = fitting[0].gpus
+        names = ", ".join(point.row for point in fitting if point.gpus == least)
+        fewest = f"{least:,} GPUs, with {names}"
+    say_facts([("fewest", fewest)], width=10)
+
+
+def _cheapest(fitting: Sequence[Point], price: float) -> str | None:
+    """Return where a billion tokens cost least; None where nothing fits or tokens are not known."""
+    costs = {
+        point: 1e9 / point.tokens_per_s_per_gpu / 3600 * price
+        for point in fitting
+        if point.tokens_per_s_per_gpu is not None
+    }
+    if not costs:
+        return None
+    best = min(costs, key=costs.__getitem__)
+    cost = three_digits(costs[best])
+    return f"{best.gpus:,} GPUs, {best.row}: {cost} for a billion tokens at {price:g} a GPU-hour"
 
 
 def _by_row(points: Sequence[Point]) -> dict[str, list[Point]]:

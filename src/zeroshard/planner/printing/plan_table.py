@@ -1,0 +1,245 @@
+"""The table of a plan on a terminal: what is planned, a line per row, what to take and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from zeroshard.planner.printing.ranks_table import (
+    BELOW_REST,
+    SHORT,
+    WIDTH,
+    elsewhere,
+    is_below_rest,
+)
+from zeroshard.terminal.console import Table, count_text, say, say_facts, size_text, three_digits
+
+if TYPE_CHECKING:
+    from zeroshard.planner import Axes, Machine, Plan, PlannedRow
+
+__all__ = ["print_plan"]
+
+_FITS = "fits"
+_ALWAYS = ("row", "rest", "peak")  # columns that are there even if they are empty
+_LEGEND = {
+    "zero3-keep": "zero3 whose weights stay gathered from forward to backward",
+    "hpz": "zero3 whose backwards gather weights inside the node (ZeRO++)",
+    "mics": "zero3 inside each node, the same in all of them (MiCS)",
+    "hfsdp": "mics with optimizer states over all GPUs (hybrid FSDP)",
+}
+
+
+def print_plan(plan: Plan, price: float | None = None) -> None:
+    """Print what is planned, a line per row, what to take and why; `price`: of a GPU-hour."""
+    say_facts(_facts(plan), width=9)
+    say("GB of one GPU: at rest and received per step (exact), at peak (modelled)")
+    rows, others = _apart(plan.rows)
+    cells = [_cells(row, plan.axes) for row in rows]
+    shown = [name for name in cells[0] if name in _ALWAYS or any(one[name] != "-" for one in cells)]
+    best = plan.recommended.row
+    Table(
+        shown,
+        [[texts[name] for name in shown] for texts in cells],
+        text=("row", "elsewhere", _FITS),
+        folded=("elsewhere", _FITS),
+        is_framed=False,
+        styles=["bold" if row is best else ("" if row.fits else "dim") for row in rows],
+    ).print(width=WIDTH)
+    for line in _equal(rows, others, plan.axes):
+        say(line)
+    if any(is_below_rest(row.peak_bytes, row.rest_bytes) for row in rows):
+        say(BELOW_REST)
+    names = dict.fromkeys(row.row for row in rows)
+    say_facts(((name, _LEGEND.get(name)) for name in names), width=10)
+    say("")
+    say_facts(_advice(plan, price), width=9)
+
+
+def _apart(
+    rows: Sequence[PlannedRow],
+) -> tuple[list[PlannedRow], list[tuple[PlannedRow, PlannedRow]]]:
+    """Return the rows that differ in anything but their names, and each other one with the first
+    that is equal.
+    """
+    apart: list[PlannedRow] = []
+    others: list[tuple[PlannedRow, PlannedRow]] = []
+    for row in rows:
+        first = next((one for one in apart if replace(one, row=row.row) == row), None)
+        if first is None:
+            apart.append(row)
+        else:
+            others.append((row, first))
+    return apart, others
+
+
+def _equal(
+    rows: Sequence[PlannedRow],
+    others: Sequence[tuple[PlannedRow, PlannedRow]],
+    axes: Axes | None,
+) -> Iterator[str]:
+    """Yield which rows have no line of their own, since another one's says it all."""
+    if others and axes is None and rows[0].spread.dp == 1:
+        yield "one GPU: all rows are equal, one stands for them on each mix of tiers"
+        return
+    names: dict[str, dict[str, None]] = {}
+    for row, first in others:
+        where = elsewhere(row.tiers)
+        key = first.row if where == "-" else f"{first.row}, {where}"
+        names.setdefault(key, {})[row.row] = None
+    for key, equal in names.items():
+        yield f"{', '.join(equal)}: equal to {key} here"
+
+
+def _advice(plan: Plan, price: float | None) -> Iterator[tuple[str, str | None]]:
+    from zeroshard.planner.rows import describe_row
+
+    advice = plan.recommended
+    words = "none" if advice.row is None else describe_row(advice.row)
+    yield "take", f"{words}: {advice.reason}"
+    if advice.row is not None:
+        yield from _explained(advice.row)
+        if price is not None:
+            yield "price", _priced(advice.row, price)
+    yield "smaller", advice.smaller
+    yield "change", advice.change
+    if advice.offer is not None:
+        yield "offer", f"--accumulate {plan.training.precision}: {advice.offer}"
+
+
+def _explained(row: PlannedRow) -> Iterator[tuple[str, str]]:
+    """Yield what the peak of `row` is made of, and what its checkpoints take."""
+    parts = (f"{three_digits(size / 1e9)} {part}" for part, size in row.parts.items() if size)
+    yield "peak", f"{' + '.join(parts)} = {size_text(row.peak_bytes['device'])}"
+    whole, mine = (size_text(row.checkpoint_bytes[part]) for part in ("all", "rank"))
+    yield "save", f"{whole}, {mine} of a rank: {', '.join(_save_times(row))}"
+
+
+def _priced(row: PlannedRow, price: float) -> str:
+    """Return what a billion tokens take."""
+    hours = row.gpu_hours_per_billion_tokens
+    if hours is None:
+        return "not known: the model's FLOPs are not, or it takes no tokens"
+    cost = three_digits(hours * price)
+    return f"a billion tokens take {three_digits(hours)} GPU-hours: {cost} at {price:g} each"
+
+
+def _save_times(row: PlannedRow) -> Iterator[str]:
+    """Yield how long a save and a load take, as far as that is known."""
+    save, behind = row.save_s["foreground"], row.save_s["background"]
+    if save is not None:
+        yield f"{three_digits(save)} s"
+    if behind is not None:
+        yield f"in the background {three_digits(behind)} s"
+    timed = row.load_s is not None and f"load {three_digits(row.load_s)} s"
+    yield timed or "load and save are timed with a --disk"
+
+
+def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    model, machine, training = plan.to_dict()["model"], plan.machine, plan.training
+    note = f", {model['note']}" if model["note"] else ""
+    yield "model", f"{model['name']}: {model['parameters']:,} parameters{note}"
+    states = {name: size_text(num_bytes) for name, num_bytes in model["states_bytes"].items()}
+    yield (
+        "states",
+        f"weights {states['weight']}, gradients {states['grad']}, master and moments"
+        f" {states['optimizer']}: {size_text(sum(model['states_bytes'].values()))} unsharded",
+    )
+    yield "machine", _machine(machine)
+    if machine.note:
+        yield "note", machine.note
+    encoded = ", ".join(f"{name}={value}" for name, value in training.comm().items())
+    if encoded:
+        yield "codecs", f"{encoded}; without the rows that take none"
+    if training.fraction < 1.0:
+        yield "fraction", f"{training.fraction:g} of each state that leaves the device does"
+    if plan.axes is not None:
+        yield from _axes(plan, plan.axes)
+    step = f"{training.micro_batches} x {training.batch} x {training.sequence} tokens"
+    if not plan.model.takes_tokens:
+        step = f"{training.micro_batches} micro-batch(es)"
+    of = "a step and GPU"
+    if training.leaves is not None:
+        step, of = f"{training.leaves} leaves of {training.batch} x {training.sequence}", "a step"
+    activations = "recomputed" if training.checkpointing else "kept"
+    if training.accumulation_bytes is not None:
+        held = f"{size_text(training.accumulation_bytes)} of gradients between micro-batches"
+        most = f"up to {max(row.whole_gradients for row in plan.rows)} of {len(plan.model.units)}"
+        yield "budget", f"{held}: {most} units keep theirs whole"
+    yield (
+        "training",
+        f"{training.precision}, gradients rest in {training.accumulate}, {training.optimizer};"
+        f" {step} {of}, activations {activations}",
+    )
+    from zeroshard.planner.machine import presets
+
+    if training.precision == "bf16" and not presets().get(machine.name, {}).get("bf16", True):
+        yield "note", f"{machine.name} has no bf16 arithmetic: times are fp16's, take fp16 there"
+    if training.optimizer == "adam-8bit":
+        yield "note", "8-bit Adam is planned only: zs.shard refuses what is not elementwise"
+    yield from _unknown(plan)
+
+
+def _unknown(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what is not known of the model, and what would tell it."""
+    model = plan.model
+    # a traced pass is of the whole model, not of its stages
+    lacks_activations = model.decoder is None and (model.trace is None or plan.axes is not None)
+    lacks_times = any(row.step_s is None for row in plan.rows)
+    lacks = ["peaks are without activations"] if lacks_activations else []
+    lacks += ["steps are without times"] if lacks_times else []
+    if not lacks:
+        return
+    why = "no decoder's sizes and no inputs are known: have the factory return (module, inputs)"
+    if model.trace is not None:
+        why = "no matrix product or convolution was counted"
+        why = "what was traced is not cut along tp and pp" if plan.axes is not None else why
+    yield "note", f"{', '.join(lacks)}: {why}"
+
+
+def _axes(plan: Plan, axes: Axes) -> Iterator[tuple[str, str]]:
+    """Yield how the axes were chosen, and what to know about them."""
+    asked = f"tp {axes.tp}, pp {axes.pp}"
+    schedule = f", schedule {axes.schedule or '1f1b'}" if axes.pp != 1 else ""
+    best = ""
+    if axes.is_auto:
+        best = "; the best row of each grid, all with the same tokens a step"
+    yield "axes", f"{asked}{schedule}{best}"
+    node = plan.machine.node_size
+    if any(node % row.spread.tp for row in plan.rows):
+        far = f"tp {axes.tp} does not fit in a node of {node}"
+        yield "note", f"{far}: its all-reduces go over the network, slowly"
+
+
+def _machine(machine: Machine) -> str:
+    from zeroshard.planner.plan import ALLOWED_FOR
+
+    nodes = machine.gpus // machine.node_size
+    return (
+        f"{machine.gpus} x {machine.name} of {size_text(machine.gpu_memory)}"
+        f" ({machine.gpu_memory / 2**30:.4g} GiB) in {nodes} node(s) of {machine.node_size};"
+        f" {size_text(machine.host_memory)} of host memory ({size_text(machine.host_allowance)} of"
+        f" it for {ALLOWED_FOR}), {size_text(machine.disk) if machine.disk else 'no'} disk a node"
+    )
+
+
+def _cells(row: PlannedRow, axes: Axes | None) -> dict[str, str]:
+    """Return the texts of one line of the table, by column."""
+    spread, along, bubble = row.spread, dict[str, str](), dict[str, str]()
+    if axes is not None:
+        along = {axis: str(getattr(spread, axis)) for axis in ("tp", "pp", "dp")}
+        bubble = {"idle": f"{spread.bubble:.0%}" if spread.bubble else "-"}
+    sizes = {"rest": row.rest_bytes["device"], "peak": row.peak_bytes["device"]}
+    sizes |= {tier: row.rest_bytes[tier] for tier in ("host", "disk")} | row.traffic_bytes
+    bound_by = SHORT.get(row.bound_by, row.bound_by)
+    fits = f"{'yes' if row.fits else 'no'}: {bound_by}"
+    return {
+        **along,
+        "row": row.row,
+        "elsewhere": elsewhere(row.tiers),
+        **{name: three_digits(size / 1e9) for name, size in sizes.items()},
+        **bubble,
+        "s/step": "-" if row.step_s is None else three_digits(row.step_s),
+        "tok/s": "-" if row.tokens_per_s is None else count_text(row.tokens_per_s),
+        _FITS: "yes" if row.fits and row.step_s is None else fits,
+    }
