@@ -212,7 +212,7 @@ def test_a_model_that_is_no_decoder_has_times_where_its_flops_were_counted(
         assert all(row["tokens_per_s"] is None for row in rows) and "tok/s" not in head
         is_timed = name in ("traced", "larger")
         assert all((row["step_s"] is not None) is is_timed for row in rows), name
-        assert ("s/step" in head) is is_timed
+        assert ("step" in head) is is_timed
         assert ("steps are without times" in _notes(lines)) is not is_timed
         assert ("peaks are without activations" in _notes(lines)) is (name == "ConvLstm")
         assert ("return (module, inputs)" in _notes(lines)) is (name == "ConvLstm")
@@ -357,7 +357,7 @@ def test_the_table_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> No
     assert _run("--params", "100B", "--gpus", "64", "--disk", "20TB") == 0
     lines = capsys.readouterr().out.splitlines()
     (head,) = (number for number, line in enumerate(lines) if line.startswith("row "))
-    assert {"node", "disk", "s/step", "tok/s", "fits"} <= set(lines[head].split())
+    assert {"node", "disk", "step", "tok/s", "fits"} <= set(lines[head].split())
     table = lines[head : lines.index("", head)]
     assert len(table) >= 2 + 16 and max(map(len, table)) <= 80
     assert not any("…" in line for line in table)

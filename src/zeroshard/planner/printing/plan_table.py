@@ -33,7 +33,7 @@ _LEGEND = {
 def print_plan(plan: Plan, price: float | None = None) -> None:
     """Print what is planned, a line per row, what to take and why; `price`: of a GPU-hour."""
     say_facts(_facts(plan), width=9)
-    say("GB of one GPU: at rest and received per step (exact), at peak (modelled)")
+    say("GB of one GPU: at rest, received (exact), at peak (modelled); seconds of a step")
     rows, others = _apart(plan.rows)
     cells = [_cells(row, plan.axes) for row in rows]
     shown = [name for name in cells[0] if name in _ALWAYS or any(one[name] != "-" for one in cells)]
@@ -239,7 +239,7 @@ def _cells(row: PlannedRow, axes: Axes | None) -> dict[str, str]:
         "elsewhere": elsewhere(row.tiers),
         **{name: three_digits(size / 1e9) for name, size in sizes.items()},
         **bubble,
-        "s/step": "-" if row.step_s is None else three_digits(row.step_s),
+        "step": "-" if row.step_s is None else three_digits(row.step_s),
         "tok/s": "-" if row.tokens_per_s is None else count_text(row.tokens_per_s),
         _FITS: "yes" if row.fits and row.step_s is None else fits,
     }
