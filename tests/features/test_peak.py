@@ -1,7 +1,7 @@
 """Predicted peaks are within 3% of what a run allocates (issue: the planner, item 2), on the rank
 that allocates most: the one that waits for the others' gradients.
 
-``python -m tests.features.test_peak`` prints the table of docs/planner.md.
+``python -m tests.features.test_peak`` prints the table of docs/planner-measured.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What others have published, beside what the planner says of the same: memory, traffic, speed.
 
-Where a prediction does not come near, the test holds how far off it is, and docs/planner.md says
-why.
+Where a prediction does not come near, the test holds how far off it is, and
+docs/planner-measured.md says why.
 """
 
 from __future__ import annotations
