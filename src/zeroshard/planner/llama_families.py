@@ -24,7 +24,7 @@ _HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class _Experts:
+class _ExpertLayers:
     """The experts of a layer."""
 
     shapes: _Shapes
@@ -42,7 +42,7 @@ class LlamaFamily:
     attention: _Shapes = field(default=lambda read: _attention(read))
     mlp: _Shapes = field(default=lambda read: _gated(read, "mlp", read.number("intermediate_size")))
     dense_inner: str = "intermediate_size"  # the field with the inner size of the MLP
-    experts: _Experts | None = None
+    experts: _ExpertLayers | None = None
     norms: tuple[str, ...] = ("input", "post_attention")
     is_tied: bool = False
     defaults: Mapping[str, int] = field(default_factory=dict)
@@ -256,28 +256,28 @@ def _chosen(read: ConfigFields, inner: str, few: int | None = None) -> int:
 
 # ------------------------------------------------------------------ the families
 
-_QWEN2_MOE = _Experts(
+_QWEN2_MOE = _ExpertLayers(
     _qwen2_experts, _qwen_layers,
     lambda read: _chosen(read, "moe_intermediate_size")
     + read.number("shared_expert_intermediate_size"),
     "num_experts",
 )  # fmt: skip
-_QWEN3_MOE = _Experts(
+_QWEN3_MOE = _ExpertLayers(
     _qwen3_experts, _qwen_layers, lambda read: _chosen(read, "moe_intermediate_size"),
     "num_experts",
 )  # fmt: skip
-_DEEPSEEK = _Experts(
+_DEEPSEEK = _ExpertLayers(
     _deepseek_experts, _deepseek_layers,
     lambda read: read.number("moe_intermediate_size")
     * (read.number("num_experts_per_tok", 2) + read.number("n_shared_experts")),
     "n_routed_experts",
 )  # fmt: skip
-_LLAMA4 = _Experts(
+_LLAMA4 = _ExpertLayers(
     _llama4_experts, _llama4_layers,
     lambda read: _chosen(read, "intermediate_size") + read.number("intermediate_size"),
     "num_local_experts",
 )  # fmt: skip
-_MIXTRAL = _Experts(
+_MIXTRAL = _ExpertLayers(
     _mixtral_experts, _every, lambda read: _chosen(read, "intermediate_size", 2),
     "num_local_experts",
 )  # fmt: skip

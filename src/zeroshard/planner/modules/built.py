@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import ERROR
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from zeroshard.errors import ConfigError
 from zeroshard.planner.config_fields import read_config
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.model_files import config_of, is_foreign, read_model
+from zeroshard.planner.modules.shapes import shape_with_activations
 from zeroshard.planner.training import Training
 
 __all__ = ["shape_of_path"]
@@ -33,8 +35,6 @@ def shape_of_path(path: Path, training: Training) -> ModelShape:
     config = config_of(path)
     if config is None or not is_foreign(path):
         return read_model(path)
-    from zeroshard.planner.modules import shape_with_activations
-
     fields, where = read_config(config), str(config)
     model = _build(fields, where)
     if model is None and any(path.glob("*.safetensors")):
@@ -55,9 +55,7 @@ def _build(fields: dict[str, Any], where: str) -> nn.Module | None:
     """
     import transformers
 
-    heads = _HEADS
-    if "vision_config" in fields:
-        heads = ("ImageTextToText", *_HEADS)
+    heads = (*(("ImageTextToText",) if "vision_config" in fields else ()), *_HEADS)
     if fields["model_type"] not in transformers.CONFIG_MAPPING:
         return None
     try:
@@ -81,7 +79,7 @@ def _quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity(ERROR)
     try:
         yield
     finally:
