@@ -147,6 +147,22 @@ def test_every_family_has_rules_of_how_it_is_cut(family: str) -> None:
     assert len(part.units) == len(model.units)
 
 
+def test_experts_are_cut_along_their_inner_size_however_they_lie() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4, "head_dim": 16,
+             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+             "vocab_size": 128}  # fmt: skip
+    for family, whole in (("mixtral", [(4, 192, 64), (4, 64, 96)]),
+                          ("llama4_text", [(4, 64, 192), (4, 96, 64)])):  # fmt: skip
+        model = shape_of_config({"model_type": family, **sizes}, family)
+        seen = [
+            [shape for name, shape in part.units[1].groups[0].shapes if ".experts." in name]
+            for part in (model, cut_tensors(model, 4))
+        ]
+        inner = {96: 24, 192: 48}
+        assert seen[0] == whole
+        assert seen[1] == [tuple(inner.get(size, size) for size in shape) for shape in whole]
+
+
 def test_a_matrix_without_a_rule_is_refused_by_name() -> None:
     model = _llama()
     unit = model.units[1]
