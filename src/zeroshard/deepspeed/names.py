@@ -43,6 +43,7 @@ _HOMES = {  # our modules and the names that they make; "theirs=ours" where ours
     "small": f"{_CHECKPOINTING} logger log_dist RepeatingLoader get_accelerator"
     " clone_tensors_for_torch_save _get_data_parallel_group=data_parallel_group",
     "torch": "_orig_torch_arange=arange",
+    "shim": "DEEPSPEED_ENVIRONMENT_NAME",
     "names": "__version__=VERSION",
 }
 _PLACES = {  # DeepSpeed's modules and their names
@@ -75,6 +76,9 @@ _PLACES = {  # DeepSpeed's modules and their names
     "runtime.zero.tiling": "TiledLinear",
     "runtime.activation_checkpointing": "",
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    # `accelerate launch` asks for it, and writes that file for several machines
+    "launcher": "",
+    "launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME",
 }
 _HOME = {
     name.partition("=")[0]: f"{module}:{name.rpartition('=')[2]}"
@@ -108,6 +112,6 @@ _USE = {  # for these names, and everything below them
     "runtime.zero.stage3": "zeroshard plan for estimates; the engine of initialize() otherwise",
     "runtime.zero.stage_1_and_2": "zeroshard plan for estimates; initialize()'s engine otherwise",
     "utils.zero_to_fp32": "zeroshard checkpoint export",
-    "launcher": "zeroshard run",
+    "launcher": "zeroshard deepspeed",
 }  # fmt: skip
 INSTEAD = {name: use for names, use in _USE.items() for name in names.split()}

@@ -1,6 +1,7 @@
 """``import deepspeed`` without DeepSpeed: a finder on sys.meta_path, for this process alone.
 
     zeroshard run --as-deepspeed train.py                  each rank, before the script
+    zeroshard as-deepspeed COMMAND ...                     each process that imports it (on_path/)
     python -m zeroshard.integrations.deepspeed train.py    under any other launcher
 
 The finder answers for ``deepspeed`` and everything below it, and importlib.metadata for the
@@ -18,6 +19,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -27,8 +29,10 @@ from typing import Any
 
 from zeroshard.deepspeed.names import FALLBACKS, INSTEAD, MODULES, VERSION
 
-__all__ = ["install"]
+__all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "install"]
 
+# the file of variables for other hosts, in the home directory or the current one
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 _NAME = "deepspeed"
 _HOME = "zeroshard.deepspeed"
 _UNUSED = (
@@ -48,9 +52,13 @@ def install() -> None:
 
 
 def _warn_where_unused() -> None:
-    """Say so on rank 0 where a program took the stand-in and never called initialize()."""
+    """Say so on rank 0 where a program took the stand-in and never called initialize(). A launcher
+    takes it to start the ranks, and a process of the program's own may import what the program does.
+    """
     held = sys.modules.get(f"{_HOME}.held_parameters")
     took = _NAME in sys.modules and os.environ.get("RANK", "0") == "0"
+    took = took and f"{_NAME}.launcher.runner" not in sys.modules
+    took = took and multiprocessing.parent_process() is None
     if took and not (held is not None and held.was_used()):
         sys.stderr.write(_UNUSED)
 

@@ -15,7 +15,16 @@ from pathlib import Path
 
 from zeroshard._version import __version__
 from zeroshard.errors import ZeroshardError
-from zeroshard.launch import checkpoint_command, config, doctor, generate, report, trail_command
+from zeroshard.launch import (
+    checkpoint_command,
+    config,
+    deepspeed_line,
+    doctor,
+    generate,
+    in_place,
+    report,
+    trail_command,
+)
 from zeroshard.launch.options import RUN, parse_run
 from zeroshard.planner.printing import plan_command
 from zeroshard.terminal.console import note
@@ -38,9 +47,9 @@ BENCH = Subcommand(
     "zeroshard bench step --sizes medium --contenders zero3,fsdp2",
 )  # fmt: skip
 COMMANDS = (
-    RUN, plan_command.command(doctor.this_machine), checkpoint_command.COMMAND, config.COMMAND,
-    doctor.COMMAND, report.COMMAND, trail_command.COMPARE, trail_command.REPLAY, generate.COMMAND,
-    BENCH,
+    RUN, deepspeed_line.COMMAND, in_place.COMMAND, plan_command.command(doctor.this_machine),
+    checkpoint_command.COMMAND, config.COMMAND, doctor.COMMAND, report.COMMAND,
+    trail_command.COMPARE, trail_command.REPLAY, generate.COMMAND, BENCH,
 )  # fmt: skip
 EXIT_USAGE, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
 
@@ -60,20 +69,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    parser, run_parser, bench_parser = build_parsers()
+    parser, parsers = build_parsers()
     command = arguments[1:] if arguments[:1] == ["--debug"] else arguments
-    if command[:1] == ["run"]:  # not by the parser: the arguments after the script are not ours
-        options = parse_run(run_parser, [*arguments[: len(arguments) - len(command)], *command[1:]])
-        if options.hosts is not None:
-            from zeroshard.launch.hosts import launch_on_hosts
-
-            return launch_on_hosts(options, options.hosts)
-        from zeroshard.launch.run import launch, leave
-
-        leave(launch(options))
+    debug = arguments[: len(arguments) - len(command)]
+    # not by the parser: the arguments after the script are not ours
+    if command[:1] == ["run"]:
+        return _launch(deepspeed_line.Line(parse_run(parsers["run"], [*debug, *command[1:]])))
+    if command[:1] == ["deepspeed"]:
+        line = deepspeed_line.parse(parsers["deepspeed"], command[1:])
+        return _launch(line)
+    if command[:1] == ["as-deepspeed"]:
+        return in_place.start(parsers["as-deepspeed"], command[1:])
     # only now: most installations have no benchmarks, and most commands need none
     if [word for word in arguments if not word.startswith("-")][:1] == ["bench"]:
-        add_benchmarks(bench_parser)
+        add_benchmarks(parsers["bench"])
     parsed = parser.parse_args(arguments)
     if parsed.command is None:
         parser.print_help(sys.stderr)
@@ -81,14 +90,25 @@ def _dispatch(arguments: list[str]) -> int:
     return int(parsed.handler(parsed))
 
 
-def build_parsers() -> tuple[argparse.ArgumentParser, ...]:
-    """The parser of all, and those of ``run`` and ``bench``, which _dispatch needs."""
+def _launch(line: deepspeed_line.Line) -> int:
+    """Start the ranks of a line, and return when they have ended."""
+    if line.options.hosts is not None:
+        from zeroshard.launch.hosts import launch_on_hosts
+
+        return launch_on_hosts(line.options, line.options.hosts, line.hosts or None)
+    from zeroshard.launch.run import launch, leave
+
+    deepspeed_line.take_devices(line.devices)
+    leave(launch(line.options))
+
+
+def build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of all, and those of the commands, by name."""
     parser = LineParser(prog=PROGRAM.name)
     PROGRAM.declare(parser)
     parser.add_argument("--version", action="version", version=f"zeroshard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
-    parsers = {command.name: command.add_to(commands) for command in COMMANDS}
-    return parser, parsers["run"], parsers["bench"]
+    return parser, {command.name: command.add_to(commands) for command in COMMANDS}
 
 
 def explain(error: BaseException) -> tuple[int, str]:

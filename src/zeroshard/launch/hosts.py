@@ -64,9 +64,14 @@ _SECRET = {"TOKEN", "TOKENS", "SECRET", "SECRETS", "KEY", "KEYS", "PASSWORD", "P
 _NOT_SENT = tuple(VISIBLE_DEVICES.values())  # the slots say which
 
 
-def launch_on_hosts(options: RunOptions, choice: HostChoice) -> int:
-    """Run the job on the hosts that `choice` names; return the exit code of ``zeroshard run``."""
-    hosts = hostfile.choose(hostfile.read(choice.hostfile), choice.include, choice.exclude)
+def launch_on_hosts(
+    options: RunOptions, choice: HostChoice, hosts: Sequence[Host] | None = None
+) -> int:
+    """Run the job on the hosts that `choice` names, or on `hosts`; return the exit code of
+    ``zeroshard run``.
+    """
+    if hosts is None:
+        hosts = hostfile.choose(hostfile.read(choice.hostfile), choice.include, choice.exclude)
     try:
         shlex.split(choice.ssh)
     except ValueError as error:
@@ -157,7 +162,8 @@ class _HostsJob:
     def _connect(self, hosts: Sequence[Host], node_rank: int) -> Connection:
         """Start ssh to a host, with the orders for it."""
         choice, host = self._choice, hosts[node_rank]
-        environment = sent_environment(os.environ, choice.export) | _devices(host)
+        environment = sent_environment(os.environ, choice.export) | dict(choice.variables)
+        environment |= _devices(host)
         orders = beginning([sys.executable, "-P", "-m", "zeroshard.launch.on_host"], environment)
         orders += line(_orders(self._options, choice, hosts, node_rank))
         command = [*shlex.split(choice.ssh), *SSH_OPTIONS, "--", host.name, COMMAND]

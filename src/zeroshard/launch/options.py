@@ -13,6 +13,7 @@ import math
 import os
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,7 +24,7 @@ from zeroshard.terminal.declared import LineParser, Option, Subcommand, UsageErr
 __all__ = [
     "ELASTIC", "REFUSED", "RUN", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "HostChoice", "HostPlace",
     "LineParser", "RunOptions", "UsageError", "add_run_options", "check_least", "check_target",
-    "parse_run",
+    "parse_run", "whole",
 ]  # fmt: skip
 
 DEFAULT_GRACE_S = 3
@@ -86,6 +87,7 @@ class HostChoice:
     export: tuple[str, ...] = ()
     master_addr: str | None = None
     master_port: int = 0  # 0: a free one of the first host
+    variables: Mapping[str, str] = field(default_factory=dict)  # more for the hosts, with values
 
 
 @dataclass(frozen=True)
@@ -122,16 +124,21 @@ class RunOptions:
     # when a rank dies go on with the others, down to so many; None: end
     elastic: int | None = None
     as_deepspeed: bool = False  # `import deepspeed` is zeroshard's stand-in in the ranks
+    # DeepSpeed's launcher: whether the script gets --local_rank=N; None: its variables neither
+    local_rank: bool | None = None
+    bind_cores: bool = False  # each rank gets its own part of the host's cores, or of `cores`
+    cores: Sequence[int] = ()
 
 
-def _whole(text: str, below: float = math.inf) -> int:
-    if not text.isdecimal() or not 0 < int(text) < below:
+def whole(text: str, below: float = math.inf, least: int = 1) -> int:
+    """Return the whole number that `text` is. Raises ValueError for any other."""
+    if not text.isdecimal() or not least <= int(text) < below:
         raise ValueError(text)
     return int(text)
 
 
 def _nproc(text: str) -> str:
-    return text if text in NPROC_WORDS else str(_whole(text))
+    return text if text in NPROC_WORDS else str(whole(text))
 
 
 def _seconds(text: str) -> float:
@@ -147,10 +154,11 @@ OWN = (
     Option("--stall-timeout SECONDS", "end the job, with all stacks, when no rank has made progress"
            " (a forward, a step) for so long; 0: never look (default: show the stacks after 600 s)",
            _seconds, dest="stall_s", must="a number of seconds"),
-    Option(f"{ELASTIC} [MIN]", "when a rank dies, go on with at least MIN (1) others", _whole,
+    Option(f"{ELASTIC} [MIN]", "when a rank dies, go on with at least MIN (1) others", whole,
            must="a number of ranks of at least 1"),
     Option("--as-deepspeed", "let `import deepspeed` be zeroshard's stand-in, also inside"
-           " Transformers and Accelerate; no --local_rank is passed, LOCAL_RANK is set"),
+           " Transformers and Accelerate; no --local_rank is passed, LOCAL_RANK is set (zeroshard"
+           " deepspeed passes it)"),
     Option("--debug", "show the log of torch's launcher and our own tracebacks"),
 )  # fmt: skip
 HOSTS = (
@@ -168,7 +176,7 @@ TORCHRUN = tuple(
 )
 # of torchrun's options, those that are read here: a port only where this launcher takes it
 _GRACE = Option("--shutdown-timeout VALUE", type=_seconds, must="a number of seconds")
-_PORT = Option("--master-port VALUE", type=partial(_whole, below=65536), must="a port number")
+_PORT = Option("--master-port VALUE", type=partial(whole, below=65536), must="a port number")
 # of ours: whether each takes a value
 _TAKES_VALUE = {name: bool(option.unit) for option in (*OWN, *HOSTS) for name in option.names}
 _TAKES_VALUE |= {"--help": False, "-h": False}
@@ -200,8 +208,6 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     _hint_at_order(options, rest)
     if given.module and given.no_python:
         raise UsageError("--module and --no-python exclude each other")
-    if given.as_deepspeed and given.no_python:
-        raise UsageError("--as-deepspeed acts on Python scripts: leave out --no-python")
     kind = "module" if given.module else "command" if given.no_python else "script"
     check_target(kind, rest[0])
     # from the line, or torchrun's own defaults, which cluster operators set

@@ -25,12 +25,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from zeroshard.launch import elastic, network, worker
+from zeroshard.launch import elastic, in_place, network, worker
 from zeroshard.launch.leftovers import Janitor
 from zeroshard.launch.options import HostPlace, RunOptions, UsageError, check_least
 from zeroshard.launch.outcome import Outcome, report_restart, report_stall, say
@@ -188,11 +188,16 @@ def _set_environment(
     grace_s = max(round(options.grace_s), SIGNAL_GRACE_S)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace_s))
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")  # of --tee
+    if options.bind_cores:
+        _take_cores(options.cores, num_ranks)
     for setting in settings_for(os.environ, num_ranks=num_ranks):
         os.environ[setting.name] = setting.value
         say(str(setting))
     if options.as_deepspeed:
-        os.environ[worker.AS_DEEPSPEED] = "1"
+        os.environ[worker.AS_DEEPSPEED] = "1"  # in the ranks, before all that lies on any path
+        os.environ["PYTHONPATH"] = in_place.on_python_path(os.environ)  # in what they start
+    if options.local_rank is not None:
+        os.environ[worker.LOCAL_RANK] = str(int(options.local_rank))
     if options.place is not None:
         interface = network.interface_towards(options.place.master_addr)
         if interface is not None:
@@ -204,6 +209,20 @@ def _set_environment(
         # else ranks that start again find the addresses of those before them in the agent's store,
         # and cannot connect
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+
+def _take_cores(cores: Sequence[int], num_ranks: int) -> None:
+    """Keep to these cores of the host, or to all, and have each rank take its own part of them.
+    Raises UsageError where they are not enough, or not there.
+    """
+    try:
+        os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
+    except OSError:
+        raise UsageError(f"--bind_core_list: cores {list(cores)} are not all there") from None
+    num_cores = len(os.sched_getaffinity(0))
+    if num_cores < num_ranks:
+        raise UsageError(f"--bind_cores_to_rank: {num_cores} core(s) for {num_ranks} ranks")
+    os.environ[worker.BIND_CORES] = "1"
 
 
 @dataclass(frozen=True)

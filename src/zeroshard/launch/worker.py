@@ -48,6 +48,8 @@ LAUNCHER_PID = "ZEROSHARD_RUN_PID"
 MEETING = "ZEROSHARD_RUN_MEETING"
 KEEPER = "ZEROSHARD_RUN_KEEPER"
 AS_DEEPSPEED = "ZEROSHARD_RUN_AS_DEEPSPEED"
+LOCAL_RANK = "ZEROSHARD_RUN_LOCAL_RANK"
+BIND_CORES = "ZEROSHARD_RUN_BIND_CORES"
 MODULE = "zeroshard_launched"  # as comm/launched.py looks for it
 PR_SET_PDEATHSIG = 1
 STACKS_SIGNAL = signal.SIGRTMIN + 9  # no user's, no library's that we know of
@@ -62,6 +64,11 @@ def main(argv: list[str]) -> None:
     _Launched.keeper = os.environ.pop(KEEPER, None)
     as_deepspeed = os.environ.pop(AS_DEEPSPEED, None)
     kind, target, *args = argv
+    if (local_rank := os.environ.pop(LOCAL_RANK, None)) is not None:
+        _set_deepspeeds_variables()
+        args = [f"--local_rank={_env_int('LOCAL_RANK')}"] * int(local_rank) + args
+    if os.environ.pop(BIND_CORES, None) is not None:
+        _bind_cores()
     shows = _show(directory, stacks=kind != "command")
     hello = {
         "pid": os.getpid(),
@@ -151,6 +158,21 @@ def die_with(launcher: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:  # it died before the kernel was asked
         os._exit(128 + signal.SIGKILL)
+
+
+def _set_deepspeeds_variables() -> None:
+    """Set the variables that DeepSpeed's launcher sets besides torch's."""
+    os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]
+    os.environ["CROSS_RANK"] = os.environ["GROUP_RANK"]
+    os.environ["CROSS_SIZE"] = os.environ["GROUP_WORLD_SIZE"]
+
+
+def _bind_cores() -> None:
+    """Keep to this rank's part of the cores that its launcher keeps to."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // _env_int("LOCAL_WORLD_SIZE")
+    first = share * _env_int("LOCAL_RANK")
+    os.sched_setaffinity(0, cores[first : first + share])
 
 
 def _env_int(name: str) -> int:

@@ -1,0 +1,307 @@
+"""``zeroshard deepspeed``: the line of DeepSpeed's launcher, run by ``zeroshard run``.
+
+    zeroshard deepspeed --num_gpus 8 train.py --deepspeed zero.json
+    zeroshard deepspeed --hostfile hosts --include worker-0@worker-1:0,2 train.py ...
+
+`parse` turns the line into that of ``zeroshard run``: one rank per slot, `--local_rank=N` as the
+script's first argument, the stand-in under the name ``deepspeed``. Options mean what they mean
+there (deepspeed/launcher/runner.py, 0.19); the options that have no meaning here are refused with
+the line to use, none is dropped. Its one default that is another: a port that is free, not 29500.
+
+A hostfile goes over ssh, in place of pdsh, where it leaves more than one host, or one that is not
+this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zeroshard.deepspeed.shim import DEEPSPEED_ENVIRONMENT_NAME
+from zeroshard.launch import hostfile
+from zeroshard.launch.hostfile import Host
+from zeroshard.launch.options import HostChoice, HostPlace, RunOptions, check_target, whole
+from zeroshard.launch.outcome import say
+from zeroshard.system.device import VISIBLE_DEVICES
+from zeroshard.terminal.declared import Option, Subcommand, UsageError
+
+__all__ = ["COMMAND", "REFUSED", "Line", "exported", "parse", "take_devices"]
+
+DEFAULT_HOSTFILE = "/job/hostfile"
+DEFAULT_PORT = 29500  # where launchers that do not know each other meet
+_COUNT = "a number of at least 1"
+_OPTIONS = (
+    Option("--num_gpus, --num_accelerators N", "ranks of each host, on its devices 0 to N - 1; on a"
+           " machine without a device N ranks on the CPU", whole, must=_COUNT),
+    Option("--num_nodes N", "the first N hosts of the hostfile", whole, must=_COUNT),
+    Option("--hostfile, -H FILE", "run on the hosts of FILE (lines `HOST slots=N`), over ssh"
+           f" (default: {DEFAULT_HOSTFILE} where it exists)"),
+    Option("--include, -i HOSTS", "only these hosts and slots: worker-0@worker-1:0,2, or"
+           " localhost:1,3"),
+    Option("--exclude, -e HOSTS", "all but these"),
+    Option("--master_addr HOST", "where the first host listens (default: its name)"),
+    Option("--master_port N", "the port there (default: a free one)", partial(whole, below=65536),
+           must="a port number"),
+    Option("--module", "the script is a module's name, as in python -m"),
+    Option("--no_python", "the script is a program to be started directly"),
+    Option("--no_local_rank", "pass no --local_rank=N to the script"),
+    Option("--no_ssh", "each host has its own line, with its --node_rank"),
+    Option("--node_rank N", "this host's place among those of the hostfile, with --no_ssh",
+           partial(whole, least=0), must="a number of at least 0"),
+    Option("--force_multi", "go over ssh to a single host, too"),
+    Option("--ssh_port N", "the port of the hosts' sshd", partial(whole, below=65536),
+           must="a port number"),
+    Option("--no_ssh_check", "no host is tried before the job in any case"),
+    Option("--launcher NAME", "pdsh, which is ssh here"),
+    Option("--bind_cores_to_rank", "give each rank its own cores of the host"),
+    Option("--bind_core_list LIST", "of these cores: 0,2-5"),
+    Option("--enable_each_rank_log DIR", "write each rank's output into a folder of DIR"),
+)  # fmt: skip
+COMMAND = Subcommand(
+    "deepspeed", "DeepSpeed's launcher: the same line, on this library",
+    "zeroshard deepspeed --num_gpus 8 train.py --deepspeed zero.json",
+    _OPTIONS, usage="%(prog)s [options] script.py ...", allow_abbrev=False,
+    description="Take the line of DeepSpeed's launcher. `import deepspeed` is zeroshard's stand-in"
+    " in the ranks.",
+)  # fmt: skip
+_ELASTIC = "zeroshard run --elastic --as-deepspeed ... goes on without ranks and hosts that die"
+_SLURM = "srun zeroshard as-deepspeed python train.py ..."
+REFUSED = {
+    "--elastic_training": _ELASTIC,
+    "--min_elastic_nodes": _ELASTIC,
+    "--max_elastic_nodes": _ELASTIC,
+    "--autotuning": "zeroshard plan says which configurations fit",
+    "--launcher_args": "options of ssh belong into ~/.ssh/config, or into --ssh of"
+    " zeroshard run --as-deepspeed --hostfile ...",
+    "--comment": f"it is Slurm's: {_SLURM}",
+    "--account": f"it is Slurm's: {_SLURM}",
+    "--save_pid": "the launcher is the process that the line starts, $! of the shell",
+    "--venv_script": "hosts start the interpreter that runs this line, by its path",
+}
+_LAUNCHERS = {
+    "slurm": _SLURM,
+    **dict.fromkeys(
+        ("openmpi", "mvapich", "mpich", "impi"), "mpirun zeroshard as-deepspeed python train.py ..."
+    ),
+}
+_TAKES_VALUE = {name: bool(option.unit) for option in _OPTIONS for name in option.names}
+_TAKES_VALUE |= {"--help": False, "-h": False}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of DeepSpeed's launcher as ``zeroshard run`` takes it: on `hosts`, where there are any,
+    else here, on those of this machine's `devices` that it names.
+    """
+
+    options: RunOptions
+    hosts: Sequence[Host] = ()
+    devices: Sequence[int] = ()
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str]) -> Line:
+    """Return what the words after ``zeroshard deepspeed`` mean.
+
+    Raises:
+        UsageError: an unknown or refused option, a host or slot that is not there, no script.
+    """
+    written, rest = _split(argv)
+    given = parser.parse_args(written)  # also answers --help
+    if not rest:
+        raise UsageError("deepspeed: no script given")
+    if given.module and given.no_python:
+        raise UsageError("--module and --no_python exclude each other")
+    _check_choice(given)
+    kind = "module" if given.module else "command" if given.no_python else "script"
+    check_target(kind, rest[0])
+    log = given.enable_each_rank_log
+    options: dict[str, Any] = {
+        "script": rest[0],
+        "args": rest[1:],
+        "kind": kind,
+        "torchrun": [] if log is None else ["--redirects=3", f"--log-dir={log}"],
+        "as_deepspeed": True,
+        "local_rank": not given.no_local_rank,
+        "bind_cores": given.bind_cores_to_rank,
+        "cores": _numbers("--bind_core_list", given.bind_core_list or ""),
+    }
+    return _placed(given, options)
+
+
+def _check_choice(given: argparse.Namespace) -> None:
+    """Raise UsageError for options that do not go together."""
+    counted = given.num_gpus or given.num_nodes
+    if counted and (given.include or given.exclude):
+        raise UsageError("--num_gpus and --num_nodes do not go with --include and --exclude")
+    launcher = (given.launcher or "pdsh").lower()
+    if launcher != "pdsh":
+        use = _LAUNCHERS.get(launcher, "--hostfile FILE goes over ssh")
+        raise UsageError(f"--launcher {launcher} has no place here: {use}")
+    if given.bind_core_list and not given.bind_cores_to_rank:
+        raise UsageError("--bind_core_list goes with --bind_cores_to_rank")
+    if (given.node_rank is not None) != given.no_ssh:
+        raise UsageError("--no_ssh and --node_rank N go together")
+
+
+# ------------------------------------------------------------------ where the ranks are
+
+
+def _placed(given: argparse.Namespace, options: dict[str, Any]) -> Line:
+    """Return the line with the place of its ranks: here, on hosts over ssh, one of several hosts
+    without ssh.
+    """
+    path = given.hostfile or (DEFAULT_HOSTFILE if os.path.isfile(DEFAULT_HOSTFILE) else None)
+    port = given.master_port or 0
+    if path is None:
+        if given.no_ssh or given.force_multi or (given.num_nodes or 1) > 1:
+            raise UsageError("several hosts need --hostfile FILE, with lines `HOST slots=N`")
+        devices = _local_devices(given)
+        nproc = str(len(devices)) if devices else None
+        return Line(RunOptions(**options, nproc=nproc, port=port), devices=devices)
+    hosts = list(_chosen(given, path))
+    if given.no_ssh:
+        if given.node_rank >= len(hosts):
+            raise UsageError(f"--node_rank {given.node_rank}: there are {len(hosts)} host(s)")
+        own, master = hosts[given.node_rank], given.master_addr or hosts[0].name
+        place = HostPlace(given.node_rank, len(hosts), master, port or DEFAULT_PORT)
+        options |= {"nproc": str(len(own.slots)), "standalone": False, "place": place}
+        return Line(RunOptions(**options), devices=own.slots)
+    if len(hosts) == 1 and _is_here(hosts[0].name) and not given.force_multi:
+        slots = hosts[0].slots
+        return Line(RunOptions(**options, nproc=str(len(slots)), port=port), devices=slots)
+    ssh = "ssh" if given.ssh_port is None else f"ssh -p {given.ssh_port}"
+    choice = HostChoice(
+        path, ssh=ssh, master_addr=given.master_addr, master_port=port, variables=exported()
+    )
+    return Line(RunOptions(**options, standalone=False, hosts=choice), hosts)
+
+
+def _local_devices(given: argparse.Namespace) -> Sequence[int]:
+    """Return the devices of this machine that the line names; none: all there are."""
+    if given.include is None and given.exclude is None:
+        return range(given.num_gpus or 0)
+    count = _num_devices() or os.cpu_count() or 1
+    here = Host("localhost", tuple(range(count)), count)
+    return hostfile.choose([here], given.include, given.exclude)[0].slots
+
+
+def _chosen(given: argparse.Namespace, path: str) -> Iterator[Host]:
+    """Yield the hosts of the hostfile, with the slots, that the line names."""
+    hosts = hostfile.choose(hostfile.read(path), given.include, given.exclude)
+    for host in hosts[: given.num_nodes]:
+        num = given.num_gpus or len(host.slots)
+        if num > host.num_slots:
+            raise UsageError(f"--num_gpus {num}: {host.name} has slots={host.num_slots} in {path}")
+        yield host if given.num_gpus is None else Host(host.name, host.slots[:num], host.num_slots)
+
+
+def _is_here(name: str) -> bool:
+    return name in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
+
+
+def take_devices(devices: Sequence[int]) -> None:
+    """Show the ranks these devices of this machine, as far as it has any, and say so where it has
+    none. Raises UsageError for one that is not there.
+    """
+    if not devices:
+        return
+    count = _num_devices()
+    if count == 0:
+        say(f"this machine has no accelerator: {len(devices)} rank(s) on the CPU")
+        return
+    if max(devices) >= count:
+        raise UsageError(f"device {max(devices)} is not there: this machine has {count}")
+    slots = ",".join(map(str, devices))
+    os.environ.update(dict.fromkeys(VISIBLE_DEVICES.values(), slots))
+
+
+def _num_devices() -> int:
+    """Return how many devices this machine has, visible or not: the line names them by their number
+    among all, as DeepSpeed's does.
+    """
+    for name in VISIBLE_DEVICES.values():
+        if (before := os.environ.pop(name, None)) is not None:
+            say(f"{name}={before} gives way to the devices that the line names")
+    import torch
+
+    return torch.accelerator.device_count()
+
+
+def exported() -> Mapping[str, str]:
+    """Return the variables for other hosts: those of ``.deepspeed_env`` in the home directory, then
+    in this one, and this directory in PYTHONPATH. Raises UsageError for a line without a `=`.
+    """
+    found: dict[str, str] = {}
+    for folder in (Path.home(), Path()):
+        path = folder / DEEPSPEED_ENVIRONMENT_NAME
+        if not path.is_file():
+            continue
+        for number, line in enumerate(path.read_text(errors="surrogateescape").splitlines(), 1):
+            variable, sign, value = line.partition("=")
+            if not line.strip() or line.startswith("#"):
+                continue
+            if not sign or not variable.strip():
+                raise UsageError(f"{path}, line {number} is not of the form NAME=VALUE")
+            found[variable.strip()] = value
+        say(f"variables of {path} go to the hosts: {', '.join(sorted(found))}")
+    paths = found.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    return {**found, "PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), paths)))}
+
+
+# ------------------------------------------------------------------ words
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Split the line into options and everything from the script on."""
+    options: list[str] = []
+    index = 0
+    while index < len(argv) and argv[index].startswith("-") and argv[index] != "-":
+        word = argv[index]
+        index += 1
+        if word == "--":
+            break
+        written, joined, value = word.partition("=")
+        name = written if written in _TAKES_VALUE else "--" + written[2:].replace("-", "_")
+        takes_value = _TAKES_VALUE.get(name)
+        if takes_value is None or not written.startswith("-"):
+            raise UsageError(_unknown(written, name))
+        if joined and not takes_value:
+            raise UsageError(f"{written} takes no value")
+        if takes_value and not joined:
+            if index == len(argv):
+                raise UsageError(f"{written} needs a value")
+            value = argv[index]
+            index += 1
+        options += [name, value] if takes_value and not name.startswith("--") else [
+            f"{name}={value}" if takes_value else name
+        ]
+    return options, argv[index:]
+
+
+def _unknown(written: str, name: str) -> str:
+    if name in REFUSED:
+        return f"{written} has no place here: {REFUSED[name]}"
+    near = difflib.get_close_matches(name, _TAKES_VALUE, n=1)
+    hint = f", did you mean {near[0]}?" if near else ""
+    return (
+        f"unknown option {written}{hint}; the script's own options come after it, and those of"
+        " zeroshard run are for zeroshard run --as-deepspeed"
+    )
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """Return the numbers of a list such as 0,2-5."""
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UsageError(f"{option}: {part!r} is no number or range such as 2-5")
+        found.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(found))
