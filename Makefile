@@ -50,7 +50,7 @@ coverage: $(VENV)/.ready-test
 	$(BIN)/python -m pytest --cov --cov-report=term
 
 test-slow: $(VENV)/.ready-test
-	$(BIN)/python -m pytest -m slow --timeout 1800 -o skip_budget=16 $(ARGS)  # seven need DeepSpeed, six sshd, three TRL: see CONTRIBUTING.md
+	$(BIN)/python -m pytest -m slow --timeout 1800 -o skip_budget=25 $(ARGS)  # seven need DeepSpeed, six sshd, four Slurm, four mpirun, three TRL, one Ray: see CONTRIBUTING.md
 	$(if $(ARGS),,$(MAKE) coverage)
 
 test-matrix:

@@ -19,7 +19,7 @@ from scripts.docs_site.pages import ROOT, generated_pages
 from scripts.docs_site.search import EXPECTED, Section, found, sections
 from tests.support.harness import ROOT as TREE
 from zeroshard import errors
-from zeroshard.launch import cli, options
+from zeroshard.launch import cli, deepspeed_line, options
 from zeroshard.launch.cli import build_parsers
 from zeroshard.launch.supervisor import CONTRACT_EXIT_CODES
 
@@ -128,12 +128,17 @@ def test_links_out_of_the_site_are_mended() -> None:
 def _parse(command: str) -> None:
     """Parse a command line as the program would. Raises SystemExit or UsageError."""
     words = shlex.split(command, comments=True)[1:]
-    parser, run_parser, bench_parser = build_parsers()
+    parser, parsers = build_parsers()
     if words[:1] == ["run"]:
-        options.parse_run(run_parser, words[1:])
+        options.parse_run(parsers["run"], words[1:])
         return
+    if words[:1] == ["deepspeed"]:
+        deepspeed_line.parse(parsers["deepspeed"], words[1:])
+        return
+    if words[:1] == ["as-deepspeed"]:
+        return  # whatever follows is another program's
     if words[:1] == ["bench"]:
-        cli.add_benchmarks(bench_parser)
+        cli.add_benchmarks(parsers["bench"])
     parser.parse_args(words)
 
 

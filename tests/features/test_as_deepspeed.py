@@ -196,3 +196,40 @@ def test_another_launcher_runs_a_script_through_the_module(tmp_path: Path) -> No
     line = [sys.executable, "-m", "zeroshard.integrations.deepspeed", str(script), "--deepspeed"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == f"__main__ ['--deepspeed'] {names.VERSION}\n", done.stderr
+
+
+_CHILDREN = """
+import importlib.metadata, importlib.util, multiprocessing, subprocess, sys
+
+def name():
+    import deepspeed
+    return deepspeed.__name__
+
+if __name__ == "__main__":
+    # before anything has imported it, as Transformers and Accelerate look
+    assert "deepspeed" not in sys.modules and importlib.util.find_spec("deepspeed") is not None
+    print(importlib.metadata.version("deepspeed"), flush=True)
+    line = "import deepspeed.comm as c, deepspeed; print(c.__name__, deepspeed.zero.Init.__name__)"
+    subprocess.run([sys.executable, "-c", line], env={**ENV}, check=True)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.apply(name), flush=True)
+    from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
+    print(DEEPSPEED_ENVIRONMENT_NAME)
+"""
+
+
+@pytest.mark.parametrize("how", ["as-deepspeed", "run"])
+def test_every_python_process_of_a_command_finds_the_stand_in(tmp_path: Path, how: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os\nENV = os.environ | {'RANK': '1'}\n" + _CHILDREN)
+    if how == "run":  # the rank has it already
+        script.write_text(script.read_text().replace('"deepspeed" not in', '"no" not in'))
+    line = {"as-deepspeed": ["as-deepspeed", sys.executable], "run": ["run", "--as-deepspeed"]}[how]
+    done = subprocess.run(
+        [sys.executable, "-m", "zeroshard", *line, str(script)],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = [names.VERSION, "deepspeed.comm Init", "deepspeed", ".deepspeed_env"]
+    assert done.stdout.splitlines() == said
+    assert "nothing was sharded" not in done.stderr

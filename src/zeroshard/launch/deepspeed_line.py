@@ -68,8 +68,7 @@ COMMAND = Subcommand(
     "deepspeed", "DeepSpeed's launcher: the same line, on this library",
     "zeroshard deepspeed --num_gpus 8 train.py --deepspeed zero.json",
     _OPTIONS, usage="%(prog)s [options] script.py ...", allow_abbrev=False,
-    description="Take the line of DeepSpeed's launcher. `import deepspeed` is zeroshard's stand-in"
-    " in the ranks.",
+    description="Take the line of DeepSpeed's launcher; `import deepspeed` is zeroshard's stand-in.",
 )  # fmt: skip
 _ELASTIC = "zeroshard run --elastic --as-deepspeed ... goes on without ranks and hosts that die"
 _SLURM = "srun zeroshard as-deepspeed python train.py ..."
@@ -239,8 +238,8 @@ def exported() -> Mapping[str, str]:
     in this one, and this directory in PYTHONPATH. Raises UsageError for a line without a `=`.
     """
     found: dict[str, str] = {}
-    for folder in (Path.home(), Path()):
-        path = folder / DEEPSPEED_ENVIRONMENT_NAME
+    # once where the name is a whole path
+    for path in dict.fromkeys(one / DEEPSPEED_ENVIRONMENT_NAME for one in (Path.home(), Path())):
         if not path.is_file():
             continue
         for number, line in enumerate(path.read_text(errors="surrogateescape").splitlines(), 1):
@@ -279,9 +278,11 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
                 raise UsageError(f"{written} needs a value")
             value = argv[index]
             index += 1
-        options += [name, value] if takes_value and not name.startswith("--") else [
-            f"{name}={value}" if takes_value else name
-        ]
+        options += (
+            [name, value]
+            if takes_value and not name.startswith("--")
+            else [f"{name}={value}" if takes_value else name]
+        )
     return options, argv[index:]
 
 

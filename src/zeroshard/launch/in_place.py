@@ -35,8 +35,8 @@ COMMAND = Subcommand(
     "zeroshard as-deepspeed torchrun --nproc-per-node 8 train.py --deepspeed zero.json\n"
     "srun --ntasks-per-node=8 zeroshard as-deepspeed python train.py --deepspeed zero.json",
     usage="%(prog)s COMMAND ...",
-    description="Run COMMAND so that all its Python processes find the stand-in under the name"
-    " deepspeed, and its shells the program `deepspeed`. Nothing is installed.",
+    description="Run COMMAND so that its Python processes find the stand-in for DeepSpeed, and its"
+    "\nshells a program `deepspeed`, which is `zeroshard deepspeed`. Nothing is installed.",
 )  # fmt: skip
 _FOLDER = Path(__file__).resolve().parents[1] / "deepspeed" / "on_path"
 

@@ -157,8 +157,7 @@ OWN = (
     Option(f"{ELASTIC} [MIN]", "when a rank dies, go on with at least MIN (1) others", whole,
            must="a number of ranks of at least 1"),
     Option("--as-deepspeed", "let `import deepspeed` be zeroshard's stand-in, also inside"
-           " Transformers and Accelerate; no --local_rank is passed, LOCAL_RANK is set (zeroshard"
-           " deepspeed passes it)"),
+           " Transformers and Accelerate; no --local_rank is passed, LOCAL_RANK is set"),
     Option("--debug", "show the log of torch's launcher and our own tracebacks"),
 )  # fmt: skip
 HOSTS = (

@@ -140,7 +140,9 @@ def test_a_host_that_never_begins_is_waited_for_aloud_and_given_up(
     monkeypatch.setattr(hosts, "TELL_S", 0.2)
     monkeypatch.setattr(hosts, "GREETING_S", 0.7)
     _, parsers = build_parsers()
-    options = parse_run(parsers["run"], ["--hostfile", str(hostfile), "--ssh", str(ssh), str(script)])
+    options = parse_run(
+        parsers["run"], ["--hostfile", str(hostfile), "--ssh", str(ssh), str(script)]
+    )
     assert options.hosts is not None
     assert hosts.launch_on_hosts(options, options.hosts) == 74
     *waiting, last = capfd.readouterr().err.splitlines()

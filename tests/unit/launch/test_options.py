@@ -111,7 +111,6 @@ def test_the_grace_is_three_seconds_unless_the_user_says_otherwise() -> None:
         (["--standalone=1", SCRIPT], "--standalone takes no value"),
         (["--run-path", SCRIPT], "--run-path has no place here"),
         (["-m", "--no-python", "json.tool"], "exclude each other"),
-        (["--as-deepspeed", "--no-python", "ls"], "leave out --no-python"),
         (["--standalone", "--nnodes", "2", SCRIPT], "--standalone and --nnodes exclude each other"),
         (["--shutdown-timeout", "soon", SCRIPT], "--shutdown-timeout must be a number"),
         (["--include", "a", SCRIPT], "--include goes with --hostfile"),
