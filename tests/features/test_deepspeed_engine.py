@@ -22,7 +22,15 @@ import zeroshard as zs
 from tests.support.harness import run_ranks
 from tests.support.training import Net, batch, make_model
 from zeroshard.deepspeed import held_parameters as states
-from zeroshard.deepspeed import lr_schedules, optimizers, small, start, zero
+from zeroshard.deepspeed import (
+    accelerator,
+    leaf_flags,
+    lr_schedules,
+    optimizers,
+    small,
+    start,
+    zero,
+)
 from zeroshard.deepspeed.answers import complete_batch
 from zeroshard.integrations import deepspeed
 
@@ -392,7 +400,7 @@ def _arguments(rank: int, world: int) -> None:
         ({"mesh_param": (1, 2)}, "mesh_param="),
         ({"config": None}, "needs a configuration"),
         ({"config": keys | {"train_batch_size": 7}}, "train_batch_size=7"),
-        ({"config": keys | {"zero_optimisation": {}}}, "zero_optimization"),
+        ({"config": keys | {"zero_optimization": {"stag": 1}}}, "mean 'stage'"),
         ({"config": keys | {"optimizer": {"type": "OneBitAdam"}}}, "zero_quantized_gradients"),
         ({"config": keys | {"optimizer": {"type": "Lamb"}}}, "norms of whole parameters"),
         ({"colour": 1}, "'colour'"),
@@ -484,8 +492,9 @@ def test_a_schedule_goes_on_where_it_was_saved() -> None:
     for wrong in ({"warmup_num_steps": 0}, {"warmup_type": "cubic"}, {"speed": 1}):
         with pytest.raises(zs.ConfigError, match=next(iter(wrong))):
             lr_schedules.make_schedule("WarmupLR", wrong, optimizer)
-    with pytest.raises(zs.ConfigError, match="WarmupDecayLR"):
-        lr_schedules.make_schedule("StepLR", {}, optimizer)
+    for kind, text in (("StepLR", "step_size"), ("Nothing", "WarmupDecayLR")):
+        with pytest.raises(zs.ConfigError, match=text):
+            lr_schedules.make_schedule(kind, {}, optimizer)
 
 
 def test_optimizers_are_made_by_deepspeeds_names() -> None:
@@ -546,13 +555,13 @@ def test_the_small_modules_do_what_their_names_say() -> None:
     weight = torch.ones(2)
     tied = small.clone_tensors_for_torch_save({"a": weight, "b": weight})
     assert tied["a"] is tied["b"] is not weight
-    assert torch.device(small.get_accelerator().current_device_name()).type in ("cpu", "cuda")
+    assert torch.device(accelerator.get_accelerator().current_device_name()).type in ("cpu", "cuda")
     value = torch.ones(3, requires_grad=True)
     small.configure(checkpoint_in_cpu=True)
     assert small.is_configured()
     small.checkpoint(lambda x: x.exp().sum(), value).backward()
     assert value.grad is not None
     module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
-    assert zero.set_z3_leaf_modules(module, [torch.nn.ReLU, "Linear"]) == list(module)
+    assert leaf_flags.set_z3_leaf_modules(module, [torch.nn.ReLU, "Linear"]) == list(module)
     tiled = zero.TiledLinear(6, 4, in_splits=2, out_splits=2, init_linear=torch.nn.Linear(6, 4))
     assert tiled(torch.ones(1, 6)).shape == (1, 4)

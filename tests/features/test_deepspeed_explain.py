@@ -187,10 +187,6 @@ def _refused_before_the_model_is_changed(rank: int, world: int) -> None:
         deepspeed.initialize(model=model, config=data)
     groups = [{"params": [one]} for one in model.parameters()]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=data)
-    with pytest.raises(
-        zs.ConfigError, match=r"earlier initialize\(\): call its engine\.destroy\(\)"
-    ):
-        deepspeed.initialize(model=model, config=data)
     engine.destroy()
     # an object takes the place of its section, whatever that says
     data["optimizer"], data["scheduler"] = {"type": "Lamb"}, {"type": "nothing"}

@@ -208,19 +208,25 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def collect(
-    engine: Engine, states: Mapping[str, Stateful], extra: Any, *, frozen: bool = True
+    engine: Engine,
+    states: Mapping[str, Stateful],
+    extra: Any,
+    *,
+    frozen: bool = True,
+    drop_gradients: bool = False,
 ) -> RankPart:
     """Return this rank's part, before `divide`; without `frozen` no frozen parameter is in it.
+    `drop_gradients` allows gradients that no step has taken, which stay where they are.
 
     Raises CheckpointError for unsupported state.
     """
     part = RankPart([])
     if states_of(engine).unsaved is not None:
         raise CheckpointError(f"what rests must not be saved: {states_of(engine).unsaved}")
-    if states_of(engine).has_pending_gradients:
+    if states_of(engine).has_pending_gradients and not drop_gradients:
         raise CheckpointError(
             "there are gradients that no step has taken, and a checkpoint holds none: save after"
-            " optimizer.step()"
+            " optimizer.step(), or say drop_gradients=True"
         )
     averages = {name: state for name, state in states.items() if isinstance(state, EMA)}
     for name in states:

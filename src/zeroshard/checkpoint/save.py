@@ -78,6 +78,7 @@ def save(
     keep_last: int | None = None,
     keep_every: int | None = None,
     frozen: bool = True,
+    drop_gradients: bool = False,
 ) -> Path:
     """Write ``directory/step-NNNNNNNNNN`` and return the path once it is on disk. Collective.
 
@@ -88,14 +89,15 @@ def save(
     ``offload.delayed_update`` a save waits for the pending update and applies it, so its run
     continues with the bits of a run that loads, not of one that does not save. Without `frozen`
     no frozen parameter is saved: an adapter's checkpoint stays small, and ``zs.load(frozen=False)``
-    leaves alone what it lacks.
+    leaves alone what it lacks. With `drop_gradients` a save in the middle of a step's micro-batches
+    is allowed: the run goes on with its gradients, and one that loads begins the step anew.
 
     Raises CheckpointError on every rank if any rank cannot write; earlier checkpoints are then
     unchanged.
     """
     options: Any = {"keep_last": keep_last, "keep_every": keep_every, "frozen": frozen}
     with Saver(directory, engine, states=states, background=False, **options) as saver:
-        return saver.save(step, extra=extra)
+        return saver.save(step, extra=extra, drop_gradients=drop_gradients)
 
 
 def end_saves(engine: Engine) -> None:
@@ -177,11 +179,13 @@ class Saver:
             self._join_writer()  # the ranks may be anywhere: nothing collective
             self._keeping.close()
 
-    def save(self, step: int, *, extra: Any = None) -> Path:
-        """Save `step`; return the path that it has, or will have once it is written."""
+    def save(self, step: int, *, extra: Any = None, drop_gradients: bool = False) -> Path:
+        """Save `step`; return the path that it has, or will have once it is written. With
+        `drop_gradients` also where some wait for a step; they are not saved.
+        """
         self.wait()
         self._agree_on(step, "zs.save()")
-        job = self._prepare(step, extra)
+        job = self._prepare(step, extra, drop_gradients)
         if job.background:
             self._begin(job)
         else:
@@ -296,11 +300,13 @@ class Saver:
         failure, self._failure = self._failure, None
         self._ranks.agree({}, "zs.save()", error=failure, refusal=CheckpointError)
 
-    def _prepare(self, step: int, extra: Any) -> _SaveJob:
+    def _prepare(self, step: int, extra: Any, drop_gradients: bool) -> _SaveJob:
         engine = self._engine
         self._finish_step("zs.save()")
         with self._together("zs.save()", f"step {step} cannot be collected"):
-            part = collect(engine, self._states, extra, frozen=self._frozen)
+            part = collect(
+                engine, self._states, extra, frozen=self._frozen, drop_gradients=drop_gradients
+            )
         unite(engine, part)
         divide(engine, part)
         rank, num_ranks = self._ranks.rank, self._ranks.size

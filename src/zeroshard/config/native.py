@@ -441,7 +441,7 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
     """
     data: Any = {} if source is None else source
     if isinstance(source, (str, Path)):
-        data = read_json(source)
+        data = read_json(source, _is_deepspeed)
     elif isinstance(source, Config):
         data = {name: getattr(source, name) for name in source.model_fields_set}
     if not isinstance(data, dict):
@@ -454,7 +454,7 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
         data = dict(file.checked_fields())
         if overrides.get("precision") is not None:
             data.pop("loss_scale", None)  # it belongs to the file's own precision
-        _tell(file.without_effect())
+        _tell(file.without_effect(), file.unknown())
     data = dict(data)
     given = {key: value for key, value in overrides.items() if value is not None}
     if "stage" in given:
@@ -480,10 +480,14 @@ def _read_deepspeed(source: str | Path | dict[str, Any]) -> FileFindings:
     return read(source)
 
 
-def _tell(keys: list[str]) -> None:
-    """Log once, on rank 0, which keys of DeepSpeed's make no difference."""
+def _tell(keys: list[str], unknown: list[str]) -> None:
+    """Log once, on rank 0, which keys of DeepSpeed's make no difference, and which are none."""
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-    if keys and rank == 0:
+    if rank != 0:
+        return
+    for line in unknown:
+        _log.warning("%s", line)
+    if keys:
         _log.info(
             "of the DeepSpeed configuration %s make no difference here; zeroshard config explain"
             " FILE says why",

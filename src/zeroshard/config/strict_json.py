@@ -6,27 +6,33 @@ import difflib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from zeroshard.config.hjson_text import NotHjson, parse_hjson
 from zeroshard.errors import ConfigError
 from zeroshard.system.safe_files import NotReadable, check_depth, read_file
 
 __all__ = ["flattened", "nearest", "parse_json", "read_json"]
 
 
-def read_json(path: str | Path) -> Any:
-    """Read a JSON file; raises ConfigError naming `path`."""
+def read_json(path: str | Path, relaxed: Callable[[Any], bool] | None = None) -> Any:
+    """Read a JSON file; raises ConfigError naming `path`. An HJSON file is read where `relaxed` is
+    true of what it holds.
+    """
     try:
         data = read_file(path)
     except NotReadable as error:
         raise ConfigError(f"config={str(path)!r} cannot be read: {error}") from None
-    return parse_json(data, f"config={str(path)!r}")
+    return parse_json(data, f"config={str(path)!r}", relaxed)
 
 
-def parse_json(text: str | bytes, where: str) -> Any:
-    """Read strict JSON (no NaN, Infinity or repeated key). Raises ConfigError naming `where`."""
+def parse_json(text: str | bytes, where: str, relaxed: Callable[[Any], bool] | None = None) -> Any:
+    """Read strict JSON (no NaN, Infinity or repeated key), or HJSON where `relaxed` is true of what
+    it holds. Raises ConfigError naming `where`.
+    """
 
     def number(literal: str) -> float:
         if not isfinite(float(literal)):
@@ -52,6 +58,11 @@ def parse_json(text: str | bytes, where: str) -> Any:
     except (RecursionError, NotReadable):
         raise ConfigError(f"{where} is not JSON that can be read: it is nested too deep") from None
     except ValueError as error:
+        with suppress(NotHjson, NotReadable):
+            data = parse_hjson(str(text)) if relaxed is not None else None
+            check_depth(data)
+            if relaxed is not None and isinstance(data, dict) and relaxed(data):
+                return data
         raise ConfigError(f"{where} is not JSON: {error}") from None
     return data
 

@@ -30,7 +30,7 @@ import torch
 import zeroshard as zs
 from zeroshard.deepspeed.answers import Batch, Progress
 
-__all__ = ["TaggedCheckpoints"]
+__all__ = ["TaggedCheckpoints", "step_of"]
 
 _log = logging.getLogger("DeepSpeed")
 _LATEST, _STEP = "latest", "saved_step"
@@ -57,14 +57,18 @@ class TaggedCheckpoints:
         """Save everything under ``save_dir/tag`` (default: ``global_stepN``). Collective.
 
         `client_state` is numbers, text, lists, dictionaries and tensors. Frozen parameters are
-        saved also with `exclude_frozen_parameters`: a checkpoint here is always whole.
+        saved also with `exclude_frozen_parameters`: a checkpoint here is always whole. Between
+        boundaries, too: this run goes on with its gradients, one that loads begins the step anew.
         """
         tag = f"global_step{self.progress.global_steps}" if tag is None else str(tag)
         self._check_tag(tag)
         directory = Path(save_dir) / tag
         extra = {"client_state": dict(client_state or {}), "progress": self.progress.counts()}
         step = self.progress.global_steps
-        path = zs.save(directory, self.engine, step=step, states=self._states(), extra=extra)
+        path = zs.save(
+            directory, self.engine, step=step, states=self._states(), extra=extra,
+            drop_gradients=True,
+        )  # fmt: skip
 
         def finish() -> None:
             before = None
@@ -203,15 +207,8 @@ def _found(load_dir: Path, tag: str | None) -> tuple[str, int | None] | None:
     """Return the tag to load, ``latest``'s if it is None, and the tag's step where that is known;
     None without ``latest``. Raises CheckpointError.
     """
-    if tag is None:
-        if (tag := _read_name(load_dir / _LATEST)) is None:
-            return None
-        inside = _is_name(tag) and (load_dir / tag).resolve().parent == load_dir.resolve()
-        if not inside:
-            raise zs.CheckpointError(
-                f"{load_dir / _LATEST} names {tag[:100]!r}, which is no directory beside it: give"
-                " tag= the name of one"
-            )
+    if tag is None and (tag := _latest_tag(load_dir)) is None:
+        return None
     directory = load_dir / tag
     if any(directory.glob("*_model_states.pt")):
         raise zs.CheckpointError(
@@ -220,6 +217,31 @@ def _found(load_dir: Path, tag: str | None) -> tuple[str, int | None] | None:
             " zeroshard.load()"
         )
     return tag, _saved_step(directory)
+
+
+def _latest_tag(load_dir: Path) -> str | None:
+    """Return what ``latest`` names, None without it. Raises CheckpointError."""
+    tag = _read_name(load_dir / _LATEST)
+    if tag is None:
+        return None
+    if not _is_name(tag) or (load_dir / tag).resolve().parent != load_dir.resolve():
+        raise zs.CheckpointError(
+            f"{load_dir / _LATEST} names {tag[:100]!r}, which is no directory beside it: give"
+            " tag= the name of one"
+        )
+    return tag
+
+
+def step_of(load_dir: Path, tag: str | None) -> Path | None:
+    """Return the directory of the step that a tag of ours holds (None: the one that ``latest``
+    names); None for a checkpoint that DeepSpeed wrote. Raises CheckpointError.
+    """
+    if tag is not None and not _is_name(tag):
+        raise zs.ConfigError(f"tag={tag!r} is not the name of a directory")
+    named = _latest_tag(load_dir) if tag is None else tag
+    directory = load_dir if named is None else load_dir / named
+    step = _saved_step(directory)
+    return None if step is None else directory / f"step-{step:010d}"
 
 
 def _saved_step(directory: Path) -> int | None:

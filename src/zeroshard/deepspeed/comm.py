@@ -14,7 +14,10 @@ import torch.distributed as dist
 
 import zeroshard as zs
 
-__all__ = ["get_local_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"]
+__all__ = [
+    "data_parallel_group", "get_local_rank", "get_rank", "get_world_size", "init_distributed",
+    "is_initialized",
+]  # fmt: skip
 
 _DEFAULT = timedelta(minutes=30)
 # what only concerns how DeepSpeed looks for MPI, and what it prints
@@ -79,6 +82,11 @@ def get_rank(group: Any = None) -> int:
 def get_world_size(group: Any = None) -> int:
     """Return the number of ranks; 1 for a single process without a group."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def data_parallel_group() -> Any:
+    """Return the process group of the data parallel ranks, which are all ranks; None without one."""
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def get_local_rank() -> int:

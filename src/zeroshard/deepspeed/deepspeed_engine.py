@@ -23,15 +23,19 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.deepspeed import held_parameters
-from zeroshard.deepspeed.answers import Answers, Batch, Progress
+from zeroshard.deepspeed.answers import Answers, Batch, Client, Progress
 from zeroshard.deepspeed.checkpoint_tags import TaggedCheckpoints
+from zeroshard.deepspeed.engine_names import REFUSED, remedy
 from zeroshard.deepspeed.leaf_walk import LeafWalk
+from zeroshard.deepspeed.loaders import make_loader
+from zeroshard.deepspeed.monitors import StepWatch
 from zeroshard.deepspeed.optimizers import ZeROOptimizer
 from zeroshard.deepspeed.plain_backward import divided, undivided
 
 __all__ = ["DeepSpeedEngine"]
 
 _log = logging.getLogger("DeepSpeed")
+_NO_CLIENT = Client()
 
 
 class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
@@ -46,11 +50,15 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         batch: Batch,
         clipping: float,
         leaves: LeafWalk | None = None,
+        client: Client = _NO_CLIENT,
     ) -> None:
         super().__init__()
         self.module = engine.module
         self.engine = engine  # zeroshard's
-        self.optimizer = None if engine.optimizer is None else ZeROOptimizer(engine)
+        is_static = bool((config.get("fp16") or {}).get("loss_scale"))
+        self.optimizer: Any = None
+        if engine.optimizer is not None:
+            self.optimizer = ZeROOptimizer(engine, is_static=is_static)
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.config = config
@@ -58,6 +66,8 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         self.clipping = clipping
         self._leaves = leaves  # of the step under way, in a run with leaves
         self.progress = Progress()
+        self._client = client
+        self._watch = StepWatch(config, engine, batch.train)
         self._boundary: bool | None = None  # as set_gradient_accumulation_boundary() says
         self._collecting = False  # inside no_sync()
         self._stepping = False  # inside step()
@@ -68,17 +78,21 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or not hasattr(module, name):
-                raise AttributeError(f"neither the engine nor its module has {name!r}") from None
+                otherwise = "its module has none either; engine.engine is zeroshard's own"
+                raise AttributeError(remedy("the engine", name, REFUSED, otherwise)) from None
             return getattr(module, name)
 
     # ------------------------------------------------------------------ a step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._leaves is None:
-            return divided(self.module, self.batch.steps, args, kwargs)
-        if self.module.training and torch.is_grad_enabled():
-            self._leaves.begin(self.progress.global_steps)
-        return self.module(*args, **kwargs)
+        if self.module.training:
+            self.tput_timer.start()
+        with self._watch.part("forward", self.progress.global_steps):
+            if self._leaves is None:
+                return divided(self.module, self.batch.steps, args, kwargs)
+            if self.module.training and torch.is_grad_enabled():
+                self._leaves.begin(self.progress.global_steps)
+            return self.module(*args, **kwargs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -87,6 +101,13 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         return that loss.
         """
         self._trained("backward()")
+        self._watch.saw(loss)
+        with self._watch.part("backward", self.progress.global_steps):
+            return self._run_backward(loss, retain_graph, scale_wrt_gas)
+
+    def _run_backward(
+        self, loss: torch.Tensor, retain_graph: bool, scale_wrt_gas: bool
+    ) -> torch.Tensor:
         if self._leaves is not None:
             return self._leaf_backward(self._leaves, loss, retain_graph, scale_wrt_gas)
         if scale_wrt_gas and self.batch.steps > 1:
@@ -118,12 +139,20 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         return loss / batch.steps if scale_wrt_gas else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return `loss` as a plain ``.backward()`` takes it. Raises ConfigError for fp16."""
-        if self.engine.precision.needs_loss_scaling:
-            raise zs.ConfigError(
-                "engine.scale() in fp16: call engine.backward(loss), which scales the loss itself"
-            )
-        return loss
+        """Return `loss` times fp16's scale, for a plain ``.backward()`` of what is returned: that
+        of a further tensor made of it raises in fp16, as a plain backward does.
+        """
+        self._trained("scale()")
+        if not self.engine.precision.needs_loss_scaling:
+            return loss
+        scaled = loss.float() * self.engine.loss_scale
+
+        def backward(gradient: Any = None, retain_graph: bool = False, **_: Any) -> None:
+            self.engine.backward(loss, retain_graph=retain_graph)
+            self.progress.backwards += 1
+
+        scaled.backward = backward  # type: ignore[method-assign]
+        return scaled
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether this micro-batch is the last before a step. Without
@@ -147,16 +176,22 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         self._trained("step()")
         if self._collecting:
             raise zs.StateError("engine.step() inside no_sync(): call it after the context")
-        self.progress.applied = False
+        progress = self.progress
+        progress.applied = False
         if self._leaves is not None:
             self._leaves.end()
         self._stepping = True
+        steps = progress.global_steps
         try:
             if self.is_gradient_accumulation_boundary():
-                self._take_step(lr_kwargs or {})
+                with self._watch.part("step", steps):
+                    self._take_step(lr_kwargs or {})
         finally:
             self._stepping = False
-        self.progress.micro_steps += 1
+        progress.micro_steps += 1
+        self.tput_timer.stop(global_step=progress.global_steps > steps)
+        if progress.global_steps > steps:
+            self._watch.end_step(progress.global_steps, progress.global_samples, self.get_lr())
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         optimizer, progress = self.optimizer, self.progress
@@ -244,16 +279,45 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
                 block.forward = torch.compile(block.forward, **options)
 
     def offload_states(self, include: Any = None, **_: Any) -> None:
-        """Bring every state to the host until `reload_states`. Raises ConfigError for some of
-        them (`include`).
+        """Bring every state to the host until `reload_states`: all of them also where `include`
+        names some, but the weights among them. Raises ConfigError for states without the weights.
         """
-        if include is not None:
-            raise zs.ConfigError("offload_states(include=): all states go together; leave it out")
+        kinds = {getattr(one, "value", one) for one in include or ("lp_params",)}
+        if not kinds - {"lp_grads", "contiguous_grad_buffer"}:
+            return  # buffers hold nothing between steps
+        if "lp_params" not in kinds:
+            raise zs.ConfigError(
+                f"offload_states(include={sorted(kinds)}): states go together with the weights;"
+                " leave include out, or let them rest on the host with offload_optimizer"
+            )
         self.engine.offload_states()
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` took away."""
         self.engine.reload_states()
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every param group."""
+        self._trained("set_lr()")
+        self.optimizer.set_lr(lr)
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Do nothing: gradients are reduced as they are made."""
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Any:
+        """Return a DataLoader of this rank's part of `dataset`. `options` are the DataLoader's,
+        `data_sampler`, `num_local_io_workers` and `route` among them as DeepSpeed calls them.
+        """
+        return make_loader(dataset, self, batch_size=batch_size, **options)
+
+    def load_module_state_dict(
+        self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None, **_: Any
+    ) -> None:
+        """Load ``checkpoint["module"]``, whole weights, the same on every rank. Collective."""
+        if custom_load_fn is not None:
+            raise zs.ConfigError("custom_load_fn: load them into engine.module in engine.gathered")
+        with self.engine.gathered(writeback=True):
+            self.module.load_state_dict(checkpoint["module"], strict=strict)
 
     def empty_partition_cache(self) -> None:
         """Do nothing: no gathered parameter outlives its use."""
@@ -263,3 +327,5 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         held_parameters.unmark(self.module.parameters())
         held_parameters.release(self.engine)
         self.engine.close()
+        for parameter in self._client.left_out:
+            parameter.requires_grad_(True)

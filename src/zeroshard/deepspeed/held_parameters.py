@@ -9,7 +9,8 @@ released parameter keeps its shape here, so only the status says something new.
     safe_get_local_optimizer_state(param, "exp_avg")  ... two verbs, two extents, three states
 
 All of them are ``zeroshard.ParameterStates`` and collective, except that reading a part sends
-nothing (the first read of a gradient in a step does). A plain parameter has a gradient alone.
+nothing (the first read of a gradient in a step does). A plain parameter has a gradient alone, and
+so has a frozen one, which has none: reading its states gives None.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ import zeroshard as zs
 from zeroshard.deepspeed.names import SAFE
 
 __all__ = [
-    "ZeroParamStatus", "ZeroParamType", "engine_of", "in_one_order", "mark", "own", "release",
-    "unmark", "was_used",
+    "ZeroParamStatus", "ZeroParamType", "destroy", "engine_of", "in_one_order", "mark", "own", "release",
+    "safe_update_full_grad_vectorized", "unmark", "was_used",
 ]  # fmt: skip
 
 # by id of the parameter: its place in the module
 _owners: weakref.WeakKeyDictionary[zs.Engine, dict[int, int]] = weakref.WeakKeyDictionary()
+_closers: weakref.WeakKeyDictionary[zs.Engine, Any] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 _used: list[bool] = []  # whether any engine was made in this process
 
@@ -48,11 +50,22 @@ ZeroParamStatus = Enum("ZeroParamStatus", ["AVAILABLE", "NOT_AVAILABLE", "INFLIG
 ZeroParamType = Enum("ZeroParamType", ["NORMAL", "PARTITIONED", "REMOTE"])
 
 
-def own(engine: zs.Engine) -> None:
-    """Note that `engine` holds its module's parameters."""
+def own(engine: zs.Engine, close: Callable[[], None]) -> None:
+    """Note that `engine` holds its module's parameters; `close` ends it."""
     _used[:] = [True]
     parameters = engine.module.parameters()
     _owners[engine] = {id(parameter): place for place, parameter in enumerate(parameters)}
+    _closers[engine] = weakref.WeakMethod(close)
+
+
+def destroy(engine: zs.Engine) -> None:
+    """End `engine`, and give back its module's parameters. Collective."""
+    close = _closers[engine]() if engine in _closers else None
+    if close is not None:
+        close()
+    else:
+        release(engine)
+        engine.close()
 
 
 def release(engine: zs.Engine) -> None:
@@ -123,7 +136,7 @@ def _accessor(full_name: str) -> Callable[..., torch.Tensor | None]:
     (name, what), local = _STATES[ending], extent == "local"
 
     def get(param: nn.Parameter, optim_state_key: str = "") -> Any:
-        if engine_of(param) is None:  # a plain parameter
+        if engine_of(param) is None or not param.requires_grad:  # plain, or frozen
             return param.grad if (name, local) == ("grad", False) else None
         return getattr(_states(param), name)(*filter(None, [optim_state_key]), local=local)
 
@@ -136,6 +149,21 @@ def _accessor(full_name: str) -> Callable[..., torch.Tensor | None]:
     part = "this rank's part of " if local else ""
     made.__doc__ = f"{verb.title()} {part}{what}."
     return made
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter],
+    update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor],
+) -> None:
+    """Set the averaged gradient of each trained parameter to ``update_func(gradient, param)``.
+    Collective.
+    """
+    for param in param_list:
+        if engine_of(param) is None or not param.requires_grad:
+            if param.grad is not None:
+                param.grad.copy_(update_func(param.grad, param))
+        elif (whole := _ACCESSORS["safe_get_full_grad"](param)) is not None:
+            _ACCESSORS["safe_set_full_grad"](param, update_func(whole, param))
 
 
 _ACCESSORS = {name: _accessor(name) for name in SAFE}

@@ -10,12 +10,13 @@ taken, never after a skipped one.
     OneCycle         up and down between two rates (betas[0] the other way), then 1 / (1 + k * j)
     LRRangeTest      min * (1 + rate * (i + 1) / step_size)
 
-They are not torch's LambdaLR, whose factor times a base rate rounds differently, and whose saved
+Other names are those of torch.optim.lr_scheduler. DeepSpeed's are not torch's LambdaLR, whose factor times a base rate rounds differently, and whose saved
 state has other keys.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import torch
 from zeroshard import ConfigError
 
 __all__ = [
-    "VALID_LR_SCHEDULES", "LRRangeTest", "LRSchedule", "OneCycle", "WarmupCosineLR",
+    "CONSTANTS", "VALID_LR_SCHEDULES", "LRRangeTest", "LRSchedule", "OneCycle", "WarmupCosineLR",
     "WarmupDecayLR", "WarmupLR", "make_schedule",
 ]  # fmt: skip
 
@@ -303,18 +304,54 @@ _KINDS: dict[str, Callable[..., LRSchedule]] = {
     kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 VALID_LR_SCHEDULES = list(_KINDS)
+# WARMUP_LR is "WarmupLR", WARMUP_MAX_LR "warmup_max_lr": kinds and parameters under constants
+CONSTANTS = {
+    "LR_RANGE_TEST": "LRRangeTest", "ONE_CYCLE": "OneCycle", "WARMUP_LR": "WarmupLR",
+    "WARMUP_DECAY_LR": "WarmupDecayLR", "WARMUP_COSINE_LR": "WarmupCosineLR",
+    "WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear", "LR_SCHEDULE": "lr_schedule",
+    **{
+        name.upper(): name
+        for name in (
+            "lr_range_test_min_lr lr_range_test_step_rate lr_range_test_step_size"
+            " lr_range_test_staircase cycle_first_step_size cycle_first_stair_count"
+            " cycle_second_step_size cycle_second_stair_count decay_step_size cycle_min_lr"
+            " cycle_max_lr decay_lr_rate cycle_min_mom cycle_max_mom decay_mom_rate warmup_min_lr"
+            " warmup_max_lr warmup_num_steps warmup_type warmup_min_ratio cos_min_ratio"
+            " total_num_steps"
+        ).split()
+    },
+}  # fmt: skip
 
 
-def make_schedule(kind: str, params: dict[str, Any], optimizer: Any) -> LRSchedule:
-    """Build the schedule of a configuration's ``scheduler`` section. Raises ConfigError."""
-    if kind not in _KINDS:
-        raise ConfigError(f"scheduler.type={kind!r} is not one of {', '.join(_KINDS)}")
-    _check_params(params)
+def __getattr__(name: str) -> str:
+    if name not in CONSTANTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return CONSTANTS[name]
+
+
+def make_schedule(kind: str, params: dict[str, Any], optimizer: Any) -> Any:
+    """Build the schedule of a configuration's ``scheduler`` section: one of DeepSpeed's, else
+    torch's of that name. Raises ConfigError.
+    """
+    make = _KINDS.get(kind) or _torch_class(kind)
+    if kind in _KINDS:
+        _check_params(params)
     try:
-        return _KINDS[kind](optimizer, **params)
+        return make(optimizer, **params)
     except (TypeError, ValueError, ArithmeticError) as error:
         reason = str(error).partition("__init__() ")[2] or str(error)
         raise ConfigError(f"scheduler.params of {kind}: {reason}") from None
+
+
+def _torch_class(kind: str) -> Callable[..., Any]:
+    found = getattr(torch.optim.lr_scheduler, kind, None)
+    base = torch.optim.lr_scheduler.LRScheduler
+    if not (inspect.isclass(found) and issubclass(found, base) and found is not base):
+        raise ConfigError(
+            f"scheduler.type={kind!r} is neither {', '.join(_KINDS)} nor a class of"
+            " torch.optim.lr_scheduler"
+        )
+    return found
 
 
 def _check_params(params: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Every name of DeepSpeed's that exists here: module by module, and where it comes from.
+"""Every name of DeepSpeed's that exists here: module by module, and where it comes from. Those of
+its engine are in engine_names.py.
 
     MODULES["zero"]["Init"] = "zero:Init"      deepspeed.zero.Init is zeroshard.deepspeed.zero.Init
     INSTEAD["init_inference"]                  what to use for what does not exist
@@ -26,7 +27,30 @@ _ZERO = (
     " unwrap_model_for_generation ZeroParamStatus ZeroParamType"
 )
 _SCHEDULES = "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"
-_LEAVES = "set_z3_leaf_modules unset_z3_leaf_modules"
+_CONSTANTS = (
+    "LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR WARMUP_LOG_RATE"
+    " WARMUP_LINEAR_RATE LR_SCHEDULE LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE"
+    " LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE CYCLE_FIRST_STEP_SIZE"
+    " CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE"
+    " CYCLE_MIN_LR CYCLE_MAX_LR DECAY_LR_RATE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE"
+    " WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO COS_MIN_RATIO"
+    " TOTAL_NUM_STEPS"
+)
+_LEAVES = (
+    "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module"
+    " z3_leaf_parameter set_z3_leaf_module set_z3_leaf_modules_by_name"
+    " set_z3_leaf_modules_by_suffix"
+)
+_EXPERTS = (
+    "has_moe_layers is_moe_param is_moe_param_group split_params_into_shared_and_expert_params"
+    " split_params_into_different_moe_groups_for_optimizer configure_moe_param_groups"
+)
+_UTILS = "see_memory_usage set_random_seed ensure_directory_exists"
+_ENUMS = "OffloadDeviceEnum OffloadStateTypeEnum ZeroStageEnum"
+_FP32 = (
+    "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict"
+    " load_state_dict_from_zero_checkpoint"
+)
 _CHECKPOINTING = "configure is_configured checkpoint"
 _COMM = "init_distributed is_initialized get_rank get_world_size get_local_rank"
 _OPTIMIZERS = "DeepSpeedCPUAdam FusedAdam DeepSpeedCPUAdagrad DeepSpeedCPULion FusedLion"
@@ -35,29 +59,50 @@ _HOMES = {  # our modules and the names that they make; "theirs=ours" where ours
     "start": "initialize add_config_arguments",
     "deepspeed_engine": "DeepSpeedEngine",
     "optimizers": f"{_OPTIMIZERS} ZeROOptimizer DeepSpeedOptimizer=ZeROOptimizer",
-    "zero": f"{_ZERO} {_LEAVES} OnDevice zero_wrapper_for_fp_tensor_constructor=keep_constructor",
-    "held_parameters": _SAFE,
-    "lr_schedules": _SCHEDULES,
+    "accelerator": "get_accelerator",
+    "leaf_flags": _LEAVES,
+    "helpers": f"{_EXPERTS} {_UTILS} {_ENUMS} instrument_w_nvtx is_compile_supported"
+    " recursive_getattr recursive_setattr git_hash=default_git git_branch=default_git",
+    "fp32_weights": _FP32,
+    "monitors": "MonitorMaster ThroughputTimer",
+    "zero": f"{_ZERO} OnDevice zero_wrapper_for_fp_tensor_constructor=keep_constructor",
+    "held_parameters": f"{_SAFE} safe_update_full_grad_vectorized",
+    "lr_schedules": f"{_SCHEDULES} {_CONSTANTS}",
     "comm": f"{_COMM} _get_data_parallel_world_size=get_world_size"
-    " _get_data_parallel_rank=get_rank",
-    "small": f"{_CHECKPOINTING} logger log_dist RepeatingLoader get_accelerator"
-    " clone_tensors_for_torch_save _get_data_parallel_group=data_parallel_group",
+    " _get_data_parallel_rank=get_rank get_data_parallel_world_size=get_world_size"
+    " get_data_parallel_rank=get_rank get_data_parallel_group=data_parallel_group"
+    " _get_data_parallel_group=data_parallel_group",
+    "small": f"{_CHECKPOINTING} logger log_dist RepeatingLoader clone_tensors_for_torch_save",
     "torch": "_orig_torch_arange=arange",
     "shim": "DEEPSPEED_ENVIRONMENT_NAME",
-    "names": "__version__=VERSION",
+    "names": "__version__=VERSION version=VERSION",
 }
 _PLACES = {  # DeepSpeed's modules and their names
     "": "initialize add_config_arguments init_distributed DeepSpeedEngine DeepSpeedOptimizer"
-    " ZeROOptimizer OnDevice get_accelerator log_dist logger __version__",
+    " ZeROOptimizer OnDevice get_accelerator log_dist logger is_compile_supported __version__"
+    " version git_hash git_branch",
     "zero": _ZERO,
     "comm": _COMM,
-    "utils": f"logger log_dist RepeatingLoader OnDevice {_SAFE} {_LEAVES}",
+    "utils": f"logger log_dist RepeatingLoader OnDevice {_SAFE} {_LEAVES} instrument_w_nvtx"
+    " safe_update_full_grad_vectorized",
+    "utils.nvtx": "instrument_w_nvtx",
+    "utils.timer": "ThroughputTimer",
+    "utils.zero_to_fp32": _FP32,
     "utils.logging": "logger log_dist",
     "utils.groups": "_get_data_parallel_group _get_data_parallel_world_size"
-    " _get_data_parallel_rank",
-    "utils.tensor_fragment": _SAFE,
+    " _get_data_parallel_rank get_data_parallel_group get_data_parallel_world_size"
+    " get_data_parallel_rank",
+    "utils.tensor_fragment": f"{_SAFE} safe_update_full_grad_vectorized",
     "utils.z3_leaf_module": _LEAVES,
     "accelerator": "get_accelerator",
+    "accelerator.real_accelerator": "get_accelerator",
+    "git_version_info": "version git_hash git_branch",
+    "moe": "",
+    "moe.utils": _EXPERTS,
+    "compression": "",
+    "compression.helper": "recursive_getattr recursive_setattr",
+    "monitor": "",
+    "monitor.monitor": "MonitorMaster",
     "checkpointing": _CHECKPOINTING,
     "checkpoint": "",
     "checkpoint.utils": "clone_tensors_for_torch_save",
@@ -68,7 +113,12 @@ _PLACES = {  # DeepSpeed's modules and their names
     "runtime": "",
     "runtime.engine": "DeepSpeedEngine",
     "runtime.dataloader": "RepeatingLoader",
-    "runtime.lr_schedules": _SCHEDULES,
+    "runtime.lr_schedules": f"{_SCHEDULES} {_CONSTANTS}",
+    "runtime.utils": _UTILS,
+    "runtime.compiler": "is_compile_supported",
+    "runtime.base_optimizer": "ZeROOptimizer DeepSpeedOptimizer",
+    "runtime.zero.config": "ZeroStageEnum",
+    "runtime.zero.offload_config": "OffloadDeviceEnum OffloadStateTypeEnum",
     "runtime.zero": _ZERO,
     # Transformers replaces the first, and compares with the second, while it builds a model
     "runtime.zero.partition_parameters": "zero_wrapper_for_fp_tensor_constructor"
@@ -101,6 +151,15 @@ _USE = {  # for these names, and everything below them
         "torch's context parallelism; zeroshard.nn.checkpoint(tier='host') fits long sequences",
     "utils.groups": "torch.distributed's groups: every rank is a data parallel one here",
     "moe": "the model's own experts: stage 3 shards them as any other parameter",
+    "runtime.fp16 runtime.bf16_optimizer":
+        "the optimizer that initialize() returns: ZeROOptimizer, in every precision",
+    "runtime.zero.config runtime.config_utils": "zeroshard.read_deepspeed()",
+    "runtime.utils runtime.weight_quantizer runtime.swap_tensor runtime.eigenvalue":
+        "torch's own functions; zeroshard.memory_table() for memory",
+    "utils.timer": "engine.tput_timer; wall_clock_breakdown in the configuration logs times",
+    "linear": "PEFT's adapters, which stage 3 shards as any other parameter",
+    "io nvme": "offload_optimizer's and offload_param's nvme_path",
+    "runtime.hybrid_engine": "generate() inside engine.engine.gathered()",
     "compression": "torch.ao.quantization",
     "autotuning": "zeroshard plan, or zeroshard.shard(policy='auto')",
     "profiling": "torch.profiler, or engine.engine.trace() for the times of gathers and reduces",

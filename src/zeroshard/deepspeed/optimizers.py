@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 import zeroshard as zs
-from zeroshard.deepspeed.answers import as_config_error, attribute
+from zeroshard.deepspeed.answers import as_config_error, attribute, call
+from zeroshard.deepspeed.comm import data_parallel_group
+from zeroshard.deepspeed.engine_names import OPTIMIZER_REFUSED, remedy
 
 __all__ = [
     "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion", "Lion",
@@ -166,16 +168,28 @@ class _NoHooks:
         self.backward_hooks: list[Any] = []
 
 
+class _ScaleView:
+    """The loss scale of an optimizer, read when it is asked for."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    cur_scale = loss_scale = attribute("_optimizer.loss_scale", "The scale, 1.0 but in fp16.")
+    dynamic = attribute("_optimizer.dynamic_loss_scale", "Whether it moves.")
+
+
 class ZeROOptimizer(torch.optim.Optimizer):
     """The sharded optimizer as DeepSpeed's clients know it. torch's schedulers take it as well."""
 
-    def __init__(self, engine: zs.Engine) -> None:
+    def __init__(self, engine: zs.Engine, *, is_static: bool = False) -> None:
+        """`is_static`: the configuration gives fp16's scale, which stays."""
         # not torch's __init__: groups, state and hooks are those of the optimizer inside
         assert engine.optimizer is not None
         self.optimizer = engine.optimizer
         self.overflow = False  # whether the last step was skipped
         self.parameter_offload = _NoHooks()
         self._engine = engine
+        self._is_static = is_static
         self._skipped = engine.steps_skipped
 
     param_groups = attribute("optimizer.param_groups", "Those of the optimizer inside.")
@@ -201,11 +215,54 @@ class ZeROOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
 
+    dynamic_loss_scale = attribute(
+        lambda self: self._engine.precision.needs_loss_scaling and not self._is_static,
+        "Whether fp16's scale moves.",
+    )
+    loss_scaler = attribute(_ScaleView, "The scale, as an object.")
+    dtype = attribute("_engine.precision.compute", "Of the weights that compute.")
+    communication_data_type = attribute("_engine.precision.reduce", "Of gradients on the wire.")
+    dp_process_group = attribute(lambda self: data_parallel_group(), "The group of all ranks.")
+    real_dp_process_group = attribute(
+        lambda self: [data_parallel_group() for _ in self.param_groups], "The same, by group."
+    )
+    partition_count = attribute(
+        lambda self: [self._engine.world for _ in self.param_groups], "The ranks of each group."
+    )
+    bit16_groups = attribute(
+        lambda self: [list(group["params"]) for group in self.param_groups],
+        "The parameters of each group.",
+    )
+    fp16_groups = bit16_groups
+    custom_loss_scaler = attribute(lambda self: False, "The scale is the configuration's.")
+    has_overflow = call("overflow", "Whether the last step was skipped.")
+    check_overflow = has_overflow
+    needs_scaler = call("_engine.precision.needs_loss_scaling", "Whether losses are scaled.")
+    get_lr = call(lambda self: self.param_groups[0]["lr"], "Return the first group's rate.")
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every group."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """Return a loss (0-d) times fp16's scale, and anything else as it is."""
+        is_loss = isinstance(value, torch.Tensor) and value.ndim == 0
+        return value.float() * self.loss_scale if is_loss and self.needs_scaler() else value
+
+    def get_fp32_grad_for_param(self, param: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the averaged gradient of `param`, whole. Collective."""
+        return zs.ParameterStates(self._engine, param).grad()
+
     def quantize_nontrainable_params(self) -> None:
         """Do nothing: frozen weights are encoded from the start (comm.frozen_codec)."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
+        inside = self.__dict__.get("optimizer")
+        if name not in OPTIMIZER_REFUSED and hasattr(inside, name):
+            return getattr(inside, name)
+        otherwise = "optimizer.optimizer is torch's own, engine.engine is zeroshard's"
+        raise AttributeError(remedy("the optimizer", name, OPTIMIZER_REFUSED, otherwise))
 
     def __repr__(self) -> str:
         return f"ZeROOptimizer({self.optimizer!r})"

@@ -95,6 +95,14 @@ class _Module(ModuleType):
         setattr(self, name, value)
         return value
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keep a function where its module has the same name, as DeepSpeed's package does: an
+        import of ``utils.z3_leaf_module`` leaves the function of that name in ``utils``.
+        """
+        path = self.__name__.partition(".")[2]
+        if not (isinstance(value, _Module) and name in MODULES.get(path, {})):
+            super().__setattr__(name, value)
+
     def __dir__(self) -> list[str]:
         path = self.__name__.partition(".")[2]
         prefix = f"{path}." if path else ""

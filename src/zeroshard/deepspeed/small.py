@@ -1,5 +1,5 @@
-"""The small modules of DeepSpeed's that programs import: the logger, groups, the accelerator,
-activation checkpointing, and helpers of a line.
+"""The small modules of DeepSpeed's that programs import: the logger, a loader, activation
+checkpointing, and helpers of a line.
 """
 
 from __future__ import annotations
@@ -7,19 +7,16 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import zeroshard as zs
 from zeroshard.deepspeed import comm
-from zeroshard.deepspeed.answers import call
 
 __all__ = [
-    "RepeatingLoader", "Singleton", "checkpoint", "clone_tensors_for_torch_save", "configure",
-    "data_parallel_group", "get_accelerator", "is_configured", "log_dist", "logger",
+    "RepeatingLoader", "checkpoint", "clone_tensors_for_torch_save", "configure",
+    "is_configured", "log_dist", "logger",
 ]  # fmt: skip
 
 
@@ -43,11 +40,6 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
     wanted = list(ranks or ())
     if not wanted or -1 in wanted or comm.get_rank() in wanted:
         logger.log(level, "[Rank %d] %s", comm.get_rank(), message)
-
-
-def data_parallel_group() -> Any:
-    """Return the process group of the data parallel ranks, which are all ranks."""
-    return dist.group.WORLD
 
 
 class RepeatingLoader:
@@ -87,45 +79,6 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
         return one
 
     return copied(item)
-
-
-class Singleton:
-    """The device that a rank computes on: torch's module for it, and DeepSpeed's names."""
-
-    def __init__(self) -> None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        self._name = "cpu" if found is None else found.type
-        self._module = torch.get_device_module(self._name)
-
-    def device_name(self, device_index: int | None = None) -> str:
-        """Return its type, with an index ("xpu:1") or without, or "cpu"."""
-        if device_index is None or self._name == "cpu":
-            return self._name
-        return f"{self._name}:{device_index}"
-
-    def current_device_name(self) -> str:
-        """Return the name of this rank's device."""
-        is_cpu = self._name == "cpu"
-        return self.device_name(None if is_cpu else torch.accelerator.current_device_index())
-
-    communication_backend_name = call(
-        lambda self: dist.get_default_backend_for_device(self._name),
-        "Return its tensors' backend.",
-    )
-    is_bf16_supported = call(
-        lambda self: getattr(self._module, "is_bf16_supported", lambda: True)(),
-        "Whether bf16 computes.",
-    )
-    is_fp16_supported = call(lambda self: True, "Whether fp16 computes.")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-@cache
-def get_accelerator() -> Singleton:
-    """Return the accelerator."""
-    return Singleton()
 
 
 class _Checkpointing:

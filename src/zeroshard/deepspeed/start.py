@@ -10,24 +10,26 @@ from __future__ import annotations
 import argparse
 import base64
 import copy
-import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader
 
 import zeroshard as zs
+from zeroshard.config.strict_json import parse_json
 from zeroshard.deepspeed import comm, held_parameters
-from zeroshard.deepspeed.answers import complete_batch
+from zeroshard.deepspeed.answers import Client, complete_batch
 from zeroshard.deepspeed.deepspeed_engine import DeepSpeedEngine
-from zeroshard.deepspeed.leaf_walk import LeafWalk, LoaderSampler
+from zeroshard.deepspeed.leaf_walk import LeafWalk
+from zeroshard.deepspeed.loaders import make_loader
 from zeroshard.deepspeed.lr_schedules import make_schedule
 from zeroshard.deepspeed.optimizers import make_optimizer
 from zeroshard.deepspeed.verdict import accepted, section, try_schedule
@@ -76,22 +78,21 @@ def initialize(
     )
     if isinstance(model, DeepSpeedEngine):
         raise zs.ConfigError("the model is an engine already: give initialize() engine.module")
-    holder = held_parameters.engine_of(next(model.parameters(), None))
-    if holder is not None and holder.module is model:
-        raise zs.ConfigError(
-            "the model belongs to an engine of an earlier initialize(): call its engine.destroy()"
-            " first"
-        )
     objects = {"optimizer": optimizer, "scheduler": lr_scheduler}
     given = [name for name, one in objects.items() if one is not None]
-    settings = accepted(file, comm.get_world_size(), given)
+    settings = accepted(file, comm.get_world_size(), given, _note)
+    _end_earlier(model)
     made = _optimizer(optimizer, model_parameters, model, file.data)
     schedule = None if lr_scheduler is not None else section(file.data, "scheduler")
     if schedule is not None and made is not None:
         try_schedule(*schedule, groups=len(made.param_groups))
-    engine = _sharded(model, made, settings, file.data)
+    client = Client(optimizer, lr_scheduler, _left_out(model, made))
+    with _frozen(client.left_out):
+        engine = _sharded(model, made, settings, file.data, client)
     engine.lr_scheduler = _schedule(lr_scheduler, schedule, engine)
-    engine.training_dataloader = _loader(training_data, engine, options.get("collate_fn"))
+    if training_data is not None:
+        collate_fn = options.get("collate_fn")
+        engine.training_dataloader = make_loader(training_data, engine, collate_fn=collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -114,9 +115,10 @@ def _parsed(text: Any) -> dict[str, Any]:
     if isinstance(text, os.PathLike) or os.path.exists(text):
         return zs.read_deepspeed(Path(text)).data
     try:
-        decoded = text if text.lstrip().startswith("{") else base64.urlsafe_b64decode(text)
-        data = json.loads(decoded)
-    except ValueError:
+        is_plain = text.lstrip().startswith("{")
+        decoded = text if is_plain else base64.urlsafe_b64decode(text).decode()
+        data = parse_json(decoded, "config", relaxed=lambda data: True)
+    except (ValueError, zs.ConfigError):
         raise zs.ConfigError(
             f"config={text!r} is neither a file, nor JSON, nor JSON in base64"
         ) from None
@@ -134,8 +136,50 @@ def _optimizer(given: Any, parameters: Any, model: nn.Module, config: dict[str, 
     return None if found is None else make_optimizer(*found, list(parameters))
 
 
+def _end_earlier(model: nn.Module) -> None:
+    """Close the engine of an earlier initialize() of this model, as DeepSpeed lets one do."""
+    holder = held_parameters.engine_of(next(model.parameters(), None))
+    if holder is not None and holder.module is model:
+        _note(logging.WARNING, "the model's earlier engine is closed: initialize() makes a new one")
+        held_parameters.destroy(holder)
+
+
+def _left_out(model: nn.Module, optimizer: Any) -> tuple[nn.Parameter, ...]:
+    """Return the trainable parameters that the optimizer does not have: they stay as they are."""
+    if optimizer is None:
+        return ()
+    stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    return tuple(one for one in model.parameters() if one.requires_grad and id(one) not in stepped)
+
+
+@contextmanager
+def _frozen(parameters: tuple[nn.Parameter, ...]) -> Iterator[None]:
+    """Freeze these parameters; after an error they are as they were."""
+    if parameters:
+        count = len(parameters)
+        _note(logging.INFO, f"{count} parameters are not in the optimizer, and stay as they are")
+    for one in parameters:
+        one.requires_grad_(False)
+    try:
+        yield
+    except BaseException:
+        for one in parameters:
+            one.requires_grad_(True)
+        raise
+
+
+def _note(level: int, line: str) -> None:
+    """Log a line on rank 0."""
+    if comm.get_rank() == 0:
+        _log.log(level, "%s", line)
+
+
 def _sharded(
-    model: nn.Module, optimizer: Any, settings: zs.Config, config: dict[str, Any]
+    model: nn.Module,
+    optimizer: Any,
+    settings: zs.Config,
+    config: dict[str, Any],
+    client: Client,
 ) -> DeepSpeedEngine:
     batch = complete_batch(settings, comm.get_world_size(), comm.get_rank())
     clipping = settings.gradient_clipping or 0.0
@@ -144,11 +188,11 @@ def _sharded(
     if accelerator is not None:
         model.to(accelerator)
     engine = zs.shard(model, optimizer, config=settings, sync_from=0)
-    held_parameters.own(engine)
     walk = None
     if batch.leaves is not None:
         walk = LeafWalk(engine, _common_seed(next(model.parameters()).device))
-    out = DeepSpeedEngine(engine, config, batch, clipping, walk)
+    out = DeepSpeedEngine(engine, config, batch, clipping, walk, client)
+    held_parameters.own(engine, out.destroy)
     if out.zero_optimization_stage() == 3:
         held_parameters.mark(model.parameters())
     if engine.rank == 0:
@@ -180,30 +224,6 @@ def _schedule(given: Any, found: tuple[str, dict[str, Any]] | None, engine: Deep
     if found is None or engine.optimizer is None:
         return None
     return make_schedule(*found, engine.optimizer)
-
-
-def _loader(data: Any, engine: DeepSpeedEngine, collate_fn: Any) -> DataLoader[Any] | None:
-    if data is None:
-        return None
-    batch = engine.batch
-    if batch.leaves is not None:
-        if isinstance(data, IterableDataset):
-            raise zs.ConfigError(
-                f"leaves={batch.leaves} takes the samples of a leaf by its number, and"
-                " training_data has none: give a dataset with __len__() and __getitem__()"
-            )
-        leaves = LoaderSampler(data, batch.leaves, batch.micro, engine)
-        return DataLoader(data, batch_sampler=leaves, collate_fn=collate_fn)
-    sampler: DistributedSampler[Any] | None = None
-    if not isinstance(data, IterableDataset):
-        sampler = DistributedSampler(data, engine.dp_world_size, engine.global_rank)
-    return DataLoader(
-        data,
-        batch_size=engine.train_micro_batch_size_per_gpu(),
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=engine.config.get("dataloader_drop_last") is True,
-    )
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """Whether ``initialize()`` takes a configuration: one answer, for it and for ``zeroshard config
 explain``.
 
-    each key . all options together . the batch sizes . the optimizer . the schedule
+    each key . all options together . the batch sizes . the optimizer . the schedule . what watches
 
 A refusal is a finding, as those of ``zeroshard.read_deepspeed()`` are. Optimizer and schedule are
 made, and take a step, on trial: over a layer of two by two. Cost: some milliseconds.
@@ -9,6 +9,8 @@ made, and take a step, on trial: over a layer of two by two. Cost: some millisec
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +21,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.deepspeed.answers import as_config_error, complete_batch
+from zeroshard.deepspeed.keys.table import key_of
 from zeroshard.deepspeed.lr_schedules import make_schedule
 from zeroshard.deepspeed.optimizers import make_optimizer
 
@@ -39,20 +42,31 @@ def findings(file: zs.DeepSpeedFile, check: Check) -> list[zs.Finding]:
     judge.options(None)
     judge.optimizer(check)
     judge.schedule()
+    judge.watched()
     return judge.findings
 
 
-def accepted(file: zs.DeepSpeedFile, ranks: int, given: Collection[str]) -> zs.Config:
+def accepted(
+    file: zs.DeepSpeedFile, ranks: int, given: Collection[str], tell: Callable[[int, str], None]
+) -> zs.Config:
     """Return zeroshard's part of the configuration. Raises ConfigError with every refusal, one a
-    line. Sections that are `given` as objects are not looked at.
+    line. Sections that are `given` as objects are not looked at. `tell` takes a level of logging
+    and a line for each key that is none of DeepSpeed's, or for which nothing is written.
     """
     judge = _Judge(file, filled=False)
     judge.options(ranks)
+    judge.watched()
     if "optimizer" not in given:
         judge.optimizer(lambda model, optimizer: None)  # shard() checks the real one
     if "scheduler" not in given:
         judge.schedule()
-    replace(file, findings=tuple(judge.findings)).checked_fields()
+    judged = replace(file, findings=tuple(judge.findings))
+    judged.checked_fields()
+    for line in judged.unknown():
+        tell(logging.WARNING, line)
+    for one in judged.findings:
+        if (key := key_of(one.key)) and key.watches_in_vain(one.value):
+            tell(logging.INFO, f"{one.key}: nothing is written for it here; {key.why}")
     return file.config()
 
 
@@ -83,10 +97,16 @@ def try_schedule(kind: str, params: dict[str, Any], groups: int) -> None:
     ConfigError.
     """
     parameters = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(groups)]
-    with as_config_error(f"scheduler.params of {kind}"):
-        schedule = make_schedule(kind, params, torch.optim.Adam(parameters))
+    with as_config_error(f"scheduler.params of {kind}"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's: no optimizer steps here
+        schedule = make_schedule(kind, params, torch.optim.Adam(parameters, lr=0.1))
         for iteration in (0, 1, 10, 10**6):
-            schedule.step(iteration)
+            if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                schedule.step(1.0)  # the training gives it: engine.step(lr_kwargs={"metrics": ...})
+            elif isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
+                schedule.step()
+            else:
+                schedule.step(iteration)
 
 
 class _Judge:
@@ -137,6 +157,13 @@ class _Judge:
             return kind
 
         self._make("scheduler", make)
+
+    def watched(self) -> None:
+        """Say what is written for keys that only watch."""
+        for place, one in enumerate(self.findings):
+            key = key_of(one.key)
+            if key is not None and key.done and one.source == "file" and key.is_on(one.value):
+                self.findings[place] = replace(one, verdict="honoured", why=key.done)
 
     def _make(self, name: str, make: Callable[[str, dict[str, Any]], str]) -> None:
         """Say that a section is honoured, and what `make` makes of it."""

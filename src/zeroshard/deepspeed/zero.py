@@ -30,8 +30,8 @@ from zeroshard.deepspeed.held_parameters import (
 
 __all__ = [
     "GatheredParameters", "Init", "MiCS_Init", "OnDevice", "TiledLinear", "ZeroParamStatus",
-    "ZeroParamType", "keep_constructor", "register_external_parameter", "set_z3_leaf_modules",
-    "unset_z3_leaf_modules", "unwrap_model_for_generation",
+    "ZeroParamType", "keep_constructor", "register_external_parameter",
+    "unwrap_model_for_generation",
 ]  # fmt: skip
 
 
@@ -160,21 +160,6 @@ def _broadcast(params: list[Any], rank: int) -> None:
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Do nothing: a parameter that another module uses is gathered when it is used."""
-
-
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Any) -> list[nn.Module]:
-    """Return the modules of these classes, and do nothing else: units may run in any order, and
-    in part (mixtures of experts).
-    """
-    classes = tuple(one for one in leaf_module_classes if not isinstance(one, str))
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, classes) or type(module).__name__ in leaf_module_classes
-    ]
-
-
-unset_z3_leaf_modules = set_z3_leaf_modules
 
 
 class SplitLinear(zs.nn.TiledLinear):

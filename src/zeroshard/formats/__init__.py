@@ -9,5 +9,9 @@ restricted_unpickler.py    pickles read as data: no code runs that one of them c
 from __future__ import annotations
 
 from zeroshard.formats.conversion import READERS, Imported, import_checkpoint, recognise
+from zeroshard.formats.export import export, whole_weights
 
-__all__ = ["READERS", "Imported", "import_checkpoint", "recognise"]
+__all__ = [
+    "READERS", "Imported", "export", "import_checkpoint", "recognise",
+    "whole_weights",
+]  # fmt: skip

@@ -44,7 +44,7 @@ from zeroshard.core.part import Part
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.system.safe_files import NotReadable, from_json, read_file
 
-__all__ = ["FORMATS", "export"]
+__all__ = ["FORMATS", "export", "whole_weights"]
 
 _MOST_BYTES = 1 << 24  # of a config.json
 Format = Literal["hf", "torch", "dcp"]
@@ -88,6 +88,19 @@ def export(
             write = _write_torch if to == "torch" else _write_dcp
             with published(out, num_bytes + source.optimizer_bytes()) as working:
                 write(source, items, working)
+
+
+def whole_weights(
+    step: Path, *, dtype: torch.dtype | None = None, frozen: bool = True
+) -> dict[str, torch.Tensor]:
+    """Return the weights and buffers of the step in the directory `step`, on CPU, tied ones under
+    each of their names; without `frozen` no frozen parameter. Raises CheckpointError.
+    """
+    with ExitStack() as stack:
+        source = _ExportedStep(step, dtype, stack, lambda num_bytes: None)
+        held = source.manifest.parameters
+        left_out = {name for name in held if not (frozen or held[name].trained)}
+        return _model_state(source, [one for one in source.items() if one.name not in left_out])
 
 
 @dataclass(frozen=True)

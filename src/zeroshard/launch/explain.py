@@ -22,7 +22,9 @@ def explain(source: str | Path | dict[str, Any]) -> tuple[str, list[Finding]]:
     Raises ConfigError where there is no JSON object; a key never raises. A combination that is
     refused has a finding of its own, without a key.
     """
-    data = read_json(source) if isinstance(source, (str, Path)) else source
+    data = source
+    if isinstance(source, (str, Path)):
+        data = read_json(source, lambda data: is_deepspeed(data, Config.model_fields))
     if not isinstance(data, dict):
         raise ConfigError(f"a configuration is a JSON object, not a {type(data).__name__}")
     theirs = is_deepspeed(data, Config.model_fields)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from zeroshard.errors import ConfigError
 
 __all__ = ["FileFindings", "Finding", "is_deepspeed", "read"]
 
+_PATHS = (str, Path)
 _TOLD = [name for name, key in KEYS.items() if key.tells_default]
 
 
@@ -61,6 +63,11 @@ class FileFindings:
         keys = ((one, key_of(one.key)) for one in set_in_vain)
         return [one.key for one, key in keys if key and one.value not in (None, key.default)]
 
+    def unknown(self) -> list[str]:
+        """Return a line for each key that is none of DeepSpeed's, which drops it, too."""
+        ours = (one for one in self.findings if one.verdict == "ignored")
+        return [one.line for one in ours if one.key not in SECTIONS and key_of(one.key) is None]
+
     def checked_fields(self) -> dict[str, Any]:
         """Return `fields`. Raises ConfigError with every refused key and its reason, one a line."""
         lines = [finding.line for finding in self.refusals()]
@@ -84,12 +91,12 @@ def read(source: str | Path | dict[str, Any]) -> FileFindings:
 
     Raises ConfigError where there is no JSON object; a key never raises.
     """
-    data = read_json(source) if isinstance(source, (str, Path)) else source
+    data = read_json(source, relaxed=lambda data: True) if isinstance(source, _PATHS) else source
     if not isinstance(data, dict):
         raise ConfigError(
             f"a DeepSpeed configuration is a JSON object, not a {type(data).__name__}"
         )
-    data = _nested(data)
+    data = _prefixed(_nested(_plain(data)))
     if data.get("zero_optimization") is True:  # an old form of stage 1
         data = {**data, "zero_optimization": {"stage": 1}}
     flat = dict(flattened(data, lambda name, value: name in SECTIONS and bool(value)))
@@ -103,6 +110,8 @@ def read(source: str | Path | dict[str, Any]) -> FileFindings:
     }
     if flat.get("zero_optimization.stage") == "auto":
         values["zero_optimization.stage"] = 3  # our default
+    if values["zero_optimization.stage"] != 3:
+        values["zero_optimization.offload_param.device"] = "none"
     untold = [name for name in _TOLD if name not in flat and not _is_off(name, values)]
     findings: list[Finding] = []
     fields: dict[str, Any] = {}
@@ -134,6 +143,28 @@ def _nested(data: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def _plain(value: Any) -> Any:
+    """Return `value` with the values of DeepSpeed's enums in their place."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return value.value if isinstance(value, Enum) else value
+
+
+def _prefixed(data: dict[str, Any]) -> dict[str, Any]:
+    """Return `data` with the whole names of stage 3's keys, which DeepSpeed takes without, too."""
+    zero = data.get("zero_optimization")
+    if not isinstance(zero, dict):
+        return data
+    out: dict[str, Any] = {}
+    for key, value in zero.items():
+        whole = f"stage3_{key}"
+        if f"zero_optimization.{whole}" not in KEYS:
+            out[key] = value
+        elif whole not in zero:  # else the whole name counts, as there
+            out[whole] = value
+    return {**data, "zero_optimization": out}
+
+
 def _is_off(name: str, values: Mapping[str, Any]) -> bool:
     """Whether the section of a key is there, but not enabled."""
     switch = f"{name.rpartition('.')[0]}.enabled"
@@ -148,6 +179,8 @@ def _complaint(name: str, value: Any) -> str:
     if key is None:
         prefix = name[: -len(last)] if (last := name.rpartition(".")[2]) else f"{name}."
         inside = [key[len(prefix) :] for key in KEYS if key.startswith(prefix)]
+        if "." not in name:
+            return ""  # see _judged()
         choices = list(dict.fromkeys(key.partition(".")[0] for key in inside))
         return f"is not a key of DeepSpeed's{nearest(last, choices)}"
     return "" if value in (None, "auto") else key.kind(value)
@@ -158,8 +191,11 @@ def _judged(
 ) -> tuple[str, str]:
     """Return the verdict on a key and the reason; add the options that it becomes to `options`."""
     key = key_of(name)
-    if key is None:
+    if key is None and name in SECTIONS:
         return "ignored", "an empty section"
+    if key is None:
+        choices = list(dict.fromkeys(key.partition(".")[0] for key in KEYS))
+        return "ignored", f"is not a key of DeepSpeed's, which drops it{nearest(name, choices)}"
     if is_auto and key.lower is not None:
         return "ignored", "left to whoever fills it in, and else to our default"
     if _is_off(name, values):
@@ -168,6 +204,8 @@ def _judged(
         return "refused", f"{key.why}: {key.instead}"
     if key.lower is None or value is None:
         return "ignored", key.why
+    if key.idle is not None and (why := key.idle(value, values)):
+        return "ignored", why
     try:
         options |= key.lower(value, values, *key.more)
     except ConfigError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from re import fullmatch
@@ -10,11 +10,12 @@ from typing import Any
 
 __all__ = [
     "Key", "Kind", "Lower", "an_object", "anything", "becomes", "count", "every", "flag", "levels",
-    "number", "one_of", "ranks", "refuses", "section", "text", "tunes", "whole",
+    "number", "one_of", "ranks", "refuses", "section", "text", "tunes", "watches", "whole",
 ]  # fmt: skip
 
 Kind = Callable[[Any], str]  # the end of a sentence about a value of another kind, or ""
 Test = Callable[[Any], bool]
+Idle = Callable[[Any, Mapping[str, Any]], str]
 # options of ours ("comm.node_size") and their values, of a value, of all values of the file (those
 # left out, and "auto", are DeepSpeed's default), and of more; raises ConfigError with the reason
 Lower = Callable[..., dict[str, Any]]
@@ -69,13 +70,23 @@ class Key:
     harmless: Test = lambda value: True
     instead: str = ""  # of a refused value
     tells_default: bool = False  # also where it is left out, its default has an effect
+    idle: Idle | None = None  # of the value and all values: why it has no effect, or ""
+    done: str = ""  # of a key that only watches: what initialize() writes for it
+
+    only_watches: bool = False
+
+    def watches_in_vain(self, value: Any) -> bool:
+        """Whether `value` asks to be shown something that nothing shows here."""
+        return self.only_watches and not self.done and self.is_on(value)
+
+    def is_on(self, value: Any) -> bool:
+        """Whether a section of switches, or a flag, is switched on."""
+        return _is_on(value, "enabled") if isinstance(value, dict) else bool(value)
 
 
-def becomes(
-    default: Any, kind: Kind, why: str, lower: Lower, *more: str, tells_default: bool = False
-) -> Key:
+def becomes(default: Any, kind: Kind, why: str, lower: Lower, *more: str, **rest: Any) -> Key:
     """Return a key that is an option of ours, too: `lower` of its value, all values and `more`."""
-    return Key(default, why, kind, lower, more, tells_default=tells_default)
+    return Key(default, why, kind, lower, more, **rest)
 
 
 tunes = Key  # a key that changes speed or memory there, and nothing here
@@ -92,11 +103,20 @@ def section(why: str, instead: str = "leave it out", switch: str = "enabled") ->
     in it, at any depth, is off or left out; without a switch, unless it is empty.
     """
 
-    def is_on(value: Any) -> bool:
-        held = value.items() if isinstance(value, dict) else ()
-        return any((key == switch and bool(one)) or is_on(one) for key, one in held)
-
     def is_off(value: Any) -> bool:
-        return not value or (bool(switch) and not is_on(value))
+        return not value or (bool(switch) and not _is_on(value, switch))
 
     return Key(None, why, an_object, harmless=is_off, instead=instead)
+
+
+def watches(default: Any, kind: Kind, why: str, done: str = "") -> Key:
+    """Return a key that changes no number: `done` is what initialize() writes for it, `why` what
+    to use elsewhere.
+    """
+    return Key(default, why, kind, done=done, only_watches=True)
+
+
+def _is_on(value: Any, switch: str) -> bool:
+    """Whether a `switch` in an object is on, at any depth."""
+    held = value.items() if isinstance(value, dict) else ()
+    return any((key == switch and bool(one)) or _is_on(one, switch) for key, one in held)

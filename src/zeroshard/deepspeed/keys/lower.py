@@ -10,7 +10,7 @@ from typing import Any
 from zeroshard.errors import ConfigError
 
 __all__ = [
-    "TIERS", "clipping", "device", "dtype", "feedback", "first_scale", "half", "leaves", "moving",
+    "TIERS", "below_stage_3", "clipping", "device", "dtype", "feedback", "first_scale", "half", "leaves", "moving",
     "node", "option", "path", "quantized", "ratio", "stage", "static_scale",
 ]  # fmt: skip
 
@@ -102,6 +102,14 @@ def device(value: Any, values: Values, section: str, state: str) -> Options:
         raise ConfigError("needs nvme_path, a directory on a local disk")
     states = _offloaded(state, values)
     return {f"offload.{one}": "host" if one == "grad" else tier for one in states}
+
+
+def below_stage_3(value: Any, values: Values) -> str:
+    """Why a key of weights that leave the device has no effect, as in DeepSpeed; "" where it has
+    one.
+    """
+    at = values[f"{_ZERO}.stage"]
+    return "" if at == 3 or not value else f"weights leave the device at stage 3, not at {at!r}"
 
 
 def path(value: Any, values: Values, section: str, other: str) -> Options:

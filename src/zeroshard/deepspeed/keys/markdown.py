@@ -20,9 +20,11 @@ def deepspeed_markdown() -> str:
 _HEAD = """# DeepSpeed's keys
 
 What each key of a DeepSpeed configuration does here: it *becomes* an option of ours, it makes *no
-difference*, or it is *refused* where it asks for something else than happens here anyway. Defaults
-are those of DeepSpeed's code. `zeroshard config explain FILE` says the same of one file. A key that
-is not in this table is refused, with the nearest one.
+difference*, it *watches*, or it is *refused* where it asks for something else than happens here
+anyway. Defaults are those of DeepSpeed's code. `zeroshard config explain FILE` says the same of one
+file. Keys of stage 3 may leave out their `stage3_`. A key at the top that is not in this table is a
+warning, with the nearest one, since DeepSpeed drops it; inside of a section it is refused. A file
+may be HJSON: comments, keys without quotes, commas where they are not needed.
 
 Made by `python -m zeroshard.config.reference deepspeed`.
 """
@@ -36,6 +38,8 @@ def _shown(default: Any) -> str:
 def _effect(key: Key) -> str:
     if key.lower is not None:
         return f"becomes ours: {key.why}"
+    if key.done:
+        return f"watches: with initialize() {key.done}; elsewhere: {key.why}"
     if not key.instead:
         return f"no difference: {key.why}"
     where = "where it is on" if key.kind is an_object else "otherwise"

@@ -12,7 +12,7 @@ from typing import Any
 import zeroshard.deepspeed.keys.key_rows as a
 import zeroshard.deepspeed.keys.lower as to
 from zeroshard.config.strict_json import flattened
-from zeroshard.deepspeed.keys.key_rows import Key, becomes, refuses, section, tunes
+from zeroshard.deepspeed.keys.key_rows import Key, becomes, refuses, section, tunes, watches
 
 __all__ = ["KEYS", "SECTIONS", "key_of"]
 
@@ -64,9 +64,9 @@ _ZERO: dict[str, Any] = {
         "cpuadam_cores_perc": tunes(0.8, "torch.set_num_threads() says it")},
     "offload_param": {
         "device": becomes("none", _DEVICES, "where weights rest",
-            to.device, "offload_param", "weight"),
+            to.device, "offload_param", "weight", idle=to.below_stage_3),
         "nvme_path": becomes(None, a.text, "the directory of what rests on disk",
-            to.path, "offload_param", "offload_optimizer"),
+            to.path, "offload_param", "offload_optimizer", idle=to.below_stage_3),
         "pin_memory": tunes(True, _PINNED),
         "buffer_count": tunes(5, _STAGING),
         "buffer_size": tunes(1e8, _STAGING),
@@ -75,7 +75,7 @@ _ZERO: dict[str, Any] = {
     "cpu_offload": becomes(None, a.flag, "an older form of offload_optimizer.device",
         to.device, "offload_optimizer", "optimizer"),
     "cpu_offload_param": becomes(None, a.flag, "an older form of offload_param.device",
-        to.device, "offload_param", "weight"),
+        to.device, "offload_param", "weight", idle=to.below_stage_3),
     "cpu_offload_use_pin_memory": tunes(None, _PINNED),
     "zenflow": refuses(None, "updates of the most important gradients alone are not there",
                        "offload.delayed_update hides the step on the host"),
@@ -221,15 +221,22 @@ _TABLE: dict[str, Any] = {
     "load_universal_checkpoint": tunes(False, "every checkpoint loads on any number of ranks"),
     "steps_per_print": tunes(
         None, "DeepSpeed's initialize() logs steps; shard() prints nothing", a.every),
-    "wall_clock_breakdown": refuses(False, "no times are printed", _TRACE),
-    "memory_breakdown": refuses(False, "no memory is printed", "print zs.memory_table()"),
-    "dump_state": refuses(False, "no configuration is printed",
-                          "zeroshard config explain FILE shows it"),
-    "flops_profiler": section("there is no such profiler",
-                              "use torch.utils.flop_counter.FlopCounterMode"),
-    "comms_logger": section("collectives are not logged", _TRACE),
-    "timers": section("no times are printed", _TRACE),
-    "tensorboard, wandb, comet, csv_monitor": section("nothing is logged", _METRICS),
+    "wall_clock_breakdown": watches(False, a.flag, _TRACE,
+        "the times of forward, backward and step are logged"),
+    "memory_breakdown": watches(False, a.flag, "print engine.memory() or zs.memory_table()",
+        "the bytes of each state are logged"),
+    "dump_state": watches(False, a.flag, "zeroshard config explain FILE shows it",
+        "the configuration is logged"),
+    "flops_profiler": watches(None, a.an_object, "use torch.utils.flop_counter.FlopCounterMode",
+        "the floating point operations of the forward of profile_step are logged"),
+    "comms_logger": watches(None, a.an_object, "print engine.traffic()",
+        "the bytes of each collective are logged"),
+    "timers": watches(None, a.an_object, "engine.tput_timer counts samples per second"),
+    "tensorboard": watches(None, a.an_object, _METRICS,
+        "loss, rate and scale are written where the package tensorboard is installed"),
+    "csv_monitor": watches(None, a.an_object, _METRICS,
+        "loss, rate and scale are written to OUTPUT_PATH/JOB_NAME/*.csv"),
+    "wandb, comet": watches(None, a.an_object, _METRICS),
     "compile": section("nothing is compiled by itself", "use torch.compile(model)", "deepcompile"),
     "tensor_parallel": section(
         "layers are not cut over ranks",
