@@ -20,7 +20,8 @@ from zeroshard.deepspeed.engine_names import ENGINE_FIXED, OF_KEYS
 from zeroshard.deepspeed.keys.table import key_of
 
 __all__ = [
-    "Answers", "Batch", "Client", "Progress", "as_config_error", "attribute", "call", "complete_batch",
+    "Answers", "Batch", "Client", "Progress", "as_config_error", "attribute", "call",
+    "complete_batch",
 ]  # fmt: skip
 
 
@@ -207,8 +208,12 @@ def _dynamic_scale(engine: Any) -> bool:
 def _scale_arguments(engine: Any) -> dict[str, Any] | None:
     if not _dynamic_scale(engine):
         return None
-    names = {"scale_window": "loss_scale_window", "min_scale": "min_loss_scale",
-             "delayed_shift": "hysteresis", "consecutive_hysteresis": "consecutive_hysteresis"}  # fmt: skip
+    names = {
+        "scale_window": "loss_scale_window",
+        "min_scale": "min_loss_scale",
+        "delayed_shift": "hysteresis",
+        "consecutive_hysteresis": "consecutive_hysteresis",
+    }
     rest = {name: _value(f"fp16.{key}")(engine) for name, key in names.items()}
     return {"init_scale": 2 ** _value("fp16.initial_scale_power")(engine), **rest}
 
@@ -216,7 +221,8 @@ def _scale_arguments(engine: Any) -> dict[str, Any] | None:
 _WORLD = "The group of all ranks, which are data parallel."
 _ANSWERS: dict[str, Any] = {
     "train_batch_size": call("batch.train", "Return the samples of a step, over all ranks."),
-    "train_micro_batch_size_per_gpu": call("batch.micro", "Return the samples of a rank's forward."),
+    "train_micro_batch_size_per_gpu": call(
+        "batch.micro", "Return the samples of a rank's forward."),
     "gradient_accumulation_steps": call("batch.steps", "Return the forwards of a step."),
     "get_batch_info": call(
         lambda engine: (engine.batch.train, engine.batch.micro, engine.batch.steps),

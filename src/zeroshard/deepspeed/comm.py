@@ -85,7 +85,7 @@ def get_world_size(group: Any = None) -> int:
 
 
 def data_parallel_group() -> Any:
-    """Return the process group of the data parallel ranks, which are all ranks; None without one."""
+    """Return the process group of all ranks, which are data parallel; None without one."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["ENGINE_FIXED", "OF_KEYS", "OPTIMIZER_REFUSED", "PLAIN_KEYS", "REFUSED", "remedy"]
+__all__ = ["ENGINE_FIXED", "OF_KEYS", "OPTIMIZER_REFUSED", "REFUSED", "remedy"]
 
 _ZERO = "zero_optimization"
 _ZERO_KEYS = (
@@ -50,11 +50,11 @@ OF_KEYS: dict[str, str] = {
     "load_universal_checkpoint": "checkpoint.load_universal",
     "optimizer_legacy_fusion": "optimizer.legacy_fusion",
 }
-PLAIN_KEYS = (  # the same name there and here
+_PLAIN = (  # the same name there and here
     "dataloader_drop_last dump_state gradient_predivide_factor memory_breakdown steps_per_print"
     " wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
-).split()
-OF_KEYS |= {name: name for name in PLAIN_KEYS}
+)
+OF_KEYS |= {name: name for name in _PLAIN.split()}
 
 # sections that are off here, or refused where they are on
 _OFF = (
@@ -122,7 +122,8 @@ _GRADS = "safe_get_full_grad(param), or safe_get_local_grad for this rank's part
 _OPTIMIZER_TABLES = {
     _MASTERS:
         "single_partition_of_fp32_groups fp32_groups_flat fp32_flat_groups"
-        " fp32_partitioned_groups_flat fp16_partitioned_groups fp16_partitioned_groups_flat fp16_groups_flat bit16_groups_flat"
+        " fp32_partitioned_groups_flat fp16_partitioned_groups fp16_partitioned_groups_flat"
+        " fp16_groups_flat bit16_groups_flat"
         " parallel_partitioned_bit16_groups params_in_partition params_not_in_partition"
         " fp32_groups_flat_partition fp16_groups_flat_partition partition_size groups_padding"
         " sub_groups",

@@ -28,7 +28,8 @@ import zeroshard as zs
 from zeroshard.deepspeed.names import SAFE
 
 __all__ = [
-    "ZeroParamStatus", "ZeroParamType", "destroy", "engine_of", "in_one_order", "mark", "own", "release",
+    "ZeroParamStatus", "ZeroParamType", "destroy", "engine_of", "in_one_order", "mark", "own",
+    "release",
     "safe_update_full_grad_vectorized", "unmark", "was_used",
 ]  # fmt: skip
 

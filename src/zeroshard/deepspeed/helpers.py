@@ -29,14 +29,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-class OffloadDeviceEnum(str, Enum):
-    """Where a state may rest."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
+OffloadDeviceEnum = Enum(  # type: ignore[misc]
+    "OffloadDeviceEnum", {name: name for name in ("none", "cpu", "nvme")}, type=str
+)
 OffloadStateTypeEnum = Enum(  # type: ignore[misc]
     "OffloadStateTypeEnum",
     {name: name for name in

@@ -10,8 +10,8 @@ taken, never after a skipped one.
     OneCycle         up and down between two rates (betas[0] the other way), then 1 / (1 + k * j)
     LRRangeTest      min * (1 + rate * (i + 1) / step_size)
 
-Other names are those of torch.optim.lr_scheduler. DeepSpeed's are not torch's LambdaLR, whose factor times a base rate rounds differently, and whose saved
-state has other keys.
+Other names are those of torch.optim.lr_scheduler. DeepSpeed's are not torch's LambdaLR, whose
+factor times a base rate rounds differently, and whose saved state has other keys.
 """
 
 from __future__ import annotations
@@ -305,21 +305,18 @@ _KINDS: dict[str, Callable[..., LRSchedule]] = {
 }
 VALID_LR_SCHEDULES = list(_KINDS)
 # WARMUP_LR is "WarmupLR", WARMUP_MAX_LR "warmup_max_lr": kinds and parameters under constants
+_PARAMETERS = (
+    "lr_range_test_min_lr lr_range_test_step_rate lr_range_test_step_size lr_range_test_staircase"
+    " cycle_first_step_size cycle_first_stair_count cycle_second_step_size"
+    " cycle_second_stair_count decay_step_size cycle_min_lr cycle_max_lr decay_lr_rate"
+    " cycle_min_mom cycle_max_mom decay_mom_rate warmup_min_lr warmup_max_lr warmup_num_steps"
+    " warmup_type warmup_min_ratio cos_min_ratio total_num_steps"
+)
 CONSTANTS = {
     "LR_RANGE_TEST": "LRRangeTest", "ONE_CYCLE": "OneCycle", "WARMUP_LR": "WarmupLR",
     "WARMUP_DECAY_LR": "WarmupDecayLR", "WARMUP_COSINE_LR": "WarmupCosineLR",
     "WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear", "LR_SCHEDULE": "lr_schedule",
-    **{
-        name.upper(): name
-        for name in (
-            "lr_range_test_min_lr lr_range_test_step_rate lr_range_test_step_size"
-            " lr_range_test_staircase cycle_first_step_size cycle_first_stair_count"
-            " cycle_second_step_size cycle_second_stair_count decay_step_size cycle_min_lr"
-            " cycle_max_lr decay_lr_rate cycle_min_mom cycle_max_mom decay_mom_rate warmup_min_lr"
-            " warmup_max_lr warmup_num_steps warmup_type warmup_min_ratio cos_min_ratio"
-            " total_num_steps"
-        ).split()
-    },
+    **{name.upper(): name for name in _PARAMETERS.split()},
 }  # fmt: skip
 
 

@@ -162,7 +162,8 @@ class _Judge:
         """Say what is written for keys that only watch."""
         for place, one in enumerate(self.findings):
             key = key_of(one.key)
-            if key is not None and key.done and one.source == "file" and key.is_on(one.value):
+            plain = (one.verdict, one.source) == ("ignored", "file")
+            if key is not None and key.done and plain and key.is_on(one.value):
                 self.findings[place] = replace(one, verdict="honoured", why=key.done)
 
     def _make(self, name: str, make: Callable[[str, dict[str, Any]], str]) -> None:

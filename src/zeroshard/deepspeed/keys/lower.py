@@ -10,7 +10,8 @@ from typing import Any
 from zeroshard.errors import ConfigError
 
 __all__ = [
-    "TIERS", "below_stage_3", "clipping", "device", "dtype", "feedback", "first_scale", "half", "leaves", "moving",
+    "TIERS", "below_stage_3", "clipping", "device", "dtype", "feedback", "first_scale", "half",
+    "leaves", "moving",
     "node", "option", "path", "quantized", "ratio", "stage", "static_scale",
 ]  # fmt: skip
 
