@@ -408,6 +408,43 @@ def test_deepspeeds_masters_and_moments_come_back_by_name(tmp_path: Path, tree: 
     assert not trained.pop("frozen.weight") and all(trained.values())
 
 
+def _make_universal(tag: Path, expected: Any, *, flat: bool) -> None:
+    """Rewrite a tag as DeepSpeed's ds_to_universal does; `flat`: as of stage 3, with padding."""
+    [first, *_] = sorted(tag.glob("*_optim_states.pt"))
+    held = torch.load(first, weights_only=False)["optimizer_state_dict"]
+    base = held["optimizer_state_dict"] if flat else held["base_optimizer_state"]
+    for name, master in expected.masters.items():
+        folder = tag / "zero" / name
+        folder.mkdir(parents=True)
+        tensors = {"fp32": master} | dict(expected.moments[name])
+        for key, value in tensors.items():
+            padded = torch.cat([value.reshape(-1), torch.zeros(3)])
+            torch.save(padded if flat else {"param": value, "cat_dim": 0}, folder / f"{key}.pt")
+        if not flat:
+            torch.save(torch.tensor(3.0), folder / "step.pt")
+    torch.save({"param_groups": base["param_groups"]}, tag / "zero" / "optimizer_state.pt")
+    for path in tag.glob("*_optim_states.pt"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("tree", [Tree(1, 1), Tree(2, 2), Tree(3, 2)], ids=["1", "2", "3"])
+def test_a_universal_checkpoint_of_deepspeed_comes_back_by_name(tmp_path: Path, tree: Tree) -> None:
+    expected = deepspeed_tree.write(tmp_path / "ds", tree, deepspeed_tree.make())
+    [tag] = (tmp_path / "ds").glob("global_step*")
+    usual = _values(import_checkpoint(tmp_path / "ds", tmp_path / "usual"), tmp_path)
+    _make_universal(tag, expected, flat=tree.stage == 3)
+    imported = import_checkpoint(tmp_path / "ds", tmp_path / "run")
+    assert (imported.step, imported.optimizer) == (3, "AdamW")
+    content = _values(imported, tmp_path)
+    check_same(content["model"], usual["model"])
+    check_same(content["optimizer"], usual["optimizer"])
+    assert content["param_groups"] == usual["param_groups"]
+    lacking = tag / "zero" / next(iter(expected.masters)) / "fp32.pt"
+    lacking.unlink()
+    with pytest.raises(zs.CheckpointError, match=r"lacks fp32\.pt"):
+        import_checkpoint(tmp_path / "ds", tmp_path / "less")
+
+
 def test_deepspeeds_elastic_state_is_read_though_its_param_groups_are_not_there(
     tmp_path: Path,
 ) -> None:
@@ -586,7 +623,7 @@ def _damage_cases() -> dict[str, tuple[int, str, Any]]:
             "pipeline or a mixture of experts",
             lambda tag: (tag / "layer_00-model_00-model_states.pt").write_bytes(b""),
         ),
-        "universal": (1, "universal checkpoint", lambda tag: (tag / "zero").mkdir()),
+        "universal": (1, "holds no parameter", lambda tag: (tag / "zero").mkdir()),
     }
 
 

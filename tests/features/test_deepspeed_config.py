@@ -393,3 +393,81 @@ def _clipped(rank: int, world: int) -> None:
 
 def test_clipping_and_batch_sizes_have_their_effect() -> None:
     run_ranks(2, _clipped)
+
+
+def test_keys_of_stage_3_may_leave_out_their_prefix() -> None:
+    short = {"stage": 3, "max_live_parameters": 0, "gather_16bit_weights_on_model_save": True}
+    file = zs.read_deepspeed({"zero_optimization": short})
+    assert file.refusals() == []
+    assert file.data["zero_optimization"] == {
+        "stage": 3,
+        "stage3_max_live_parameters": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    both = {"stage3_prefetch_bucket_size": 1, "prefetch_bucket_size": 2}
+    held = zs.read_deepspeed({"zero_optimization": both}).data["zero_optimization"]
+    assert held == {"stage3_prefetch_bucket_size": 1}
+
+
+def test_weights_leave_the_device_at_stage_3_alone() -> None:
+    nvme = {"device": "nvme", "nvme_path": "/a"}
+    for stage, weight in ((0, "device"), (1, "device"), (2, "device"), (3, "disk")):
+        zero = {"stage": stage, "offload_param": nvme}
+        file = zs.read_deepspeed({"zero_optimization": zero})
+        assert file.config().offload.weight == weight
+        told = {one.key: one.why for one in file.findings if one.verdict == "ignored"}
+        assert ("zero_optimization.offload_param.device" in told) == (stage < 3)
+    # its directory does not contradict that of the optimizer's state
+    other = {"device": "nvme", "nvme_path": "/b"}
+    zero = {"stage": 2, "offload_param": nvme, "offload_optimizer": other}
+    assert Config.from_deepspeed({"zero_optimization": zero}).offload.disk_path == "/b"
+
+
+HJSON = """
+{
+  // as DeepSpeed reads it
+  "train_batch_size": 8,   # samples
+  bf16: {enabled: true}
+  zero_optimization: {
+    stage: 3
+    "offload_param": {"device": 'cpu', nvme_path: /local/nvme
+    },
+    /* of no effect */ "leaf_module": {"names": [a, "b",]},
+  },
+  steps_per_print: 1e1,
+}
+"""
+
+
+def test_a_file_may_be_hjson(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(HJSON)
+    data = zs.read_deepspeed(path).data
+    assert data == {
+        "train_batch_size": 8,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "cpu", "nvme_path": "/local/nvme"},
+            "leaf_module": {"names": ["a", "b"]},
+        },
+        "steps_per_print": 10.0,
+    }
+    assert Config.read(path).offload.weight == "host"
+    for wrong in (
+        '{"stage": 2, "train_batch_size": NaN, "bf16": {},}',
+        '{"fp16": {"enabled": true}, "fp16": {},}',
+        '{"fp16": {"enabled": true}',
+        '{"fp16" {}}',
+        '{"fp16": }',
+        '{"train_batch_size": 1e999,}',
+        '{"fp16": "a',
+        "{,fp16: " + "[" * 200,
+    ):
+        path.write_text(wrong)
+        with pytest.raises(ConfigError, match="is not JSON"):
+            zs.read_deepspeed(path)
+    # our own form stays strict
+    path.write_text('{"stage": 2,}')
+    with pytest.raises(ConfigError, match="is not JSON"):
+        Config.read(path)

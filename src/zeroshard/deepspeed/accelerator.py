@@ -65,6 +65,9 @@ _ON_CPU: dict[str, Callable[..., Any]] = {
     },
     "total_memory": lambda device_index=None: os.sysconf("SC_PHYS_PAGES") * _PAGE,
     "available_memory": lambda device_index=None: os.sysconf("SC_AVPHYS_PAGES") * _PAGE,
+    "device_count": lambda: int(
+        os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1
+    ),
     "current_device": lambda: 0,
     "set_device": _nothing,
     "device": lambda device_index=None: nullcontext(),

@@ -23,7 +23,7 @@ __all__ = [
     "OffloadDeviceEnum", "OffloadStateTypeEnum", "ZeroStageEnum", "configure_moe_param_groups",
     "default_git", "ensure_directory_exists", "has_moe_layers", "instrument_w_nvtx",
     "is_compile_supported", "is_moe_param", "is_moe_param_group", "recursive_getattr",
-    "recursive_setattr", "see_memory_usage", "set_random_seed",
+    "recursive_setattr", "required_torch_version", "see_memory_usage", "set_random_seed",
     "split_params_into_different_moe_groups_for_optimizer",
     "split_params_into_shared_and_expert_params",
 ]  # fmt: skip
@@ -87,6 +87,15 @@ def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
             return func(*args, **kwargs)
 
     return wrapped
+
+
+def required_torch_version(
+    min_version: float | None = None, max_version: float | None = None
+) -> bool:
+    """Whether torch's version lies between these two: of DeepSpeed's form 2.1, or text."""
+    here = torch.torch_version.TorchVersion(torch.__version__.partition("+")[0])
+    low = min_version is None or here >= str(min_version)
+    return bool(low and (max_version is None or here <= str(max_version)))
 
 
 def is_compile_supported() -> bool:

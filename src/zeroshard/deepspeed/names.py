@@ -62,7 +62,8 @@ _HOMES = {  # our modules and the names that they make; "theirs=ours" where ours
     "accelerator": "get_accelerator",
     "leaf_flags": _LEAVES,
     "helpers": f"{_EXPERTS} {_UTILS} {_ENUMS} instrument_w_nvtx is_compile_supported"
-    " recursive_getattr recursive_setattr git_hash=default_git git_branch=default_git",
+    " required_torch_version recursive_getattr recursive_setattr git_hash=default_git"
+    " git_branch=default_git",
     "fp32_weights": _FP32,
     "monitors": "MonitorMaster ThroughputTimer",
     "zero": f"{_ZERO} OnDevice zero_wrapper_for_fp_tensor_constructor=keep_constructor",
@@ -86,6 +87,7 @@ _PLACES = {  # DeepSpeed's modules and their names
     "utils": f"logger log_dist RepeatingLoader OnDevice {_SAFE} {_LEAVES} instrument_w_nvtx"
     " safe_update_full_grad_vectorized",
     "utils.nvtx": "instrument_w_nvtx",
+    "utils.torch": "required_torch_version",
     "utils.timer": "ThroughputTimer",
     "utils.zero_to_fp32": _FP32,
     "utils.logging": "logger log_dist",

@@ -15,8 +15,9 @@ In stage 3 each rank has a slice of each parameter:      | a a b b c d d | a . b
 
 Every slice becomes a piece of ours, a view of the mapped file. The files are opened with
 ``weights_only=True`` and stand-ins for four of DeepSpeed's classes. Sources: stage_1_and_2.py,
-stage3.py, utils/zero_to_fp32.py of DeepSpeed 0.19. Tensor or pipeline parallel, mixture-of-experts
-and "universal" checkpoints raise ConfigError.
+stage3.py, utils/zero_to_fp32.py of DeepSpeed 0.19. A "universal" checkpoint has a folder for each
+parameter instead: universal.py. Tensor or pipeline parallel and mixture-of-experts checkpoints raise
+ConfigError.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from zeroshard.checkpoint.manifest import STATE, VALUE
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.formats.importer import Importer, is_flat_state, optimizer_class
 from zeroshard.formats.restricted_unpickler import load_tensors
+from zeroshard.formats.universal import UniversalFiles
 
 __all__ = ["read_deepspeed"]
 
@@ -94,9 +96,11 @@ def read_deepspeed(source: Path, importer: Importer) -> None:
     directory = _tag(source, importer)
     models, optims = _files(directory)
     try:
-        _take(
-            directory, [_load(path) for path in models], [_load(path) for path in optims], importer
-        )
+        contents = [_load(path) for path in models]
+        if (directory / "zero").is_dir():
+            _take_universal(directory, contents, importer)
+        else:
+            _take(directory, contents, [_load(path) for path in optims], importer)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as odd:
         raise CheckpointError(
             f"{directory} is not as DeepSpeed writes it: {type(odd).__name__}: {odd}"
@@ -145,11 +149,6 @@ def _files(directory: Path) -> tuple[list[Path], list[Path]]:
             )
         if match is not None:
             found[match[3]][int(match[1] or 0)] = path
-    if (directory / "zero").is_dir():
-        raise ConfigError(
-            f"{directory} is a universal checkpoint, which is not imported: import the one it was"
-            " made from"
-        )
     for files in found.values():
         lacking = sorted(set(range(len(files))) - files.keys())
         if lacking:
@@ -174,21 +173,7 @@ def _take(
     importer: Importer,
 ) -> None:
     first = models[0]
-    if first.get("mp_world_size", 1) > 1:
-        raise ConfigError(
-            f"{directory} is tensor parallel over {first['mp_world_size']} ranks; such checkpoints"
-            " are not imported"
-        )
-    importer.step = int(first.get("global_steps") or 0)
-    aliases: dict[str, list[str]] = {}
-    for alias, name in (first.get("shared_params") or {}).items():
-        aliases.setdefault(name, []).append(alias)
-    shapes = _shapes(first) if optims else []
-    for group in shapes:
-        for name, shape in group.items():
-            importer.parameter(name, shape, aliases=aliases.get(name, ()))
-    tied = {alias for others in aliases.values() for alias in others}
-    _take_untrained(directory, models, importer, tied, aliases, trained=not optims)
+    shapes = _take_model(directory, models, importer, has_states=bool(optims))
     if not optims:
         importer.notes.append(
             "the weights are the model's own, and there is no optimizer's state: ZeRO has left no"
@@ -198,6 +183,66 @@ def _take(
     states = [content["optimizer_state_dict"] for content in optims]
     _take_trained(directory, states, shapes, importer)
     _take_numbers(first, optims[0], shapes, importer)
+
+
+def _take_model(
+    directory: Path,
+    models: Sequence[Mapping[str, Any]],
+    importer: Importer,
+    *,
+    has_states: bool,
+) -> list[dict[str, tuple[int, ...]]]:
+    """Declare the parameters, take what is not trained, and return the shapes of the trained."""
+    first = models[0]
+    if first.get("mp_world_size", 1) > 1:
+        raise ConfigError(
+            f"{directory} is tensor parallel over {first['mp_world_size']} ranks; such checkpoints"
+            " are not imported"
+        )
+    importer.step = int(first.get("global_steps") or 0)
+    aliases: dict[str, list[str]] = {}
+    for alias, name in (first.get("shared_params") or {}).items():
+        aliases.setdefault(name, []).append(alias)
+    shapes = _shapes(first) if has_states else []
+    for group in shapes:
+        for name, shape in group.items():
+            importer.parameter(name, shape, aliases=aliases.get(name, ()))
+    tied = {alias for others in aliases.values() for alias in others}
+    _take_untrained(directory, models, importer, tied, aliases, trained=not has_states)
+    return shapes
+
+
+def _take_universal(
+    directory: Path, models: Sequence[Mapping[str, Any]], importer: Importer
+) -> None:
+    """Take a universal checkpoint: whole tensors by name."""
+    files = UniversalFiles(directory, lambda path: load_tensors(path, str(path), _CLASSES, _ENUMS))
+    shapes = _take_model(directory, models, importer, has_states=True)
+    scalars = files.take(shapes, importer)
+    first = models[0]
+    keys = {entry.kind.removeprefix(STATE) for entry, _ in importer.stored if entry.kind}
+    groups = files.groups() or [{"params": [number]} for number in range(len(shapes))]
+    name = importer.optimizer_name or _class(_optimizer_section(first), groups, keys)
+    steps = int(first.get("global_steps") or 0) - int(first.get("skipped_steps") or 0)
+    if {"exp_avg", "exp_avg_sq"} <= keys:
+        for parameter in (one for group in shapes for one in group):
+            held = scalars.setdefault(parameter, {})
+            held["step"] = torch.tensor(float(held.get("step") or steps), dtype=torch.float32)
+    importer.optimizer_numbers(name or "unknown", _named_groups(groups, shapes), scalars)
+
+
+def _optimizer_section(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    return (content.get("ds_config") or {}).get("optimizer") or {}
+
+
+def _named_groups(
+    groups: Sequence[Mapping[str, Any]], shapes: list[dict[str, tuple[int, ...]]]
+) -> list[dict[str, Any]]:
+    """Return param groups by the names of their parameters, in place of DeepSpeed's numbers."""
+    return [
+        {**group, "params": [name for number in group["params"] for name in shapes[number]]}
+        for group in groups
+    ]
 
 
 def _shapes(model: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
@@ -384,7 +429,7 @@ def _take_numbers(
     groups = [{"params": [number]} for number in range(len(shapes))]
     if isinstance(base, dict):
         groups = base["param_groups"]
-    config = (optim.get("ds_config") or model.get("ds_config") or {}).get("optimizer") or {}
+    config = _optimizer_section(optim if optim.get("ds_config") else model)
     name = importer.optimizer_name or _class(config, groups, keys)
     if name is None:
         importer.notes.append(
@@ -404,11 +449,7 @@ def _take_numbers(
             found = found or options.get("step") or steps
             numbers["step"] = torch.tensor(float(found), dtype=torch.float32)
         scalars |= dict.fromkeys(parameters, numbers)
-    named = []
-    for group in groups:
-        params = [name for number in group["params"] for name in shapes[number]]
-        named.append({**group, "params": params})
-    importer.optimizer_numbers(name or "unknown", named, scalars)
+    importer.optimizer_numbers(name or "unknown", _named_groups(groups, shapes), scalars)
 
 
 def _class(

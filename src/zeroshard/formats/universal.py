@@ -1,0 +1,83 @@
+"""A "universal" checkpoint of DeepSpeed's: what its ds_to_universal writes, one folder a parameter.
+
+    DIR/mp_rank_00_model_states.pt        names, shapes, buffers, frozen weights, as in any other
+    DIR/zero/optimizer_state.pt           param groups
+    DIR/zero/NAME/fp32.pt                 the whole master; exp_avg.pt, exp_avg_sq.pt, step.pt
+
+Each tensor is whole, perhaps flat and padded (stage 3), perhaps in a dictionary under "param".
+Read as deepspeed.py reads the others. Tensor parallel ones have been merged: nothing of them is
+lost. Experts and pipelines raise ConfigError there. Source: checkpoint/ds_to_universal.py of
+DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroshard.checkpoint.manifest import STATE, VALUE
+from zeroshard.errors import CheckpointError
+from zeroshard.formats.importer import Importer
+
+__all__ = ["UniversalFiles"]
+
+_MASTER = "fp32"
+
+
+class UniversalFiles:
+    """The folder ``zero`` of a universal checkpoint."""
+
+    def __init__(self, directory: Path, load: Callable[[Path], Any]) -> None:
+        """`load` reads one file as data. Raises CheckpointError without a parameter's folder."""
+        self.directory = directory / "zero"
+        self._load = load
+        self.names = sorted(path.name for path in self.directory.iterdir() if path.is_dir())
+        if not self.names:
+            raise CheckpointError(f"{self.directory} holds no parameter")
+
+    def groups(self) -> list[Mapping[str, Any]]:
+        """Return the optimizer's param groups, which number their parameters."""
+        path = self.directory / "optimizer_state.pt"
+        content = self._load(path) if path.is_file() else {}
+        return list(content.get("param_groups") or ())
+
+    def take(
+        self, shapes: Sequence[Mapping[str, tuple[int, ...]]], importer: Importer
+    ) -> dict[str, dict[str, Any]]:
+        """Take masters and moments of the parameters; return the numbers beside them, by name."""
+        known = [name for group in shapes for name in group]
+        for name in sorted(set(self.names) ^ set(known)):
+            raise CheckpointError(
+                f"{self.directory} and the model's file do not agree: only one has {name!r}"
+            )
+        scalars: dict[str, dict[str, Any]] = {}
+        for name in known:
+            importer_shape = importer.parameters[name].shape
+            for path in sorted((self.directory / name).glob("*.pt")):
+                value = self._value(path)
+                if path.stem == "step" or not isinstance(value, torch.Tensor) or not value.dim():
+                    scalars.setdefault(name, {})[path.stem] = value
+                    continue
+                kind = VALUE if path.stem == _MASTER else f"{STATE}{path.stem}"
+                importer.piece(name, kind, 0, _whole(path, value, importer_shape))
+            if not (self.directory / name / f"{_MASTER}.pt").is_file():
+                raise CheckpointError(f"{self.directory / name} lacks {_MASTER}.pt")
+        return scalars
+
+    def _value(self, path: Path) -> Any:
+        content = self._load(path)
+        return content["param"] if isinstance(content, dict) else content
+
+
+def _whole(path: Path, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return the elements of a parameter, without padding. Raises CheckpointError."""
+    numel = prod(shape)
+    flat = value.reshape(-1)
+    is_padded = value.dim() == 1 and flat.numel() > numel
+    if flat.numel() != numel and not is_padded:
+        raise CheckpointError(f"{path} has {flat.numel()} elements, and the parameter {numel}")
+    return flat[:numel]
