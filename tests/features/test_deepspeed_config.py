@@ -432,7 +432,9 @@ HJSON = """
     stage: 3
     "offload_param": {"device": 'cpu', nvme_path: /local/nvme
     },
-    /* of no effect */ "leaf_module": {"names": [a, "b",]},
+    /* of no effect */ "leaf_module": {"names": [
+      a
+      "b", ]},
   },
   steps_per_print: 1e1,
 }

@@ -41,11 +41,12 @@ def _resident() -> int:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * _PAGE
     except OSError:
-        return _peak()
+        return 0
 
 
 def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # the kernel counts the two apart, and the peak may lag behind
+    return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, _resident())
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -151,7 +151,7 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
             self.engine.backward(loss, retain_graph=retain_graph)
             self.progress.backwards += 1
 
-        scaled.backward = backward  # type: ignore[method-assign]
+        scaled.backward = backward  # type: ignore[assignment]
         return scaled
 
     def is_gradient_accumulation_boundary(self) -> bool:

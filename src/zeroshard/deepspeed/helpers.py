@@ -5,6 +5,7 @@ attributes by dotted name, and parameters of experts.
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections.abc import Callable, Iterable
 from enum import Enum
@@ -17,7 +18,6 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.deepspeed import comm
 from zeroshard.deepspeed.accelerator import get_accelerator
-from zeroshard.deepspeed.names import VERSION
 
 __all__ = [
     "OffloadDeviceEnum", "OffloadStateTypeEnum", "ZeroStageEnum", "configure_moe_param_groups",
@@ -38,13 +38,12 @@ OffloadStateTypeEnum = Enum(  # type: ignore[misc]
      ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")},
     type=str,
 )  # fmt: skip
-ZeroStageEnum = Enum(  # type: ignore[misc]
+ZeroStageEnum = Enum(
     "ZeroStageEnum",
     {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3},
     type=int,
 )
-default_git = "zeroshard"  # in the place of a branch and a commit: VERSION says whose it is
-assert "zeroshard" in VERSION
+default_git = "zeroshard"  # in the place of a branch and a commit
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -73,8 +72,6 @@ def set_random_seed(seed: int) -> None:
 
 def ensure_directory_exists(filename: str) -> None:
     """Make the directory that a file is to lie in."""
-    import os
-
     os.makedirs(os.path.dirname(filename), exist_ok=True)
 
 

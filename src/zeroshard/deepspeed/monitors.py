@@ -93,7 +93,7 @@ def _summary(folder: Path) -> Any:
     except ImportError:
         _log.warning("tensorboard: nothing is written without its package: pip install tensorboard")
         return None
-    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder))
 
 
 class ThroughputTimer:

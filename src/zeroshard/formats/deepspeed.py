@@ -16,7 +16,7 @@ In stage 3 each rank has a slice of each parameter:      | a a b b c d d | a . b
 Every slice becomes a piece of ours, a view of the mapped file. The files are opened with
 ``weights_only=True`` and stand-ins for four of DeepSpeed's classes. Sources: stage_1_and_2.py,
 stage3.py, utils/zero_to_fp32.py of DeepSpeed 0.19. A "universal" checkpoint has a folder for each
-parameter instead: universal.py. Tensor or pipeline parallel and mixture-of-experts checkpoints raise
+parameter instead: universal.py. Tensor or pipeline parallel and mixture-of-experts ones raise
 ConfigError.
 """
 
