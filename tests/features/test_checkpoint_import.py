@@ -438,7 +438,9 @@ def test_a_universal_checkpoint_of_deepspeed_comes_back_by_name(tmp_path: Path, 
     assert (imported.step, imported.optimizer) == (3, "AdamW")
     content = _values(imported, tmp_path)
     check_same(content["model"], usual["model"])
-    check_same(content["optimizer"], usual["optimizer"])
+    assert content["optimizer"].keys() == usual["optimizer"].keys()
+    for name, moments in usual["optimizer"].items():
+        check_same(content["optimizer"][name], moments)
     assert content["param_groups"] == usual["param_groups"]
     lacking = tag / "zero" / next(iter(expected.masters)) / "fp32.pt"
     lacking.unlink()

@@ -38,7 +38,10 @@ class NotHjson(Exception):
 def parse_hjson(text: str) -> Any:
     """Read HJSON. Raises NotHjson."""
     reader = _Reader(text)
-    braces = reader.peek() in ("{", "[")
+    first = reader.peek()
+    if not first:
+        raise NotHjson("it is empty")
+    braces = first in ("{", "[")
     value = reader.value() if braces else reader.members("")
     if reader.peek():
         raise NotHjson(f"there is more after the end, at character {reader.at}")
@@ -139,13 +142,20 @@ class _Reader:
         if word in _CONSTANTS:
             return _CONSTANTS[word]
         if _NUMBER.fullmatch(word):
-            value = json.loads(word)
-            if not isfinite(value):
-                raise NotHjson(f"{word} is not a finite number")
-            return value
+            return _number(word)
         self.at = found.start() if found else self.at
         line = self.text[self.at :].partition("\n")[0].strip()
         if not line or line[0] in ",:]}" or word.lstrip("-") in ("NaN", "Infinity"):
             raise NotHjson(f"no value at character {self.at}")
         self.at += len(self.text[self.at :].partition("\n")[0])
         return line
+
+
+def _number(word: str) -> int | float:
+    try:
+        value: int | float = json.loads(word)
+    except ValueError:  # more digits than Python reads
+        value = float("inf")
+    if not isfinite(value):
+        raise NotHjson(f"{word[:40]} is not a finite number")
+    return value

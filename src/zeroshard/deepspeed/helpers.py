@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import zeroshard as zs
 from zeroshard.deepspeed import comm
@@ -22,8 +23,9 @@ from zeroshard.deepspeed.accelerator import get_accelerator
 __all__ = [
     "OffloadDeviceEnum", "OffloadStateTypeEnum", "ZeroStageEnum", "configure_moe_param_groups",
     "default_git", "ensure_directory_exists", "has_moe_layers", "instrument_w_nvtx",
-    "is_compile_supported", "is_moe_param", "is_moe_param_group", "recursive_getattr",
-    "recursive_setattr", "required_torch_version", "see_memory_usage", "set_random_seed",
+    "is_compile_supported", "is_moe_param", "is_moe_param_group", "move_to_device",
+    "recursive_getattr", "recursive_setattr", "required_torch_version", "see_memory_usage",
+    "set_random_seed",
     "split_params_into_different_moe_groups_for_optimizer",
     "split_params_into_shared_and_expert_params",
 ]  # fmt: skip
@@ -68,6 +70,20 @@ def set_random_seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**63)
+
+
+def move_to_device(
+    item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None
+) -> Any:
+    """Return `item` with its tensors, in nested containers, on `device`: those that
+    `criterion_func` is true of.
+    """
+
+    def moved(one: Any) -> Any:
+        takes = criterion_func is None or criterion_func(one)
+        return one.to(device) if isinstance(one, torch.Tensor) and takes else one
+
+    return tree_map(moved, item)
 
 
 def ensure_directory_exists(filename: str) -> None:

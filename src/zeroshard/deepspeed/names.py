@@ -45,7 +45,7 @@ _EXPERTS = (
     "has_moe_layers is_moe_param is_moe_param_group split_params_into_shared_and_expert_params"
     " split_params_into_different_moe_groups_for_optimizer configure_moe_param_groups"
 )
-_UTILS = "see_memory_usage set_random_seed ensure_directory_exists"
+_UTILS = "see_memory_usage set_random_seed ensure_directory_exists move_to_device"
 _ENUMS = "OffloadDeviceEnum OffloadStateTypeEnum ZeroStageEnum"
 _FP32 = (
     "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict"
@@ -158,6 +158,10 @@ _USE = {  # for these names, and everything below them
     "runtime.zero.config runtime.config_utils": "zeroshard.read_deepspeed()",
     "runtime.utils runtime.weight_quantizer runtime.swap_tensor runtime.eigenvalue":
         "torch's own functions; zeroshard.memory_table() for memory",
+    "runtime.data_pipeline": "the DataLoader, which chooses samples and their lengths",
+    "runtime.domino": "overlapping of units' gathers and reduces, which is always on",
+    "checkpoint.constants checkpoint.ds_to_universal checkpoint.universal_checkpoint":
+        "zeroshard checkpoint import, which reads DeepSpeed's files, universal ones, too",
     "utils.timer": "engine.tput_timer; wall_clock_breakdown in the configuration logs times",
     "linear": "PEFT's adapters, which stage 3 shards as any other parameter",
     "io nvme": "offload_optimizer's and offload_param's nvme_path",

@@ -68,7 +68,7 @@ def _missing(path: str) -> str:
     parts = path.split(".")
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     use = next((INSTEAD[prefix] for prefix in prefixes if prefix in INSTEAD), "")
-    end = f": use {use}" if use else "; docs/design/deepspeed.md lists what is"
+    end = f": use {use}" if use else "; docs/deepspeed-features.md says what there is"
     return f"{_NAME}.{path} is not part of zeroshard's stand-in for DeepSpeed{end}"
 
 
