@@ -88,6 +88,17 @@ def test_every_refused_key_is_told_at_once_with_its_remedy() -> None:
     ]
 
 
+def test_an_unknown_key_at_the_top_is_a_warning_by_every_door(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = {"bf16": {"enabled": True}, "steps_per_prnt": 1}
+    for read in (Config.read, Config.from_deepspeed, build_config):
+        caplog.clear()
+        assert read(source).precision == "bf16"  # type: ignore[operator]
+        [told] = [one for one in caplog.records if one.levelno == logging.WARNING]
+        assert "steps_per_prnt=1 is not a key of DeepSpeed's, which drops it" in told.getMessage()
+
+
 def test_keys_that_only_tune_are_told_in_one_line_by_every_door(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -407,7 +407,10 @@ class Config(Strict):
         keys and what they do here); "auto" leaves a key to whoever fills it in
         (``zeroshard.integrations.transformers``), and to our default otherwise.
         """
-        return build_config(_read_deepspeed(source).checked_fields())
+        file = _read_deepspeed(source)
+        config = build_config(file.checked_fields())
+        _tell([], file.unknown())
+        return config
 
 
 class ShardOptions(TypedDict, total=False):
