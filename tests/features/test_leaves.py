@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ class Run:
 
     options: dict[str, Any] = field(default_factory=dict)
     no_sync: bool = False
+    accumulate: str = ""  # the tier of engine.accumulate(), in place of the loop
     weighted: bool = False
     skips: bool = False  # half of the leaves do not run the second block
     leaves: int | str = LEAVES
@@ -81,6 +84,8 @@ class Training:
         family = FAMILIES[run.family] if run.family else None
         self.run, self.family = run, family
         self.model = Model() if family is None else family.model(TINY)
+        if family is not None:  # engine.accumulate() would fill a cache twice
+            self.model.config.use_cache = False
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
         self.optimizer = optimizer
@@ -96,13 +101,24 @@ class Training:
         loss: torch.Tensor = self.model(tokens_of(step, leaf), both=both)
         return loss
 
+    def weight(self, leaf: int) -> float | None:
+        # sums that fp64 would round
+        return 1.1 * 10.0 ** (3 * (leaf % 5) - 6) if self.run.weighted else None
+
+    def weighed(self, step: int, leaf: int) -> Any:
+        loss, weight = self.loss(step, leaf), self.weight(leaf)
+        return loss if weight is None else (loss, weight)
+
     def step(self, step: int) -> None:
         run, engine = self.run, self.engine
         before = torch.get_rng_state()
-        for leaf in engine.leaves(step):
-            loss = self.loss(step, leaf)
-            # sums that fp64 would round
-            weight = 1.1 * 10.0 ** (3 * (leaf % 5) - 6) if run.weighted else None
+        if run.accumulate:
+            with engine.no_sync() if run.no_sync else nullcontext():
+                engine.accumulate(
+                    engine.leaves(step), partial(self.weighed, step), tier=run.accumulate
+                )
+        for leaf in () if run.accumulate else engine.leaves(step):
+            loss, weight = self.loss(step, leaf), self.weight(leaf)
             if run.no_sync:
                 with engine.no_sync():
                     engine.backward(loss, weight=weight)
@@ -180,6 +196,53 @@ def test_nodes_tiers_budgets_and_shares_train_to_the_same_hash(
     assert set(found.values()) == {expected}, found
 
 
+@pytest.fixture(scope="module")
+def accumulated() -> list[str]:
+    """The hashes of ACCUMULATED on one rank."""
+    return hashes(1, ACCUMULATED)
+
+
+# with dropout between sections, and a unit that two of them use
+ACCUMULATED = [
+    Run(accumulate="device"),
+    Run(accumulate="device", weighted=True),
+    Run({"precision": "bf16"}, accumulate="device", leaves=7),
+    Run({"precision": "fp16"}, accumulate="device", leaves="3x2x2"),
+]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_accumulate_trains_to_one_hash_on_any_number_of_ranks(
+    world: int, accumulated: list[str], tmp_path: Path
+) -> None:
+    for row in ROWS:
+        runs = [replace(run, options=run.options | {"policy": row}) for run in ACCUMULATED]
+        assert hashes(world, runs) == accumulated, row
+    disk = _tiers("disk", disk_path=str(tmp_path))
+    runs = [
+        Run({"stage": 3} | _tiers("host", fraction=0.5), accumulate="host"),
+        Run({"stage": 3} | disk, accumulate="device"),
+        Run({"stage": 3, "accumulation_budget": 40_000}, accumulate="device"),
+        Run({"stage": 3}, accumulate="device", uneven="batch_shares", shares=(1, 3)),
+        Run({"stage": 3}, accumulate="device", no_sync=True),
+    ]
+    assert set(hashes(world, runs)) == {accumulated[0]}
+
+
+def test_accumulate_trains_to_one_hash_on_nodes(accumulated: list[str]) -> None:
+    runs = [_nodes(2, policy=row) for row in ("hpz", "mics", "hfsdp", "zero1", "zero2")]
+    found = hashes(4, [replace(run, accumulate="device") for run in runs])
+    assert set(found) == {accumulated[0]}, found
+
+
+def test_accumulate_has_the_hash_of_the_loop_where_blocks_pass_on_one_tensor() -> None:
+    loop = Run({"precision": "bf16"}, family="GPT-2 (tied head)")
+    alone = hashes(1, [loop])
+    for stage, tier in ((1, "device"), (3, "host")):
+        run = replace(loop, options=loop.options | {"stage": stage}, accumulate=tier)
+        assert hashes(3, [run]) == alone, stage
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_weights_of_losses_units_that_leaves_skip_and_bf16_do_not_part_worlds(world: int) -> None:
     kinds = [
@@ -227,6 +290,28 @@ def test_rows_that_keep_whole_gradients_reduce_once_where_ranks_have_a_subtree_e
     assert hashes(3, [*declared, uneven]) == hashes(1, [*declared, Run()])
 
 
+def _moved(rank: int, world: int, runs: Sequence[Run]) -> list[tuple[float, float]]:
+    """Return how often a step gathers and reduces each unit, for each run."""
+    out = []
+    for run in runs:
+        training = Training(run)
+        training.step(0)
+        training.engine.reset_traffic()
+        training.step(1)
+        calls, units = training.engine.traffic().calls, len(training.engine.units)
+        out.append((calls["all_gather"] / units, calls["reduce_scatter"] / units))
+        training.end()
+    return out
+
+
+def test_accumulate_gathers_a_unit_twice_a_step_and_reduces_it_as_the_loop_does() -> None:
+    runs = [Run({"stage": 3}), Run({"stage": 3}, accumulate="device")]
+    runs += [replace(run, options={"stage": 1}) for run in runs]
+    for looped, at_once, *whole in run_ranks(2, _moved, runs):
+        assert at_once[0] < 2.5 < looped[0] and at_once[1] == looped[1] == 4
+        assert whole == [(1, 1), (1, 1)]
+
+
 def test_declared_levels_are_another_tree() -> None:
     binary, declared, flat = hashes(1, [Run(leaves=6), Run(leaves="2x3"), Run(leaves="3x2")])
     assert binary == flat != declared
@@ -264,13 +349,26 @@ def test_a_leaf_has_its_samples_whoever_computes_it(stage: int) -> None:
         assert len(dealt) == len(alone) and dict(dealt) == alone
 
 
-def _drawn(rank: int, world: int) -> dict[tuple[int, int], float]:
-    """Return a random number drawn in every leaf of two steps on this rank."""
+def _drawn(
+    rank: int, world: int, accumulate: bool = False
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """Return random numbers drawn before and after the model in every leaf of two steps on this
+    rank.
+    """
     training, out = Training(Run()), {}
     for step in range(2):
-        for leaf in training.engine.leaves(step, seed=5):
-            out[step, leaf] = float(torch.rand(()))
-            training.engine.backward(training.loss(step, leaf))
+        leaves = training.engine.leaves(step, seed=5)
+
+        def loss(leaf: int, step: int = step) -> torch.Tensor:
+            before = float(torch.rand(()))
+            loss = training.loss(step, leaf)
+            out[step, leaf] = before, float(torch.rand(()))
+            return loss
+
+        if accumulate:
+            training.engine.accumulate(leaves, loss)
+        for leaf in () if accumulate else leaves:
+            training.engine.backward(loss(leaf))
         training.optimizer.zero_grad()
     training.engine.close()
     return out
@@ -279,8 +377,9 @@ def _drawn(rank: int, world: int) -> dict[tuple[int, int], float]:
 def test_every_leaf_has_random_numbers_of_its_own_whoever_computes_it() -> None:
     (alone,) = run_ranks(1, _drawn)
     assert len(set(alone.values())) == len(alone) == 2 * LEAVES
-    of_ranks = run_ranks(3, _drawn)
-    assert {place: number for drawn in of_ranks for place, number in drawn.items()} == alone
+    for accumulate in (False, True):
+        of_ranks = run_ranks(3, _drawn, accumulate)
+        assert {place: two for drawn in of_ranks for place, two in drawn.items()} == alone
 
 
 # ------------------------------------------------------------------------------------ changed ranks
@@ -336,7 +435,7 @@ def test_repartition_between_steps_changes_no_bit() -> None:
 # ---------------------------------------------------------------------------------------- bad input
 
 
-def _refusals(rank: int, world: int) -> dict[str, str]:
+def _refusals(rank: int, world: int, path: Path) -> dict[str, str]:
     """Return what every wrong use raises."""
 
     def raised(act: Callable[[], object]) -> str:
@@ -399,7 +498,31 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     out["gradients there"] = raised(walk(backward))
     optimizer.zero_grad()
     out["join"] = raised(lambda: engine.join().__enter__())
-    out["accumulate"] = raised(lambda: engine.accumulate([0], lambda one: model(tokens_of(0, 0))))
+
+    def loss(leaf: int) -> torch.Tensor:
+        return model(tokens_of(0, leaf))  # type: ignore[no-any-return]
+
+    out["accumulate"] = raised(lambda: engine.accumulate([0], loss))
+    begun = engine.leaves(0)
+    next(begun)
+    out["begun"] = raised(lambda: engine.accumulate(begun, loss))
+    del begun
+    engine.reset()
+
+    def trailed() -> None:
+        with engine.trail(path):
+            engine.accumulate(engine.leaves(0), loss)
+
+    out["trail"] = raised(trailed)
+    engine.reset()
+    for name, act in (
+        ("assigned", walk(backward)),
+        ("assigned at once", lambda: engine.accumulate(engine.leaves(0), loss)),
+    ):
+        model.head.weight.grad = torch.ones(31, 24)
+        out[name] = raised(act)
+        engine.reset()
+        optimizer.zero_grad()
     walk(backward)()  # and on it goes
     optimizer.step()
     engine.close()
@@ -409,7 +532,7 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     return out
 
 
-def test_wrong_uses_are_refused_on_every_rank_in_one_line() -> None:
+def test_wrong_uses_are_refused_on_every_rank_in_one_line(tmp_path: Path) -> None:
     wanted = {
         "few": "ConfigError: leaves=1 gives 1 micro-batches to 2 data parallel ranks",
         "levels": "ConfigError: leaves='3x': a number of leaves or levels",
@@ -427,10 +550,14 @@ def test_wrong_uses_are_refused_on_every_rank_in_one_line() -> None:
         "left": "StateError: leaves=4: some leaves of this step are missing",
         "gradients there": "StateError: gradients rest here from before this step",
         "join": "ConfigError: engine.join() does not run leaves=4",
-        "accumulate": "ConfigError: engine.accumulate() does not run leaves=4",
+        "accumulate": "ConfigError: engine.accumulate() of leaves=4 takes the leaves of a step",
+        "begun": "ConfigError: engine.accumulate() was given leaves of another engine, or of which",
+        "trail": "ConfigError: engine.accumulate() inside engine.trail()",
+        "assigned": "StateError: the gradient assigned to 'head.weight' would be added to one leaf",
+        "assigned at once": "StateError: the gradient assigned to 'head.weight' would be added to",
         "not given": "ConfigError: engine.leaves() needs zs.shard(..., leaves=V)",
     }
-    for found in run_ranks(2, _refusals):
+    for found in run_ranks(2, _refusals, tmp_path):
         assert set(found) == set(wanted)
         for name, text in wanted.items():
             assert text in found[name] and "\n" not in found[name], (name, found[name])

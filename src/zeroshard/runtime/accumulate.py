@@ -10,6 +10,9 @@ micro-batches there are.
 The backward of what lies between sections runs piece by piece, driven from here: autograd never
 waits inside a backward for another micro-batch.
 
+In a run with leaves each micro-batch is one, and each unit is reduced once per round of them
+(runtime/leaf_turns.py).
+
 Invariants: a unit is gathered for a section and released when another one begins; the gradient of a
 parameter that one section uses is the sum of the micro-batches in their order, in the dtype in
 which gradients rest, and only then of the ranks: the bits of ``zero1`` in every row. Cost: the
@@ -23,8 +26,8 @@ section (boundary.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,6 +41,8 @@ from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.boundary import Visit
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.hooks import Hooks
+from zeroshard.runtime.leaf_loop import LeafLoop
+from zeroshard.runtime.leaf_turns import LeafTurns
 from zeroshard.runtime.micro_batches import MicroBatch, this_micro_batch
 from zeroshard.runtime.recomputed import is_checkpointed
 from zeroshard.runtime.sections import Section, sections_of
@@ -45,6 +50,7 @@ from zeroshard.runtime.shelf import RestPlace, Shelf
 from zeroshard.runtime.stages import Stages
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weighting import weighed
+from zeroshard.system.device import undisturbed
 
 __all__ = ["Accumulate", "Accumulated", "LossFn", "check_accumulate"]
 
@@ -93,9 +99,25 @@ class Accumulate:
         self._losses: list[torch.Tensor] = []
         self._counts: list[float | None] = []  # what they count
         self._left: Counter[Unit] = Counter()  # sections to come in the backward
+        self._turns: LeafTurns | None = None  # of leaves
 
-    def run(self, batches: Sequence[Any], loss_fn: LossFn) -> Accumulated:
+    def run(self, batches: Iterable[Any], loss_fn: LossFn) -> Accumulated:
         """Run all of it; see Engine.accumulate."""
+        leaves = self._backward.leaves
+        if leaves is None:
+            return self._run(list(batches), loss_fn)
+        if not isinstance(batches, LeafLoop):
+            raise ConfigError(
+                f"engine.accumulate() of leaves={leaves.tree} takes the leaves of a step for its"
+                " batches: engine.accumulate(engine.leaves(step), loss_fn), and loss_fn a leaf's"
+                " number"
+            )
+        draws = batches.begin_all(leaves)
+        self._turns = LeafTurns(leaves, draws, self._backward, self._place)
+        with undisturbed(self._device), leaves.at_once(self._turns.keep):
+            return self._run(leaves.of_rank, loss_fn)
+
+    def _run(self, batches: Sequence[Any], loss_fn: LossFn) -> Accumulated:
         if not batches:
             raise ConfigError("engine.accumulate() was given no batches: give one or more")
         micro_batches = [
@@ -108,6 +130,8 @@ class Accumulate:
             for one in micro_batches:
                 stack.callback(one.end)
             self._backward_of(self._forward(micro_batches, stack))
+            if self._turns is not None:
+                self._turns.end(self._trained)
         weights = [weight for weight in self._counts if weight is not None]
         return Accumulated(torch.stack(self._losses), tuple(weights) or None)
 
@@ -199,26 +223,40 @@ class Accumulate:
             self._enter(visits[0].section, "forward")
             calls = []
             for one, visit in zip(micro_batches, visits, strict=True):
-                visit.run(checks=one.index == 0)
+                with self._turn(one.index):
+                    visit.run(checks=one.index == 0)
                 calls.append(self._go_on(one))
                 if calls[0] is not None:
                     continue
+                if one.index == 0:
+                    self._turn_round([*rounds, visits])
                 _alike(calls)
                 self._take_loss(one, stack)
                 self._backward_in(visit, one.index)
             rounds.append(visits)
             if calls[0] is None:
+                if self._turns is not None:  # before ranks meet: others may have had one more leaf
+                    self._turns.end_section(len(visits))
                 break
         self._loop.agree()
-        self._left = Counter(unit for visits in rounds for unit in visits[0].section.units)
         if rounds:
             self._complete(rounds.pop())
         return rounds
 
+    def _turn_round(self, rounds: Sequence[Sequence[Visit]]) -> None:
+        """The last section has run, whose backward comes first."""
+        sections = [visits[0].section for visits in rounds]
+        self._left = Counter(unit for section in sections for unit in section.units)
+        self._begin_backward(sections[-1])
+
     def _go_on(self, one: MicroBatch[Visit]) -> Visit | None:
         """Let a micro-batch run to its next section."""
-        with self._loop.outside_sections():
+        with self._turn(one.index), self._loop.outside_sections():
             return one.go_on()
+
+    def _turn(self, index: int) -> AbstractContextManager[None]:
+        """Run micro-batch `index` inside."""
+        return nullcontext() if self._turns is None else self._turns.of(index)
 
     # ------------------------------------------------------------------ backward
 
@@ -227,7 +265,7 @@ class Accumulate:
         section. That of the first one begins the backward of all, on `stack`.
         """
         loss, weight = _loss_and_weight(one.take())
-        with weighed(self._backward, self._scaler, loss, weight) as scaled:
+        with self._turn(one.index), weighed(self._backward, self._scaler, loss, weight) as scaled:
             count = self._backward.mode.weight
             if one.index:
                 self._backward.accumulation.weigh(count)
@@ -244,6 +282,7 @@ class Accumulate:
             visits = rounds.pop()
             if any(visit.needs_backward for visit in visits):
                 self._enter(visits[0].section, "backward")
+            self._begin_backward(visits[0].section)
             coming = [*visits[1:], *(rounds[-1][:1] if rounds else ())]
             for index, visit in enumerate(visits):
                 for after in coming[index : index + 1]:
@@ -257,18 +296,36 @@ class Accumulate:
         counts = self._backward.share if weight is None else weight
         watch = partial(self._watch, visit.section.units)
         scaled = self._scaler is not None
-        with self._backward.running_as(has_loss=True, scaled=scaled, weight=weight):
+        mode = {"has_loss": True, "scaled": scaled, "weight": weight}
+        with self._turn(index), self._backward.running_as(**mode):
             visit.backward(watch, checks=index == 0, counts=counts != 0)
+        if self._turns is not None:
+            self._turns.reduce()
+
+    def _begin_backward(self, section: Section) -> None:
+        if self._turns is not None:
+            self._turns.begin_section(self._ending(section))
+
+    def _ending(self, section: Section) -> list[Unit]:
+        """Return the units that no section after `section` uses in the backward, but those around,
+        which the graphs between sections may use.
+        """
+        return [
+            unit
+            for unit in section.units
+            if self._left[unit] == 1
+            and not (unit.residency.has(Use.DIRECT) or unit in self._around)
+        ]
 
     def _complete(self, visits: Sequence[Visit]) -> None:
-        """Hand over the units that no section to come uses, but those around, which the graphs
-        between sections may use.
-        """
-        for unit in visits[0].section.units:
-            self._left[unit] -= 1
-            used_elsewhere = unit.residency.has(Use.DIRECT) or unit in self._around
-            if not (self._left[unit] or used_elsewhere):
-                self._backward.complete(unit, has_all=True)
+        """Hand over the units whose last section has run."""
+        ending = self._ending(visits[0].section)
+        self._left.subtract(visits[0].section.units)
+        if self._turns is not None:
+            self._turns.end_section(len(visits))
+            return
+        for unit in ending:
+            self._backward.complete(unit, has_all=True)
 
 
 def _alike(calls: Sequence[Visit | None]) -> list[Visit]:

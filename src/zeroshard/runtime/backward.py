@@ -277,8 +277,9 @@ class Backward:
         current, unit, key = self._pass, leaf.unit, id(leaf.parameter)
         if not current.has_loss:
             self.accumulation.bring(of_another=_multiplying[-1:] not in ([], [self]))
-        room, more = self.reductions.make_room, current.gathers
-        leaf.bucket.add(leaf.index, grad, sync=self.mode.sync, more=more, make_room=room)
+        if self.leaves is None or not self.leaves.keep(leaf, grad):
+            room, more = self.reductions.make_room, current.gathers and self.leaves is None
+            leaf.bucket.add(leaf.index, grad, sync=self.mode.sync, more=more, make_room=room)
         if not current.brings:
             current.bring()
         unit.arrived[key] = torch._C._current_graph_task_id()
@@ -346,6 +347,8 @@ class Backward:
         assigned, mode = self.parameters.assigned(units), self.mode
         if not assigned:
             return []
+        if self.leaves is not None:
+            self.leaves.refuse_assigned(assigned[0].name)
         weighed = mode.weight is not None or self.share is not None
         if units is not None and (mode.scaled or weighed):
             raise StateError(
@@ -452,6 +455,8 @@ class Backward:
         """Reduce everything once more: some rank `has_unreduced` gradients (every backward was
         inside ``no_sync``, or some came late).
         """
+        if self.leaves is not None:
+            self.leaves.refuse_late()
         for unit in reversed(self._trainable):
             self.reductions.start(unit, sync=True, with_earlier=True)
         self.seal()

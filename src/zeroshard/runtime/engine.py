@@ -32,7 +32,7 @@ from zeroshard.runtime.anomaly import detecting
 from zeroshard.runtime.assembly import Assembly
 from zeroshard.runtime.build import Context, GivenValues, build_units, make_master, plan_units
 from zeroshard.runtime.join import Join
-from zeroshard.runtime.leaf_loop import refuse_leaves, walked
+from zeroshard.runtime.leaf_loop import LeafLoop, refuse_leaves
 from zeroshard.runtime.offload_states import OffloadedStates
 from zeroshard.runtime.parts import Parts, step_settings
 from zeroshard.runtime.pipeline import Following, FollowOptions, check_budget, check_mesh, units_of
@@ -242,7 +242,7 @@ class Engine(Assembly):
         """
         return self._backward.running_as(sync=self._backward.leaves is not None)
 
-    def leaves(self, step: int | None = None, *, seed: int = 0) -> Iterator[int]:
+    def leaves(self, step: int | None = None, *, seed: int = 0) -> LeafLoop:
         """Go through this rank's leaves of a step, for ``zs.shard(..., leaves=V)``: numbers below V
         of micro-batches, of which each takes one ``engine.backward(loss)``.
 
@@ -259,7 +259,7 @@ class Engine(Assembly):
             raise ConfigError("engine.leaves() needs zs.shard(..., leaves=V): the leaves of a step")
         number = self._finalizer.step if step is None else step
         device = self._context.device
-        return walked(self._loop, self._backward.leaves, device, step=number, seed=seed)
+        return LeafLoop(self._loop, self._backward.leaves, device, step=number, seed=seed)
 
     def accumulate(
         self,
@@ -282,17 +282,17 @@ class Engine(Assembly):
         several blocks use and for randomness (docs/accumulation.md). Collective; the numbers of
         batches need not be the same on all ranks.
 
+        In a run with leaves `batches` is ``engine.leaves(step)``, and `loss_fn` is given each
+        leaf's number: bits are those of the loop over them, and each leaf is reduced.
+
         Raises ConfigError for what cannot run so, StateError where batches use different modules;
         after an exception call ``engine.reset()``.
         """
         self._states.check_open(trained=True)
-        refuse_leaves(self._backward.leaves, "accumulate")
         following = self._states.following
         check_accumulate(self._hooks, followed=following is not None and following.is_on)
         place = RestPlace.of(tier, None, disk_path)
-        return Accumulate(self._hooks, self._context, self._scaler, place).run(
-            list(batches), loss_fn
-        )
+        return Accumulate(self._hooks, self._context, self._scaler, place).run(batches, loss_fn)
 
     @contextmanager
     def join(self) -> Iterator[None]:

@@ -16,12 +16,14 @@ tree (2 ranks: 0 to 3, and 4 to 7) they are dealt out so (`is_local`), each rank
 and the ranks' sums are reduced in the last round.
 
 Invariant: inside a round every rank runs one backward, and no gradient of it is left to a later
-one.
+one; or all rounds are one backward, unit after unit (runtime/leaf_turns.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -42,6 +44,7 @@ class Leaves:
         self._rounds, self._sums = deal.rounds, deal.sums
         # called with a segment's key and this rank's gradient of it, None where it has none
         self.handed_over: list[Callable[[str, torch.Tensor | None], None]] = []
+        self.keep: Callable[[Any, torch.Tensor], bool] = _keep_none  # see at_once
         self.abandon()
 
     def abandon(self) -> None:
@@ -73,6 +76,28 @@ class Leaves:
         finally:
             self._number = None
 
+    @contextmanager
+    def at_once(self, keep: Callable[[Any, torch.Tensor], bool]) -> Iterator[None]:
+        """Run all rounds of a step in one backward inside, in which `turn` says whose gradients
+        come. `keep` is given each, with its parameter, and says whether it goes no further yet.
+        """
+        self._number, self._has_backward, self.is_partial = 0, False, True
+        self.keep = keep
+        try:
+            yield
+            self.is_partial = False
+        finally:
+            self._number, self.keep = None, _keep_none
+
+    def turn(self, number: int) -> None:
+        """The gradients that come now, and their reduces, are those of round `number`."""
+        self._number = number
+
+    @property
+    def num_rounds(self) -> int:
+        """The rounds of a step."""
+        return len(self._rounds)
+
     def begin_backward(self, *, has_late: bool) -> None:
         """A backward begins; `has_late`: gradients have come after their unit had been reduced.
         Raises StateError where it is none of a leaf, or the second one.
@@ -88,12 +113,23 @@ class Leaves:
                 " losses, or count more leaves"
             )
         if has_late:
-            raise StateError(
-                "gradients of the leaf before came after their unit had been reduced (a checkpoint"
-                " inside a checkpoint, or a weight used outside its module): they cannot be put"
-                " into the tree"
-            )
+            self.refuse_late()
         self._has_backward = True
+
+    def refuse_assigned(self, name: str) -> None:
+        """Raise StateError: a gradient was assigned to parameter `name` before a backward."""
+        raise StateError(
+            f"the gradient assigned to {name!r} would be added to one leaf of every rank, and"
+            f" leaves={self.tree} counts each once: assign it after the loop over engine.leaves()"
+        )
+
+    def refuse_late(self) -> None:
+        """Raise StateError: gradients of a leaf are left over."""
+        raise StateError(
+            f"leaves={self.tree}: gradients of a leaf came after their unit had been reduced (a"
+            " checkpoint inside a checkpoint, or a weight used outside its module): they cannot be"
+            " put into the tree"
+        )
 
     @property
     def of_rank(self) -> list[int]:
@@ -126,3 +162,7 @@ class Leaves:
         if self._number is None:
             raise StateError(f"leaves={self.tree}: gradients outside of engine.leaves()")
         return self._number
+
+
+def _keep_none(leaf: Any, grad: torch.Tensor) -> bool:
+    return False
