@@ -243,6 +243,12 @@ def test_accumulate_has_the_hash_of_the_loop_where_blocks_pass_on_one_tensor() -
         assert hashes(3, [run]) == alone, stage
 
 
+def test_a_rank_without_a_leaf_hands_a_tied_head_over_when_the_others_do(tmp_path: Path) -> None:
+    loop = Run(family="GPT-2 (tied head)")
+    disk = _tiers("disk", disk_path=str(tmp_path))  # reduces are waited for in order
+    assert hashes(3, [replace(loop, options={"stage": 3} | disk)]) == hashes(1, [loop])
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_weights_of_losses_units_that_leaves_skip_and_bf16_do_not_part_worlds(world: int) -> None:
     kinds = [

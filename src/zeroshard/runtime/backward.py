@@ -396,20 +396,28 @@ class Backward:
                 self._add(leaf, leaf.take())
         unit.expect_no_more()
         if self.reductions.start(unit, sync=self.mode.sync, with_earlier=self._pass.brings):
-            self._pass.reduced.add(unit.index)
+            self._pass.reduced[unit.index] = None
         self.reductions.advance()
 
     def shadow(self, *, sync: bool, scaled: bool, weighted: bool) -> None:
         """Take part in a backward of the other ranks, without one of our own: gather what they
         gather, contribute zeros.
         """
-        weight = 0.0 if weighted else None
+        weight, units = 0.0 if weighted else None, self._weights.units
+        # as they do, who may wait for our part before they gather on. A unit that is used twice is
+        # gathered first and handed over last
+        gathered = self._weights.schedule.last_pass("backward")
+        order = [index for index in self._pass.reduced if index in gathered]
         with self.running_as(sync=sync, scaled=scaled, has_loss=True, weight=weight):
             self._begin(brings=True)
+            due = set[int]()
             for unit in self._weights.shadow("backward"):
                 self.reductions.open_zeros(unit)
-                # at once, as they do: they may wait for our part before they gather on
-                self._hand_over(unit)
+                due.add(unit.index)
+                if unit.index not in order:
+                    self._hand_over(unit)
+                while order and order[0] in due:
+                    self._hand_over(units[order.pop(0)])
             self._end()
 
     def _leave(self, task: int) -> None:

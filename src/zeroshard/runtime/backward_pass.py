@@ -86,7 +86,7 @@ class BackwardPass:
     recomputed: dict[Unit, int] = field(default_factory=dict)
     # whose gradients have all come; released when the backward goes on to another unit
     finished: dict[int, Unit] = field(default_factory=dict)
-    reduced: set[int] = field(default_factory=set)  # units handed over
+    reduced: dict[int, None] = field(default_factory=dict)  # units handed over, in order
     # the unit at whose outputs the last gradient arrived, and the graph task
     at: tuple[Unit | None, int] = (None, -1)
 
