@@ -246,7 +246,10 @@ def test_accumulate_has_the_hash_of_the_loop_where_blocks_pass_on_one_tensor() -
 def test_a_rank_without_a_leaf_hands_a_tied_head_over_when_the_others_do(tmp_path: Path) -> None:
     loop = Run(family="GPT-2 (tied head)")
     disk = _tiers("disk", disk_path=str(tmp_path))  # reduces are waited for in order
-    assert hashes(3, [replace(loop, options={"stage": 3} | disk)]) == hashes(1, [loop])
+    run, alone = replace(loop, options={"stage": 3} | disk), hashes(1, [loop])
+    assert hashes(3, [run]) == alone
+    leaves = [replace(one, leaves=5) for one in (run, loop)]  # one has a single leaf, and shadows
+    assert hashes(3, leaves[:1]) == hashes(1, leaves[1:])
 
 
 @pytest.mark.parametrize("world", [2, 3])

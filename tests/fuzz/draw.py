@@ -60,7 +60,7 @@ def _drawn(seed: int) -> Program:
     branches = rng.random() < 0.15
     varied = rng.random() < 0.2  # the same on every rank, but not every layer once
     steps = tuple(_step(rng, program, branches, varied) for _ in range(rng.randint(2, 3)))
-    return _with_meetings(replace(program, steps=steps))
+    return _with_leaves(_with_meetings(replace(program, steps=steps)))
 
 
 def _with_meetings(program: Program) -> Program:
@@ -93,6 +93,21 @@ def _with_meetings(program: Program) -> Program:
         gathered_features=rng.random() < 0.15,
         along_cp=rng.random() < 0.1,
     )
+
+
+def _with_leaves(program: Program) -> Program:
+    """Draw the leaves of a step, and ranks for them, in a quarter of the programs; from numbers of
+    their own.
+    """
+    rng = random.Random(f"leaves of {program.seed}")
+    if rng.random() < 0.75:
+        return program
+    world = rng.choice((program.world, 1, 2, 3, 3, 4))
+    if world != program.world:
+        node_size = 2 if world == 4 else None
+        program = replace(program, world=world, node_size=node_size, shares=None)
+        program = replace(program, shares=_shares(program.seed, world))
+    return replace(program, leaves=rng.choice(("3", "4", "5", "6", "7", "8", "3x2", "2x3")))
 
 
 def _with_options(program: Program, rng: random.Random) -> Program:
@@ -279,6 +294,8 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "weights": _plain(weights=""),
     "gathered features": _plain(gathered_features=False),
     "cp": _plain(along_cp=False),
+    "leaves": _plain(leaves=None),
+    "declared leaves": lambda p: replace(p, leaves="6" if "x" in (p.leaves or "") else p.leaves),
     "experts": _layers(lambda x: replace(x, kind="linear" if x.kind == "experts" else x.kind)),
     "attention over ranks": _layers(
         lambda x: replace(x, kind="linear" if x.kind == "attend" else x.kind)

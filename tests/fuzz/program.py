@@ -6,6 +6,7 @@ one, and a shrinker removes a feature by setting its field back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "Step",
     "describe",
     "experts_apart",
+    "num_leaves",
     "repair",
     "tiers_allowed",
 ]
@@ -114,6 +116,9 @@ class Program:
     weights: str = ""  # "losses" (engine.backward(loss, weight=)) or "batches" (batch_shares)
     gathered_features: bool = False  # the loss compares this rank's outputs with all ranks'
     along_cp: bool = False  # the ranks lie along the mesh's "cp"
+    # the leaves of a step: each is one of its micro-batches in turn, whoever computes it; the
+    # routes and halves are those of leaves, not of ranks
+    leaves: str | None = None
     layers: tuple[Layer, ...] = (Layer(),)
     steps: tuple[Step, ...] = (Step(), Step())
 
@@ -152,6 +157,11 @@ class Program:
             or self.weight_codec is not None
             or apart
         )
+
+
+def num_leaves(program: Program) -> int:
+    """Return the leaves of a step."""
+    return math.prod(int(size) for size in (program.leaves or "1").split("x"))
 
 
 def experts_apart(world: int) -> int:
@@ -202,6 +212,8 @@ def repair(program: Program) -> Program:
             for layer in program.layers
         )
         program = replace(program, layers=_repaired_layers(layers))
+    if program.leaves is not None:
+        program = _repaired_leaves(program)
     program = _repaired_options(program)
     if program.branches:  # a rank cannot clear a gradient that it does not have
         kept = [
@@ -210,6 +222,44 @@ def repair(program: Program) -> Program:
         ]
         program = replace(program, steps=tuple(kept))
     return program
+
+
+def _repaired_leaves(program: Program) -> Program:
+    """Take out what is refused beside leaves, or reaches over the ranks inside of one."""
+    if num_leaves(program) < program.world * (3 if program.weights == "batches" else 1):
+        program = replace(program, leaves="12")
+    kinds = (*CROSSING, "batchnorm")
+    layers = tuple(
+        replace(layer, kind="linear") if layer.kind in kinds else layer for layer in program.layers
+    )
+    # a rank without a leaf shadows one forward and one backward of the others
+    uneven = program.weights == "batches" or num_leaves(program) % program.world > 0
+    steps = tuple(
+        replace(
+            step,
+            micros=tuple(_one_backward(micro, is_alone=uneven) for micro in step.micros[:1]),
+            zero="model" if step.zero == "model" else "none",
+        )
+        for step in program.steps
+    )
+    return replace(
+        program,
+        layers=_repaired_layers(layers),
+        steps=tuple(_repaired_step(step, program, False) for step in steps),
+        weight_codec=None,
+        grad_codec=None,
+        gathered_features=False,
+        along_cp=False,
+    )
+
+
+def _one_backward(micro: Micro, *, is_alone: bool) -> Micro:
+    """Return what the micro-batches of a step have in common, with one backward; `is_alone`: and
+    one forward.
+    """
+    forwards = 1 if is_alone or micro.backward != "once" else micro.forwards
+    micro = replace(micro, backward="once", before="", zero_part=False, forwards=forwards)
+    return replace(micro, penalty="", evaluate="") if is_alone else micro
 
 
 def _repaired_options(program: Program) -> Program:

@@ -21,6 +21,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -29,9 +31,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.fuzz.optimizers import make_optimizer
-from tests.fuzz.program import Program, experts_apart
+from tests.fuzz.program import Program, experts_apart, num_leaves
 
-__all__ = ["DECAY", "DTYPES", "ByHand"]
+__all__ = ["DECAY", "DTYPES", "ByHand", "ByLeaves"]
 
 DECAY = 0.75  # of the moving average
 T = TypeVar("T")
@@ -76,6 +78,8 @@ class ByHand:
         self.sync = True
         self.first = _adds_first(program, program.row)
         self.weight = 0.0  # of all losses since zero_grad(), where they have weights
+        self.weights: list[float] = []  # of the leaves of a step
+        self.of_leaves: list[Grads] = []
         self.averages = {
             name: master.detach().clone()
             for name, master in self.masters.items()
@@ -218,13 +222,13 @@ class ByHand:
 
     def clip(self, max_norm: float) -> float:
         self._divide()
-        squares = {name: t.double().square().sum() for name, t in self.totals.items()}
-        every = [square for name, square in squares.items() if not _is_expert(name)]
+        squares = {name: _squares(total) for name, total in self.totals.items()}
+        every = [one for name, squared in squares.items() if not _is_expert(name) for one in squared]
         for experts in self._of_each_expert(
-            [square for name, square in squares.items() if _is_expert(name)]
+            [one for name, squared in squares.items() if _is_expert(name) for one in squared]
         ):
             every += experts
-        norm = torch.stack(every).sum().sqrt().float()
+        norm = torch.tensor(math.fsum(every), dtype=torch.float64).sqrt().float()
         coefficient = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         if coefficient < 1.0:
             for name, total in self.totals.items():
@@ -334,6 +338,67 @@ class ByHand:
     def finish(self) -> dict[str, torch.Tensor]:
         """Return the state: masters where there are any, else the model's own numbers."""
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+
+class ByLeaves(ByHand):
+    """The same for a program with leaves. Every rank trains all of them, so that nothing depends on
+    the ranks, and adds them by the tree.
+    """
+
+    def leaves(self, step: int) -> Iterator[int]:
+        """Yield the leaves of `step`, each with its random numbers."""
+        before, self.of_leaves = torch.get_rng_state(), list[Grads]()
+        for leaf in range(num_leaves(self.program)):
+            text = f"zeroshard {self.program.seed} {step} {leaf}".encode()
+            digest = hashlib.blake2b(text, digest_size=8).digest()
+            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+            yield leaf
+        torch.set_rng_state(before)
+        for name in {name for grads in self.of_leaves for name in grads}:
+            zeros = torch.zeros(self.parameters[name].shape)
+            each = [grads[name].float() if name in grads else zeros for grads in self.of_leaves]
+            self.totals[name] = self._tree_sum(each).clone()
+        self.weight = math.fsum(self.weights)
+        self.weights.clear()
+
+    def _tree_sum(self, each: list[torch.Tensor]) -> torch.Tensor:
+        """Return the sum by the levels that are declared, else by powers of two."""
+        levels = [int(size) for size in (self.program.leaves or "").split("x")]
+        if len(levels) > 1:
+            for size in reversed(levels):  # from the leaves up: a chain of each node's children
+                each = [_summed(each[at : at + size]) for at in range(0, len(each), size)]
+            return each[0]
+        if len(each) == 1:
+            return each[0]
+        half = 1
+        while 2 * half < len(each):
+            half *= 2
+        return self._tree_sum(each[:half]) + self._tree_sum(each[half:])
+
+    def backward(
+        self, loss: torch.Tensor, *, retain_graph: bool = False, weights: Sequence[float] = ()
+    ) -> None:
+        for weight in weights:
+            loss = loss * weight
+            self.weights.append(weight)
+        (loss.float() * self.scale if self.scale != 1.0 else loss).backward()
+        brought, self.brought = self.brought, {}
+        self.of_leaves.append({name: _summed(each) for name, each in brought.items()})
+
+    def _divide(self) -> None:
+        for total in () if self.divided else self.totals.values():
+            total.div_((self.weight or num_leaves(self.program)) * self.scale)
+        self.divided = True
+
+
+def _squares(total: torch.Tensor) -> list[float]:
+    """Return the sums of the squares of each 64 elements, halves added to halves, in fp64."""
+    squares = total.double().reshape(-1).square()
+    blocks = torch.nn.functional.pad(squares, (0, -len(squares) % 64)).view(-1, 64)
+    while blocks.shape[1] > 1:
+        half = blocks.shape[1] // 2
+        blocks = blocks[:, :half] + blocks[:, half:]
+    return [float(one) for one in blocks[:, 0]]
 
 
 def _summed(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -28,8 +28,8 @@ from tests.fuzz.model import (
     FuzzNet,
 )
 from tests.fuzz.optimizers import make_optimizer
-from tests.fuzz.program import EVENTS, Micro, Program, describe, experts_apart
-from tests.fuzz.reference import DECAY, DTYPES, ByHand
+from tests.fuzz.program import EVENTS, Micro, Program, describe, experts_apart, num_leaves
+from tests.fuzz.reference import DECAY, DTYPES, ByHand, ByLeaves
 from tests.support.harness import RankError, run_ranks
 from zeroshard.errors import StateError, ZeroshardError
 
@@ -64,6 +64,7 @@ class Trainer(Protocol):
     def backward(
         self, loss: torch.Tensor, *, retain_graph: bool = False, weights: Sequence[float] = ()
     ) -> None: ...
+    def leaves(self, step: int) -> Iterator[int]: ...
     def clip(self, max_norm: float) -> float: ...
     def step(self) -> None: ...
     def zero_grad(self, kind: str) -> None: ...
@@ -99,11 +100,15 @@ class Sharded:
         self, loss: torch.Tensor, *, retain_graph: bool = False, weights: Sequence[float] = ()
     ) -> None:
         if weights and self.program.weights == "losses":
-            self.engine.backward(loss, weight=weights[self.engine.rank])
+            of_rank = weights[0] if self.program.leaves else weights[self.engine.rank]
+            self.engine.backward(loss, weight=of_rank)
         elif retain_graph:
             loss.backward(retain_graph=True)
         else:
             self.engine.backward(loss)
+
+    def leaves(self, step: int) -> Iterator[int]:
+        return self.engine.leaves(step, seed=self.program.seed)
 
     def clip(self, max_norm: float) -> float:
         return float(self.engine.clip_grad_norm_(max_norm))
@@ -212,6 +217,8 @@ def _options(program: Program, model: nn.Module, path: str) -> dict[str, Any]:
                 **disk,
             }
         )
+    if program.leaves is not None:
+        options["leaves"] = program.leaves
     if program.weights == "batches":
         options["batch_shares"] = _weights(program, 0)
     if program.along_cp:
@@ -273,7 +280,8 @@ def _weights(program: Program, number: int) -> list[float]:
     if program.weights == "batches":
         cuts = sorted(rng.randint(0, 8) for _ in range(program.world - 1))
         ends = zip([0, *cuts], [*cuts, 8], strict=True)
-        return [(stop - start) / 8 for start, stop in ends]
+        parts = [stop - start + (program.leaves is not None) for start, stop in ends]
+        return [part / sum(parts) for part in parts]  # of leaves each rank has one at least
     weights = [rng.choice((0.0, 1.0, 2.0, 3.0, 0.75)) for _ in range(program.world)]
     return weights if any(weights) else [1.0, *weights[1:]]
 
@@ -283,22 +291,27 @@ class _Loop:
 
     def __init__(self, program: Program, rank: int, trainer: Trainer) -> None:
         self.program, self.rank, self.trainer = program, rank, trainer
-        self.numbers: list[float] = []
-        self._count = 0
-        self._num_backwards = 0
+        self.numbers: dict[tuple[int, int | None, int], float] = {}  # by step, leaf, and in order
+        self._step = self._count = self._num_backwards = 0
+        self._leaf: int | None = None
 
     def run(self) -> None:
         program, trainer = self.program, self.trainer
         scheduler = (
             torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, 0.7) if program.schedule else None
         )
-        for step in program.steps:
-            for micro in step.micros:
+        for self._step, step in enumerate(program.steps):
+            for micro in () if program.leaves else step.micros:
                 self._micro(micro)
+            for leaf in trainer.leaves(self._step) if program.leaves else ():
+                self._begin_leaf(leaf)
+                self._micro(step.micros[0])
+            if program.leaves:
+                self._begin_leaf(None)
             if step.assigned:
                 trainer.assign(self._grads())
             if step.clip is not None:
-                self.numbers.append(trainer.clip(step.clip))
+                self._note(trainer.clip(step.clip))
             with warnings.catch_warnings():
                 # an fp16 step that is skipped leaves the scheduler ahead
                 warnings.simplefilter("ignore")
@@ -310,6 +323,23 @@ class _Loop:
             trainer.zero_grad(step.zero)
             for event in step.between:
                 self._between(event)
+
+    def _begin_leaf(self, leaf: int | None) -> None:
+        """Count as everyone does who is at this leaf, or after all of a step."""
+        every = num_leaves(self.program)
+        self._leaf = leaf
+        self._num_backwards = self._step * every + (every if leaf is None else leaf)
+        self._count = 4 * self._num_backwards
+
+    def _note(self, *numbers: float) -> None:
+        for number in numbers:
+            at = sum(place[:2] == (self._step, self._leaf) for place in self.numbers)
+            self.numbers[self._step, self._leaf, at] = number
+
+    @property
+    def _place(self) -> int:
+        """Whose data, route and random numbers: the rank's, or with leaves those of all."""
+        return self.rank if self.program.leaves is None else self._leaf or 0
 
     def _grads(self) -> dict[str, torch.Tensor]:
         """Return gradients to assign, the same on every rank, of a third of the parameters."""
@@ -347,7 +377,7 @@ class _Loop:
             if micro.evaluate:
                 self._evaluate(micro, micro.evaluate)
             self._backward(micro, losses)
-        self.numbers += [loss.item() for loss in losses]
+        self._note(*(loss.item() for loss in losses))
         if micro.zero_part:
             names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
             trainer.zero_part(names[1 :: 1 + self._count % 3])
@@ -359,13 +389,15 @@ class _Loop:
         assert isinstance(model, nn.Module)
         number = self._count if number is None else number
         self._count += 1
-        x, target = _inputs(program, self.rank, number)
-        torch.manual_seed(1000 * number + self.rank)  # of dropout
+        x, target = _inputs(program, 0 if program.leaves else self.rank, number)
+        if program.leaves is None:
+            torch.manual_seed(1000 * number + self.rank)  # of dropout
         if micro.halves:
             for module in model.modules():
                 if hasattr(module, "halves"):
-                    module.halves = micro.halves[self.rank]
-        route = micro.routes[self.rank] if micro.routes else tuple(range(len(program.layers)))
+                    module.halves = micro.halves[self._place % len(micro.halves)]
+        routes = micro.routes
+        route = routes[self._place % len(routes)] if routes else tuple(range(len(program.layers)))
         out, extra = model(x, route, fails=fails)
         if extra is not None:
             out = out * extra.mean()
@@ -379,7 +411,7 @@ class _Loop:
         """Differentiate by the input first; a penalty goes into the loss."""
         if micro.before == "grad":
             (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
-            self.numbers.append(grad.double().sum().item())
+            self._note(grad.double().sum().item())
             return loss
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
         return loss + (grad.float().norm() - 1.0).square()
@@ -395,7 +427,7 @@ class _Loop:
         model.eval()
         with torch.inference_mode() if how == "inference" else torch.no_grad():
             loss, _ = self._forward(micro, 90 + self._count % 7)
-            self.numbers.append(loss.item())
+            self._note(loss.item())
         model.train()
 
     def _backward(self, micro: Micro, losses: list[torch.Tensor]) -> None:
@@ -417,7 +449,13 @@ class _Loop:
             return []
         self._num_backwards += 1
         if self.program.weights == "losses":
-            return _weights(self.program, self._num_backwards)
+            if self.program.leaves is None:
+                return _weights(self.program, self._num_backwards)
+            # not 0 in the first leaf of a step
+            weights = _weights(self.program, self._num_backwards)
+            return [weights[0] if self._leaf else 1.5]
+        if self.program.leaves is not None:  # batch_shares deal leaves out
+            return []
         shares = _weights(self.program, 0)
         return shares if len(set(shares)) > 1 else []  # equal ones are none
 
@@ -444,12 +482,12 @@ def _model(program: Program) -> FuzzNet:
 
 @dataclass
 class _Result:
-    numbers: list[float]
+    numbers: dict[tuple[int, int | None, int], float]
     state: dict[str, torch.Tensor]
 
 
 def _by_hand(program: Program, rank: int) -> _Result:
-    trainer = ByHand(_model(program), program, rank)
+    trainer = (ByHand if program.leaves is None else ByLeaves)(_model(program), program, rank)
     loop = _Loop(program, rank, trainer)
     loop.run()
     return _Result(loop.numbers, trainer.finish())
@@ -464,7 +502,7 @@ def _sharded(program: Program, rank: int, path: str) -> _Result:
 
 def _first_difference(program: Program, mine: _Result, right: _Result) -> str:
     """Return where the two differ, "" where they do not."""
-    if len(mine.numbers) != len(right.numbers):
+    if len(mine.numbers) != len(right.numbers) and program.leaves is None:
         return f"{len(mine.numbers)} numbers instead of {len(right.numbers)}"
     for name, value in right.state.items():
         got = mine.state[name].to(value.dtype) if value.is_floating_point() else mine.state[name]
@@ -477,9 +515,10 @@ def _first_difference(program: Program, mine: _Result, right: _Result) -> str:
             index = int((got != value).flatten().nonzero()[0])
             pair = got.flatten()[index].item(), value.flatten()[index].item()
             return f"{name}[{index}] is {pair[0]!r} instead of {pair[1]!r} (row {program.row})"
-    for index, (got_number, number) in enumerate(zip(mine.numbers, right.numbers, strict=True)):
+    for place, got_number in mine.numbers.items():
+        number = right.numbers[place]
         if got_number != number and number == number and not program.coded:
-            return f"number {index} is {got_number!r} instead of {number!r}, all weights the same"
+            return f"number {place} is {got_number!r} instead of {number!r}, all weights the same"
     return ""
 
 

@@ -404,13 +404,13 @@ class Backward:
         gather, contribute zeros.
         """
         weight, units = 0.0 if weighted else None, self._weights.units
-        # as they do, who may wait for our part before they gather on. A unit that is used twice is
-        # gathered first and handed over last
-        gathered = self._weights.schedule.last_pass("backward")
-        order = [index for index in self._pass.reduced if index in gathered]
+        last = self._pass.reduced
         with self.running_as(sync=sync, scaled=scaled, has_loss=True, weight=weight):
             self._begin(brings=True)
-            due = set[int]()
+            # as they do, who may wait for our part before they gather on. A unit that is used twice
+            # is gathered first and handed over last
+            gathered = self._weights.schedule.last_pass("backward")
+            order, due = [index for index in last if index in gathered], set[int]()
             for unit in self._weights.shadow("backward"):
                 self.reductions.open_zeros(unit)
                 due.add(unit.index)

@@ -99,6 +99,8 @@ class Accumulator:
         resting = self.resting()
         fresh = resting is None
         if resting is None:
+            if self.partial_sums is not None:  # those of a gradient that nobody used or cleared
+                self.partial_sums.reset()
             resting = self._allocate()
             self._alive = weakref.ref(resting)
         else:  # an average, where no zero_grad() came since the last step
