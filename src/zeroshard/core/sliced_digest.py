@@ -13,7 +13,7 @@ Two of them, one for each cut:
                   bits, 5 ns for an element on one core
     block_total   cuts on multiples of 64 elements, as those of layouts are: the words of a block
                   are multiplied by a key each and added, and the sum is mixed with the block's
-                  place; about 1 ns for an element of fp32. No wait of the host for a device.
+                  place; about 0.4 ns for an element of fp32. No wait of the host for a device.
 
 Invariant: one word that differs is always seen by `placed_sum`, and by `block_total`: its keys are
 odd. Any other difference is missed with a probability of 2**-64, and where only signs of several
@@ -22,8 +22,10 @@ elements of a block differ 2**-33, if it was not made to be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
+from itertools import accumulate
+from typing import Generic, TypeVar
 
 import torch
 import xxhash
@@ -31,11 +33,16 @@ import xxhash
 from zeroshard.core.layout import ALIGN, Slot
 from zeroshard.core.tensor_digest import CHUNK_BYTES, ODD, digest_of, mixed
 
-__all__ = ["MASK", "block_total", "place_of", "placed_sum", "whole_digest"]
+__all__ = [
+    "MASK", "BlockTotals", "block_total", "digest_at", "place_of", "placed_sum", "whole_digest",
+]  # fmt: skip
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 MASK = (1 << 64) - 1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element
 _CACHED_WORDS = 1 << 16  # on the CPU three chunks of words stay in its caches
+_MOST_PENDING = 1 << 20  # blocks whose sums are kept before they are mixed
 
 
 def placed_sum(tensor: torch.Tensor, first: int) -> int:
@@ -57,32 +64,96 @@ def block_total(tensor: torch.Tensor, first: int) -> torch.Tensor:
     that begin and, but for the last one, end on multiples of 64 elements. `first`: the place of the
     first element, from where something whole is counted.
     """
+    return _totals([_block_sums(tensor)], [first])
+
+
+class BlockTotals(Generic[_Key]):
+    """The totals of many slices by key, mixed together: a few kernels for all of them.
+
+    Of each slice the sums of its blocks are kept until then, 8 bytes for 64 elements. Where slices
+    are on a device nothing waits for it before `read`.
+    """
+
+    def __init__(self) -> None:
+        # by device: keys, sums of blocks and the places of the slices that are not mixed yet
+        self._pending: dict[torch.device, list[tuple[Sequence[_Key], torch.Tensor, int]]] = {}
+        self._num_pending = 0
+        self._mixed: list[tuple[list[Sequence[_Key]], torch.Tensor]] = []
+
+    def add(self, keys: Sequence[_Key], tensor: torch.Tensor, first: int) -> None:
+        """Add the total of a slice, as in `block_total`, to each of `keys`."""
+        sums = _block_sums(tensor)
+        self._pending.setdefault(sums.device, []).append((keys, sums, first))
+        self._num_pending += sums.numel()
+        if self._num_pending > _MOST_PENDING:
+            self._mix()
+
+    def read(self) -> dict[_Key, int]:
+        """Return the totals, as numbers modulo 2**64."""
+        self._mix()
+        out: dict[_Key, int] = {}
+        for slices, totals in self._mixed:
+            for keys, total in zip(slices, totals.tolist(), strict=True):
+                for key in keys:
+                    out[key] = (out.get(key, 0) + total) & MASK
+        return out
+
+    def _mix(self) -> None:
+        for slices in self._pending.values():
+            keys, sums, places = map(list, zip(*slices, strict=True))
+            self._mixed.append((keys, _totals(sums, places)))
+        self._pending, self._num_pending = {}, 0
+
+
+def _block_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the words of each block, multiplied by their keys and added up, int64 [blocks]."""
     data = tensor.detach().reshape(-1).view(torch.uint8)
     width = ALIGN * tensor.element_size()
-    whole = data.numel() // width * width
-    total = torch.zeros(1, dtype=torch.int64, device=data.device)
-    if whole:
-        _add_blocks(data[:whole].view(torch.int64).view(-1, width // 8), first, total)
-    if whole < data.numel():  # the end of a parameter
-        last = torch.zeros(width, dtype=torch.uint8, device=data.device)
-        last[: data.numel() - whole].copy_(data[whole:])
-        place = first + whole // tensor.element_size()
-        _add_blocks(last.view(torch.int64).view(1, -1), place, total)
-    return total
+    num_whole, left = divmod(data.numel(), width)
+    whole = data[: num_whole * width].view(torch.int64)
+    sums = _keyed(whole.view(num_whole, width // 8))
+    if not left:
+        return sums
+    last = torch.zeros(width, dtype=torch.uint8, device=data.device)  # the end of a parameter
+    last[:left].copy_(data[num_whole * width :])
+    return torch.cat([sums, _keyed(last.view(torch.int64).view(1, -1))])
 
 
-def _add_blocks(words: torch.Tensor, first: int, total: torch.Tensor) -> None:
-    """Add the mixed sums of blocks `words` [blocks, words of a block] to `total`."""
+def _keyed(words: torch.Tensor) -> torch.Tensor:
+    """Return the sums of words [blocks, words of a block] multiplied by their keys, [blocks]."""
     num_words = words.shape[1]
     low, high = _keys(num_words, words.device)
     size = _chunk_words(words) // num_words
+    sums = torch.empty(words.shape[0], dtype=torch.int64, device=words.device)
     for start in range(0, words.shape[0], size):
         part = words[start : start + size]
         # the high half once more: of its top bits a product keeps too little
-        sums = (part * low).add_((part >> 32).mul_(high)).sum(1)
-        begin = first + start * ALIGN
-        places = torch.arange(begin, begin + sums.numel() * ALIGN, ALIGN, device=words.device)
-        total.add_(mixed(sums.add_(places.mul_(ODD))).sum())
+        if words.device.type == "cpu":
+            found = torch.mv(part, low).add_(torch.mv(part >> 32, high))
+        else:  # which has no such product of integers
+            found = (part * low).add_((part >> 32).mul_(high)).sum(1)
+        sums[start : start + size] = found
+    return sums
+
+
+def _totals(sums: Sequence[torch.Tensor], firsts: Sequence[int]) -> torch.Tensor:
+    """Return the total of each slice from the `sums` of its blocks and its first place, int64
+    [slices], on their device.
+    """
+    together = torch.cat(list(sums))
+    counts = [one.numel() for one in sums]
+    stops = list(accumulate(counts))
+    # of block i of all slices: its place in the one that it is of
+    shifts = [
+        first - ALIGN * (stop - count)
+        for first, stop, count in zip(firsts, stops, counts, strict=True)
+    ]
+    places = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(counts))
+    places.add_(torch.arange(places.numel()).mul_(ALIGN)).mul_(ODD)
+    mixed(together.add_(places.to(together.device)))
+    ends = torch.cat([together.new_zeros(1), together.cumsum(0)])  # modulo 2**64
+    at = torch.tensor([0, *stops]).to(together.device)
+    return ends[at].diff()
 
 
 @lru_cache
@@ -100,11 +171,30 @@ def whole_digest(buffer: torch.Tensor, slots: Sequence[Slot]) -> int | torch.Ten
     """Return a digest of the parameters that a whole buffer holds, without the padding between
     them: on the CPU at the speed of memory, elsewhere a number there, int64 [1].
     """
-    views = [buffer[slot.offset : slot.stop] for slot in slots]
     if buffer.device.type == "cpu":
-        return int(digest_of(*views), 16)
-    places = [place_of(slot.name) for slot in slots]
-    return torch.cat(list(map(block_total, views, places))).sum()
+        return int(digest_of(*(buffer[low:high] for low, high in _runs(tuple(slots)))), 16)
+    views = [buffer[slot.offset : slot.stop] for slot in slots]
+    return _totals(list(map(_block_sums, views)), [place_of(slot.name) for slot in slots]).sum()
+
+
+def digest_at(tensor: torch.Tensor, number: int) -> int | torch.Tensor:
+    """Return a digest of the bits of `tensor`, the one of this `number` among others: on the CPU at
+    the speed of memory, elsewhere a number there, int64 [1].
+    """
+    if tensor.device.type != "cpu":
+        return block_total(tensor, number << 40)
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return xxhash.xxh3_64_intdigest(data.numpy(), seed=number)  # type: ignore[arg-type]  # a buffer
+
+
+@lru_cache
+def _runs(slots: tuple[Slot, ...]) -> list[tuple[int, int]]:
+    """Return where parameters lie, as few ranges as there are between paddings."""
+    out: list[tuple[int, int]] = []
+    for slot in slots:
+        begin = out.pop()[0] if out and out[-1][1] == slot.offset else slot.offset
+        out.append((begin, slot.stop))
+    return out
 
 
 def place_of(name: str) -> int:

@@ -30,7 +30,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from zeroshard.core.trail import Comparison, Difference, Trail, compare
+from zeroshard.core.trail import Trail
+from zeroshard.core.trail_compare import Comparison, Difference, compare
 from zeroshard.system.safe_files import NotReadable, from_json, printable, read_file
 from zeroshard.terminal.console import note, print_json, say
 from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, count

@@ -7,9 +7,11 @@
     after_forward    it has ended, perhaps by an exception
     forward_agreed   it has ended well, on every rank: failures may be shared
     before_module    a module's forward begins; the units that it needs
+    computed         a module that spans units has computed its output; the units and the output
     after_module     it has ended
     before_backward  a gradient has come to an output of a module; the module's units
     after_backward   the weights are there for it
+    returned         a gradient has come to an input of a module that spans units; both
     before_leaves    the loop over a step's leaves begins; the step's number and the seed
     before_leaf      a leaf of this rank begins; its number
     after_leaves     every leaf has had its backward; sums may still be under way
@@ -51,9 +53,11 @@ class StepEvents:
     after_forward: _Listeners = field(default_factory=list)
     forward_agreed: _Listeners = field(default_factory=list)
     before_module: _OfUnits = field(default_factory=list)
+    computed: list[Callable[[Sequence[Unit], Any], None]] = field(default_factory=list)
     after_module: _Listeners = field(default_factory=list)
     before_backward: _OfUnits = field(default_factory=list)
     after_backward: _Listeners = field(default_factory=list)
+    returned: list[Callable[[Sequence[Unit], torch.Tensor], None]] = field(default_factory=list)
     before_leaves: list[Callable[[int, int], None]] = field(default_factory=list)
     before_leaf: list[Callable[[int], None]] = field(default_factory=list)
     after_leaves: _Listeners = field(default_factory=list)

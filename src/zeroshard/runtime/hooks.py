@@ -263,16 +263,11 @@ class Hooks:
             if output is not None and torch.is_grad_enabled() and peek_stack() is None:
                 self.watch_outputs(units, output)
                 if reads_parameters:
-                    elsewhere = (
-                        args,
-                        kwargs,
-                        [
-                            value
-                            for name, value in vars(module).items()
-                            if name not in _OWN_ATTRIBUTES
-                        ],
-                    )
-                    self.watch_outputs(units, elsewhere, since=first)
+                    held = vars(module).items()
+                    own = [value for name, value in held if name not in _OWN_ATTRIBUTES]
+                    self.watch_outputs(units, (args, kwargs, own), since=first)
+            for listener in loop.events.computed if ends else ():
+                listener(ends, output)
             loop.end_module(units, residencies, output, apart=apart)
 
         self._handles.append(
@@ -326,6 +321,8 @@ class Hooks:
         def arrived(grad: torch.Tensor) -> None:
             if grad.grad_fn is not None:  # create_graph=True
                 self.watch_outputs(units, grad)
+            for listener in loop.events.returned:
+                listener(units, grad)
             task = torch._C._current_graph_task_id()
             waiting[task] = waiting.get(task, num_inputs) - 1
             if not waiting[task]:

@@ -49,6 +49,7 @@ class Leaves:
 
     def abandon(self) -> None:
         """No step is under way, and nothing of one is left."""
+        self._only: int | None = None
         self._number: int | None = None
         self._has_backward = False
         self.is_partial = False  # some leaves of the step are there, and others to come
@@ -58,12 +59,18 @@ class Leaves:
         """Whether a step's loop is under way."""
         return self._number is not None
 
+    def run_only(self, leaf: int) -> None:
+        """Leave out every round of the next step but that of `leaf`; what is summed is no step."""
+        self._only = leaf
+
     # ------------------------------------------------------------------ the round under way
 
     def __iter__(self) -> Iterator[int | None]:
         """Go through the rounds of a step; yields this rank's leaf, None where it has none."""
         try:
             for number, dealt in enumerate(self._rounds):
+                if self._only not in (None, *(leaf for _, leaf in dealt)):
+                    continue
                 leaf = dict(dealt).get(self._rank)
                 self._number, self._has_backward, self.is_partial = number, False, True
                 yield leaf
@@ -72,7 +79,7 @@ class Leaves:
                         f"leaf {leaf}: no backward has run: call engine.backward(loss) once for"
                         " every leaf of engine.leaves()"
                     )
-            self.is_partial = False
+            self.is_partial, self._only = False, None
         finally:
             self._number = None
 

@@ -1,140 +1,63 @@
 """What ``engine.trail(directory)`` writes: the hashes of core/trail.py, a line per step.
 
     before_leaves     weights, this rank's slice at rest
-    after_backward    each unit as it is gathered for the rank's first leaf
+    computed          in each leaf's forward, the output of a module that is a unit; in the rank's
+                      first one also the weights as they are gathered for it
+    after_backward    each unit as it is gathered for the rank's first backward
     a leaf's gradient handed over to its reduce, of the dtype and numbers that travel
+    returned          the gradient that a unit returns to each of its inputs
     after_leaves      this rank's slice of every sum, once its reduces are over
     clipped           the norm
     averaged          what the optimizer is about to take, and its options
     after_step        its state, masters, and the weights that follow from them; the line is written
 
-Slices are hashed by sums that add up (core/sliced_digest.py), whole buffers of the CPU by xxh3. Of
-a device, numbers stay there until the line is written.
+Slices are hashed by sums that add up (core/sliced_digest.py), whole buffers of the CPU by xxh3.
 
 Invariant: it changes neither what is done nor in which order, sends nothing, and no failure of its
 own ends a step on one rank alone: a line that cannot be written is raised at the end. Cost: of a
-step that is recorded one pass of xxh3 over the gradients of each leaf, and about six of the slower
-sums over this rank's slice; nothing of the others but a look at empty lists. A step that would go
-on by itself (offload) is waited for.
+step that is recorded one pass of xxh3 over what units pass on and over the gradients of each leaf,
+and about six of the slower sums over this rank's slice; of the others a call for each event that
+looks whether there is anything to do. A step that would go on by itself (offload) is waited for.
+
+A file that ``zeroshard replay`` has put into the directory (core/replay.py) asks for the hashes of
+the slices of other ranks, and may ask for one leaf alone: after it the process ends.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from numbers import Real
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import xxhash
 
-from zeroshard.core.layout import Piece
+from zeroshard.core.layout import Piece, Range
 from zeroshard.core.placement import Scope
-from zeroshard.core.sliced_digest import MASK, block_total, place_of, whole_digest
+from zeroshard.core.replay import REPLAY_FILE, Replay
+from zeroshard.core.sliced_digest import digest_at, place_of, whole_digest
 from zeroshard.core.split import tiles
 from zeroshard.core.trail import FORMAT
-from zeroshard.errors import ConfigError, StorageError
+from zeroshard.errors import ConfigError
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.curve import curve_of
 from zeroshard.runtime.events import StepEvents
+from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.trail_lines import StepHashes, TrailFile
+from zeroshard.runtime.trees import tensors_within
 from zeroshard.runtime.unit import Unit
 from zeroshard.state.state import State
+from zeroshard.system.safe_files import read_json
 
 __all__ = ["trailing"]
 
-_log = logging.getLogger("zeroshard")
 _TILE = 1 << 20  # elements that are hashed at a time
-_Number = int | torch.Tensor  # of 64 bits; on a device one element that nobody has waited for
-
-
-class _Hashes:
-    """The hashes of one step, by phase and unit, as numbers to be added."""
-
-    def __init__(self, step: int, seed: int) -> None:
-        self.step = step
-        self.texts: dict[str, dict[str, str]] = {"seed": {"": str(seed)}}
-        self._numbers: dict[str, dict[str, list[_Number]]] = {}
-
-    def add(self, phase: str, unit: str, number: _Number) -> None:
-        """Add `number` to the hash of `unit` in `phase`."""
-        self._numbers.setdefault(phase, {}).setdefault(unit, []).append(number)
-
-    def has(self, phase: str, unit: str) -> bool:
-        """Whether there is one."""
-        return unit in self._numbers.get(phase, ())
-
-    def copy(self, phase: str, source: str, unit: str) -> None:
-        """Take the hash of `unit` in phase `source` for that in `phase`."""
-        for number in self._numbers.get(source, {}).get(unit, ()):
-            self.add(phase, unit, number)
-
-    def read(self) -> dict[str, Any]:
-        """Return them as the line of a file."""
-        hashes = dict(self.texts)
-        for phase, by_unit in self._numbers.items():
-            hashes[phase] = {
-                unit: f"{sum(int(number) for number in numbers) & MASK:016x}"
-                for unit, numbers in by_unit.items()
-            }
-        return {"step": self.step, "hashes": hashes}
-
-
-class _TrailFile:
-    """The file of one rank, to which lines are added."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises StorageError."""
-        self._path = path
-        self.failure: StorageError | None = None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = path.open("a+b")
-            if self._file.tell():
-                self._file.seek(-1, 2)
-                if self._file.read(1) != b"\n":  # a process was killed in the middle of a line
-                    self._file.write(b"\n")
-        except OSError as error:
-            raise self._error(error) from None
-
-    def _error(self, error: OSError) -> StorageError:
-        return StorageError(
-            f"trail {self._path}: cannot write it ({error.strerror or error}): name another"
-            " directory"
-        )
-
-    def write(self, line: Mapping[str, Any]) -> None:
-        """Add a line; the first failure is kept, and nothing is written after it."""
-        if self.failure is not None:
-            return
-        with self.losing():
-            try:
-                self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-                self._file.flush()
-            except OSError as error:
-                raise self._error(error) from None
-
-    @contextmanager
-    def losing(self) -> Iterator[None]:
-        """Keep the first StorageError of the body as the `failure`: the other ranks go on."""
-        try:
-            yield
-        except StorageError as error:
-            if self.failure is None:
-                self.failure = error
-                _log.warning("the trail ends here: %s", error)
-
-    def close(self) -> None:
-        """Close the file."""
-        try:
-            self._file.close()
-        except OSError as error:
-            self.failure = self.failure or self._error(error)
 
 
 class TrailWriter:
@@ -144,22 +67,27 @@ class TrailWriter:
         self,
         loop: Loop,
         states: StateAccess,
+        leaves: Leaves,
         *,
         every: int,
         rank: int,
-        file: _TrailFile,
+        file: TrailFile,
+        replay: Replay | None,
     ) -> None:
         self._loop = loop
         self._states = states
+        self._leaves = leaves
         self._every = every
         self._rank = rank
         self._file = file
+        self._replay = replay
         trained = [(unit, segment) for unit in loop.weights.units for segment in unit.trainable]
         self._trained = trained
         self._by_key = {segment.key: (unit.name, segment) for unit, segment in trained}
         self._unit_of = {name: unit.name for unit, segment in trained for name in segment.names}
-        self._hashes: _Hashes | None = None  # of the step under way, if it is one to record
-        self._leaf = 0
+        self._hashes: StepHashes | None = None  # of the step under way, if it is one to record
+        self._leaf: int | None = None
+        self._numbers = count()  # of tensors inside a leaf
         self._coming: Sequence[Unit] = ()
 
     def listeners(self) -> StepEvents:
@@ -167,6 +95,8 @@ class TrailWriter:
         return StepEvents(
             before_leaves=[self._begin],
             before_leaf=[self._begin_leaf],
+            computed=[self._computed],
+            returned=[self._returned],
             before_backward=[self._before_backward],
             after_backward=[self._gathered],
             after_leaves=[self._summed],
@@ -178,45 +108,65 @@ class TrailWriter:
     # ------------------------------------------------------------------ the events of a step
 
     def _begin(self, step: int, seed: int) -> None:
-        self._hashes = None if step % self._every else _Hashes(step, seed)
-        if self._hashes is not None:
-            self._states.join_step()
-            with self._file.losing():
-                for unit, segment in self._trained:
-                    segment.wait_uploads()
-                    self._add_state("weight", unit, segment, segment.weight)
+        self._hashes = None if step % self._every else StepHashes(step, seed)
+        if self._hashes is None:
+            return
+        if (leaf := self._only) is not None:
+            self._leaves.run_only(leaf)
+        self._states.join_step()
+        with self._file.losing():
+            for _, segment in self._trained:
+                segment.wait_uploads()
+                self._add_state(self._hashes, "weight", segment, segment.weight)
+
+    @property
+    def _only(self) -> int | None:
+        """The leaf of the step under way that a replay asks for alone."""
+        replay, hashes = self._replay, self._hashes
+        is_asked = replay is not None and hashes is not None and replay.step == hashes.step
+        return replay.leaf if replay is not None and is_asked else None
 
     def _begin_leaf(self, leaf: int) -> None:
-        self._leaf = leaf
+        self._leaf, self._numbers = leaf, count()
+
+    def _computed(self, units: Sequence[Unit], output: Any) -> None:
+        # of a recomputation the output is what it was
+        if self._hashes is None or torch._C._current_graph_task_id() >= 0:
+            return
+        self._add_gathered("gather forward", units)
+        self._add_tensors("forward", units, tensors_within(output))
 
     def _before_backward(self, units: Sequence[Unit]) -> None:
         self._coming = units
 
     def _gathered(self) -> None:
-        hashes = self._hashes
-        for unit in () if hashes is None else self._coming:
-            if hashes is not None and not hashes.has("gather", unit.name):
-                for segment in unit.segments:
-                    number = whole_digest(segment.flat.full, segment.flat.layout.slots)
-                    hashes.add("gather", unit.name, number)
+        if self._hashes is not None:
+            self._add_gathered("gather backward", self._coming)
+
+    def _returned(self, units: Sequence[Unit], grad: torch.Tensor) -> None:
+        if self._hashes is not None:
+            self._add_tensors("backward", units, [grad])
 
     def handed_over(self, key: str, buffer: torch.Tensor | None) -> None:
         """This rank's gradient of segment `key` is about to be sent (`Leaves.handed_over`)."""
         if self._hashes is not None and buffer is not None:
             unit, segment = self._by_key[key]
-            self._hashes.add(
-                f"leaf {self._leaf}", unit, whole_digest(buffer, segment.flat.layout.slots)
-            )
+            number = whole_digest(buffer, segment.flat.layout.slots)
+            self._hashes.add(f"leaf {self._leaf}", unit, number)
 
     def _summed(self) -> None:
-        if self._hashes is not None:
-            self._loop.backward.reductions.wait()
-            for unit, segment in self._trained:
-                assert segment.grad is not None
-                first = segment.grad.accumulator.own[0]
-                self._add_gradient(
-                    "sum", unit, segment, segment.flat.layout.pieces(self._rank), first
-                )
+        hashes, self._leaf = self._hashes, None
+        if hashes is None:
+            return
+        self._loop.backward.reductions.wait()
+        if self._only is not None:
+            self._file.write(hashes.read())
+            raise SystemExit(0)  # of a replay: the sums are not those of a step
+        for _, segment in self._trained:
+            assert segment.grad is not None
+            first = segment.grad.accumulator.own[0]
+            pieces = segment.flat.layout.pieces(self._rank)
+            self._add_gradient(hashes, "sum", segment, pieces, first)
 
     def _clipped(self, norm: torch.Tensor) -> None:
         if self._hashes is not None:
@@ -224,8 +174,8 @@ class TrailWriter:
 
     def _averaged(self) -> None:
         if self._hashes is not None:
-            for unit, segment in self._trained:
-                self._add_gradient("grad", unit, segment, segment.stepped_pieces, 0)
+            for _, segment in self._trained:
+                self._add_gradient(self._hashes, "grad", segment, segment.stepped_pieces, 0)
             options = self._loop.backward.decisions.items()
             self._hashes.texts["option"] = {
                 name: text for name, text in options.items() if name.startswith("option ")
@@ -240,38 +190,65 @@ class TrailWriter:
             self._add_states(hashes)
             for unit, segment in self._trained:
                 segment.wait_uploads()
-                self._add_state("master", unit, segment, segment.master, hashes)
+                self._add_state(hashes, "master", segment, segment.master)
                 if segment.own_master is None and len(unit.trainable) == 1:
-                    hashes.copy("published", "master", unit.name)
+                    hashes.copy("master", "published", unit.name)
                 else:
-                    self._add_state("published", unit, segment, segment.weight, hashes)
+                    self._add_state(hashes, "published", segment, segment.weight)
         self._file.write(hashes.read())
 
     # ------------------------------------------------------------------ what is hashed
 
+    def _add_gathered(self, phase: str, units: Sequence[Unit]) -> None:
+        """Add the whole weights of units that have none of this phase yet."""
+        hashes = self._hashes
+        if hashes is None or self._leaf is None:
+            return
+        for unit in units:
+            if not hashes.has(phase, unit.name):
+                for segment in unit.segments:
+                    number = whole_digest(segment.flat.full, segment.flat.layout.slots)
+                    hashes.add(phase, unit.name, number)
+
+    def _add_tensors(
+        self, name: str, units: Sequence[Unit], tensors: Iterable[torch.Tensor]
+    ) -> None:
+        """Add what a module of `units` passes on inside a leaf."""
+        if self._hashes is None or self._leaf is None:
+            return
+        for tensor in tensors:
+            number = digest_at(tensor, next(self._numbers))
+            for unit in units:
+                self._hashes.add(f"{name} {self._leaf}", unit.name, number)
+
+    def _add_slice(
+        self, hashes: StepHashes, phase: str, name: str, start: int, numbers: torch.Tensor
+    ) -> None:
+        """Add `numbers`, elements of parameter `name` from `start` on."""
+        stop = start + numbers.numel()
+        whole = [(start, stop, list[int]())]
+        for low, high, ranks in (
+            self._replay.cut(phase, name, start, stop) if self._replay else whole
+        ):
+            part, place = numbers[low - start : high - start], place_of(name) + low
+            hashes.add_slice(phase, self._unit_of[name], part, place, ranks)
+
     def _add_state(
-        self,
-        phase: str,
-        unit: Unit,
-        segment: Segment,
-        state: State | None,
-        hashes: _Hashes | None = None,
+        self, hashes: StepHashes, phase: str, segment: Segment, state: State | None
     ) -> None:
         """Add what rests here of a segment, in what this rank steps."""
-        hashes = hashes or self._hashes
-        assert hashes is not None
         for piece in () if state is None else segment.stepped_pieces:
             assert state is not None
             for low, high in tiles(piece.shard_start, piece.shard_stop, _TILE):
                 with state.borrowed(low, high, write=False) as numbers:
-                    place = piece.start + low - piece.shard_start + place_of(piece.name)
-                    hashes.add(phase, unit.name, block_total(numbers, place))
+                    start = piece.start + low - piece.shard_start
+                    self._add_slice(hashes, phase, piece.name, start, numbers)
 
     def _add_gradient(
-        self, phase: str, unit: Unit, segment: Segment, pieces: Sequence[Piece], first: int
+        self, hashes: StepHashes, phase: str, segment: Segment, pieces: Sequence[Piece], first: int
     ) -> None:
         """Add `pieces` of the gradient that rests here, which begin at element `first` of it."""
-        assert segment.grad is not None and self._hashes is not None
+        assert segment.grad is not None
         accumulator = segment.grad.accumulator
         resting = accumulator.resting()
         if resting is None:
@@ -281,23 +258,22 @@ class TrailWriter:
             for piece in pieces if resting.lost is None else ():
                 begin = first + piece.shard_start
                 for low, numbers in resting.blocks(begin, begin + piece.numel):
-                    place = piece.start + low - begin + place_of(piece.name)
-                    self._hashes.add(phase, unit.name, block_total(numbers, place))
+                    self._add_slice(hashes, phase, piece.name, piece.start + low - begin, numbers)
 
-    def _add_states(self, hashes: _Hashes) -> None:
+    def _add_states(self, hashes: StepHashes) -> None:
         """Add the optimizer's state of what this rank steps."""
         for shard in self._states.stepped_pieces():
-            unit = self._unit_of[shard.name]
             moments, numbers = self._states.optimizer_states(shard)
             for key, resting in moments.items():
                 for low, high in tiles(resting.place.start, resting.place.stop, _TILE):
                     with resting.state.borrowed(low, high, write=False) as part:
-                        place = resting.start + low - resting.place.start + place_of(shard.name)
-                        hashes.add(f"state {key}", unit, block_total(part, place))
+                        start = resting.start + low - resting.place.start
+                        self._add_slice(hashes, f"state {key}", shard.name, start, part)
             if shard.piece.start == 0:  # a number of the whole parameter: it counts once
+                ranks = self._replay.first(shard.name) if self._replay else []
                 for key, value in numbers.items():
-                    text = f"{shard.name} {_text(value)}"
-                    hashes.add(f"state {key}", unit, xxhash.xxh3_64_intdigest(text.encode()))
+                    number = xxhash.xxh3_64_intdigest(f"{shard.name} {_text(value)}".encode())
+                    hashes.add(f"state {key}", self._unit_of[shard.name], number, ranks)
 
 
 def _text(value: object) -> str:
@@ -332,9 +308,11 @@ def trailing(
             " parameters with a mesh of their own"
         )
     rank = context.transport.rank
-    file = _TrailFile(Path(directory) / f"rank-{rank:05d}.jsonl")
+    file = TrailFile(Path(directory) / f"rank-{rank:05d}.jsonl")
     file.write(_header(context, loop.weights.units, states, every=every, row=row))
-    writer = TrailWriter(loop, states, every=every, rank=rank, file=file)
+    asked = Path(directory) / REPLAY_FILE
+    replay = Replay.parse(read_json(asked)) if asked.is_file() else None
+    writer = TrailWriter(loop, states, leaves, every=every, rank=rank, file=file, replay=replay)
     leaves.handed_over.append(writer.handed_over)
     failed = True
     try:
@@ -354,6 +332,8 @@ def _header(
     """Return the first line of this rank's file."""
     rank, mesh = context.transport.rank, context.mesh
     groups, cuts = {}, []
+    stepped: dict[str, Range] = {}
+    summed: dict[str, Range] = {}
     for unit in units:
         for segment in unit.trainable:
             layout = segment.flat.layout
@@ -361,6 +341,8 @@ def _header(
             number = {Scope.FULL: rank, Scope.NODE_SHARD: rank // mesh.node_size, Scope.SHARD: 0}
             groups[unit.name] = number[scope]
             cuts.append(f"{segment.key} {scope} {layout.ranges}")
+            stepped |= {one.name: (one.start, one.stop) for one in segment.stepped_pieces}
+            summed |= {one.name: (one.start, one.stop) for one in layout.pieces(rank)}
     return {
         "trail": FORMAT,
         "rank": rank,
@@ -372,4 +354,6 @@ def _header(
         "groups": groups,
         "cut": f"{xxhash.xxh3_64_intdigest(chr(10).join(cuts).encode()):016x}",
         "curve": curve_of(states),
+        "stepped": stepped,
+        "summed": summed,
     }

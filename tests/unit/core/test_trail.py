@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.core.sliced_digest import MASK, block_total, place_of, placed_sum
-from zeroshard.core.trail import PHASES, Comparison, Trail, compare
+from zeroshard.core.trail import PHASES, Trail
+from zeroshard.core.trail_compare import Comparison, compare
 
 UNITS = ["first", "second"]
 Hashes = dict[str, dict[str, str]]
@@ -49,9 +50,11 @@ def hashes(rank: int, world: int, step: int) -> Hashes:
         for phase in sliced
     }
     for leaf in range(rank, 4, world):
-        out[f"leaf {leaf}"] = {unit: f"{leaf}{step}{unit}" for unit in UNITS}
+        out[f"forward {leaf}"] = {unit: f"{leaf}{step}{unit}" for unit in UNITS}
+        for phase in ("leaf", "backward"):
+            out[f"{phase} {leaf}"] = {unit: f"{leaf}{step}{unit}" for unit in reversed(UNITS)}
     copies = {"seed": {"": "0"}, "norm": {"": "0x1p+0"}, "option": {"lr": "0.1"}}
-    return out | copies | {"gather": {unit: f"g{step}{unit}" for unit in UNITS}}
+    return out | copies | {"gather forward": {unit: f"g{step}{unit}" for unit in UNITS}}
 
 
 def lines(
@@ -97,7 +100,8 @@ def test_trails_without_a_fault_are_equal_whatever_the_ranks(world: int) -> None
 
 @pytest.mark.parametrize("phase", [*PHASES])
 def test_each_phase_is_told_and_comes_before_all_later_ones(phase: str) -> None:
-    details = {"leaf": "leaf 1", "state": "state exp_avg"}
+    details = {name: f"{name} 1" for name in ("forward", "leaf", "backward")}
+    details |= {"state": "state exp_avg", "gather": "gather forward"}
     names = {"seed": "", "norm": "", "option": "lr"}
     later = [*PHASES][[*PHASES].index(phase) :]
     places = {details.get(one, one): names.get(one, "second") for one in later}
@@ -112,13 +116,23 @@ def test_each_phase_is_told_and_comes_before_all_later_ones(phase: str) -> None:
 
 def _is_tied(phase: str) -> bool:
     """Whether both runs have one whole hash each, and so as much reason to be right."""
-    return phase in ("weight", "leaf", "sum", "grad", "state", "master", "published")
+    return phase in (
+        "weight",
+        "forward",
+        "leaf",
+        "backward",
+        "sum",
+        "grad",
+        "state",
+        "master",
+        "published",
+    )
 
 
 def test_the_first_unit_of_a_backward_is_the_last_one() -> None:
     def change(rank: int, step: int, found: Hashes) -> None:
         if "leaf 3" in found:
-            found["leaf 3"] = dict.fromkeys(UNITS, "x")
+            found["leaf 3"] = dict.fromkeys(reversed(UNITS), "x")
             found["sum"] = dict.fromkeys(UNITS, "5")
 
     first = compare(trail(1), trail(3, change=change)).differences[0]
@@ -138,8 +152,8 @@ def test_one_leaf_or_unit_may_be_looked_at_alone() -> None:
 
 
 def test_a_copy_on_one_rank_is_blamed_against_the_most() -> None:
-    bad = trail(3, change=changed(2, 0, {"gather": "first"}))
-    assert told(compare(bad, trail(1))) == (2, "gather", "first", (0,), ())
+    bad = trail(3, change=changed(2, 0, {"gather forward": "first"}))
+    assert told(compare(bad, trail(1))) == (2, "gather forward", "first", (0,), ())
     ours = compare(bad, bad).differences[0]  # ranks of one run disagree
     assert ours.suspects == ((0,), (0,))
 
@@ -180,7 +194,7 @@ def test_a_hash_that_one_run_lacks_is_a_difference() -> None:
 
     first = compare(trail(2), trail(2, change=without("norm"))).differences[0]
     assert first.phase == "norm" and first.holders[-1].value == "absent"
-    assert not compare(trail(2), trail(2, change=without("gather"))).differences
+    assert not compare(trail(2), trail(2, change=without("gather forward"))).differences
 
 
 def test_runs_that_cannot_be_compared_are_refused() -> None:

@@ -1,0 +1,139 @@
+"""What ``engine.trail(DIR, every=n)`` costs, beside the same steps without it.
+
+    python -m benchmarks.trail
+    python -m benchmarks.trail --size tiny --leaves 2 --pairs 3 --json
+
+    step      a training step with leaves
+    between   the same inside a trail that records none of these steps
+    recorded  the same inside a trail, each step recorded
+
+A run with ``every=n`` records one step of n, so its cost is that of `between`, and an n-th of what
+`recorded` costs more. Contenders take turns (A B C A B C ...) in one process per rank; each turn is
+timed between two barriers, after an untimed step.
+
+What it does not do: GPUs, several hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import zeroshard as zs
+from benchmarks.contenders import adamw
+from benchmarks.model import GPT, Batches
+from benchmarks.plan import SIZES, Size
+from benchmarks.ranks import start, timed
+from benchmarks.results import machine_facts
+from benchmarks.stats import bootstrap_median
+
+__all__ = ["main", "table"]
+
+_NEVER = 1 << 40
+
+
+def _measure(size: Size, asked: argparse.Namespace, directory: Path) -> dict[str, list[float]]:
+    """On a rank: return the seconds of a step of each contender, turn by turn."""
+    torch.manual_seed(0)
+    model = GPT(size)
+    optimizer = adamw(model.parameters())
+    engine = zs.shard(model, optimizer, stage=asked.stage, leaves=asked.leaves)
+    batches = Batches(size, rank=0, num_ranks=1, device=torch.device("cpu"))
+    number = 0
+
+    def step(_: int) -> None:
+        nonlocal number
+        number += 1
+        for leaf in engine.leaves(number):
+            engine.backward(model(*batches[number * asked.leaves + leaf]))
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    seconds: dict[str, list[float]] = {"step": [], "between": [], "recorded": []}
+    step(0)
+    for _ in range(asked.pairs):
+        seconds["step"].append(timed(step, asked.steps))
+        for name, every in (("between", _NEVER), ("recorded", 1)):
+            with engine.trail(directory / name, every=every):
+                seconds[name].append(timed(step, asked.steps))
+    engine.close()
+    return seconds
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the result as a few lines of text."""
+    seconds, num_leaves = result["seconds"], result["leaves"]
+    turns = list(zip(seconds["step"], seconds["between"], seconds["recorded"], strict=True))
+    between = bootstrap_median([inside / step - 1 for step, inside, _ in turns])
+    recorded = bootstrap_median([recorded / step - 1 for step, _, recorded in turns])
+    tenth = bootstrap_median(
+        [(0.9 * inside + 0.1 * recorded) / step - 1 for step, inside, recorded in turns]
+    )
+    named = {"every=10": tenth, "a recorded step": recorded, "another step": between}
+    lines = [
+        f"{result['size']}, {result['parameters'] / 1e6:.1f} M parameters, stage {result['stage']},"
+        f" {result['ranks']} rank(s), {num_leaves} leaves of {result['tokens']} tokens",
+        f"step {statistics.median(seconds['step']) * 1e3:.1f} ms",
+        *(
+            f"{name} {one.median:+.1%} [{one.low:.1%}, {one.high:.1%}]"
+            for name, one in named.items()
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure engine.trail() beside training steps.")
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--stage", type=int, default=3)
+    parser.add_argument("--leaves", type=int, default=8, help="of a step (default: 8)")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=12, help="turns of each (default: 12)")
+    parser.add_argument("--steps", type=int, default=3, help="steps per turn (default: 3)")
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # of the ranks
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start the ranks, or be one of them; return the exit code."""
+    asked = _parse(arguments)
+    size = SIZES[asked.size]
+    if asked.out is not None:
+        zs.init_distributed()
+        torch.set_num_threads(1)
+        found = _measure(size, asked, asked.out.parent)
+        if dist.get_rank() == 0:
+            asked.out.write_text(json.dumps(found))
+        dist.destroy_process_group()
+        return 0
+    names = ("size", "stage", "leaves", "ranks", "pairs", "steps")
+    facts = {name: getattr(asked, name) for name in names}
+    with tempfile.TemporaryDirectory(prefix="zeroshard-trail-") as directory:
+        out = Path(directory, "out.json")
+        line = [word for name in names for word in (f"--{name}", str(facts[name]))]
+        if code := start(os.path.abspath(__file__), asked.ranks, [*line, "--out", str(out)]):
+            return code
+        facts |= {"parameters": size.num_parameters, "tokens": size.tokens}
+        result = {**facts, "seconds": json.loads(out.read_text())}
+    if asked.json:
+        about = {"machine": machine_facts(), "at": datetime.now(UTC).isoformat()}
+        print(json.dumps({**result, **about}))
+    else:
+        print(table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,236 @@
+"""Where two trails part (core/trail.py), or the trail of a run and that of its replay.
+
+Invariant: nothing is compared but whole hashes, and phases in the order in which a step runs, so
+that the first difference is where the fault is. A leaf's forward comes before its backward, and
+units are in the order in which they were run.
+
+Who is blamed: of copies those that are not like most; of slices that are cut alike in both trails,
+or that a replay has cut as the run had, those that differ; a replay itself never. Where that does
+not tell, the ranks that hold the whole together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from zeroshard.core.trail import OF_LEAF, PHASES, SLICED, Header, Record, Trail
+
+__all__ = ["Comparison", "Difference", "Held", "compare"]
+
+_ORDER = {name: place for place, name in enumerate(PHASES)}
+_ABSENT = "absent"
+_Key: TypeAlias = tuple[str, str]  # a phase and a unit
+
+
+@dataclass(frozen=True)
+class Held:
+    """A whole hash, and the ranks of one run that hold it, or its slices."""
+
+    run: int  # of the two that are compared
+    value: str
+    parts: Mapping[int, str]  # by rank
+    slices: Mapping[int, str] = field(default_factory=dict)  # of a replay, by rank of the run
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks, in order."""
+        return sorted(self.parts)
+
+
+def _held(records: Sequence[Record], run: int) -> dict[_Key, list[Held]]:
+    """Return whole hashes of one step by phase and unit, from the records of all ranks."""
+    parts: dict[_Key, dict[int, dict[int, str]]] = {}
+    for record in records:
+        for phase, by_unit in record.hashes.items():
+            name = phase.partition(" ")[0]
+            for unit, value in by_unit.items():
+                group = record.header.group(name, unit)
+                found = parts.setdefault((phase, unit), {}).setdefault(group, {})
+                found[record.header.rank] = value
+    of_rank = {record.header.rank: record for record in records}
+    return {
+        key: [
+            Held(run, _whole(key[0], group), group, _slices(key, [of_rank[rank] for rank in group]))
+            for group in groups.values()
+        ]
+        for key, groups in parts.items()
+    }
+
+
+def _whole(phase: str, parts: Mapping[int, str]) -> str:
+    """Return what the slices of a group add up to; of a copy there is one."""
+    if phase.partition(" ")[0] not in SLICED:
+        return next(iter(parts.values()))
+    return _sum(parts.values())
+
+
+def _slices(key: _Key, records: Sequence[Record]) -> dict[int, str]:
+    """Return the hashes of the slices that the ranks of a replayed run had."""
+    phase, unit = key
+    found: dict[int, list[str]] = {}
+    for record in records:
+        for rank, value in record.slices.get(phase, {}).get(unit, {}).items():
+            found.setdefault(rank, []).append(value)
+    return {rank: _sum(values) for rank, values in found.items()}
+
+
+def _sum(values: Iterable[str]) -> str:
+    return f"{sum(int(value, 16) for value in values) % (1 << 64):016x}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two trails part, or the ranks of one."""
+
+    step: int
+    phase: str
+    unit: str  # a unit, an option of the optimizer, or ""
+    holders: tuple[Held, ...]
+    # by run, the ranks that hold something else than most; where nobody can tell: of both runs
+    suspects: tuple[tuple[int, ...], tuple[int, ...]]
+
+    @property
+    def leaf(self) -> int | None:
+        """The leaf, where it is what one has computed."""
+        name, _, detail = self.phase.partition(" ")
+        return int(detail) if name in OF_LEAF else None
+
+    @property
+    def meaning(self) -> str:
+        """What differs, in words."""
+        name, _, detail = self.phase.partition(" ")
+        words = PHASES[name]
+        if name in OF_LEAF:
+            return words.replace("a leaf", f"leaf {detail}")
+        return f"{words} ({detail})" if detail else words
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison of two trails has found."""
+
+    steps: tuple[int, ...]  # that both have
+    differences: tuple[Difference, ...]  # of the first step that differs, in the order of a step
+    notes: tuple[str, ...] = field(default=())  # what is not the same and need not be
+
+
+def compare(
+    first: Trail,
+    second: Trail,
+    *,
+    steps: Sequence[int] | None = None,
+    leaf: int | None = None,
+    unit: str | None = None,
+    is_replay: bool = False,
+) -> Comparison:
+    """Compare the `steps` (None: all) that both trails have, up to the first one that differs; of
+    these, where given, what one `leaf` has computed alone, and what is of one `unit`. `is_replay`:
+    the second one is right. Raises ValueError where the runs are not comparable.
+    """
+    both = [step for step in first.steps if step in second.steps]
+    if steps is not None:
+        both = [step for step in both if step in steps]
+    if not both:
+        raise ValueError("no step is there of every rank in both trails")
+    headers = [trail.steps[both[0]][0].header for trail in (first, second)]
+    _check_comparable(*headers)
+    if unit is not None and unit not in headers[0].units:
+        raise ValueError(f"there is no unit {unit!r}: there are {', '.join(headers[0].units)}")
+    for step in both:
+        found = tuple(
+            one
+            for one in _differences(step, first.steps[step], second.steps[step], is_replay)
+            if (leaf is None or one.leaf == leaf) and (unit is None or one.unit == unit)
+        )
+        if found:
+            return Comparison(tuple(both), found, _notes(*headers))
+    return Comparison(tuple(both), (), _notes(*headers))
+
+
+def _check_comparable(first: Header, second: Header) -> None:
+    if first.leaves != second.leaves:
+        raise ValueError(f"one run has leaves={first.leaves} and the other {second.leaves}")
+    if first.units != second.units:
+        raise ValueError("the models are cut into other units")
+
+
+def _notes(first: Header, second: Header) -> tuple[str, ...]:
+    names = [name for name in first.curve if first.curve[name] != second.curve.get(name)]
+    return tuple(
+        f"{name} is {first.curve[name]} in one run and {second.curve.get(name, 'not set')} in the"
+        " other"
+        for name in names
+    )
+
+
+def _differences(
+    step: int, first: Sequence[Record], second: Sequence[Record], is_replay: bool
+) -> Iterator[Difference]:
+    """Yield what differs in one step, in the order in which a step runs."""
+    ours, theirs = _held(first, 0), _held(second, 1)
+    same_cut = first[0].header.cut == second[0].header.cut
+    for key in _in_order({**ours, **theirs}, first[0].header.units):
+        here, there = ours.get(key, []), theirs.get(key, [])
+        if not key[0].startswith("gather"):  # of units that a rank's first leaf has gathered
+            here = here or [Held(0, _ABSENT, {})]
+            there = there or [Held(1, _ABSENT, {})]
+        holders = (*here, *there)
+        values = {one.value for one in holders}
+        if len(values) > 1:
+            right = {one.value for one in there} if is_replay else set()
+            suspects = _suspects(holders, right, same_cut=same_cut)
+            yield Difference(step, *key, holders, suspects)
+
+
+def _in_order(keys: Iterable[_Key], units: Sequence[str]) -> list[_Key]:
+    """Return `keys` in the order of a step; those of a leaf are given in the order of its units."""
+    places = {unit: place for place, unit in enumerate(units)}
+    run: dict[str, list[str]] = {}  # by phase of a leaf, its units
+    for phase, unit in keys:
+        run.setdefault(phase, []).append(unit)
+
+    def order(key: _Key) -> tuple[int, int, int, float, int, str]:
+        (name, _, detail), unit = key[0].partition(" "), key[1]
+        if name not in OF_LEAF:
+            return _ORDER[name], 0, 0, 0.0, places.get(unit, 0), detail
+        handed_over = run.get(f"leaf {detail}", [])
+        if name == "backward" and unit in handed_over:
+            place = handed_over.index(unit) + 0.5  # its parameters' gradients come before
+        else:
+            place = float(run[key[0]].index(unit))
+        return _ORDER["forward"], int(detail), int(name != "forward"), place, 0, ""
+
+    return sorted(keys, key=order)
+
+
+def _suspects(
+    holders: Sequence[Held], right: set[str], *, same_cut: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks of each run that hold something else than most holders do, or than the one
+    value that is `right`; of slices that both runs have, those whose own slice differs.
+    """
+    counted = Counter(one.value for one in holders).most_common()
+    tied = len(counted) > 1 and counted[0][1] == counted[1][1]
+    if len(right) != 1:
+        right = set() if tied else {counted[0][0]}
+    wrong = [one for one in holders if one.value not in right]
+    found: list[set[int]] = [set(), set()]
+    for one in wrong:
+        others = [other for other in holders if other.run != one.run and other.value != one.value]
+        known = [slices for other in others if (slices := _cut_as(one, other, same_cut))]
+        found[one.run] |= {
+            rank
+            for rank, part in one.parts.items()
+            if not known or any(slices[rank] != part for slices in known)
+        }
+    return tuple(sorted(found[0])), tuple(sorted(found[1]))
+
+
+def _cut_as(one: Held, other: Held, same_cut: bool) -> Mapping[int, str]:
+    """Return the slices of `other` that the ranks of `one` hold; none where they are unknown."""
+    if other.slices.keys() >= one.parts.keys():
+        return other.slices
+    return other.parts if same_cut and other.ranks == one.ranks and len(one.parts) > 1 else {}
