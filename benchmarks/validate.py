@@ -129,7 +129,7 @@ def _measure(size: Size, turns: int, steps: int, disk: str) -> dict[str, dict[st
             optimizer,
             policy=case.policy.name,
             comm=zs.Comm(node_size=case.node_size) if case.node_size < ranks else None,
-            offload=zs.Offload(disk_path=path, **case.tiers),  # type: ignore[arg-type]
+            offload=zs.Offload(disk_path=path, **case.tiers),
         )
 
         step = partial(_step, model, optimizer, batches)

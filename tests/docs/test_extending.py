@@ -20,8 +20,10 @@ from zeroshard.core.placement import Tier, TierName
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 SECTIONS = {
-    slug(text.partition("\n")[0]): blocks(text) for text in PAGE.split("\n## ")[1:]
-}  # by the anchor of the heading
+    slug(text.partition("\n")[0]): blocks(text)
+    for text in PAGE.split("\n## ")[1:]
+    if "\n```diff\n" in text
+}  # those with a diff, by the anchor of the heading
 FILES = [block for block in blocks(PAGE) if block.mark.startswith("file: ")]
 LIMIT_S = 100.0  # of one command, which takes a few seconds
 

@@ -71,7 +71,8 @@ class _Anomaly:
             if kind and not self._infinity:
                 self._infinity = f"the output of {where} had inf"
             if tensor.requires_grad and not self._backward:
-                tensor.register_hook(partial(self._look_back, where))
+                arrived = partial(self._look_back, where)
+                tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
 
     def _reason(self, module: nn.Module, inputs: Iterable[Any]) -> str:
         """Return which of a module's parameters and inputs were not finite before it ran."""

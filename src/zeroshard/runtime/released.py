@@ -189,5 +189,6 @@ def _written(
         or (name.endswith("_") and not name.endswith("__"))
         or (name.startswith("__i") and name.endswith("__"))
     )
-    targets = [args[0] if args and in_place else (), kwargs.get("out", ())]
+    first = args[0] if args else next(iter(kwargs.values()), ())  # nn.init names its tensor
+    targets = [first if in_place else (), kwargs.get("out", ())]
     return [tensor for tensor in tensors_in(targets) if isinstance(tensor, _Released)]
