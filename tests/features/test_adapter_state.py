@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from tests.support import inside
 from tests.support.cases import seeded
+from tests.support.endless_link import Endless
 from tests.support.harness import run_ranks
 from tests.support.training import ROWS, batch, equal
 from zeroshard.errors import ConfigError, PlanMismatch
@@ -115,6 +117,22 @@ def _states(rank: int, world: int, folder: str) -> None:
 
 def test_part_of_a_state_dict_has_the_numbers_of_the_whole_one(tmp_path: Path) -> None:
     run_ranks(4, _states, str(tmp_path))
+
+
+def _under_way(rank: int, world: int) -> None:
+    with inside.linked(Endless(overlaps=True)):  # copies end when somebody waits for them
+        offload = zs.Offload(grad="host", optimizer="host")
+        model, optimizer, engine = _sharded(
+            stage=3, offload=offload, comm=zs.Comm(transport="gloo")
+        )
+    for number in range(2):
+        _step(rank, number, model, optimizer)
+        _check(engine, f"a step under way, {number}")
+    engine.close()
+
+
+def test_part_of_a_state_dict_waits_for_a_step_on_the_host() -> None:
+    run_ranks(2, _under_way)
 
 
 def _repartitioned(rank: int, world: int) -> None:
