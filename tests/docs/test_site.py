@@ -215,8 +215,8 @@ def test_the_search_ranks_titles_before_texts_and_pages_before_sections() -> Non
 
 
 def test_blocks_of_code_are_not_wider_than_a_page_of_a_phone_or_a_split_screen() -> None:
-    """72 columns, but for what a program prints, tables of the format, and diffs."""
-    free = ("docs/extending.md", "docs/checkpoint-format.md", "docs/design/", "docs/reference/")
+    """72 columns, as docs/ruff.toml says, but for a string that cannot be cut."""
+    free = ("docs/design/", "docs/reference/", "CONTRIBUTING.md", "CHANGELOG.md")
     wide = [
         f"{place}:{block.line}: {line}"
         for place, text in _texts().items()
