@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from zeroshard.planner.modules import plan
     from zeroshard.planner.plan import Plan
     from zeroshard.planner.training import Training
+    from zeroshard.runtime.anomaly import detect_anomaly
     from zeroshard.runtime.ema import EMA
     from zeroshard.runtime.engine import Engine
     from zeroshard.runtime.ledger import MemoryTable, memory_table
@@ -92,6 +93,7 @@ __all__ = [
     "ZeroshardError",
     "__version__",
     "deferred_init",
+    "detect_anomaly",
     "init_distributed",
     "latest_step",
     "load",
@@ -139,6 +141,7 @@ _HOMES = {
     "zeroshard.planner.modules": ("plan",),
     "zeroshard.planner.plan": ("Plan",),
     "zeroshard.planner.training": ("Training",),
+    "zeroshard.runtime.anomaly": ("detect_anomaly",),
     "zeroshard.runtime.ema": ("EMA",),
     "zeroshard.runtime.engine": ("Engine",),
     "zeroshard.runtime.ledger": ("MemoryTable", "memory_table"),

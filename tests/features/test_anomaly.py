@@ -1,4 +1,4 @@
-"""``engine.detect_anomaly()``: the module that made the first number that is not finite."""
+"""``zs.detect_anomaly(engine)``: the module that made the first number that is not finite."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _found(rank: int, world: int, row: str) -> list[str]:
 
     def step(breaks: str) -> None:
         model.breaks = breaks if rank == 1 else ""
-        with engine.detect_anomaly():
+        with zs.detect_anomaly(engine):
             engine.backward(model(torch.randn(2, 8)))
 
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def _unchanged(rank: int, world: int) -> None:
         optimizer = two_groups(model)
         engine = zs.shard(model, optimizer, stage=3, precision="bf16")
         for number in range(2):
-            with engine.detect_anomaly() if looks else nullcontext():
+            with zs.detect_anomaly(engine) if looks else nullcontext():
                 engine.backward(model(*batch(rank, number)))
             optimizer.step()
             optimizer.zero_grad()
@@ -107,13 +107,13 @@ def test_an_error_inside_carries_what_was_found_and_hooks_are_gone() -> None:
     model = _Odd()
     engine = zs.shard(model, two_groups(model))
     model.breaks = "zero"
-    with pytest.raises(ValueError, match="mine") as caught, engine.detect_anomaly():
+    with pytest.raises(ValueError, match="mine") as caught, zs.detect_anomaly(engine):
         model(torch.randn(2, 8))
         raise ValueError("mine")
     assert "has nan" in caught.value.__notes__[0]
     assert not torch.nn.modules.module._global_forward_hooks
     engine.close()
-    with pytest.raises(StateError, match="closed"), engine.detect_anomaly():
+    with pytest.raises(StateError, match="closed"), zs.detect_anomaly(engine):
         logging.error("not reached")
 
 
@@ -130,6 +130,6 @@ def test_infinity_in_a_mask_is_no_anomaly() -> None:
 
     model = Masked()
     engine = zs.shard(model, two_groups(model))
-    with engine.detect_anomaly():
+    with zs.detect_anomaly(engine):
         model(torch.randn(2, 8)).backward()
     engine.close()

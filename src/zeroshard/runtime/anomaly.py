@@ -1,4 +1,4 @@
-"""Which module made the first number that is not finite: ``engine.detect_anomaly()``.
+"""Which module made the first number that is not finite: ``zs.detect_anomaly(engine)``.
 
 A step whose gradients are not finite is skipped, and named by parameter (finalize.py); by then the
 number has gone through every module. Here each module's outputs are looked at as it returns, and
@@ -16,7 +16,7 @@ at the end, on every rank. Cost: the host waits for the device at every module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,12 +26,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from zeroshard.errors import StateError
+from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.runtime.trees import tensors_in
 from zeroshard.state.local import local_of
 
-__all__ = ["detecting"]
+__all__ = ["detect_anomaly"]
 
-_CALL = "engine.detect_anomaly()"
+_CALL = "zs.detect_anomaly()"
 
 
 def _has(tensor: torch.Tensor) -> str:
@@ -93,11 +94,18 @@ class _Anomaly:
 
 
 @contextmanager
-def detecting(module: nn.Module, share: Callable[[str, str], list[Any]]) -> Iterator[None]:
-    """Look at every module of `module` inside; then let the ranks `share` what they have found,
-    and raise StateError on every rank where any has.
+def detect_anomaly(engine: Engine) -> Iterator[None]:
+    """Look for the first number that is not finite in the forwards and backwards inside, and raise
+    StateError at the end, on every rank, that names the module which made it::
+
+        with zs.detect_anomaly(engine):
+            engine.backward(model(x, y))
+
+    It waits for the device at every module: use it for one step. Where the body raises, what was
+    found is a note of that error. Collective at the end; StateError of a closed engine.
     """
-    anomaly = _Anomaly(module)
+    ranks = states_of(engine).everyone
+    anomaly = _Anomaly(engine.module)
     handle = register_module_forward_hook(anomaly.look)
     try:
         yield
@@ -107,7 +115,7 @@ def detecting(module: nn.Module, share: Callable[[str, str], list[Any]]) -> Iter
         raise
     finally:
         handle.remove()
-    told = share(anomaly.found, _CALL)
+    told = ranks.share(anomaly.found, _CALL)
     for rank, text in enumerate(told):
         if text:
             raise StateError(f"{_CALL}: on rank {rank}, {text}")

@@ -28,7 +28,6 @@ from zeroshard.optim.sharded import ShardedOptimizer, check_parameters
 from zeroshard.optim.shards import Tile
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.accumulate import Accumulate, Accumulated, LossFn, check_accumulate
-from zeroshard.runtime.anomaly import detecting
 from zeroshard.runtime.assembly import Assembly
 from zeroshard.runtime.build import Context, GivenValues, build_units, make_master, plan_units
 from zeroshard.runtime.join import Join
@@ -487,18 +486,6 @@ class Engine(Assembly):
         return trailing(
             directory, self._context, self._loop, self._states, every=every, row=self.policy.name
         )
-
-    def detect_anomaly(self) -> AbstractContextManager[None]:
-        """Look for the first number that is not finite in the forwards and backwards inside, and
-        raise StateError at the end, on every rank, that names the module which made it::
-
-            with engine.detect_anomaly():
-                engine.backward(model(x, y))
-
-        It waits for the device at every module: use it for one step. Where the body raises, what
-        was found is a note of that error. Collective at the end.
-        """
-        return detecting(self.module, self._states.everyone.share)
 
     # ------------------------------------------------------------------ phases
 

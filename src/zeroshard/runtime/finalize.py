@@ -374,8 +374,7 @@ class Finalizer:
             raise StateError(
                 f"{self._bad_in_a_row} steps in a row had gradients that are not finite, first in"
                 f" parameter {name!r}: lower the learning rate, clip with engine.clip_grad_norm_(),"
-                " or look for a division by zero in the model (engine.detect_anomaly() names the"
-                " module)"
+                " or look for a division by zero: zs.detect_anomaly(engine) names the module"
             )
 
     def _name_bad(self) -> tuple[str, str]:

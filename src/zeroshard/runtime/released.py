@@ -183,12 +183,11 @@ def _name_of(func: Callable[..., Any]) -> str:
 def _written(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterable[_Released]:
-    """Return the released parameters that `func` would write to."""
+    """Return the released parameters that `func` would write to (nn.init's name theirs)."""
     in_place = (
         func in _WRITES
         or (name.endswith("_") and not name.endswith("__"))
         or (name.startswith("__i") and name.endswith("__"))
     )
-    first = args[0] if args else next(iter(kwargs.values()), ())  # nn.init names its tensor
-    targets = [first if in_place else (), kwargs.get("out", ())]
+    targets = [(args or [*kwargs.values()])[:1] if in_place else (), kwargs.get("out", ())]
     return [tensor for tensor in tensors_in(targets) if isinstance(tensor, _Released)]

@@ -147,8 +147,8 @@ class Whole:
         segments = [segment for unit in units for segment in unit.segments]
         contexts = {name: one.flat.context for one in segments for name in one.names}
         after = [digest_of(value) for value in values.values()]
-        answers = control.share(after, _CALL)
-        changed = control.exchange(bytes(a != b for a, b in zip(after, before, strict=True)), _CALL)
+        edited_here = [a != b for a, b in zip(after, before, strict=True)]
+        answers, changed = zip(*control.share([after, edited_here], _CALL), strict=True)
         edits: dict[str, bool] = {}
         for position, (name, value) in enumerate(values.items()):
             context = contexts[name]
