@@ -468,7 +468,8 @@ def _experts() -> list[Case]:
     one: dict[str, Any] = {"precision": "fp32", "clip": 0.1}
     return [
         *(Case(f"experts {row}", Divided(row=row, **one), **every) for row in ("ddp", "zero3")),
-        Case("experts as modules", Divided(row="zero1", kind=Listed, **one), **every),
+        # with four, ranks of one group run other experts, which accelerators refuse
+        Case("experts as modules", Divided(kind=Listed, **one), **{**every, "worlds": (2,)}),
         Case("experts, no_sync", Divided(row="zero2", no_sync=True, **one, **TWO), **every),
         Case("experts, on the host", Divided(offload=HOST, **one), worlds=(2, 4)),
     ]

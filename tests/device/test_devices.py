@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import zeroshard as zs
 from tests.device.programs import CASES, FIFO, THREADS, set_schedule, trained
 from tests.support.harness import run_ranks
+from tests.support.programs import Program, Trained
 from tests.support.training import (
+    Routed,
     batch,
     differences,
     final_state,
@@ -19,6 +22,7 @@ from tests.support.training import (
     take_steps,
     two_groups,
 )
+from zeroshard.errors import PlanMismatch
 from zeroshard.runtime.ledger import explain
 
 _DEVICE = "tests.device.zsim"
@@ -80,6 +84,37 @@ def _two_engines(rank: int, world: int) -> list[str]:
 
 def test_two_engines_train_on_two_devices_in_turns() -> None:
     assert run_ranks(1, _two_engines, device=_DEVICE) == [[]]
+
+
+@dataclass(frozen=True)
+class _Branching(Program):
+    """Each rank leaves out another block."""
+
+    def _model(self, device: str) -> Any:
+        torch.manual_seed(0)
+        return Routed(width=32).to(device)
+
+    def take(self, run: Trained) -> list[float]:
+        route = (0, 1, 3) if run.rank == 0 else (0, 2, 3)
+        run.engine.backward(run.model(*run.data(run.rank, 0), route))
+        run.optimizer.step()
+        return []
+
+
+def _branches(rank: int, world: int, row: str) -> str:
+    try:
+        trained(_Branching(row=row), rank, world, FIFO)
+    except PlanMismatch as refused:
+        return str(refused)
+    return ""
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero2", "zero3"])
+def test_ranks_that_reduce_other_units_are_told_before_the_step(row: str) -> None:
+    """Native collectives meet in the order in which they begin: else two blocks would be added."""
+    first, other = run_ranks(2, _branches, row, device=_DEVICE)
+    assert first == other
+    assert "rank 0: " in first and "blocks.1" in first and "blocks.2" in first
 
 
 def _a_device_each(rank: int, world: int, row: str, delay_us: int) -> list[str]:

@@ -3,7 +3,8 @@
 Transformer blocks have identical shapes, so two ranks that gather different layers would mix them
 without an error. So every collective folds (operation, unit, dtype, numel, step) into one number,
 which ranks compare once per step. Gathers on two-sided transports fold in order; reduces (and
-whatever may differ in order between ranks) fold as a set.
+whatever may differ in order between ranks) fold as a set, and in order, too, where the transport's
+operations meet in the order in which they begin.
 
 Beside them stands what this rank has entered last, for the errors of stalls (comm/stalls.py).
 
@@ -50,7 +51,7 @@ class Digest:
         entry, value = _hashed(operation, unit, dtype, numel)
         if ordered:
             self._ordered = (self._ordered ^ value) * _PRIME & _MASK
-        else:
+        if not ordered or operation == "reduce":
             self._unordered = (self._unordered + value) & _MASK
         self._log.append((entry, ordered))
 

@@ -60,7 +60,7 @@ class Reductions:
                 unit.name,
                 dtype_name(bucket.precision.wire),
                 bucket.whole_numel,
-                ordered=False,
+                ordered=not bucket.flat.context.levels.keyed,
             )
             key = (unit.index, number)
             for command in self._reduces.before(key):

@@ -65,6 +65,13 @@ def test_every_field_counts(change: dict[str, object]) -> None:
     assert digest([call]).value() != digest([replace(call, **change)]).value()  # type: ignore[arg-type]
 
 
+def test_reduces_in_order_are_part_of_the_set_as_well() -> None:
+    calls = [Call(operation="reduce", unit=f"blocks.{number}") for number in range(2)]
+    forth, back = digest(calls), digest(calls[::-1])
+    assert forth.value() != back.value()
+    assert forth.reduced() == back.reduced() != digest(calls[:1]).reduced()
+
+
 def test_the_step_counts_and_starts_anew() -> None:
     assert digest([Call()], step=1).value() != digest([Call()]).value()
     run = digest([Call()])
