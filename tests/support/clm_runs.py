@@ -1,6 +1,6 @@
 """A script as Transformers' run_clm.py is: nothing in it knows of zeroshard, or imports deepspeed.
 
-    LAUNCHER tests/support/clm_runs.py --model_name_or_path DIR --train_file text.txt --output_dir out
+    LAUNCHER clm_runs.py --model_name_or_path DIR --train_file text.txt --output_dir out
 
 A saved model learns the bytes of a text. Rank 0 writes the losses to `output_dir`/losses.json. With
 ``--waits`` each rank writes its process id there, and waits after its second step.

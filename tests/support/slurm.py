@@ -1,4 +1,4 @@
-"""A real Slurm of one node, this machine: munged, slurmctld and slurmd of one's own, in a folder."""
+"""A real Slurm of one node, this machine: its daemons, in a folder."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def install() -> None:
 
 def _warn_where_unused() -> None:
     """Say so on rank 0 where a program took the stand-in and never called initialize(). A launcher
-    takes it to start the ranks, and a process of the program's own may import what the program does.
+    takes it to start the ranks, and a child of the program may import what the program does.
     """
     held = sys.modules.get(f"{_HOME}.held_parameters")
     took = _NAME in sys.modules and os.environ.get("RANK", "0") == "0"

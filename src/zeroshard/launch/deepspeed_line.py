@@ -68,7 +68,7 @@ COMMAND = Subcommand(
     "deepspeed", "DeepSpeed's launcher: the same line, on this library",
     "zeroshard deepspeed --num_gpus 8 train.py --deepspeed zero.json",
     _OPTIONS, usage="%(prog)s [options] script.py ...", allow_abbrev=False,
-    description="Take the line of DeepSpeed's launcher; `import deepspeed` is zeroshard's stand-in.",
+    description="Take DeepSpeed's launch line; `import deepspeed` is zeroshard's stand-in.",
 )  # fmt: skip
 _ELASTIC = "zeroshard run --elastic --as-deepspeed ... goes on without ranks and hosts that die"
 _SLURM = "srun zeroshard as-deepspeed python train.py ..."
@@ -96,8 +96,8 @@ _TAKES_VALUE |= {"--help": False, "-h": False}
 
 @dataclass(frozen=True)
 class Line:
-    """A line of DeepSpeed's launcher as ``zeroshard run`` takes it: on `hosts`, where there are any,
-    else here, on those of this machine's `devices` that it names.
+    """A line of DeepSpeed's launcher as ``zeroshard run`` takes it: on `hosts`, where there are
+    any, else here, on those of this machine's `devices` that it names.
     """
 
     options: RunOptions

@@ -2,13 +2,13 @@
 DeepSpeed, as ``env`` and ``nice`` start a command.
 
     zeroshard as-deepspeed accelerate launch --config_file zero3.yaml train.py
-    zeroshard as-deepspeed bash train.sh                    # which says `deepspeed --num_gpus=8 ...`
+    zeroshard as-deepspeed bash train.sh          # which says `deepspeed --num_gpus=8 ...`
     srun --ntasks-per-node=8 zeroshard as-deepspeed python train.py --deepspeed zero.json
 
 One folder of this package goes first in ``PYTHONPATH``, and the folder `bin` in it first in
-``PATH``. It holds a module ``deepspeed`` that becomes the stand-in when it is imported, the METADATA
-of a distribution of that name, and a program ``deepspeed``, which is ``zeroshard deepspeed``. Nothing
-is installed, and processes that are not the command's see nothing of it.
+``PATH``. It holds a module ``deepspeed`` that becomes the stand-in when it is imported, the
+METADATA of a distribution of that name, and a program ``deepspeed``, which is ``zeroshard
+deepspeed``. Nothing is installed, and processes that are not the command's see nothing of it.
 
 Where srun or mpirun has started this process as one of several, the command also gets the variables
 that torchrun would set: programs look for RANK, and few of them for Slurm's and MPI's own. This
