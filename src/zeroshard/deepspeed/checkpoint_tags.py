@@ -60,6 +60,8 @@ class TaggedCheckpoints:
         saved also with `exclude_frozen_parameters`: a checkpoint here is always whole. Between
         boundaries, too: this run goes on with its gradients, one that loads begins the step anew.
         """
+        if not save_dir:
+            raise zs.ConfigError(f"save_dir={save_dir!r} names no directory")
         tag = f"global_step{self.progress.global_steps}" if tag is None else str(tag)
         self._check_tag(tag)
         directory = Path(save_dir) / tag

@@ -74,6 +74,7 @@ _HOMES = {  # our modules and the names that they make; "theirs=ours" where ours
     " get_data_parallel_rank=get_rank get_data_parallel_group=data_parallel_group"
     " _get_data_parallel_group=data_parallel_group",
     "small": f"{_CHECKPOINTING} logger log_dist RepeatingLoader clone_tensors_for_torch_save",
+    "answers": "DeepSpeedConfigError=ConfigError",
     "torch": "_orig_torch_arange=arange",
     "shim": "DEEPSPEED_ENVIRONMENT_NAME",
     "names": "__version__=VERSION version=VERSION",
@@ -81,7 +82,7 @@ _HOMES = {  # our modules and the names that they make; "theirs=ours" where ours
 _PLACES = {  # DeepSpeed's modules and their names
     "": "initialize add_config_arguments init_distributed DeepSpeedEngine DeepSpeedOptimizer"
     " ZeROOptimizer OnDevice get_accelerator log_dist logger is_compile_supported __version__"
-    " version git_hash git_branch",
+    " version git_hash git_branch DeepSpeedConfigError",
     "zero": _ZERO,
     "comm": _COMM,
     "utils": f"logger log_dist RepeatingLoader OnDevice {_SAFE} {_LEAVES} instrument_w_nvtx"
@@ -117,6 +118,7 @@ _PLACES = {  # DeepSpeed's modules and their names
     "runtime.dataloader": "RepeatingLoader",
     "runtime.lr_schedules": f"{_SCHEDULES} {_CONSTANTS}",
     "runtime.utils": _UTILS,
+    "runtime.config": "DeepSpeedConfigError",
     "runtime.compiler": "is_compile_supported",
     "runtime.base_optimizer": "ZeROOptimizer DeepSpeedOptimizer",
     "runtime.zero.config": "ZeroStageEnum",

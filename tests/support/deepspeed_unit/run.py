@@ -45,7 +45,7 @@ _OUTCOME = re.compile(r"^(PASSED|FAILED|SKIPPED|ERROR)\b(.*)", re.MULTILINE)
 def run_file(folder: Path, name: str, timeout_s: float) -> tuple[Counter[str], list[str]]:
     """Run one file; return its outcomes and a line for each failure."""
     tests = folder / "tests"
-    paths = [HERE, ROOT / "src", tests]
+    paths = [HERE, ROOT / "src", tests, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),

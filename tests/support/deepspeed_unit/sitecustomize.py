@@ -1,38 +1,86 @@
 """Puts the stand-in in DeepSpeed's place in every process of a run of DeepSpeed's unit tests:
 pytest's and those that a test starts (tests/support/deepspeed_unit/run.py).
+
+Names of DeepSpeed's inside, which the tests import beside its interface, become classes that skip
+a test where it makes one, and that nothing is an instance of.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import multiprocessing
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-
-class _Builder:
-    """Stands for every builder of a kernel: torch's operators need none."""
-
-    NAME = "torch"
-
-    def __init__(self, *_: Any) -> None: ...
+_TOP = "deepspeed"
 
 
-class _Builders(ModuleType):
+class _Inside(type):
+    """A class that stands for a name of DeepSpeed's inside."""
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        import pytest
+
+        pytest.skip(f"{cls.__name__} is inside of DeepSpeed")
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Inside(name, (), {})
+
+
+class _InsideModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Builder
+        return _Inside(name, (), {})
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules that the stand-in does not have."""
+
+    def __init__(self, known: Any) -> None:
+        self._known = known
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        top, _, inside = fullname.partition(".")
+        if top != _TOP or inside in self._known:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _InsideModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
 
 
 def _install() -> None:
-    from zeroshard.deepspeed.shim import install
+    from zeroshard.deepspeed import names, shim
 
-    install()
+    shim.install()
+    sys.meta_path.insert(0, _Finder(names.MODULES))
+    # ranks are forked from a process that has imported these: seconds a test otherwise
+    multiprocessing.set_forkserver_preload(["torch", "pytest", "zeroshard.deepspeed.start"])
+    own = shim._Module.__getattr__
+
+    def found(self: Any, name: str) -> Any:
+        try:
+            return own(self, name)
+        except AttributeError:
+            if name.startswith("__") or self.__name__ == _TOP:
+                raise
+            return _Inside(name, (), {})
+
+    shim._Module.__getattr__ = found  # type: ignore[method-assign]
     # what the tests ask before they skip: whether a kernel is there
-    sys.modules["deepspeed.ops.op_builder"] = _Builders("deepspeed.ops.op_builder")
     importlib.import_module("deepspeed.ops").__compatible_ops__ = defaultdict(lambda: True)  # type: ignore[attr-defined]
 
 

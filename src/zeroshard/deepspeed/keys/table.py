@@ -212,7 +212,8 @@ _TABLE: dict[str, Any] = {
         "overlap_events": tunes(True, "reads and writes always overlap"),
         "use_gds": tunes(False, "files are read through host memory")},
     "checkpoint": {
-        "tag_validation": tunes("WARN", "the ranks always agree on what they save"),
+        "tag_validation": tunes("WARN", "the ranks always agree on what they save",
+            a.one_of("WARN", "FAIL", "IGNORE", also=("Warn", "Fail", "Ignore"))),
         "load_universal": tunes(False, "every checkpoint loads on any number of ranks"),
         "use_node_local_storage": refuses(False, "a checkpoint is one directory that all ranks see",
                                           "save to a shared directory"),
