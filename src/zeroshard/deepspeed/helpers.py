@@ -27,7 +27,7 @@ __all__ = [
     "recursive_getattr", "recursive_setattr", "required_torch_version", "see_memory_usage",
     "set_random_seed",
     "split_params_into_different_moe_groups_for_optimizer",
-    "split_params_into_shared_and_expert_params",
+    "split_params_into_shared_and_expert_params", "torch_info",
 ]  # fmt: skip
 
 
@@ -45,6 +45,13 @@ ZeroStageEnum = Enum(
     {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3},
     type=int,
 )
+torch_info = {  # of torch, as deepspeed.git_version_info tells it
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "cuda_version": torch.version.cuda or "0.0",
+    "hip_version": torch.version.hip or "0.0",
+    "nccl_version": "0.0",
+    "bf16_support": True,
+}
 default_git = "zeroshard"  # in the place of a branch and a commit
 
 

@@ -63,7 +63,7 @@ _HOMES = {  # our modules and the names that they make; "theirs=ours" where ours
     "leaf_flags": _LEAVES,
     "helpers": f"{_EXPERTS} {_UTILS} {_ENUMS} instrument_w_nvtx is_compile_supported"
     " required_torch_version recursive_getattr recursive_setattr git_hash=default_git"
-    " git_branch=default_git",
+    " git_branch=default_git torch_info",
     "fp32_weights": _FP32,
     "monitors": "MonitorMaster ThroughputTimer",
     "zero": f"{_ZERO} OnDevice zero_wrapper_for_fp_tensor_constructor=keep_constructor",
@@ -99,7 +99,7 @@ _PLACES = {  # DeepSpeed's modules and their names
     "utils.z3_leaf_module": _LEAVES,
     "accelerator": "get_accelerator",
     "accelerator.real_accelerator": "get_accelerator",
-    "git_version_info": "version git_hash git_branch",
+    "git_version_info": "version git_hash git_branch torch_info",
     "moe": "",
     "moe.utils": _EXPERTS,
     "compression": "",
