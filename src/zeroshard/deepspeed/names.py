@@ -10,10 +10,14 @@ each module of DeepSpeed's that has it.
 
 from __future__ import annotations
 
-__all__ = ["FALLBACKS", "INSTEAD", "MODULES", "SAFE", "VERSION"]
+__all__ = [
+    "FALLBACKS", "INSTEAD", "MODULES", "SAFE", "VERSION", "VERSION_MAJOR", "VERSION_MINOR",
+    "VERSION_PATCH",
+]  # fmt: skip
 
 # DeepSpeed's version whose interface this is, and whose it is
 VERSION = "0.19.6+zeroshard"
+VERSION_MAJOR, VERSION_MINOR, VERSION_PATCH = map(int, VERSION.partition("+")[0].split("."))
 
 SAFE = [
     f"safe_{verb}_{extent}_{state}"
@@ -63,7 +67,7 @@ _HOMES = {  # our modules and the names that they make; "theirs=ours" where ours
     "leaf_flags": _LEAVES,
     "helpers": f"{_EXPERTS} {_UTILS} {_ENUMS} instrument_w_nvtx is_compile_supported"
     " required_torch_version recursive_getattr recursive_setattr git_hash=default_git"
-    " git_branch=default_git torch_info",
+    " git_branch=default_git __git_hash__=default_git __git_branch__=default_git torch_info",
     "fp32_weights": _FP32,
     "monitors": "MonitorMaster ThroughputTimer",
     "zero": f"{_ZERO} OnDevice zero_wrapper_for_fp_tensor_constructor=keep_constructor",
@@ -77,12 +81,14 @@ _HOMES = {  # our modules and the names that they make; "theirs=ours" where ours
     "answers": "DeepSpeedConfigError=ConfigError",
     "torch": "_orig_torch_arange=arange",
     "shim": "DEEPSPEED_ENVIRONMENT_NAME",
-    "names": "__version__=VERSION version=VERSION",
+    "names": "__version__=VERSION version=VERSION __version_major__=VERSION_MAJOR"
+    " __version_minor__=VERSION_MINOR __version_patch__=VERSION_PATCH",
 }
 _PLACES = {  # DeepSpeed's modules and their names
     "": "initialize add_config_arguments init_distributed DeepSpeedEngine DeepSpeedOptimizer"
     " ZeROOptimizer OnDevice get_accelerator log_dist logger is_compile_supported __version__"
-    " version git_hash git_branch DeepSpeedConfigError",
+    " version git_hash git_branch DeepSpeedConfigError __version_major__ __version_minor__"
+    " __version_patch__ __git_hash__ __git_branch__",
     "zero": _ZERO,
     "comm": _COMM,
     "utils": f"logger log_dist RepeatingLoader OnDevice {_SAFE} {_LEAVES} instrument_w_nvtx"

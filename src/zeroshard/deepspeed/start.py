@@ -99,7 +99,7 @@ def initialize(
 def _read_config(args: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the one configuration that is given. Raises ConfigError."""
     named = [options.get("config"), options.get("config_params")]
-    of_args = getattr(args, "deepspeed_config", None)
+    of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     given = next((one for one in [*named, of_args] if one is not None), None)
     if of_args is not None and given is not of_args:
         raise zs.ConfigError(
