@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.terminal.console import Table, note, print_json, progress, say, say_facts
+from zeroshard.terminal.console import (
+    Table,
+    count_text,
+    note,
+    print_json,
+    progress,
+    say,
+    say_facts,
+)
 
 LONG = "a sentence of several words " * 5
 
@@ -35,6 +43,28 @@ def test_a_table_is_as_wide_as_its_lines_unless_a_width_is_given(
     table.print(60)
     lines = _out(capsys)
     assert max(map(len, lines)) == 60 and lines[0] == "title" and len(lines) > 4
+
+
+def test_a_width_breaks_lines_and_neither_words_nor_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cells = [("zero3", "grad+optim host", "1,234.5"), ("ddp", "-", "2")]
+    table = Table(("row", "where", "GB"), cells, text=("row", "where"), folded=("where",),
+                  is_framed=False)  # fmt: skip
+    for width in (24, 5):
+        table.print(width)
+        lines = _out(capsys)
+        assert lines[2:4] == ["zero3 grad+optim 1,234.5", "      host"], width
+        assert max(map(len, lines)) == 24
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "-"), (12, "12"), (999, "999"), (999.6, "1k"), (44_318, "44.3k"), (744_002, "744k"),
+     (1.5e6, "1.5M"), (2e9, "2G")],
+)  # fmt: skip
+def test_counts_have_three_digits(number: float, text: str) -> None:
+    assert count_text(number) == text
 
 
 def test_a_frame_without_names_has_no_head(capsys: pytest.CaptureFixture[str]) -> None:
