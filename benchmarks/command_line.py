@@ -189,6 +189,7 @@ _LEAVES = (
     replace(_ROUNDS, help="steps of each that count (default: 12)"),
     Option("--layers N", "of the model (default: 6)", count(1), 6),
     Option("--width N", "of the model (default: 256)", count(4), 256),
+    Option("--batch N", "sequences of 64 tokens in a leaf (default: 2)", count(1), 2),
     Option("--transport", choices=("auto", "shared_memory", "gloo", "nccl"), default="auto"),
     _OUT, _JSON,
 )  # fmt: skip

@@ -70,6 +70,7 @@ class Options:
     rounds: int = 12
     layers: int = 6
     width: int = 256
+    batch: int = 2  # sequences of 64 tokens in a leaf
     transport: str = "auto"
 
     def __post_init__(self) -> None:
@@ -90,7 +91,7 @@ class Options:
     @property
     def size(self) -> Size:
         """The model, and a leaf."""
-        return Size("leaves", self.layers, self.width, 4, 512, context=64, batch=2)
+        return Size("leaves", self.layers, self.width, 4, 512, context=64, batch=self.batch)
 
 
 @dataclass
@@ -275,7 +276,8 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
 def _table(options: Options, rows: Sequence[Row]) -> Table:
     title = (
         f"{options.leaves} leaves on {options.nproc} ranks,"
-        f" {options.size.num_parameters / 1e6:.1f}M parameters, fp32, {options.rounds} rounds"
+        f" {options.size.num_parameters / 1e6:.1f}M parameters, fp32, {options.size.tokens} tokens"
+        f" a leaf, {options.rounds} rounds"
     )
     ordered = {row.stage: row for row in rows if row.way == "ordered"}
     columns = ("stage", "way", "ms / step", "to ordered", "MB received", "closed form", "sums held",
