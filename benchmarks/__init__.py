@@ -6,7 +6,8 @@ They lie beside the package, not in it: a checkout has them, an installed wheel 
 `command_line` reads the arguments and `commands` carries them out. `plan` says what is compared,
 `driver` takes the turns, `leader` and `worker` are the processes, `contenders` and `model` are what
 they train, `stats` and `results` hold the numbers, `tables` shows them. `checkpoint`, `codec`,
-`disk`, `offload`, `leaves` and `fake_world` measure one part each. docs/benchmarks.md explains the method.
+`disk`, `offload`, `leaves` and `fake_world` measure one part each. docs/benchmarks.md explains the
+method.
 """
 
 from pathlib import Path
