@@ -426,6 +426,21 @@ def test_a_run_goes_on_with_other_ranks_and_rows_on_the_same_curve(tmp_path: Pat
     assert len(told) == 1 and "leaves was 8 and is 4" in told[0]
 
 
+def _saved_by(rank: int, world: int, threads: int, *more: Any) -> list[str]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _saved(rank, world, Run(), *more)[1]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_run_that_goes_on_with_other_threads_per_rank_is_told(tmp_path: Path) -> None:
+    assert run_ranks(1, _saved_by, 1, range(1), tmp_path) == [[]]
+    told = run_ranks(1, _saved_by, 2, range(1, 2), tmp_path)[0]
+    assert len(told) == 1 and "threads was 1 and is 2" in told[0]
+
+
 def _repartitioned(rank: int, world: int, changes: Sequence[dict[str, Any]]) -> str:
     training = Training(Run({"policy": "ddp"}))
     for step, change in enumerate([{}, *changes]):

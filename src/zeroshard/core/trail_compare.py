@@ -195,7 +195,8 @@ def _in_order(keys: Iterable[_Key], units: Sequence[str]) -> list[_Key]:
     def order(key: _Key) -> tuple[int, int, int, float, int, str]:
         (name, _, detail), unit = key[0].partition(" "), key[1]
         if name not in OF_LEAF:
-            return _ORDER[name], 0, 0, 0.0, places.get(unit, 0), detail
+            late = int((name, detail) == ("gather", "backward"))
+            return _ORDER[name], late, 0, 0.0, places.get(unit, 0), detail
         handed_over = run.get(f"leaf {detail}", [])
         if name == "backward" and unit in handed_over:
             place = handed_over.index(unit) + 0.5  # its parameters' gradients come before

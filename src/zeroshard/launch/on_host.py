@@ -118,12 +118,16 @@ def _guard(job: dict[str, Any], orders: _Orders) -> None:
     if job["options"]["elastic"] is None:
         _guard_one(job, orders, None)
         return
+    from zeroshard.launch.run import threads_of
+
     keeper = KeeperServer()
     os.environ[KEEPER] = keeper.address
+    threads = threads_of(int(job["options"]["nproc"]))  # as its first launcher has
     while _guard_one(job, orders, keeper):
         order = orders.wait_for("again")
         if order is None:
             return
+        os.environ.setdefault(threads.name, threads.value)
         job = order["again"]
         os.environ.update(job["environment"])
         keeper.whole = job["whole"]

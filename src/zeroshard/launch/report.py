@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeroshard.core.timeline import Timeline
+from zeroshard.launch.rank_files import files_of_ranks
 from zeroshard.launch.trace_figures import TraceReport, analyse, step_spans, within
 from zeroshard.system.safe_files import read_json
 from zeroshard.terminal.console import Table, note, print_json, say
@@ -54,15 +55,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _read_all(directory: Path) -> list[Timeline]:
     """Return the timelines of all ranks in `directory`, in their order."""
-    if not directory.is_dir():
-        raise UsageError(f"report: {directory} is not a directory")
-    paths = sorted(directory.glob("rank-*.json"))
-    if not paths:
-        raise UsageError(
-            f"report: {directory} has no traces (rank-00000.json, ...): write some with `with"
-            " engine.trace(directory):`"
-        )
-    timelines = [_read(path) for path in paths]
+    timelines = [_read(path) for path in files_of_ranks("report", directory, "trace", ".json")]
     ranks = [timeline.rank for timeline in timelines]
     if len(set(ranks)) < len(ranks):
         raise UsageError(f"report: {directory} has two traces of one rank (ranks {ranks})")

@@ -37,10 +37,14 @@ from zeroshard.launch.outcome import Outcome, report_restart, report_stall, say
 from zeroshard.launch.supervisor import Failure, Supervisor
 from zeroshard.system.device import allocator_setting
 
-__all__ = ["SIGNAL_GRACE_S", "Setting", "launch", "leave", "run_ranks", "settings_for"]
+__all__ = [
+    "SIGNAL_GRACE_S", "THREADS", "Setting", "launch", "leave", "run_ranks", "settings_for",
+    "threads_of",
+]  # fmt: skip
 
 # torchrun's own, and Slurm's and Kubernetes' for torchrun; after a failure the Supervisor's counts
 SIGNAL_GRACE_S = 30
+THREADS = "OMP_NUM_THREADS"
 
 
 def launch(options: RunOptions) -> int:
@@ -242,12 +246,19 @@ def settings_for(environ: Mapping[str, str], *, num_ranks: int) -> Iterator[Sett
 
     Nothing is set for malloc: no step of ours has been measured to gain from it.
     """
-    if "OMP_NUM_THREADS" not in environ:
-        cores = len(os.sched_getaffinity(0))
-        reason = f"{cores} core(s) for {num_ranks} rank(s)"
-        yield Setting("OMP_NUM_THREADS", str(max(cores // num_ranks, 1)), reason)
+    if THREADS not in environ:
+        yield threads_of(num_ranks)
     if (setting := allocator_setting(environ)) is not None:
         yield Setting(*setting)
+
+
+def threads_of(num_ranks: int) -> Setting:
+    """Return how many threads each of `num_ranks` ranks of this host gets. Bits depend on it, so it
+    stays as it is when a job goes on with another number of ranks.
+    """
+    cores = len(os.sched_getaffinity(0))
+    reason = f"{cores} core(s) for {num_ranks} rank(s)"
+    return Setting(THREADS, str(max(cores // num_ranks, 1)), reason)
 
 
 def _silence_torch_launcher() -> None:

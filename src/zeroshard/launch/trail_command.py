@@ -9,7 +9,8 @@ A replay is the user's own script with its own arguments, on a single process or
 another directory in the place of ``runs/a``, in which its trail is written, and another one in the
 place of ``ckpt``, in which the newest step at or before the one that is asked for is the only one.
 Once the step is written the script is ended, and the trails are compared
-(docs/design/trail.md).
+(docs/design/trail.md). A file beside the new trail (core/replay.py) asks for the hashes of the
+slices that the run's ranks had, and with ``--leaf`` for one leaf of the step alone.
 
 Invariant: neither the trail nor the checkpoints of the run are written to. Cost: files of the
 checkpoint are linked, and copied where they cannot be.
@@ -18,6 +19,7 @@ checkpoint are linked, and copied where they cannot be.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -30,8 +32,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from zeroshard.core.replay import REPLAY_FILE, Replay
 from zeroshard.core.trail import Trail
 from zeroshard.core.trail_compare import Comparison, Difference, compare
+from zeroshard.core.tree import Tree
+from zeroshard.launch.rank_files import files_of_ranks
 from zeroshard.system.safe_files import NotReadable, from_json, printable, read_file
 from zeroshard.terminal.console import note, print_json, say
 from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, count
@@ -41,6 +46,7 @@ __all__ = ["COMPARE", "REPLAY"]
 EXIT_DIFFERENT = 1
 _MOST_BYTES = 1 << 30  # of one rank's file
 _LOOKS_S = 0.2  # between looks at a replay's trail
+_END_BYTES = 1 << 22  # of a file in which a look sees whether the step is there
 _ENDS_S = 30.0  # that a script may take to end once it is told to
 _LOG_LINES = 15
 
@@ -50,16 +56,8 @@ _LOG_LINES = 15
 
 def _read(directory: Path, command: str) -> Trail:
     """Return the trail in `directory`. Raises UsageError."""
-    if not directory.is_dir():
-        raise UsageError(f"{command}: {directory} is not a directory")
-    paths = sorted(directory.glob("rank-*.jsonl"))
-    if not paths:
-        raise UsageError(
-            f"{command}: {directory} has no trail (rank-00000.jsonl, ...): write one with `with"
-            " engine.trail(directory):`"
-        )
     files = []
-    for path in paths:
+    for path in files_of_ranks(command, directory, "trail", ".jsonl"):
         try:
             files.append(_lines(path))
             Trail(files[-1:])
@@ -100,11 +98,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     return _report(_compared(first, second, arguments), runs, arguments)
 
 
-def _compared(
-    first: Trail, second: Trail, arguments: argparse.Namespace, steps: Sequence[int] | None = None
-) -> Comparison:
+def _compared(first: Trail, second: Trail, arguments: argparse.Namespace, **how: Any) -> Comparison:
     try:
-        return compare(first, second, steps=steps, leaf=arguments.leaf, unit=arguments.unit)
+        return compare(first, second, leaf=arguments.leaf, unit=arguments.unit, **how)
     except ValueError as error:
         raise UsageError(f"{arguments.command}: {printable(str(error))}") from None
 
@@ -176,6 +172,10 @@ def _replay(arguments: argparse.Namespace) -> int:
             f"replay: {run} does not have step {step} of every rank (the last that it has:"
             f" {recorded})"
         )
+    headers = [record.header for record in trail.steps[step]]
+    leaves = Tree.parse(headers[0].leaves).leaves
+    if arguments.leaf is not None and arguments.leaf >= leaves:
+        raise UsageError(f"replay: --leaf {arguments.leaf}: {run} has leaves 0 to {leaves - 1}")
     parent = (arguments.checkpoint or run).resolve().parent
     with tempfile.TemporaryDirectory(prefix=".replay-", dir=parent) as name:
         work = Path(name)
@@ -189,13 +189,16 @@ def _replay(arguments: argparse.Namespace) -> int:
                 f"replay: none of the script's arguments is {run}: the script writes its trail"
                 " there, and the replay's elsewhere"
             )
-        threads = trail.steps[step][0].header.curve.get("threads", "1")
+        (work / "trail").mkdir()
+        asked = Replay.of(headers, step, arguments.leaf)
+        (work / "trail" / REPLAY_FILE).write_text(json.dumps(asked.to_json()))
+        threads = headers[0].curve.get("threads", "1")
         replayed = _run(script, arguments.nproc, work, step, threads)
         since = "the beginning" if begun is None else f"step {begun} of {arguments.checkpoint}"
         if not arguments.json:
             say(f"replayed on {arguments.nproc} process(es) from {since}:")
         steps = [one for one in trail.steps if one <= step]
-        found = _compared(trail, replayed, arguments, steps)
+        found = _compared(trail, replayed, arguments, steps=steps, is_replay=True)
     return _report(found, (run, Path("the replay")), arguments)
 
 
@@ -272,10 +275,20 @@ def _run(script: Sequence[str], nproc: int, work: Path, step: int, threads: str)
 
 def _written(directory: Path, step: int) -> Trail | None:
     """Return the trail of a replay under way once it has `step`."""
+    ends = [_end_of(path) for path in directory.glob("rank-*.jsonl")]
+    if not any(f'{{"step":{step},'.encode() in end.replace(b" ", b"") for end in ends):
+        return None  # not read whole at each look
     with suppress(UsageError):
         trail = _read(directory, "replay")
         return trail if step in trail.steps else None
     return None
+
+
+def _end_of(path: Path) -> bytes:
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(path.stat().st_size - _END_BYTES, 0))
+        return file.read()
+    return b""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -292,7 +305,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 # ------------------------------------------------------------------ the commands
 
 _ALONE = (
-    Option("--leaf K", "compare the gradients of this leaf alone", count(0)),
+    Option("--leaf K", "compare what this leaf has computed alone; a replay computes nothing else"
+           " of its last step", count(0)),
     Option("--unit NAME", "compare this unit alone"),
     JSON,
 )  # fmt: skip

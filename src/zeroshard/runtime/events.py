@@ -7,7 +7,7 @@
     after_forward    it has ended, perhaps by an exception
     forward_agreed   it has ended well, on every rank: failures may be shared
     before_module    a module's forward begins; the units that it needs
-    computed         a module that spans units has computed its output; the units and the output
+    computed         a module that units belong to has computed its output; they and the output
     after_module     it has ended
     before_backward  a gradient has come to an output of a module; the module's units
     after_backward   the weights are there for it

@@ -167,7 +167,8 @@ class Hooks:
         self._handles += guard(model)
         for module, held in needed.values():
             ends = [unit for unit in held if (id(module), unit.index) in spans]
-            self._install_module(module, held, ends)
+            alone = [unit for unit in held if not plans[unit.index].roots]  # no module spans them
+            self._install_module(module, held, ends, [*ends, *alone])
         layers = {} if input_dtype is None else casting_hooks(model, input_dtype)
         casts = {
             layer: layer.register_forward_pre_hook(hook, with_kwargs=True)
@@ -231,7 +232,9 @@ class Hooks:
 
     # ------------------------------------------------------------------ one module
 
-    def _install_module(self, module: nn.Module, units: list[Unit], ends: list[Unit]) -> None:
+    def _install_module(
+        self, module: nn.Module, units: list[Unit], ends: list[Unit], computed: list[Unit]
+    ) -> None:
         loop, weights = self.loop, self.loop.weights
         # a tile: recomputed one at a time, too
         apart = bool(getattr(type(module), "unit_of_its_own", False))
@@ -266,8 +269,8 @@ class Hooks:
                     held = vars(module).items()
                     own = [value for name, value in held if name not in _OWN_ATTRIBUTES]
                     self.watch_outputs(units, (args, kwargs, own), since=first)
-            for listener in loop.events.computed if ends else ():
-                listener(ends, output)
+            for listener in loop.events.computed if computed else ():
+                listener(computed, output)
             loop.end_module(units, residencies, output, apart=apart)
 
         self._handles.append(

@@ -132,7 +132,7 @@ import json, pathlib, sys
 out = pathlib.Path(sys.argv[sys.argv.index("--trail") + 1])
 ckpt = [word.partition("=")[2] for word in sys.argv if word.startswith("--ckpt=")]
 begin = max([int(p.name[5:]) for p in pathlib.Path(ckpt[0]).iterdir()], default=0) if ckpt else 0
-out.mkdir()
+out.mkdir(exist_ok=True)
 with (out / "{NAME}").open("w") as file:
     print(json.dumps({HEADER!r}), file=file)
     for step in range(begin, 3):
