@@ -9,7 +9,8 @@
 
 A run with ``every=n`` records one step of n, so its cost is that of `between`, and an n-th of what
 `recorded` costs more. Contenders take turns (A B C A B C ...) in one process per rank; each turn is
-timed between two barriers, after an untimed step.
+timed between two barriers, after an untimed step. CPU time is that of rank 0, all steps of the
+turn: of one rank it says more where others use the machine, too.
 
 What it does not do: GPUs, several hosts.
 """
@@ -21,6 +22,7 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,8 +44,11 @@ __all__ = ["main", "table"]
 _NEVER = 1 << 40
 
 
-def _measure(size: Size, asked: argparse.Namespace, directory: Path) -> dict[str, list[float]]:
-    """On a rank: return the seconds of a step of each contender, turn by turn."""
+Turns = dict[str, list[float]]  # by contender the seconds of a step, turn by turn
+
+
+def _measure(size: Size, asked: argparse.Namespace, directory: Path) -> dict[str, Turns]:
+    """On a rank: return what a step of each contender takes, and of CPU time."""
     torch.manual_seed(0)
     model = GPT(size)
     optimizer = adamw(model.parameters())
@@ -60,36 +65,49 @@ def _measure(size: Size, asked: argparse.Namespace, directory: Path) -> dict[str
         optimizer.step()
         optimizer.zero_grad()
 
-    seconds: dict[str, list[float]] = {"step": [], "between": [], "recorded": []}
+    seconds: Turns = {"step": [], "between": [], "recorded": []}
+    cpu: Turns = {name: [] for name in seconds}
+
+    def turn(name: str) -> None:
+        begin = time.process_time()
+        seconds[name].append(timed(step, asked.steps))
+        cpu[name].append((time.process_time() - begin) / (asked.steps + 1))
+
     step(0)
     for _ in range(asked.pairs):
-        seconds["step"].append(timed(step, asked.steps))
+        turn("step")
         for name, every in (("between", _NEVER), ("recorded", 1)):
             with engine.trail(directory / name, every=every):
-                seconds[name].append(timed(step, asked.steps))
+                turn(name)
     engine.close()
-    return seconds
+    return {"seconds": seconds, "CPU time": cpu}
+
+
+def _costs(turns: Turns) -> str:
+    """Return in words what a trail adds to a step."""
+    of = list(zip(turns["step"], turns["between"], turns["recorded"], strict=True))
+    added = {
+        "every=10": [(0.9 * between + 0.1 * recorded) / step - 1 for step, between, recorded in of],
+        "a recorded step": [recorded / step - 1 for step, _, recorded in of],
+        "another one": [between / step - 1 for step, between, _ in of],
+    }
+    found = {name: bootstrap_median(ratios) for name, ratios in added.items()}
+    return ", ".join(
+        f"{name} {one.median:+.1%} [{one.low:+.1%}, {one.high:+.1%}]" for name, one in found.items()
+    )
 
 
 def table(result: dict[str, Any]) -> str:
     """Return the result as a few lines of text."""
-    seconds, num_leaves = result["seconds"], result["leaves"]
-    turns = list(zip(seconds["step"], seconds["between"], seconds["recorded"], strict=True))
-    between = bootstrap_median([inside / step - 1 for step, inside, _ in turns])
-    recorded = bootstrap_median([recorded / step - 1 for step, _, recorded in turns])
-    tenth = bootstrap_median(
-        [(0.9 * inside + 0.1 * recorded) / step - 1 for step, inside, recorded in turns]
-    )
-    named = {"every=10": tenth, "a recorded step": recorded, "another step": between}
     lines = [
         f"{result['size']}, {result['parameters'] / 1e6:.1f} M parameters, stage {result['stage']},"
-        f" {result['ranks']} rank(s), {num_leaves} leaves of {result['tokens']} tokens",
-        f"step {statistics.median(seconds['step']) * 1e3:.1f} ms",
-        *(
-            f"{name} {one.median:+.1%} [{one.low:.1%}, {one.high:.1%}]"
-            for name, one in named.items()
-        ),
+        f" {result['ranks']} rank(s), {result['leaves']} leaves of {result['tokens']} tokens"
     ]
+    for name in ("seconds", "CPU time"):
+        turns = result[name]
+        lines.append(
+            f"{name}: step {statistics.median(turns['step']) * 1e3:.1f} ms; {_costs(turns)}"
+        )
     return "\n".join(lines)
 
 
@@ -126,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code := start(os.path.abspath(__file__), asked.ranks, [*line, "--out", str(out)]):
             return code
         facts |= {"parameters": size.num_parameters, "tokens": size.tokens}
-        result = {**facts, "seconds": json.loads(out.read_text())}
+        result = {**facts, **json.loads(out.read_text())}
     if asked.json:
         about = {"machine": machine_facts(), "at": datetime.now(UTC).isoformat()}
         print(json.dumps({**result, **about}))

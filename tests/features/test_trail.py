@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.features.test_leaves import Run, Training
@@ -79,6 +80,44 @@ def test_trails_of_other_precisions_weights_and_skipped_units_are_equal(
     assert compare(one, two, capsys)["equal"]
     assert compare(one, three, capsys)["equal"]
     assert not compare(one, alone, capsys)["equal"], "it is another run"
+
+
+class _Recomputed(torch.nn.Module):
+    """A block that is run again in the backward."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.block, hidden, use_reentrant=False)
+        return out
+
+
+def _recomputing(rank: int, world: int, path: Path) -> list[dict[str, Any]]:
+    """Return what a step with and without recomputed blocks has hashed."""
+    out = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        blocks = [torch.nn.Linear(8, 8) for _ in range(3)]
+        model = torch.nn.Sequential(*(_Recomputed(one) if wraps else one for one in blocks))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        units = ["*.block"] if wraps else ["*"]
+        engine = zs.shard(model, optimizer, stage=3, leaves=2, units=units)
+        with engine.trail(path / str(wraps), every=1):
+            for _ in engine.leaves(0):
+                engine.backward(model(torch.randn(2, 8)).square().mean())
+            optimizer.step()
+        engine.close()
+        *_, line = (path / str(wraps) / f"rank-{rank:05d}.jsonl").read_text().splitlines()
+        out.append(json.loads(line)["hashes"])
+    return out
+
+
+def test_the_output_of_a_recomputed_unit_counts_once(tmp_path: Path) -> None:
+    plain, recomputed = run_ranks(1, _recomputing, tmp_path)[0]
+    for phase in ("forward 0", "forward 1"):
+        assert [*recomputed[phase].values()] == [*plain[phase].values()] and recomputed[phase]
 
 
 # ------------------------------------------------------------------------------------------- faults

@@ -142,20 +142,6 @@ def ranges_in(data: Mapping[str, Any]) -> dict[str, Range]:
     return out
 
 
-@dataclass(frozen=True)
-class Held:
-    """A whole hash, and the ranks of one run that hold it, or its slices."""
-
-    run: int  # of the two that are compared
-    value: str
-    parts: Mapping[int, str]  # by rank
-
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks, in order."""
-        return sorted(self.parts)
-
-
 class Trail:
     """The records of one run."""
 

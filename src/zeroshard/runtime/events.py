@@ -2,8 +2,7 @@
 
     event            when
     before_forward   a forward of the model begins, outside a backward; nothing is gathered yet
-    forward_begun    its first gathers have been started, or those of other ranks' forward, which
-                     this rank takes part in without one of its own (join.py)
+    forward_begun    its first gathers have been started, or those of others' forward (join.py)
     after_forward    it has ended, perhaps by an exception
     forward_agreed   it has ended well, on every rank: failures may be shared
     before_module    a module's forward begins; the units that it needs

@@ -8,8 +8,7 @@ depend on the ranks (core/tree.py).
 
 Of a round each rank computes one leaf at most. In turn its gradients are reduced: the owner of a
 slice forms the sums that are nodes of the tree (`Deal.sums`) and adds them to a binary counter
-(runtime/partial_sums.py). A rank without a leaf takes part in gathers and reduces, and nothing of
-it is added.
+(runtime/partial_sums.py). A rank without a leaf takes part in gathers and reduces, adding nothing.
 
 Rows that keep whole gradients reduce once: where the leaves of each rank can be one node of the
 tree (2 ranks: 0 to 3, and 4 to 7) they are dealt out so (`is_local`), each rank adds up its own,
@@ -49,7 +48,6 @@ class Leaves:
 
     def abandon(self) -> None:
         """No step is under way, and nothing of one is left."""
-        self._only: int | None = None
         self._number: int | None = None
         self._has_backward = False
         self.is_partial = False  # some leaves of the step are there, and others to come
@@ -60,8 +58,9 @@ class Leaves:
         return self._number is not None
 
     def run_only(self, leaf: int) -> None:
-        """Leave out every round of the next step but that of `leaf`; what is summed is no step."""
-        self._only = leaf
+        """Leave out every round but that of `leaf`, for a replay that ends with it."""
+        there = [leaf in [one for _, one in dealt] for dealt in self._rounds].index(True)
+        self._rounds, self._sums = self._rounds[there:][:1], self._sums[there:][:1]
 
     # ------------------------------------------------------------------ the round under way
 
@@ -69,8 +68,6 @@ class Leaves:
         """Go through the rounds of a step; yields this rank's leaf, None where it has none."""
         try:
             for number, dealt in enumerate(self._rounds):
-                if self._only not in (None, *(leaf for _, leaf in dealt)):
-                    continue
                 leaf = dict(dealt).get(self._rank)
                 self._number, self._has_backward, self.is_partial = number, False, True
                 yield leaf
@@ -79,7 +76,7 @@ class Leaves:
                         f"leaf {leaf}: no backward has run: call engine.backward(loss) once for"
                         " every leaf of engine.leaves()"
                     )
-            self.is_partial, self._only = False, None
+            self.is_partial = False
         finally:
             self._number = None
 

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.core.sliced_digest import MASK, block_total, place_of, placed_sum
+from zeroshard.core.replay import Replay
+from zeroshard.core.sliced_digest import MASK, BlockTotals, block_total, place_of, placed_sum
 from zeroshard.core.trail import PHASES, Trail
 from zeroshard.core.trail_compare import Comparison, compare
 
@@ -197,6 +198,45 @@ def test_a_hash_that_one_run_lacks_is_a_difference() -> None:
     assert not compare(trail(2), trail(2, change=without("gather forward"))).differences
 
 
+def test_a_replay_on_one_rank_names_the_rank_whose_slice_differs() -> None:
+    bad = trail(3, change=changed(1, 2, {"state exp_avg": "first"}))
+    alone = lines(0, 1)
+    for line in alone[1:]:
+        ranks = [hashes(rank, 3, line["step"]) for rank in range(3)]
+        line["slices"] = {
+            phase: {
+                unit: {str(rank): found[phase][unit] for rank, found in enumerate(ranks)}
+                for unit in UNITS
+            }
+            for phase in ("weight", "state exp_avg", "master")
+        }
+    again = Trail([alone])
+    assert not compare(trail(3), again, is_replay=True).differences
+    found = compare(bad, again, is_replay=True)
+    assert told(found) == (1, "state exp_avg", "first", (2,), ())
+    assert told(compare(bad, trail(1), is_replay=True))[-2:] == ((0, 1, 2), ()), "no slices"
+
+
+def test_what_is_asked_of_a_replay_is_read_as_it_was_written_and_cuts_as_the_ranks_did() -> None:
+    held: list[dict[str, tuple[int, int]]] = [{"a": (0, 128)}, {"a": (128, 300), "b": (0, 7)}]
+    asked = Replay(3, None, held, [{"a": (0, 300)}, {}])
+    again = Replay.parse(asked.to_json())
+    assert again == asked
+    assert list(again.cut("master", "a", 64, 300)) == [(64, 128, [0]), (128, 300, [1])]
+    assert list(again.cut("sum", "a", 64, 300)) == [(64, 300, [0])]
+    assert list(again.cut("master", "c", 0, 5)) == [(0, 5, [])]
+    assert (again.first("a"), again.first("b"), again.first("c")) == ([0], [1], [])
+
+
+def test_a_backward_is_told_after_the_gradients_of_its_own_unit() -> None:
+    places = {"backward 1": "second", "leaf 1": "first"}
+    found = compare(trail(2), trail(2, change=changed(1, 1, places)))
+    assert [(one.phase, one.unit) for one in found.differences] == [*places.items()]
+    both = {"backward 1": "second", "leaf 1": "second"}
+    first = compare(trail(2), trail(2, change=changed(1, 1, both))).differences[0]
+    assert first.phase == "leaf 1"
+
+
 def test_runs_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ValueError, match="leaves=4 and the other 8"):
         compare(trail(1), trail(1, leaves="8"))
@@ -253,3 +293,15 @@ def test_blocks_see_bits_places_and_signs() -> None:
     assert len(seen) == 3 + 8 * tensor.nbytes + 16
     longer = torch.cat([tensor, torch.zeros(1)])
     assert int(block_total(longer, 0)) == int(block_total(tensor, 0)), "padding is zeros"
+
+
+def test_totals_of_many_slices_are_those_of_each() -> None:
+    generator = torch.Generator().manual_seed(2)
+    tensors = [torch.randn(numel, generator=generator) for numel in (64, 1, 0, 1000, 128)]
+    totals = BlockTotals[str]()
+    for number, tensor in enumerate(tensors):
+        totals.add([str(number), "together"], tensor, 64 * number)
+    expected = [int(block_total(one, 64 * number)) & MASK for number, one in enumerate(tensors)]
+    found = totals.read()
+    assert [found[str(number)] for number in range(5)] == expected
+    assert found["together"] == sum(expected) & MASK
