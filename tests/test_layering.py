@@ -265,8 +265,7 @@ def test_only_the_runtimes_hooks_file_registers_module_hooks() -> None:
         f"{name}: {hook}"
         for name, tree in TREES.items()
         # those of a trace, and of detect_anomaly(), end with it
-        if name
-        not in ("runtime/hooks.py", "runtime/anomaly.py", "planner/modules/activations.py")
+        if name not in ("runtime/hooks.py", "runtime/anomaly.py", "planner/modules/activations.py")
         for hook in _module_hooks(tree)
     ] == []
 

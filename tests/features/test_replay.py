@@ -114,6 +114,23 @@ def test_one_leaf_is_computed_alone_with_states_on_the_host(
     assert computed == [[str(AT), str(LEAF)], [str(AT), str(LEAF - 1)]]
 
 
+@pytest.mark.slow
+def test_one_leaf_is_computed_alone_on_two_processes(
+    checkpoint: Callable[[dict[str, Any]], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LEAVES", str(tmp_path / "leaves"))
+    bad = write(2, Run({"stage": 3}), tmp_path / "bad", "a wrong scale of one leaf")
+    more = ("--leaf", str(LEAF), "--nproc", "2")
+    found = replay(bad, checkpoint({}), capsys, *more, options={"stage": 3})
+    first, computed = found["first"], (tmp_path / "leaves").read_text().split()[1::2]
+    assert (first["phase"], first["leaf"], first["unit"]) == ("leaf", LEAF, "head.weight")
+    assert first["suspects"] == {str(bad): [1], "the replay": []}
+    assert sorted(computed) == ["4", "5"], "its round"
+
+
 def test_a_leaf_that_the_run_does_not_have_is_refused(
     checkpoint: Callable[[dict[str, Any]], Path],
     tmp_path: Path,

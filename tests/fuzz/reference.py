@@ -223,7 +223,9 @@ class ByHand:
     def clip(self, max_norm: float) -> float:
         self._divide()
         squares = {name: _squares(total) for name, total in self.totals.items()}
-        every = [one for name, squared in squares.items() if not _is_expert(name) for one in squared]
+        every = [
+            one for name, squared in squares.items() if not _is_expert(name) for one in squared
+        ]
         for experts in self._of_each_expert(
             [one for name, squared in squares.items() if _is_expert(name) for one in squared]
         ):

@@ -20,6 +20,8 @@ from tests.features.test_leaves import Run, Training
 def main() -> None:
     """Load the newest checkpoint, and train."""
     trail, checkpoint, run, steps = sys.argv[1:]
+    if "RANK" in os.environ:
+        zs.init_distributed()
     training = Training(Run(**json.loads(run)))
     loss = training.loss
 
