@@ -20,6 +20,7 @@ from tests.fuzz.program import (
     Micro,
     Program,
     Step,
+    num_leaves,
     repair,
     tiers_allowed,
 )
@@ -238,6 +239,18 @@ def _same_routes(program: Program) -> Program:
     )(program)
 
 
+def _leaves_for_every_rank(program: Program) -> Program:
+    """Where every rank takes part in gathers, have no rank without a leaf."""
+    apart = program.node_size not in (None, program.world)
+    if program.leaves is None or not (
+        program.transport == "gloo" or program.weight_tier != "device" or apart
+    ):
+        return program
+    weights = "" if program.weights == "batches" else program.weights
+    fits = num_leaves(program) % program.world == 0
+    return replace(program, weights=weights, leaves=program.leaves if fits else "12")
+
+
 # One feature each, and how a program loses it. A shrinker tries them in this order.
 SWITCHES: dict[str, Callable[[Program], Program]] = {
     "branches": _same_routes,
@@ -327,4 +340,6 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
 
 
 # Features that the engine does not get right yet: how a program loses them, by the reason.
-HELD_BACK: dict[str, Callable[[Program], Program]] = {}
+HELD_BACK: dict[str, Callable[[Program], Program]] = {
+    "a rank without a leaf gathers ahead by what it holds itself": _leaves_for_every_rank,
+}

@@ -1,0 +1,213 @@
+"""Leaves beside what else holds, moves or cuts the states of a step: a moving average, a save in
+the background, offloaded fractions, other rows, tiers and ranks in the middle, tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import zeroshard as zs
+from tests.features.test_leaves import Model, Run, Training, hashes, tokens_of
+from tests.support import inside
+from tests.support.harness import run_ranks
+from tests.support.tensor_parallel import mesh_of
+from zeroshard.core.tensor_digest import digest_of
+
+HOST = {"weight": "host", "grad": "host", "optimizer": "host"}
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """The hash of three steps of one rank."""
+    return hashes(1, [Run()])[0]
+
+
+def _averaged(rank: int, world: int, rows: Sequence[str]) -> list[str]:
+    """Return the hash of a moving average and of what is trained beside it, for each row."""
+    out = []
+    for row in rows:
+        training = Training(Run({"policy": row}))
+        ema = zs.EMA(training.engine, 0.7)
+        for step in range(3):
+            training.step(step)
+            ema.update()
+            with ema.swapped(), torch.no_grad():
+                training.model.eval()(tokens_of(9, 9))
+                training.model.train()
+        with ema.swapped():
+            state = training.engine.full_state_dict()
+        average = digest_of(*(state[name] for name in sorted(state))) if state else ""
+        out += [average, training.end()]
+    return out
+
+
+def test_a_moving_average_of_a_run_with_leaves_is_one_on_any_number_of_ranks(expected: str) -> None:
+    average, trained = run_ranks(1, _averaged, ["ddp"])[0]
+    assert average != trained == expected
+    for world in (2, 3):
+        found = run_ranks(world, _averaged, ["zero1", "zero3", "zero3-keep"])[0]
+        assert found == [average, trained] * 3, world
+
+
+def _saved_behind(rank: int, world: int, path: Path, stage: int, steps: range) -> str:
+    """Go on from `path`, and save in the background after the first of `steps`."""
+    training = Training(Run({"stage": stage}))
+    states = {"scheduler": training.scheduler}
+    if zs.latest_step(path) is not None:
+        zs.load(path, training.engine, states=states)
+    with zs.Saver(path, training.engine, states=states) as saver:
+        for step in steps:
+            training.step(step)
+            if step == steps.start:
+                saver.save(step + 1)
+    training.norms.clear()
+    return training.end()
+
+
+def test_a_save_behind_the_leaves_of_the_next_steps_goes_on_with_other_ranks(
+    tmp_path: Path,
+) -> None:
+    whole = run_ranks(3, _saved_behind, tmp_path / "whole", 3, range(3))[0]
+    for number, (world, stage, steps) in enumerate(
+        [(3, 3, range(3)), (2, 1, range(1, 3)), (1, 0, range(2, 3))]
+    ):
+        found = run_ranks(world, _saved_behind, tmp_path / "parts", stage, steps)[0]
+        assert found == whole, number
+
+
+def _changed(rank: int, world: int, changes: Sequence[dict[str, Any]], accumulate: str) -> str:
+    training = Training(Run(changes[0], accumulate=accumulate))
+    for step, change in enumerate(changes):
+        if step:
+            training.engine.repartition(**change)
+        training.step(step)
+    return training.end()
+
+
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    "fractions": [
+        {"stage": 3, "offload": HOST | {"fraction": 0.2}},
+        {"policy": "zero3", "offload": HOST | {"fraction": 0.9}},
+        {"policy": "zero3", "offload": HOST | {"fraction": 0.5}},
+    ],
+    "tiers": [
+        {"policy": "ddp"},
+        {"policy": "zero2", "offload": {"grad": "host", "optimizer": "host"}},
+        {"policy": "zero3"},
+    ],
+    "shares": [
+        {"policy": "zero3"},
+        {"policy": "zero3", "shares": [0.6, 0.3, 0.1]},
+        {"policy": "zero1"},
+    ],
+}
+
+
+@pytest.mark.parametrize("accumulate", ["", "device"])
+def test_states_that_move_between_the_steps_change_no_bit(accumulate: str) -> None:
+    alone = hashes(1, [Run(accumulate=accumulate)])[0]
+    for name, changes in CHANGES.items():
+        assert run_ranks(3, _changed, changes, accumulate)[0] == alone, name
+
+
+def _by_itself(rank: int, world: int) -> tuple[str, bool]:
+    """Train with a fraction that the engine moves."""
+    offload = {"optimizer": "host", "fraction": "auto"}
+    training = Training(Run({"stage": 2, "offload": offload}))
+    before = training.engine.offload_fraction
+    for step in range(12):
+        training.step(step)
+    moved = training.engine.offload_fraction != before
+    return training.end(), moved or inside.is_balanced(training.engine)
+
+
+def test_a_fraction_that_moves_by_itself_changes_no_bit() -> None:
+    (alone,) = hashes(1, [Run(steps=12)])
+    found = run_ranks(2, _by_itself)
+    assert found[0][0] == alone
+    assert all(moved for _, moved in found), "no fraction has moved"
+
+
+def _fewer(rank: int, world: int, rows: Sequence[str]) -> str:
+    """Train a step on all ranks, the next one on one fewer, and so on."""
+    meshes = [
+        DeviceMesh("cpu", list(range(size)), mesh_dim_names=("dp",)) for size in range(world, 0, -1)
+    ]
+    training = Training(Run({"policy": rows[0], "mesh": meshes[0]}))
+    for step, (mesh, row) in enumerate(zip(meshes, rows, strict=True)):
+        if step:
+            training.engine.repartition(mesh=mesh, policy=row)
+        if rank >= world - step:
+            return ""
+        training.step(step)
+    return training.end()
+
+
+def test_ranks_that_leave_between_the_steps_change_no_bit(expected: str) -> None:
+    assert run_ranks(3, _fewer, ["zero3", "zero1", "zero2"])[0] == expected
+
+
+def _beside_tp(rank: int, world: int, stage: int) -> str:
+    """Train the blocks cut over two ranks along 'tp'."""
+    mesh = mesh_of(dp=world // 2, tp=2)
+    torch.manual_seed(0)
+    model = Model()
+    model.dropout.p = 0.0  # ranks along 'tp' draw alike, but parts of one tensor
+    for block in model.blocks:
+        plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = zs.shard(model, optimizer, mesh=mesh, stage=stage, leaves=8, stall_timeout_s=20)
+    norms = []
+    for step in range(3):
+        for leaf in engine.leaves(step):
+            engine.backward(model(tokens_of(step, leaf)))
+        norms.append(engine.clip_grad_norm_(0.5).reshape(1))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = engine.full_state_dict()
+    engine.close()
+    return digest_of(*(state[name] for name in sorted(state)), *norms) if state else ""
+
+
+def test_with_tensor_parallel_ranks_fixed_the_data_parallel_ones_may_change() -> None:
+    alone = run_ranks(2, _beside_tp, 0)[0]
+    for stage in (1, 3):
+        assert run_ranks(4, _beside_tp, stage)[0] == alone, stage
+
+
+def _refused(rank: int, world: int) -> dict[str, str]:
+    out = {}
+    mesh = mesh_of(dp=1, ep=world)
+    engine = zs.shard(Model(), leaves=8, stall_timeout_s=20)
+    calls = {
+        "schedule": lambda: engine.follow(object()),
+        "experts": lambda: zs.shard(
+            Model(), leaves=8, mesh_of={"blocks.1": mesh}, stall_timeout_s=20
+        ),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except zs.ConfigError as error:
+            out[name] = str(error)
+    engine.close()
+    return out
+
+
+def test_schedules_and_experts_are_refused_on_every_rank_in_one_line() -> None:
+    for found in run_ranks(2, _refused):
+        assert found["schedule"].startswith("engine.follow() does not run leaves=8")
+        assert found["experts"].startswith("leaves=8 counts the micro-batches of data parallel")
+        assert not any("\n" in line for line in found.values())
