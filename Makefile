@@ -18,7 +18,7 @@ STEPS := $(if $(filter train,$(MAKECMDGOALS)),3,2)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test suite coverage test-slow test-matrix mutate bench lint docs docs-serve clean
+.PHONY: help train test suite coverage test-slow test-matrix mutate bench lint form types docs docs-serve clean
 
 help:
 	@echo "make train       train a GPT with ZeRO-3 on $(NPROC) processes and show it   (ARGS='--steps 100 ...')"
@@ -38,7 +38,10 @@ train: $(VENV)/.ready-base
 	@echo "== step 3 of $(STEPS): $(BIN)/zeroshard run --nproc $(NPROC) examples/train_gpt.py $(ARGS)"
 	@$(BIN)/zeroshard run --nproc $(NPROC) examples/train_gpt.py $(ARGS)
 
-test: lint suite
+# mypy has one core; the suite has the other meanwhile
+test: $(VENV)/.ready-test
+	@$(MAKE) --no-print-directory form
+	@$(MAKE) --no-print-directory -j2 types suite
 
 # bytecode is kept whatever the environment says: hundreds of processes import the same files
 suite: export PYTHONDONTWRITEBYTECODE =
@@ -62,11 +65,15 @@ mutate: $(VENV)/.ready-test
 bench: $(VENV)/.ready-bench
 	$(BIN)/zeroshard bench step $(ARGS)
 
-lint: $(VENV)/.ready-test
+lint: form types
+
+form: $(VENV)/.ready-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
 	$(BIN)/python scripts/shape.py --check
+
+types: $(VENV)/.ready-test
+	$(BIN)/mypy
 
 docs: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)

@@ -248,10 +248,24 @@ def _drop_groups() -> None:
 
 
 def _clear_caches_of_dtensor() -> None:
-    """Its caches keep meshes, and these their groups."""
+    """Its caches keep meshes, and these their groups. One of them is of a thread: backwards on a
+    device have their own.
+    """
     import torch
 
+    class InBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(context: Any, *grads: torch.Tensor) -> torch.Tensor:
+            torch._C._clear_DTensor_sharding_propagator_cache()
+            return grads[0]
+
     torch._C._clear_DTensor_sharding_propagator_cache()
+    if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        InBackward.apply(torch.zeros((), device=device, requires_grad=True)).backward()
     dispatcher = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher
     dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     for name, module in list(sys.modules.items()):
