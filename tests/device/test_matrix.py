@@ -15,15 +15,17 @@ from tests.support.training import ROWS
 ROUND = (
     "hpz", "mics", "hfsdp", "ordered zero3", "codecs, hpz", "a fraction", "no_sync",
     "two levels of 2, zero3", "pipeline zero3", "tensor parallel zero3", "leaves zero3",
-    "leaves zero1, on the host",
+    "leaves zero1, on the host", "inference in int8, from the host", "experts zero3",
+    "a rank leaves", "kept in memory, one goes on",
 )  # fmt: skip
 OPTIONS = (
     "error feedback", "codecs and no_sync", "frozen in int4", "micro-batches", "no_sync of stage 2",
     "checkpointed on the host", "accumulate on the host", "off the device and back", "reset",
     "average", "repartition", "save and load", "everything on the host", "states on the host",
-    "everything late, fp32", "a fraction, fp32", "everything on disk",
+    "everything late, fp32", "a fraction, fp32", "everything on disk", "inference, from the host",
+    "to the host and back", "one curve, zero3",
 )  # fmt: skip
-# the others are slow: about 60 runs here, of which each has two or three
+# the others are slow: about 75 runs here, of which each has two or three
 ROWS_OFTEN = [
     *((1, f"{row} fp32") for row in ROWS),
     *((1, f"zero3 {precision}") for precision in PRECISIONS if precision != "fp32"),
