@@ -145,7 +145,16 @@ def _accelerate(folder: Path, config: Path, machines: int = 1, more: str = "") -
 
 
 def test_the_line_of_deepspeeds_launcher(run: Run, tmp_path: Path) -> None:
-    said = _check(run(PROGRAM, "deepspeed", "--num_gpus=2", SCRIPT, str(tmp_path)), local_rank=True)
+    cores = os.sched_getaffinity(0)
+    binds = ["--bind_cores_to_rank"] * (len(cores) >= 2)
+    started = run(PROGRAM, "deepspeed", "--num_gpus=2", *binds, SCRIPT, str(tmp_path))
+    said = _check(started, local_rank=True)
+    first, second = (started.found(rank) for rank in range(2))
+    assert first["theirs"] == second["theirs"] == ["2", "1"]
+    if binds:
+        assert {*first["cores"]} | {*second["cores"]} <= cores
+        assert len(first["cores"]) == len(second["cores"]) == len(cores) // 2
+        assert not {*first["cores"]} & {*second["cores"]}
     assert "this machine has no accelerator: 2 rank(s) on the CPU" in said or _has_device()
     assert "rank 1 failed first" in said and "killed by SIGKILL" in said
 

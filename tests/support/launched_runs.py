@@ -68,6 +68,8 @@ def main() -> None:
         losses.append(loss.item())
         if len(losses) == STEPS:
             found = {"losses": losses, "local_rank": given.local_rank, "engine": engine.__module__}
+            found["cores"] = sorted(os.sched_getaffinity(0))
+            found["theirs"] = [os.environ.get(name) for name in ("LOCAL_SIZE", "CROSS_SIZE")]
             write(given.folder / f"losses-{rank}", json.dumps(found))
             write(given.folder / f"pid-{rank}", str(os.getpid()))
         time.sleep(0.01)
