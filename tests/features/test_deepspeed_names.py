@@ -203,7 +203,7 @@ def test_a_checkpoint_between_boundaries_leaves_the_run_as_it_is(tmp_path: Path)
 
 
 def _half(rank: int, world: int) -> None:
-    weights = []
+    weights, norms = [], []
     for by_hand in (False, True):
         model = make_model(layers=1)
         half = {"enabled": True, "initial_scale_power": 4}
@@ -220,10 +220,12 @@ def _half(rank: int, world: int) -> None:
                 engine.backward(loss)
             engine.step()
         weights.append(engine.module_state_dict()["head.weight"])
+        norms.append(float(engine.get_global_grad_norm()))
         assert engine.dynamic_loss_scale() and engine.initial_dynamic_scale() == 16
         assert engine.optimizer.dynamic_loss_scale and engine.optimizer.needs_scaler()
         engine.destroy()
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-3, atol=1e-4)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2)
 
 
 def test_a_scaled_loss_takes_a_plain_backward_in_fp16() -> None:
@@ -284,6 +286,15 @@ def test_flags_of_leaf_modules_are_kept_with_all_options_of_their_kin() -> None:
     for call in (leaf_flags.set_z3_leaf_modules, leaf_flags.set_z3_leaf_modules_by_name):
         with pytest.raises(ValueError, match="Nothing"):
             call(model, ["Nothing"])
+
+
+def test_the_configuration_flags_leaf_modules_by_class_name_and_suffix() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), nn.Tanh())
+    leaf = {"classes": ["ReLU", "Nothing"], "names": ["0"], "name_suffixes": ["1.1"]}
+    zero_3 = {"stage": 3, "leaf_module": leaf}
+    engine, *_ = deepspeed.initialize(model=model, config=_config(zero_optimization=zero_3))
+    assert leaf_flags.get_z3_leaf_modules(model) == [model[0], model[1][0], model[1][1]]
+    engine.destroy()
 
 
 def test_helpers_do_what_their_names_say(capsys: pytest.CaptureFixture[str]) -> None:

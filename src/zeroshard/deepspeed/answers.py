@@ -291,6 +291,7 @@ _ANSWERS: dict[str, Any] = {
     "monitor": attribute("_watch.monitor", "Writes numbers where the configuration says."),
     "tput_timer": attribute("_watch.tput_timer", "Counts samples per second."),
     "has_moe_layers": attribute(lambda engine: False, "Experts are the model's own here."),
+    "sparse_tensor_module_names": attribute(lambda engine: set(), "Gradients are dense here."),
     "pipeline_parallelism": attribute(lambda engine: False, "No pipeline runs here."),
     "zenflow": attribute(lambda engine: False, "ZenFlow's updates are not there."),
     "enable_backward_allreduce": attribute(lambda engine: True, "Backwards always reduce."),

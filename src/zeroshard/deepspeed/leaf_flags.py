@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
 __all__ = [
-    "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules",
+    "flag_configured", "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules",
     "z3_leaf_module", "z3_leaf_parameter",
 ]  # fmt: skip
@@ -104,3 +105,15 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[nn.Module], list[str]]:  # fmt: skip
     """The same of modules whose names end so."""
     return _by_name(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+
+
+def flag_configured(model: nn.Module, section: dict[str, Any]) -> None:
+    """Flag the modules that the configuration's ``zero_optimization.leaf_module`` names."""
+    setters = {
+        "classes": set_z3_leaf_modules,
+        "names": set_z3_leaf_modules_by_name,
+        "name_suffixes": set_z3_leaf_modules_by_suffix,
+    }
+    for key, put in setters.items():
+        if section.get(key):
+            put(model, section[key], raise_if_not_found=False)

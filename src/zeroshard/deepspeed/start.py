@@ -28,6 +28,7 @@ from zeroshard.config.strict_json import parse_json
 from zeroshard.deepspeed import comm, held_parameters
 from zeroshard.deepspeed.answers import Client, complete_batch
 from zeroshard.deepspeed.deepspeed_engine import DeepSpeedEngine
+from zeroshard.deepspeed.leaf_flags import flag_configured
 from zeroshard.deepspeed.leaf_walk import LeafWalk
 from zeroshard.deepspeed.loaders import make_loader
 from zeroshard.deepspeed.lr_schedules import make_schedule
@@ -193,6 +194,8 @@ def _sharded(
         walk = LeafWalk(engine, _common_seed(next(model.parameters()).device))
     out = DeepSpeedEngine(engine, config, batch, clipping, walk, client)
     held_parameters.own(engine, out.destroy)
+    zero = config.get("zero_optimization")
+    flag_configured(model, (zero.get("leaf_module") if isinstance(zero, dict) else None) or {})
     if out.zero_optimization_stage() == 3:
         held_parameters.mark(model.parameters())
     if engine.rank == 0:

@@ -40,7 +40,7 @@ v1/zero/test_zero_user_backward
 """
 FILES = _FILES.split()
 _RUNNING = re.compile(r"^unit/.* (PASSED|FAILED|SKIPPED|ERROR) ", re.MULTILINE)
-_OUTCOME = re.compile(r"^(PASSED|FAILED|SKIPPED|ERROR)\b(.*)", re.MULTILINE)
+_OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED)( unit/.*| \[\d+\] .*)$", re.MULTILINE)
 
 
 def run_file(folder: Path, name: str, timeout_s: float) -> tuple[Counter[str], list[str]]:
