@@ -16,17 +16,20 @@ ROOT = Path(__file__).parents[2]
 # files of the repository that are pages of the site
 COPIED = {"CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
 HELP_COLUMNS = "88"
+# of a page's front matter: the site's search shows what explains before what lists
+BEHIND = "---\nsearch:\n  boost: 0.2\n---\n\n"
 
 
 def generated_pages() -> dict[str, str]:
     """Return the Markdown of every generated page by its path in the site."""
-    return {
+    made = {
         "reference/api.md": api_page(),
         "reference/configuration.md": configuration_page(),
         "reference/command-line.md": command_line_page(),
         "reference/messages.md": messages_page(),
-        **{path: (ROOT / name).read_text() for name, path in COPIED.items()},
     }
+    copied = {path: (ROOT / name).read_text() for name, path in COPIED.items()}
+    return {path: BEHIND + text for path, text in made.items()} | copied
 
 
 def configuration_page() -> str:

@@ -21,6 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["EXPECTED", "Section", "found", "sections"]
 
@@ -47,6 +48,7 @@ K1, B, TITLE = 1.2, 0.75, 1000.0
 _HEADING = re.compile(r"^(#{1,3}) +(.+?) *#*$")
 _FENCE = re.compile(r"^ *```")
 _TAG = re.compile(r"<[^>]*>")
+_FRONT = re.compile(r"---\nsearch:\n  boost: ([\d.]+)\n---\n\s*")
 
 
 @dataclass(frozen=True)
@@ -57,20 +59,24 @@ class Section:
     is_page: bool  # the first one, under the page's title
     title: str
     text: str
+    boost: float = 1.0  # of the page, as its front matter says
 
     @classmethod
-    def of_index(cls, entry: dict[str, str]) -> Section:
+    def of_index(cls, entry: dict[str, Any]) -> Section:
         """Return the section of an entry of the built index."""
         page, _, anchor = entry["location"].partition("#")
         text = html.unescape(_TAG.sub(" ", entry["text"]))
         title = html.unescape(_TAG.sub("", entry["title"]))
-        return cls(page.removesuffix(".html"), not anchor, title, text)
+        return cls(page.removesuffix(".html"), not anchor, title, text, entry.get("boost", 1.0))
 
 
 def sections(page: str, markdown: str) -> list[Section]:
     """Return the sections of a page that is written in Markdown."""
     found: list[Section] = []
     title, lines, fenced = page, list[str](), False
+    front = _FRONT.match(markdown)
+    boost = 1.0 if front is None else float(front[1])
+    markdown = _FRONT.sub("", markdown)
     for line in [*markdown.splitlines(), "# "]:
         fenced ^= _FENCE.match(line) is not None
         heading = None if fenced else _HEADING.match(line)
@@ -78,7 +84,7 @@ def sections(page: str, markdown: str) -> list[Section]:
             lines.append(line)
             continue
         if found or lines or title != page:
-            found.append(Section(page, not found, title, " ".join(lines)))
+            found.append(Section(page, not found, title, " ".join(lines), boost))
         title, lines = (heading[2] if heading else "").replace("`", ""), []
     return found
 
@@ -110,5 +116,6 @@ def found(everything: Iterable[Section], query: str) -> list[str]:
                 idf = math.log(1 + abs(rest / (holding[word] + 0.5)))
                 score += len(begins) * weight * idf * (K1 + 1) * count / (size + count)
         boost = section.is_page + (len(met) == len(set(wanted)))
-        best[section.page] = max(best.get(section.page, 0.0), score * (1 + boost**2))
+        score *= section.boost * (1 + boost**2)
+        best[section.page] = max(best.get(section.page, 0.0), score)
     return [page for page, score in sorted(best.items(), key=lambda one: -one[1]) if score > 0]
