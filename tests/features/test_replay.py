@@ -166,5 +166,6 @@ def test_of_two_thousand_steps_without_a_fault_a_replay_says_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write(2, Run({"stage": 3}, leaves=2, steps=MANY), tmp_path / "run", timeout=600)
-    found = replay(run, tmp_path / "none", capsys, leaves=2, step=MANY - 1)
+    (none := tmp_path / "none").mkdir()
+    found = replay(run, none, capsys, leaves=2, step=MANY - 1)
     assert found["equal"] and found["steps"] == list(range(MANY)), found["first"]

@@ -428,6 +428,34 @@ def gradient_norm(engine: zs.Engine) -> torch.Tensor:
     return engine._finalizer.norm()
 
 
+@contextmanager
+def other_norm(engine: zs.Engine, factor: float) -> Iterator[None]:
+    """Inside, this rank's norm of the gradient is `factor` times what the ranks agree on."""
+    finalizer = engine._finalizer
+    norm = finalizer.norm
+    finalizer.norm = lambda limit: norm(limit) * factor  # type: ignore[method-assign]
+    yield
+    del finalizer.norm
+
+
+@contextmanager
+def lost_leaf(engine: zs.Engine, unit_name: str, lost: int) -> Iterator[None]:
+    """Inside, what a unit has of leaf `lost` is not sent; a trail has heard of it."""
+    leaves, begun = engine._context.leaves, list[int]()
+    assert leaves is not None
+    keys = [segment.key for segment in unit(engine, unit_name).segments]
+
+    def lose(key: str, buffer: torch.Tensor | None) -> None:
+        if key in keys and begun[-1:] == [lost] and buffer is not None:
+            buffer.zero_()
+
+    leaves.handed_over.append(lose)
+    engine._loop.events.before_leaf.append(begun.append)
+    yield
+    leaves.handed_over.remove(lose)
+    engine._loop.events.before_leaf.remove(begun.append)
+
+
 def squares(engine: zs.Engine) -> ExactSum:
     """Return the sum of squares of the averaged gradients of all ranks, not rounded. Collective."""
     return engine._finalizer._squares()

@@ -223,22 +223,9 @@ def gradient_of_inputs(training: Training) -> AbstractContextManager[None]:
 # ------------------------------------------------------------------ reduces
 
 
-@contextmanager
-def lost_leaf(training: Training) -> Iterator[None]:
+def lost_leaf(training: Training) -> AbstractContextManager[None]:
     """What UNIT has of LEAF is not sent."""
-    segment, leaf = segment_of(training), list[int]()
-    leaves, events = training.engine._context.leaves, training.engine._loop.events
-    assert leaves is not None
-
-    def lose(key: str, buffer: torch.Tensor | None) -> None:
-        if key == segment.key and leaf[-1:] == [LEAF] and buffer is not None:
-            buffer.zero_()
-
-    leaves.handed_over.append(lose)  # after the trail
-    events.before_leaf.append(leaf.append)
-    yield
-    leaves.handed_over.remove(lose)
-    events.before_leaf.remove(leaf.append)
+    return inside.lost_leaf(training.engine, UNIT, LEAF)
 
 
 @contextmanager
@@ -274,14 +261,9 @@ def reduced_sum(training: Training) -> Iterator[None]:
 # ------------------------------------------------------------------ norm, step and publish
 
 
-@contextmanager
-def norm_of_a_rank(training: Training) -> Iterator[None]:
+def norm_of_a_rank(training: Training) -> AbstractContextManager[None]:
     """A norm whose last bit is another on this rank, behind the back of the others."""
-    finalizer = training.engine._finalizer
-    norm = finalizer.norm
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finalizer, "norm", lambda limit: norm(limit) * (1 + 2**-23))
-        yield
+    return inside.other_norm(training.engine, 1 + 2**-23)
 
 
 @contextmanager
