@@ -4,6 +4,7 @@ the background, offloaded fractions, other rows, tiers and ranks in the middle, 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,13 @@ def _saved_behind(rank: int, world: int, path: Path, stage: int, steps: range) -
     if zs.latest_step(path) is not None:
         zs.load(path, training.engine, states=states)
     with zs.Saver(path, training.engine, states=states) as saver:
+        write = saver._write
+
+        def late(job: Any) -> Any:
+            time.sleep(0.3)  # the next step has been taken then
+            return write(job)
+
+        saver._write = late  # type: ignore[method-assign]
         for step in steps:
             training.step(step)
             if step == steps.start:

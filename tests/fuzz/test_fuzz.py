@@ -120,6 +120,17 @@ FOUND = {  # what later seeds found, shrunk where that was possible
         tokens=True,
         steps=(Step((Micro(routes=((), (), ())),), zero="model"), Step()),
     ),
+    "a layer that no leaf of a step uses, and leaves of the next one do": Program(
+        113,
+        row="zero3-keep",
+        optimizer="sgd nesterov",
+        leaves="5",
+        layers=(Layer("fork"),),
+        steps=(
+            Step((Micro(routes=((), ())),), clip=1.0),
+            Step((Micro(routes=((0,), (0,))),), clip=1.0),
+        ),
+    ),
     "states taken away while a column is published between nodes": draw(7698),
 }
 

@@ -403,8 +403,8 @@ class Backward:
         """Take part in a backward of the other ranks, without one of our own: gather what they
         gather, contribute zeros.
         """
-        weight, units = 0.0 if weighted else None, self._weights.units
-        last = self._pass.reduced
+        weight = 0.0 if weighted else None
+        units, last = self._weights.units, self._pass.reduced
         with self.running_as(sync=sync, scaled=scaled, has_loss=True, weight=weight):
             self._begin(brings=True)
             # as they do, who may wait for our part before they gather on. A unit that is used twice

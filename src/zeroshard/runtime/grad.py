@@ -83,8 +83,6 @@ class Accumulator:
 
     def reset(self) -> None:
         """Forget them: there is no gradient."""
-        if self.partial_sums is not None:
-            self.partial_sums.reset()
         self._held: Gradient | None = None
         self._alive: weakref.ref[Gradient] | None = None
 
@@ -99,7 +97,7 @@ class Accumulator:
         resting = self.resting()
         fresh = resting is None
         if resting is None:
-            if self.partial_sums is not None:  # those of a gradient that nobody used or cleared
+            if self.partial_sums is not None:
                 self.partial_sums.reset()
             resting = self._allocate()
             self._alive = weakref.ref(resting)
