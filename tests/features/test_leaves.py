@@ -529,7 +529,7 @@ def _refusals(rank: int, world: int, path: Path) -> dict[str, str]:
     out["accumulate"] = raised(lambda: engine.accumulate([0], loss))
     begun = engine.leaves(0)
     next(begun)
-    out["begun"] = raised(lambda: engine.accumulate(begun, loss))
+    out["begun"] = raised(partial(engine.accumulate, begun, loss))
     del begun
     engine.reset()
 
@@ -612,5 +612,9 @@ def test_fifty_steps_of_a_family_train_to_one_hash(
         runs["host"] = run(stage=3, **_tiers("host", fraction=0.5))
         runs["disk"] = run(stage=3, **_tiers("disk", disk_path=str(tmp_path)))
         runs["uneven"] = replace(run(stage=2), uneven="shares", shares=(1, 2))
+        runs["no_sync"] = replace(run(stage=1), no_sync=True)
+        runs["accumulate"] = replace(run(stage=3), accumulate="device")
+        runs["accumulate, stage 1"] = replace(run(stage=1), accumulate="host")
+        runs["budget"] = run(stage=3, accumulation_budget=100_000)
         found = dict(zip(runs, hashes(world, list(runs.values()), timeout=1500), strict=True))
         assert set(found.values()) == {alone}, (world, found)
