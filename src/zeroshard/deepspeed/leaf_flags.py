@@ -109,7 +109,7 @@ def set_z3_leaf_modules_by_suffix(
 
 def flag_configured(model: nn.Module, section: dict[str, Any]) -> None:
     """Flag the modules that the configuration's ``zero_optimization.leaf_module`` names."""
-    setters: dict[str, Callable[..., object]] = {
+    setters: dict[str, Any] = {
         "classes": set_z3_leaf_modules,
         "names": set_z3_leaf_modules_by_name,
         "name_suffixes": set_z3_leaf_modules_by_suffix,
