@@ -328,13 +328,11 @@ class Bucket:
         """
         leaves, numel = self._leaves, self.flat.layout.numel
         assert leaves is not None, self.key
-        span = leaves.own
-        total = self._memory.empty(numel)
-        total.zero_() if self.buffer is None else total.copy_(self.buffer)
-        self._return_buffer()
-        if span is not None:
+        if leaves.own is not None:
+            grad = self._memory.empty(numel).zero_() if self.buffer is None else self.buffer
             with self._losing():
-                counter.keep(counter.merge(span, total), total)
+                counter.add(leaves.own, grad, self._memory)
+        self._return_buffer()
         if not leaves.is_last:
             return True
         make_room(numel * torch.float32.itemsize)

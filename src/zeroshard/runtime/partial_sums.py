@@ -20,7 +20,7 @@ from zeroshard.core.layout import Range
 from zeroshard.core.placement import Tier
 from zeroshard.core.tree import Tree
 from zeroshard.state.gradient import Gradient
-from zeroshard.state.state import State
+from zeroshard.state.state import DeviceMemory, State
 from zeroshard.tier.store import Store
 
 __all__ = ["BinaryCounter", "PartialSums"]
@@ -52,6 +52,18 @@ class BinaryCounter:
             held.close()
             span = (before[0], span[1])
         return span
+
+    def add(self, span: Range, source: torch.Tensor, memory: DeviceMemory) -> None:
+        """Add `source` [as each sum], the gradient of leaves `span` that come next; it stays the
+        caller's. A sum on the device is added to where it rests.
+        """
+        last, here = self._held[-1] if self._held else ((0, 0), None)
+        if here is None or here.tensor is None or not self._tree.merges(last, span):
+            total = memory.empty(source.numel()).copy_(source)
+        else:
+            self._held.pop()
+            total, span = here.tensor.add_(source), (last[0], span[1])
+        self.keep(self.merge(span, total), total)
 
     def keep(self, span: Range, total: torch.Tensor) -> None:
         """Let `total`, the sum of leaves `span`, rest."""
