@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = [
     "Key", "Kind", "Lower", "an_object", "anything", "becomes", "count", "every", "flag", "levels",
-    "number", "one_of", "ranks", "refuses", "section", "text", "tunes", "watches", "whole",
+    "number", "one_of", "ranks", "refuses", "section", "text", "texts", "tunes", "watches", "whole",
 ]  # fmt: skip
 
 Kind = Callable[[Any], str]  # the end of a sentence about a value of another kind, or ""
@@ -40,6 +40,10 @@ ranks = _kind((lambda v: type(v) is int and (v >= 1 or v == -1), "is not a numbe
 levels = _kind((
     lambda v: type(v) in (int, str) and bool(fullmatch(r"[1-9]\d*(x[1-9]\d*)*", str(v))),
     "is neither a number of leaves nor levels such as '3x2x2'",
+))  # fmt: skip
+texts = _kind((
+    lambda v: isinstance(v, list) and all(isinstance(one, str) for one in v),
+    "is not a list of names",
 ))  # fmt: skip
 text = _kind((lambda v: isinstance(v, str), "is not text"))
 # null and false stand for an empty object
