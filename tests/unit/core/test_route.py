@@ -22,6 +22,7 @@ from zeroshard.core.placement import Cell, Cells, Mesh, Portion, Scope, Tier
 from zeroshard.core.policy import ROWS, Policy, row
 from zeroshard.core.route import Kind, Place, Route, Routes, TierBytes, routes
 from zeroshard.core.route.__main__ import main
+from zeroshard.core.route.hop import Axis
 from zeroshard.core.wire import CODEC_BITS, Formats, Wire
 
 NUMEL = 1 << 20
@@ -516,3 +517,14 @@ def test_routes_and_their_command_need_no_torch() -> None:
             [sys.executable, "-W", "error", *command], capture_output=True, text=True, check=False
         )
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_beside_sums_of_nodes_a_whole_gradient_is_reduced_in_two_levels() -> None:
+    whole = ROWS["zero1"].default
+    alone, beside = (routes(whole, Mesh(2, 2), BF16, node_sums=sums) for sums in (False, True))
+    axes = [
+        [hop.axis for hop in one.reduce.hops if hop.kind is Kind.REDUCE_SCATTER]
+        for one in (alone, beside)
+    ]
+    # in bf16 two levels cost more bytes between nodes, whose sums travel in fp32
+    assert axes == [[Axis.FLAT], [Axis.LOCAL, Axis.NODE]]
