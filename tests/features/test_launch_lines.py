@@ -18,13 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
+from tests.support.deepspeed_files import FILES
 from tests.support.harness import ROOT, is_running, run_ranks
 from tests.support.hosts import descendants
 from tests.support.launched import PROGRAM, stub_ssh, wait_until
-from tests.support.launched_runs import STEPS, batch, model
+from tests.support.launched_runs import ddp_losses
 from tests.support.slurm import one_node, why_not
 
 SCRIPT = str(ROOT / "tests" / "support" / "launched_runs.py")
@@ -96,25 +95,11 @@ def run(tmp_path: Path) -> Iterator[Run]:
             os.kill(int(path.read_text()), signal.SIGKILL)
 
 
-def _ddp(rank: int, world_size: int) -> list[float]:
-    shared = nn.parallel.DistributedDataParallel(model())
-    optimizer = torch.optim.SGD(shared.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
-        loss = shared(batch(step, rank)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    dist.barrier()
-    return losses
-
-
 def _check(started: Started, *, local_rank: bool | None = False) -> str:
     """Both ranks train as DDP does; one is killed, and all ends. Return what was said."""
     pids = started.pids()
     everyone = (descendants(started.process.pid) | set(pids)) - {started.process.pid}
-    expected = run_ranks(2, _ddp)
+    expected = run_ranks(2, ddp_losses)
     for rank in range(2):
         found = started.found(rank)
         assert found["losses"] == expected[rank]
@@ -296,33 +281,8 @@ def test_accelerate_launch_on_two_hosts_finds_a_program_deepspeed(run: Run, tmp_
 
 def _zero3(folder: Path) -> Path:
     """Write Transformers' ds_config_zero3.json, without its schedule; return its path."""
-    names = ("lr", "betas", "eps", "weight_decay")
-    config = {
-        "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000,
-                 "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
-        "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "AdamW", "params": dict.fromkeys(names, "auto")},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            "offload_param": {"device": "cpu", "pin_memory": True},
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "sub_group_size": 1e9,
-            "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-            "stage3_max_live_parameters": 1e9,
-            "stage3_max_reuse_distance": 1e9,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "steps_per_print": 2000,
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "wall_clock_breakdown": False,
-    }  # fmt: skip
+    config = FILES["transformers zero3"]
+    config = {name: value for name, value in config.items() if name != "scheduler"}
     path = folder / "ds_config_zero3.json"
     path.write_text(json.dumps(config))
     return path

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from tests.support.plan_command import run_plan
 from tests.support.training import make_model
 from zeroshard.core.policy import ROWS
-from zeroshard.launch import cli
 from zeroshard.planner.families import shape_of_config
 from zeroshard.planner.modules import shape_of_module
 
@@ -84,17 +84,8 @@ def test_a_config_json_gives_the_units_of_the_model_that_transformers_builds(fam
 # ------------------------------------------------------------------ the command
 
 
-def _run(*argv: str) -> int:
-    """Run ``zeroshard plan`` in this process; return its exit code."""
-    try:
-        return cli.main(["plan", *argv])
-    except SystemExit as left:
-        assert isinstance(left.code, int)
-        return left.code
-
-
 def test_the_command_prints_the_contracts_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("--params", "7.5B", "--gpus", "64", "--precision", "bf16", "--json") == 0
+    assert run_plan("--params", "7.5B", "--gpus", "64", "--precision", "bf16", "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     assert {"model", "machine", "rows", "recommended"} <= set(plan)
     for row in plan["rows"]:
@@ -117,7 +108,7 @@ def test_the_command_prints_the_contracts_json(capsys: pytest.CaptureFixture[str
 
 def test_the_command_prints_the_papers_table(capsys: pytest.CaptureFixture[str]) -> None:
     papers = ("--precision", "bf16", "--accumulate", "bf16")  # gradients of 2 bytes
-    assert _run("--params", "7.5B", "--gpus", "64", *papers) == 0
+    assert run_plan("--params", "7.5B", "--gpus", "64", *papers) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     rest = {line[0]: line[2] for line in lines if len(line) > 5 and line[1] == "-"}
     assert [rest[name] for name in ("ddp", "zero1", "zero2", "zero3")] == [
@@ -127,7 +118,7 @@ def test_the_command_prints_the_papers_table(capsys: pytest.CaptureFixture[str])
 
 def test_a_gpu_without_bf16_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     for precision, told in (("bf16", True), ("fp16", False)):
-        assert _run("--params", "1B", "--gpu", "V100-32", "--precision", precision) == 0
+        assert run_plan("--params", "1B", "--gpu", "V100-32", "--precision", precision) == 0
         assert ("has no bf16" in capsys.readouterr().out) is told
 
 
@@ -184,16 +175,16 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_factory_is_planned_in_the_runtimes_units(
     factories: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _run("--model", f"{factories}:small", "--json") == 0
+    assert run_plan("--model", f"{factories}:small", "--json") == 0
     model = json.loads(capsys.readouterr().out)["model"]
     assert (model["parameters"], model["units"]) == (4 * 72, 4)
 
 
 def _planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, Any], list[str]]:
     """Return the JSON of a plan, and the lines that the command prints."""
-    assert _run(*argv, "--json") == 0
+    assert run_plan(*argv, "--json") == 0
     plan = json.loads(capsys.readouterr().out)
-    assert _run(*argv) == 0
+    assert run_plan(*argv) == 0
     return plan, capsys.readouterr().out.splitlines()
 
 
@@ -226,10 +217,10 @@ def test_a_model_that_is_no_decoder_has_times_where_its_flops_were_counted(
 def test_a_sweep_and_stages_of_a_model_without_flops_say_so(
     factories: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _run("--model", f"{factories}:ConvLstm", "--sweep", "gpus=1..4") == 2
+    assert run_plan("--model", f"{factories}:ConvLstm", "--sweep", "gpus=1..4") == 2
     error = capsys.readouterr().err
     assert "the FLOPs of ConvLstm are not known" in error and "return (module, inputs)" in error
-    assert _run("--model", f"{factories}:traced", "--sweep", "gpus=1..2") == 0
+    assert run_plan("--model", f"{factories}:traced", "--sweep", "gpus=1..2") == 0
     assert "tokens" not in capsys.readouterr().out
     stages = ("--gpus", "2", "--pp", "2", "--micro-batches", "4")
     plan, lines = _planned(capsys, "--model", f"{factories}:traced", *stages)
@@ -248,7 +239,7 @@ def test_sequences_are_no_longer_than_the_model_has_positions(
     plan, lines = _planned(capsys, str(tmp_path), "--sequence", "32")
     assert plan["training"]["sequence"] == 32 and "positions" not in _notes(lines)
     for more in ((), ("--sweep", "gpus=1..2"), ("--gpus", "2", "--shares", "memory")):
-        assert _run(str(tmp_path), "--sequence", "128", *more) == 2
+        assert run_plan(str(tmp_path), "--sequence", "128", *more) == 2
         assert "longer than the 64 positions" in capsys.readouterr().err
 
 
@@ -294,7 +285,7 @@ def test_what_was_traced_with_token_ids_is_planned_for_as_many(
 def test_bad_input_is_one_line_and_exit_code_2(
     factories: str, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _run(*argv) == 2
+    assert run_plan(*argv) == 2
     seen = capsys.readouterr()
     assert seen.out == "" and seen.err.count("\n") == 1 and message in seen.err
 
@@ -302,7 +293,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_the_help_fits_a_screen_and_its_examples_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _run("--help") == 0
+    assert run_plan("--help") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 50
     examples = [line.split()[2:] for line in lines if line.startswith("  zeroshard plan ")]
@@ -310,7 +301,7 @@ def test_the_help_fits_a_screen_and_its_examples_run(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
     for argv in examples:
-        assert _run(*argv) == 0
+        assert run_plan(*argv) == 0
     assert zs.Config.read("zero.json").resolved_policy().name in ROWS
 
 
@@ -318,7 +309,7 @@ def test_a_written_configuration_shards_a_model(
     factories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "zero.json"
-    assert _run("--model", f"{factories}:small", "--gpu", "CPU", "--write", str(path)) == 0
+    assert run_plan("--model", f"{factories}:small", "--gpu", "CPU", "--write", str(path)) == 0
     model = nn.Sequential(nn.Linear(8, 8))
     engine = zs.shard(model, torch.optim.AdamW(model.parameters()), config=path)
     assert engine.policy.name == json.loads(path.read_text())["policy"]
@@ -354,7 +345,7 @@ def test_a_configuration_with_codecs_and_a_fraction_shards_a_model() -> None:
 
 
 def test_the_table_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("--params", "100B", "--gpus", "64", "--disk", "20TB") == 0
+    assert run_plan("--params", "100B", "--gpus", "64", "--disk", "20TB") == 0
     lines = capsys.readouterr().out.splitlines()
     (head,) = (number for number, line in enumerate(lines) if line.startswith("row "))
     assert {"node", "disk", "step", "tok/s", "fits"} <= set(lines[head].split())
@@ -377,7 +368,7 @@ def test_the_table_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_peak_below_what_rests_is_explained(
     argv: list[str], told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _run("--params", "7B", *argv) == 0
+    assert run_plan("--params", "7B", *argv) == 0
     out = capsys.readouterr().out
     assert ("rest is between micro-batches, whole gradients included" in out) is told
     below = [line.split() for line in out.splitlines() if line.startswith("zero1      -   ")]
@@ -387,7 +378,7 @@ def test_a_peak_below_what_rests_is_explained(
 
 def test_a_checkpoint_is_timed_where_a_disk_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     for disk, told in (((), False), (("--disk", "4TB"), True)):
-        assert _run("--params", "1B", "--gpus", "8", *disk) == 0
+        assert run_plan("--params", "1B", "--gpus", "8", *disk) == 0
         (line,) = (one for one in capsys.readouterr().out.splitlines() if one.startswith("save"))
         assert "in the background" in line and ("; load" in line or ", load" in line)
         assert ("timed with a --disk" in line) is not told
@@ -397,12 +388,12 @@ def test_nothing_that_fits_is_not_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "zero.json"
-    assert _run("--params", "50T", "--write", str(path)) == 1
+    assert run_plan("--params", "50T", "--write", str(path)) == 1
     seen = capsys.readouterr()
     assert "change" in seen.out or "none" in seen.out
     assert seen.err.count("\n") == 1 and "nothing fits" in seen.err and not path.exists()
     for other in (("--json",), ("--gpus", "2", "--shares", "memory"), ("--sweep", "gpus=1..2")):
-        assert _run("--params", "50T", *other) == 1
+        assert run_plan("--params", "50T", *other) == 1
 
 
 def test_a_config_of_70b_is_planned_without_torch(tmp_path: Path) -> None:

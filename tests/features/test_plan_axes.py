@@ -17,9 +17,9 @@ import zeroshard as zs
 from tests.support import inside, pipelines
 from tests.support.harness import run_ranks
 from tests.support.pipelines import mesh_of, piped, whole
+from tests.support.plan_command import run_plan
 from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.core.policy import ROWS
-from zeroshard.launch import cli
 from zeroshard.planner.axes import Grid
 from zeroshard.planner.cuts import cut_stages, cut_tensors
 from zeroshard.planner.exact import LaidOut, rest_bytes
@@ -132,14 +132,6 @@ def _block(sizes: dict[str, tuple[int, ...]], prefix: str) -> nn.Module:
 # ------------------------------------------------------------------ the command
 
 
-def _run(*argv: str) -> int:
-    try:
-        return cli.main(["plan", *argv])
-    except SystemExit as left:
-        assert isinstance(left.code, int)
-        return left.code
-
-
 @pytest.fixture
 def tiny(tmp_path: Path) -> str:
     file = tmp_path / "config.json"
@@ -149,7 +141,7 @@ def tiny(tmp_path: Path) -> str:
 
 def test_a_row_says_how_its_ranks_are_spread(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [tiny, "--gpus", "16", "--tp", "2", "--pp", "2", "--micro-batches", "4"]
-    assert _run(*argv, "--json") == 0
+    assert run_plan(*argv, "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["axes"] == {"tp": 2, "pp": 2, "schedule": None}
     assert {(row["tp"], row["pp"], row["dp"]) for row in plan["rows"]} == {(2, 2, 4)}
@@ -162,7 +154,7 @@ def test_a_row_says_how_its_ranks_are_spread(tiny: str, capsys: pytest.CaptureFi
     assert row["axis_bytes"]["tp"] == 4 * 9 * activations
     assert sum(row["traffic_bytes"].values()) == row["axis_bytes"]["dp"]
     assert plan["recommended"]["pp"] == 2
-    assert _run(*argv) == 0
+    assert run_plan(*argv) == 0
     text = capsys.readouterr().out
     assert "take      tp 2 x pp 2 x dp 4, " in text and "bubble" in text
 
@@ -174,7 +166,7 @@ def test_a_search_names_the_best_grids_and_says_how_data_parallel_ranks_compare(
     argv = [str(tmp_path), "--gpus", "1024", "--sequence", "8192", "--tp", "auto", "--pp", "auto"]
     argv += ["--checkpointing", "--network", "2GB", "--json"]
     begin = time.process_time()
-    assert _run(*argv) == 0
+    assert run_plan(*argv) == 0
     assert time.process_time() - begin < 8  # under 2 on a quiet machine
     plan = json.loads(capsys.readouterr().out)
     grids = [(row["tp"], row["pp"], row["dp"]) for row in plan["rows"]]
@@ -209,7 +201,7 @@ def test_a_search_names_the_best_grids_and_says_how_data_parallel_ranks_compare(
 def test_axes_that_cannot_be_are_one_line_and_exit_code_2(
     tiny: str, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _run(tiny, *argv) == 2
+    assert run_plan(tiny, *argv) == 2
     seen = capsys.readouterr()
     assert seen.out == "" and seen.err.count("\n") == 1 and message in seen.err
 
@@ -220,10 +212,10 @@ def test_tensor_parallelism_over_nodes_is_planned_and_called_slow(
     argv = [tiny, "--gpus", "8", "--node-size", "2", "--json", "--tp"]
     steps = []
     for tp in ("2", "4"):
-        assert _run(*argv, tp) == 0
+        assert run_plan(*argv, tp) == 0
         steps.append(json.loads(capsys.readouterr().out)["rows"][0]["step_s"])
     assert steps[1] > 1.5 * steps[0]
-    assert _run(tiny, "--gpus", "8", "--node-size", "2", "--tp", "4") == 0
+    assert run_plan(tiny, "--gpus", "8", "--node-size", "2", "--tp", "4") == 0
     assert "tp 4 does not fit in a node of 2" in capsys.readouterr().out
 
 

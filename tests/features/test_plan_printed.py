@@ -10,23 +10,14 @@ import pytest
 import torch
 
 import zeroshard as zs
-from zeroshard.launch import cli
+from tests.support.plan_command import run_plan
 from zeroshard.planner import machine
 from zeroshard.planner.families import shape_of_config
 from zeroshard.planner.modules import shape_of_module
 
 
-def _run(*argv: str) -> int:
-    """Run ``zeroshard plan`` in this process; return its exit code."""
-    try:
-        return cli.main(["plan", *argv])
-    except SystemExit as left:
-        assert isinstance(left.code, int)
-        return left.code
-
-
 def _printed(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
-    assert _run(*argv) == 0
+    assert run_plan(*argv) == 0
     return capsys.readouterr().out.splitlines()
 
 
@@ -41,7 +32,7 @@ def test_one_gpu_has_a_line_for_each_mix_of_tiers(capsys: pytest.CaptureFixture[
     assert [words[0] for words in table] == ["ddp", "zero1", "zero2", "zero3", "zero3", "zero3"]
     assert [words[1] for words in table] == ["-", "optim", "grad+optim", "all", "grad", "all"]
     assert not any(line.startswith(("hpz ", "mics ", "zero3-keep ")) for line in lines)
-    assert _run("--params", "7B", "--json") == 0
+    assert run_plan("--params", "7B", "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["rows"]) == 14
 
 
@@ -114,10 +105,10 @@ def test_the_command_takes_the_same_names(capsys: pytest.CaptureFixture[str]) ->
 def test_gpus_that_make_no_whole_nodes_come_with_the_remedy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert _run("--params", "7B", "--gpus", "12") == 2
+    assert run_plan("--params", "7B", "--gpus", "12") == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "give node_size=6, or gpus=8 or gpus=16" in error
-    assert _run("--params", "1B", "--gpus", "12", "--node-size", "6") == 0
+    assert run_plan("--params", "1B", "--gpus", "12", "--node-size", "6") == 0
 
 
 def test_a_preset_that_lacks_a_key_is_one_line(
@@ -127,7 +118,7 @@ def test_a_preset_that_lacks_a_key_is_one_line(
     for key in ("memory_gbs", "node_size"):
         short = {name: value for name, value in known["H100"].items() if name != key}
         monkeypatch.setattr(machine, "presets", lambda short=short: {**known, "Mine": short})
-        assert _run("--params", "1B", "--gpu", "Mine") == 2
+        assert run_plan("--params", "1B", "--gpu", "Mine") == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and f"machines.toml: preset 'Mine' lacks {key}" in error
 
@@ -140,7 +131,7 @@ def test_a_price_is_gpu_hours_and_money_for_a_billion_tokens(
 ) -> None:
     argv = ("--params", "7B", "--gpus", "8", "--price", "2.50")
     (line,) = (one for one in _printed(capsys, *argv) if one.startswith("price"))
-    assert _run(*argv, "--json") == 0
+    assert run_plan(*argv, "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     best = next(row for row in plan["rows"] if row["row"] == plan["recommended"]["row"])
     hours = 8 * 1e9 / best["tokens_per_s"] / 3600
@@ -150,13 +141,13 @@ def test_a_price_is_gpu_hours_and_money_for_a_billion_tokens(
         line
         == f"price     a billion tokens take {hours:.3g} GPU-hours: {2.5 * hours:.3g} at 2.5 each"
     )
-    assert _run(*argv[:-2], "--json") == 0
+    assert run_plan(*argv[:-2], "--json") == 0
     assert "price" not in json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("price", ["0", "-1", "cheap", "inf", "nan"])
 def test_a_price_that_is_none_is_refused(price: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("--params", "7B", "--price", price) == 2
+    assert run_plan("--params", "7B", "--price", price) == 2
     assert "--price must be a positive number" in capsys.readouterr().err
 
 
@@ -167,7 +158,7 @@ def test_a_sweep_ends_with_the_fewest_gpus_that_hold_the_model(
     lines = _printed(capsys, *argv)
     assert lines[-1] == "fewest     32 GPUs, with zero3, hpz, hfsdp"
     assert lines[-2].startswith("cheapest   32 GPUs, ")
-    assert _run(*argv[:-4], "--sweep", "gpus=8..16") == 1
+    assert run_plan(*argv[:-4], "--sweep", "gpus=8..16") == 1
     out = capsys.readouterr().out.splitlines()
     assert out[-1].startswith("fewest     no number of GPUs from 8 to 16 ")
 
@@ -237,7 +228,7 @@ def test_any_other_family_is_built_by_transformers(
     transformers = pytest.importorskip("transformers")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(fields))
-    assert _run(str(file), "--gpu", "CPU", "--json") == 0
+    assert run_plan(str(file), "--gpu", "CPU", "--json") == 0
     seen = capsys.readouterr()
     assert seen.err == "", "no warnings of Transformers"
     plan = json.loads(seen.out)
@@ -274,10 +265,10 @@ def test_a_family_that_nobody_knows_is_one_line(
         ({"model_type": "qwen3_moe", **SMALL, "mlp_only_layers": 3}, "not a list of whole numbers"),
     ):
         file.write_text(json.dumps(fields))
-        assert _run(str(file)) == 2
+        assert run_plan(str(file)) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and message in error
     monkeypatch.setattr("zeroshard.planner.model_files.find_spec", lambda name: None)
     file.write_text(json.dumps({"model_type": "olmo2", **SMALL}))
-    assert _run(str(file)) == 2
+    assert run_plan(str(file)) == 2
     assert "pip install 'zeroshard[transformers]'" in capsys.readouterr().err

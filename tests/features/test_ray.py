@@ -9,12 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
 
 from tests.support.harness import ROOT, run_ranks
-from tests.support.launched_runs import batch, model
+from tests.support.launched_runs import ddp_losses
 
 STEPS, KILLED_AT = 6, 3  # as tests/support/ray_runs.py has them
 
@@ -31,20 +28,6 @@ def _python() -> str:
     return named
 
 
-def _ddp(rank: int, world_size: int) -> list[float]:
-    shared = nn.parallel.DistributedDataParallel(model())
-    optimizer = torch.optim.SGD(shared.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
-        loss = shared(batch(step, rank)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    dist.barrier()
-    return losses
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_workers_of_ray_train_as_ddp_does_and_go_on_after_one_is_killed(tmp_path: Path) -> None:
@@ -55,7 +38,7 @@ def test_workers_of_ray_train_as_ddp_does_and_go_on_after_one_is_killed(tmp_path
     assert ended.returncode == 0, ended.stderr[-4000:]
     said = next(one for one in ended.stdout.splitlines() if one.startswith("FOUND "))
     found = json.loads(said.removeprefix("FOUND "))
-    expected = dict(zip(map(str, range(STEPS)), run_ranks(2, _ddp)[0], strict=True))
+    expected = dict(zip(map(str, range(STEPS)), run_ranks(2, ddp_losses, STEPS)[0], strict=True))
     assert found["twice"] == {"losses": expected, "began": ["0", str(KILLED_AT)], "error": ""}
     once = found["once"]
     assert list(once["losses"]) == [str(step) for step in range(KILLED_AT)]

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["STEPS", "batch", "main", "model", "write"]
+__all__ = ["STEPS", "batch", "ddp_losses", "main", "model", "write"]
 
 STEPS = 3
 
@@ -34,6 +34,21 @@ def model() -> nn.Module:
 def batch(step: int, rank: int) -> torch.Tensor:
     """Return the batch of a rank, [4, 8]."""
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + rank))
+
+
+def ddp_losses(rank: int, world_size: int, steps: int = STEPS) -> list[float]:
+    """Return the losses of `steps` steps of DDP on these ranks."""
+    shared = nn.parallel.DistributedDataParallel(model())
+    optimizer = torch.optim.SGD(shared.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        loss = shared(batch(step, rank)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    dist.barrier()
+    return losses
 
 
 def write(path: Path, text: str) -> None:

@@ -8,20 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.plan_command import run_plan
 from zeroshard.core.policy import ROWS
 from zeroshard.errors import ConfigError
-from zeroshard.launch import cli
 from zeroshard.planner.sweep import parse_sweep
 
 MODEL = ("--params", "1.3B", "--gpu", "A100-40", "--sequence", "512")
-
-
-def _run(*argv: str) -> int:
-    try:
-        return cli.main(["plan", *MODEL, *argv])
-    except SystemExit as left:
-        assert isinstance(left.code, int)
-        return left.code
 
 
 def test_a_sweep_doubles() -> None:
@@ -36,7 +28,7 @@ def test_a_sweep_doubles() -> None:
 def test_the_sweep_says_of_every_row_how_well_it_uses_the_gpus(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert _run("--sweep", "gpus=8..64", "--network", "1GB", "--json") == 0
+    assert run_plan(*MODEL, "--sweep", "gpus=8..64", "--network", "1GB", "--json") == 0
     points = json.loads(capsys.readouterr().out)["sweep"]
     assert [(one["gpus"], one["row"]) for one in points] == [
         (gpus, name) for gpus in (8, 16, 32, 64) for name in ROWS
@@ -51,8 +43,10 @@ def test_the_sweep_says_of_every_row_how_well_it_uses_the_gpus(
 
 
 def test_tables_name_what_bounds_each_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("--sweep", "gpus=8..32", "--network", "1GB") == 0
+    assert run_plan(*MODEL, "--sweep", "gpus=8..32", "--network", "1GB") == 0
     lines = capsys.readouterr().out.splitlines()
+    *lines, fewest = lines
+    assert fewest.split()[:2] == ["fewest", "8"]
     bounds = dict(line.split(maxsplit=1) for line in lines[-len(ROWS) :])
     assert list(bounds) == list(ROWS)
     assert bounds["zero3"].endswith("16-32 links between nodes")
@@ -62,7 +56,7 @@ def test_tables_name_what_bounds_each_row(capsys: pytest.CaptureFixture[str]) ->
 def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "sweep.png"
-    assert _run("--sweep", "gpus=1..4", "--plot", str(file)) == 0
+    assert run_plan(*MODEL, "--sweep", "gpus=1..4", "--plot", str(file)) == 0
     assert file.read_bytes().startswith(b"\x89PNG") and str(file) in capsys.readouterr().err
 
 
@@ -83,6 +77,6 @@ def test_bad_input_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as where it is not installed
-    assert _run(*argv) == 2
+    assert run_plan(*MODEL, *argv) == 2
     seen = capsys.readouterr()
     assert seen.out == "" and seen.err.count("\n") == 1 and message in seen.err

@@ -1,0 +1,16 @@
+"""``zeroshard plan`` in this process."""
+
+from __future__ import annotations
+
+from zeroshard.launch import cli
+
+__all__ = ["run_plan"]
+
+
+def run_plan(*argv: str) -> int:
+    """Run ``zeroshard plan``; return its exit code."""
+    try:
+        return cli.main(["plan", *argv])
+    except SystemExit as left:
+        assert isinstance(left.code, int)
+        return left.code
