@@ -198,7 +198,7 @@ def test_optimizers_whose_step_is_not_elementwise(
             "'comm.transprt' is not a key of comm; did you mean 'transport'",
         ),
         ({"comm": {"transport": "mpi"}}, r"comm\.transport"),
-        ({"comm": zs.Comm(weight_codec="int9")}, "comm.weight_codec: codec .int9. is not one of"),
+        ({"comm": {"weight_codec": "int9"}}, "comm.weight_codec: codec .int9. is not one of"),
         (
             {"comm": zs.Comm(transport="gloo")},
             "'gloo' needs torch.distributed: call zeroshard.init_distributed",

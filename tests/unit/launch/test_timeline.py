@@ -151,7 +151,7 @@ def test_without_matplotlib_the_text_is_printed_and_one_line_says_what_to_instal
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "has no traces"),
+        (None, "has no trace"),
         ("{", "is no trace of zeroshard, or torn"),
         ("", "is no trace of zeroshard, or torn"),
         ("[1]", "is no trace of zeroshard, or torn"),
