@@ -466,6 +466,63 @@ def test_schedules_give_deepspeeds_numbers() -> None:
     assert {pair[1] for pair in betas} == {0.99}
 
 
+def _two_groups(**options: Any) -> torch.optim.Optimizer:
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    return torch.optim.Adam([{"params": [one]} for one in parameters], **options)
+
+
+def test_one_cycle_takes_a_rate_and_a_momentum_for_each_group() -> None:
+    """As DeepSpeed's own tests ask: a list was a TypeError of the first step."""
+    optimizer = _two_groups()
+    cycle = lr_schedules.OneCycle(
+        optimizer, [0.1, 0.2], [0.5, 0.6], cycle_first_step_size=5,
+        cycle_min_mom=[0.8, 0.85], cycle_max_mom=[0.9, 0.95],
+    )  # fmt: skip
+
+    def momenta() -> list[float]:
+        return [group["betas"][0] for group in optimizer.param_groups]
+
+    # before the first step the optimizer has the lowest, and get_mom() says the highest
+    assert (cycle.get_last_lr(), momenta()) == ([0.1, 0.2], [0.8, 0.85])
+    assert cycle.get_mom() == [(0.9, 0.99), (0.95, 0.99)]
+    cycle.step(4)
+    assert cycle.get_last_lr() == cycle.get_lr() == pytest.approx([0.5, 0.6])
+    assert momenta() == pytest.approx([0.8, 0.85])
+    cycle.step(9)
+    assert cycle.get_last_lr() == pytest.approx([0.1, 0.2])
+    assert momenta() == pytest.approx([0.9, 0.95])
+    assert lr_schedules.OneCycle(optimizer, 0.1, 0.2, cycle_second_step_size=0).step_ratio == 1.0
+
+
+def test_one_cycle_stands_on_every_one_of_its_stairs() -> None:
+    """29 of 100 stairs, which 29 / 100 * 100 lies just below."""
+    cycle = lr_schedules.OneCycle(
+        _two_groups(), 0.0, 1.0, cycle_first_step_size=100, cycle_first_stair_count=100
+    )
+    cycle.step(28)
+    assert cycle.get_lr() == [0.29, 0.29]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        ("OneCycle", {"cycle_first_step_size": 0}), ("OneCycle", {"cycle_second_step_size": -1}),
+        ("OneCycle", {"cycle_min_lr": [0.1, 0.2, 0.3]}), ("OneCycle", {"cycle_max_mom": [0.9]}),
+        ("LRRangeTest", {"lr_range_test_step_size": -5}), ("WarmupLR", {"warmup_max_lr": "1e-3"}),
+    ],
+)  # fmt: skip
+def test_a_schedules_class_refuses_what_a_step_would_stumble_over(
+    kind: str, wrong: dict[str, Any]
+) -> None:
+    """In a program's hands as in a configuration."""
+    needed = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2} if kind == "OneCycle" else {}
+    optimizer = _two_groups()
+    for make in (lambda params: getattr(lr_schedules, kind)(optimizer, **params),
+                 lambda params: lr_schedules.make_schedule(kind, params, optimizer)):  # fmt: skip
+        with pytest.raises(zs.ConfigError, match=next(iter(wrong))):
+            make(needed | wrong)
+
+
 def test_a_warmup_without_a_rate_rises_to_that_of_each_group() -> None:
     """As in DeepSpeed from 0.19.5 on; before, all groups got the first one's."""
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]

@@ -78,6 +78,8 @@ ENGINE_FIXED: dict[str, Any] = {  # what a call of the name returns
     "checkpoint_tag_validation_fail": True,
     "is_elastic_model_parallel_supported": False,
     "postscale_gradients": True,
+    # DeepSpeed's docs had programs call it after a plain backward: nothing is left to reduce then
+    "_backward_epilogue": None,
 }
 
 _TABLES = {

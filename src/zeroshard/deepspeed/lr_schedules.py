@@ -20,6 +20,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ __all__ = [
 _BETA2 = 0.99  # what OneCycle sets the second beta to
 _NO_NUMBERS = ("warmup_type", "lr_range_test_staircase", "cycle_momentum")
 _POSITIVE = ("lr_range_test_step_size", "cycle_first_step_size")
+_NOT_NEGATIVE = ("cycle_second_step_size",)
 Rates = float | Sequence[float]
 
 
@@ -46,6 +48,7 @@ class LRSchedule:
     last_batch_iteration: int
 
     def __post_init__(self) -> None:
+        _check_params({name: one for name, one in vars(self).items() if name != "optimizer"})
         self.optimizer = _groups_of(self.optimizer)
         self._prepare()
         if self.last_batch_iteration == -1:
@@ -225,78 +228,84 @@ class OneCycle(LRSchedule):
     """One cycle up and down (betas[0] down and up), then a decay."""
 
     optimizer: Any
-    cycle_min_lr: float
-    cycle_max_lr: float
+    cycle_min_lr: Rates
+    cycle_max_lr: Rates
     decay_lr_rate: float = 0.0
     cycle_first_step_size: int = 2000
-    cycle_second_step_size: Any = None  # None: as the first
+    cycle_second_step_size: int | None = None  # None: as the first
     cycle_first_stair_count: int = 0  # 0: no stairs
-    cycle_second_stair_count: Any = None  # None: as the first
+    cycle_second_stair_count: int | None = None  # None: as the first
     decay_step_size: int = 0  # 0: no decay
     cycle_momentum: bool = True
-    cycle_min_mom: float = 0.8
-    cycle_max_mom: float = 0.9
+    cycle_min_mom: Rates = 0.8
+    cycle_max_mom: Rates = 0.9
     decay_mom_rate: float = 0.0
     last_batch_iteration: int = -1
 
     def _prepare(self) -> None:
-        if self.cycle_second_step_size is None:
-            self.cycle_second_step_size = self.cycle_first_step_size
-        if self.cycle_second_stair_count is None:
-            self.cycle_second_stair_count = self.cycle_first_stair_count
+        second, stairs = self.cycle_second_step_size, self.cycle_second_stair_count
+        self.first_step_size = float(self.cycle_first_step_size)
+        self.second_step_size = self.first_step_size if second is None else float(second)
+        self.first_stair_count = self.cycle_first_stair_count
+        self.second_stair_count = self.first_stair_count if stairs is None else stairs
+        self.total_size = self.first_step_size + self.second_step_size
+        self.step_ratio = self.first_step_size / self.total_size
+        self.min_lrs = self._each("cycle_min_lr", self.cycle_min_lr)
+        self.max_lrs = self._each("cycle_max_lr", self.cycle_max_lr)
         self.cycle_momentum = self.cycle_momentum and "betas" in self.optimizer.defaults
+        if self.cycle_momentum:
+            self.min_moms = self._each("cycle_min_mom", self.cycle_min_mom)
+            self.max_moms = self._each("cycle_max_mom", self.cycle_max_mom)
 
     def get_lr(self) -> list[float]:
-        low, after = self.cycle_min_lr, self._after_cycle()
-        lr = low / (1 + self._decay(self.decay_lr_rate, after))
-        if after is None:
-            lr = low + (self.cycle_max_lr - low) * self._height()
-        return [lr] * len(self.optimizer.param_groups)
+        after = self._after_cycle()
+        if after is not None:
+            return [low / (1 + self._decay(self.decay_lr_rate, after)) for low in self.min_lrs]
+        height, pairs = self._height(), zip(self.min_lrs, self.max_lrs, strict=True)
+        return [low + (high - low) * height for low, high in pairs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the betas of every param group at this iteration; None where they stay."""
+        """Return the betas of every param group at this iteration; None where they stay. Before the
+        first one these are the highest, and the optimizer has the lowest, as in DeepSpeed.
+        """
         if not self.cycle_momentum:
             return None
-        low, high, after = self.cycle_min_mom, self.cycle_max_mom, self._after_cycle()
-        mom = high * (1 + self._decay(self.decay_mom_rate, after))
-        if self.last_batch_iteration < 0:
-            mom = low
-        elif after is None:
-            mom = high - (high - low) * self._height()
-        return [(mom, _BETA2)] * len(self.optimizer.param_groups)
+        after = self._after_cycle()
+        if after is not None:
+            factor = 1 + self._decay(self.decay_mom_rate, after)
+            return [(high * factor, _BETA2) for high in self.max_moms]
+        height, pairs = self._height(), zip(self.min_moms, self.max_moms, strict=True)
+        return [(high - (high - low) * height, _BETA2) for low, high in pairs]
 
     def _write(self) -> None:
         super()._write()
         betas = self.get_mom()
+        if betas is not None and self.last_batch_iteration < 0:
+            betas = [(low, _BETA2) for low in self.min_moms]
         for group, pair in zip(self.optimizer.param_groups, betas or [], strict=False):
             group["betas"] = pair
 
-    def _sizes(self) -> tuple[float, float]:
-        """Return the iterations up and those down."""
-        return float(self.cycle_first_step_size), float(self.cycle_second_step_size)
-
     def _after_cycle(self) -> float | None:
         """Return how many iterations lie behind the cycle, None inside it."""
-        total = sum(self._sizes())
-        iteration = self.last_batch_iteration
+        total, iteration = self.total_size, self.last_batch_iteration
         return None if iteration < total else iteration - total + 1
 
-    def _decay(self, rate: float, after: float | None) -> float:
-        return rate * (after or 0.0) / self.decay_step_size if self.decay_step_size else 0.0
+    def _decay(self, rate: float, after: float) -> float:
+        return rate * (after / self.decay_step_size) if self.decay_step_size else 0.0
 
     def _height(self) -> float:
         """Return where between low (0) and high (1) the cycle is."""
-        (first, second), iteration = self._sizes(), self.last_batch_iteration + 1
-        total = first + second
-        ratio = first / total
+        total, ratio, iteration = self.total_size, self.step_ratio, self.last_batch_iteration + 1
         place = 1.0 + iteration / total - math.floor(1 + iteration / total)
         rises = place <= ratio
         # stairs count from the integers: the float at a corner may lie just below a stair
         at = iteration % total
-        stairs = self.cycle_first_stair_count if rises else self.cycle_second_stair_count
+        stairs = self.first_stair_count if rises else self.second_stair_count
         if stairs > 0:
-            part = at / first if at <= first else (total - at) / second
-            return float(math.floor(part * stairs) / stairs)
+            here, size = at, self.first_step_size
+            if at > size:
+                here, size = total - at, self.second_step_size
+            return math.floor(here * stairs / size) / stairs
         return place / ratio if rises else (place - 1) / (ratio - 1)
 
 
@@ -331,8 +340,6 @@ def make_schedule(kind: str, params: dict[str, Any], optimizer: Any) -> Any:
     torch's of that name. Raises ConfigError.
     """
     make = _KINDS.get(kind) or _torch_class(kind)
-    if kind in _KINDS:
-        _check_params(params)
     try:
         return make(optimizer, **params)
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -357,10 +364,13 @@ def _check_params(params: dict[str, Any]) -> None:
         if name in _NO_NUMBERS or value is None:
             continue
         for one in value if isinstance(value, list | tuple) else (value,):
-            if type(one) not in (int, float) or not math.isfinite(one):
-                raise ConfigError(f"scheduler.params.{name}={value!r} is not a number")
+            is_number = isinstance(one, Real | torch.Tensor) and not isinstance(one, bool)
+            if not is_number or not math.isfinite(one):
+                raise ConfigError(f"{name}={value!r} is not a number")
         if name in _POSITIVE and not value > 0:
-            raise ConfigError(f"scheduler.params.{name}={value!r} is not greater than 0")
+            raise ConfigError(f"{name}={value!r} is not greater than 0")
+        if name in _NOT_NEGATIVE and not value >= 0:
+            raise ConfigError(f"{name}={value!r} is less than 0")
 
 
 def _groups_of(optimizer: Any) -> torch.optim.Optimizer:
