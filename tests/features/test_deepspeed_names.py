@@ -25,6 +25,7 @@ from zeroshard.deepspeed import (
     fp32_weights,
     helpers,
     leaf_flags,
+    optimizers,
     zero,
 )
 from zeroshard.deepspeed import held_parameters as states
@@ -115,6 +116,8 @@ def _attributes(rank: int, world: int) -> None:
     assert engine.local_rank == int(os.environ.get("LOCAL_RANK", "0"))
     assert engine.get_data_parallel_rank() == engine.global_rank == rank
     assert engine.basic_optimizer is optimizer.optimizer
+    with pytest.raises(AttributeError, match=r"no 'step_elapsed_time'.*avg_samples_per_sec"):
+        _ = engine.tput_timer.step_elapsed_time
     loader = engine.deepspeed_io([1.0, 2.0, 3.0, 4.0], num_local_io_workers=0)
     assert loader.batch_size == 2 and len(loader) == 1
     for name in (*engine_names.REFUSED, "nothing"):
@@ -138,6 +141,86 @@ def _attributes(rank: int, world: int) -> None:
 
 def test_attributes_of_the_engine_and_its_optimizer_have_values_or_a_remedy() -> None:
     run_ranks(2, _attributes)
+
+
+def test_a_tiled_layer_takes_a_layers_numbers_and_names_its_tiles() -> None:
+    linear = nn.Linear(6, 4)
+    tiled = zero.TiledLinear(6, 4, in_splits=2, out_splits=2)
+    tiled.copy_params_from(linear)
+    assert torch.equal(tiled.state_dict()["weight"], linear.weight)
+    with pytest.raises(AttributeError, match=r"TiledLinear has no 'linears'.*tile_ROW_COLUMN"):
+        _ = tiled.linears
+    assert not hasattr(tiled, "in_parts")
+
+
+def test_torchs_adam_is_an_instance_of_the_classes_that_make_one() -> None:
+    one = [nn.Parameter(torch.zeros(1))]
+    kinds = (optimizers.FusedAdam, optimizers.DeepSpeedCPUAdam)
+    for make in kinds:
+        assert all(isinstance(made, kinds) for made in (make(one), torch.optim.Adam(one)))
+    assert not isinstance(torch.optim.SGD(one), kinds)
+
+
+def _marked(rank: int, world: int) -> None:
+    """LLaVA's and FastChat's ``maybe_zero_3``, asked of a model that no engine holds yet."""
+    for stage in (2, 3):
+        torch.manual_seed(rank)
+        with zero.Init(config_dict_or_path=_config()), zero.Init():
+            model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 1))
+        for one in model.parameters():
+            assert (one.ds_shape, one.ds_numel) == (one.shape, one.numel())
+            assert one.ds_status is states.ZeroParamStatus.NOT_AVAILABLE
+        numbers = [one.ds_id for one in model.parameters()]
+        assert len(set(numbers)) == len(numbers)
+        with zero.GatheredParameters(model[0].weight):
+            first = model[0].weight.detach().clone()
+        assert model[0].weight.ds_status is states.ZeroParamStatus.AVAILABLE
+        config = _config(zero_optimization={"stage": stage})
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        assert torch.equal(engine.module_state_dict()["0.weight"], first)
+        assert all(hasattr(one, "ds_id") == (stage == 3) for one in model.parameters())
+        engine.destroy()
+    assert not hasattr(nn.Linear(2, 2).weight, "ds_id"), "outside of the context"
+
+
+def test_parameters_made_inside_init_say_that_they_must_be_gathered() -> None:
+    run_ranks(2, _marked)
+
+
+def test_init_joins_the_group_that_a_launcher_describes(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import deepspeed, torch.distributed as dist\n"
+        "with deepspeed.zero.Init(enabled=False): print(dist.is_initialized())\n"
+        "with deepspeed.zero.Init(): print(dist.is_initialized())\n"
+    )
+    line = [sys.executable, "-m", "zeroshard", "run", "--nproc", "1", "--as-deepspeed", str(script)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+def _joint(rank: int, world: int) -> None:
+    """The loop of DeepSpeed's docs before 0.18.3: one loss of several engines."""
+    weights: list[list[torch.Tensor]] = []
+    for epilogue in (False, True):
+        torch.manual_seed(0)
+        engines = [deepspeed.initialize(model=nn.Linear(4, 4), config=_config())[0]
+                   for _ in range(2)]  # fmt: skip
+        inputs = torch.full((2, 4), float(rank + 1))
+        loss = sum(engine(inputs).square().mean() for engine in engines)
+        loss.backward()  # type: ignore[union-attr]
+        for engine in engines:
+            if epilogue:
+                engine._backward_epilogue()
+            engine.step()
+        weights.append([engine.module_state_dict()["weight"] for engine in engines])
+        for engine in engines:
+            engine.destroy()
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+def test_the_end_of_a_backward_may_be_called_and_changes_nothing() -> None:
+    run_ranks(2, _joint)
 
 
 def _some(rank: int, world: int) -> None:

@@ -135,7 +135,11 @@ class TaggedCheckpoints:
         mine = json.dumps(tag).encode()
         tags = {one.decode() for one in self.engine.exchange(mine, "a checkpoint's tag")}
         if len(tags) > 1:
-            raise zs.PlanMismatch(f"the ranks name different tags: {', '.join(sorted(tags))}")
+            raise zs.PlanMismatch(
+                f"the ranks name different tags: {', '.join(sorted(tags))}; give save_checkpoint()"
+                " and load_checkpoint() the same one on every rank, in every mode of"
+                " checkpoint.tag_validation"
+            )
         if tag is not None and not _is_name(tag):
             raise zs.ConfigError(
                 f"tag={tag!r} is not the name of a directory inside of the checkpoint's: give one"

@@ -139,6 +139,10 @@ _OPTIMIZER_TABLES = {
         " independent_gradient_partition_epilogue overlapping_partition_gradients_reduce_epilogue"
         " reduce_independent_p_g_buckets_and_remove_grads",
     "fp16's loss_scale in the configuration": "override_loss_scale update_scale",
+    "loss_scale, dynamic_loss_scale and overflow of the optimizer; engine.dynamic_loss_scale_args()"
+    " is how the scale moves":
+        "loss_scale_config cur_iter last_overflow_iter scale_factor scale_window min_loss_scale"
+        " cur_hysteresis",
     "engine.load_checkpoint()":
         "load_hp_checkpoint_state refresh_fp32_params load_hp_checkpoint_state_from_checkpoint_dir",
     "engine.engine.memory(), which says what rests where":

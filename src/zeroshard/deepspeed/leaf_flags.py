@@ -115,5 +115,7 @@ def flag_configured(model: nn.Module, section: dict[str, Any]) -> None:
         "name_suffixes": set_z3_leaf_modules_by_suffix,
     }
     for key, put in setters.items():
-        if section.get(key):
-            put(model, section[key], raise_if_not_found=False)
+        wanted = section.get(key)
+        if isinstance(wanted, list):  # no key that changes nothing is refused for its value
+            names = [one for one in wanted if isinstance(one, str)]
+            put(model, names, raise_if_not_found=False)

@@ -25,6 +25,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import zeroshard as zs
+from zeroshard.deepspeed.engine_names import remedy
 
 __all__ = ["MonitorMaster", "StepWatch", "ThroughputTimer"]
 
@@ -106,6 +107,10 @@ class ThroughputTimer:
         self.global_step_count = self.epoch_count = self.micro_step_count = 0
         self.total_elapsed_time = 0.0
         self._begin: float | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        otherwise = "avg_samples_per_sec() is; wall_clock_breakdown in the configuration logs times"
+        raise AttributeError(remedy("the throughput timer", name, {}, otherwise))
 
     def update_epoch_count(self) -> None:
         """Begin another epoch."""

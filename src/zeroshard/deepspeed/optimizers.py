@@ -80,7 +80,14 @@ def _adam(params: Any, mode: str, **options: Any) -> torch.optim.Optimizer:
     return kind(params, **options)
 
 
-class DeepSpeedCPUAdam:
+class _Adam(type):
+    """The class of classes that make torch's Adam and AdamW: of both `isinstance()` is true."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch.optim.Adam)  # AdamW is one
+
+
+class DeepSpeedCPUAdam(metaclass=_Adam):
     """Makes a torch.optim.AdamW, or an Adam where `adamw_mode` is off: where it steps is the
     configuration's ``offload_optimizer``.
     """
@@ -89,7 +96,7 @@ class DeepSpeedCPUAdam:
         return _adam(model_params, "adamw_mode", **options)
 
 
-class FusedAdam:
+class FusedAdam(metaclass=_Adam):
     """Makes a torch.optim.AdamW, or an Adam where `adam_w_mode` is off."""
 
     def __new__(cls, params: Any, **options: Any) -> Any:

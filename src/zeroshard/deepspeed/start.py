@@ -196,6 +196,7 @@ def _sharded(
     held_parameters.own(engine, out.destroy)
     zero = config.get("zero_optimization")
     flag_configured(model, (zero.get("leaf_module") if isinstance(zero, dict) else None) or {})
+    held_parameters.unmark(model.parameters())  # that zero.Init() marked
     if out.zero_optimization_stage() == 3:
         held_parameters.mark(model.parameters())
     if engine.rank == 0:

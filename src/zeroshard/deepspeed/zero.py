@@ -12,6 +12,7 @@ stage 3) brings the whole model into the memory of each rank, until initialize()
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -19,13 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import zeroshard as zs
+from zeroshard.deepspeed import comm
+from zeroshard.deepspeed.engine_names import remedy
 from zeroshard.deepspeed.held_parameters import (
     ZeroParamStatus,
     ZeroParamType,
     engine_of,
     in_one_order,
+    mark,
 )
 
 __all__ = [
@@ -54,8 +59,9 @@ class Init(_Wrapper):
     Rank 0's values count. `dtype` is the floating point type of tensors that name none (default:
     torch's, and the configuration's precision decides how the model computes). Where states rest
     is the configuration's, so `remote_device` and `pin_memory` say nothing more before
-    initialize(), and a `module` that is built already is left as it is. Raises ConfigError for a
-    process group of its own: parameters are sharded over the ranks of initialize().
+    initialize(), and a `module` that is built already is left as it is. Parameters made inside have
+    ``ds_id`` and its kin, and under a launcher the process group is there from here on. Raises
+    ConfigError for a process group of its own: parameters are sharded over initialize()'s ranks.
     """
 
     def __init__(
@@ -80,8 +86,11 @@ class Init(_Wrapper):
             )
         if remote_device not in (None, "none", "cpu", "nvme"):
             raise zs.ConfigError(f"remote_device={remote_device!r} is not 'none', 'cpu' or 'nvme'")
-        enabled = rest.get("enabled", True)
-        self._context = _built(rest.get("dtype"), zs.deferred_init()) if enabled else nullcontext()
+        self._context = nullcontext()
+        if rest.get("enabled", True):
+            if "RANK" in os.environ:
+                comm.init_distributed()
+            self._context = _built(rest.get("dtype"), _deferred())
 
 
 MiCS_Init = Init  # the mesh of mics is initialize()'s, too
@@ -92,6 +101,22 @@ class OnDevice(_Wrapper):
 
     def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
         self._context = _built(dtype, torch.device(device)) if enabled else nullcontext()
+
+
+@contextmanager
+def _deferred() -> Iterator[None]:
+    """Build modules without memory, whose parameters have the attributes of DeepSpeed's."""
+
+    def marked(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if not hasattr(parameter, "ds_id"):
+            mark([parameter])
+
+    hook = register_module_parameter_registration_hook(marked)
+    try:
+        with zs.deferred_init():
+            yield
+    finally:
+        hook.remove()
 
 
 @contextmanager
@@ -136,6 +161,8 @@ def _gathered(params: list[Any], modifier_rank: int | None) -> Iterator[None]:
                 deferred = [one for one in held if zs.nn.is_deferred(one)]
                 zs.materialize(*deferred)
                 _broadcast(deferred, 0)
+                for one in (one for one in held if hasattr(one, "ds_status")):
+                    one.ds_status = ZeroParamStatus.AVAILABLE  # from here on: it is a plain one
             else:
                 writeback = modifier_rank is not None
                 stack.enter_context(engine.gathered(held, writeback=writeback))
@@ -187,7 +214,18 @@ class SplitLinear(zs.nn.TiledLinear):
                 )
         super().__init__(in_features, out_features, bias, in_tiles=in_splits, out_tiles=out_splits)
         if init_linear is not None:
-            self.load_state_dict(init_linear.state_dict())
+            self.copy_params_from(init_linear)
+
+    def copy_params_from(self, other: nn.Linear) -> None:
+        """Take the numbers of `other`, a layer of the same sizes."""
+        self.load_state_dict(other.state_dict())
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            otherwise = "its tiles are children(), tile_ROW_COLUMN; state_dict() is nn.Linear's"
+            raise AttributeError(remedy("TiledLinear", name, {}, otherwise)) from None
 
 
 TiledLinear = SplitLinear
