@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import itertools
 import multiprocessing
+import multiprocessing.pool
 import os
 import sys
 from collections import defaultdict
@@ -65,11 +67,24 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None: ...
 
 
+def starmapstar(args: Any) -> list[Any]:
+    """Run a task of a pool of processes. A test's own failure ends there as an Exception: pytest's,
+    which is none, would end the process, and the pool would wait for it for ever.
+    """
+    try:
+        return list(itertools.starmap(args[0], args[1]))
+    except BaseException as error:
+        if type(error).__name__ == "Failed":
+            raise AssertionError(str(error)) from None
+        raise
+
+
 def _install() -> None:
     from zeroshard.deepspeed import names, shim
 
     shim.install()
     sys.meta_path.insert(0, _Finder(names.MODULES))
+    multiprocessing.pool.starmapstar = starmapstar  # type: ignore[attr-defined]
     # ranks are forked from a process that has imported these: seconds a test otherwise
     multiprocessing.set_forkserver_preload(["torch", "pytest", "zeroshard.deepspeed.start"])
     own = shim._Module.__getattr__
