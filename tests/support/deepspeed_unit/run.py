@@ -3,6 +3,7 @@
 
     python tests/support/deepspeed_unit/run.py FOLDER               # a Markdown row for each file
     python tests/support/deepspeed_unit/run.py FOLDER --only data   # files with this in their name
+    python tests/support/deepspeed_unit/run.py FOLDER -k Scale      # pytest's -k, for long files
     python tests/support/deepspeed_unit/run.py FOLDER --why         # and the reason of each failure
 
 FOLDER is a checkout of DeepSpeed's repository, the caller's. Nothing of it is part of this one: the
@@ -43,8 +44,10 @@ _RUNNING = re.compile(r"^unit/.* (PASSED|FAILED|SKIPPED|ERROR) ", re.MULTILINE)
 _OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED)( unit/.*| \[\d+\] .*)$", re.MULTILINE)
 
 
-def run_file(folder: Path, name: str, timeout_s: float) -> tuple[Counter[str], list[str]]:
-    """Run one file; return its outcomes and a line for each failure."""
+def run_file(
+    folder: Path, name: str, timeout_s: float, tests_named: str = ""
+) -> tuple[Counter[str], list[str]]:
+    """Run one file, or of it `tests_named`; return its outcomes and a line for each failure."""
     tests = folder / "tests"
     paths = [HERE, ROOT / "src", tests, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
@@ -56,7 +59,7 @@ def run_file(folder: Path, name: str, timeout_s: float) -> tuple[Counter[str], l
         "OMP_NUM_THREADS": "1",
     }
     line = [sys.executable, "-m", "pytest", "-q", "-rA", "--tb=short", "-p", "no:cacheprovider",
-            "-p", "no:randomly", f"unit/{name}.py"]  # fmt: skip
+            "-p", "no:randomly", "-k", tests_named, f"unit/{name}.py"]  # fmt: skip
     ended = ""
     try:
         done = subprocess.run(line, cwd=tests, env=environment, capture_output=True, text=True,
@@ -82,15 +85,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="")
+    parser.add_argument("-k", default="", metavar="EXPRESSION")
     parser.add_argument("--why", action="store_true")
     parser.add_argument("--timeout", type=float, default=600.0)
     arguments = parser.parse_args()
     total: Counter[str] = Counter()
     print("| file of tests/unit | passed | failed | skipped |\n|---|---|---|---|", flush=True)
-    for name in FILES:
-        if arguments.only not in name:
-            continue
-        counts, reasons = run_file(arguments.folder.resolve(), name, arguments.timeout)
+    only = arguments.only
+    for name in [only] if only in FILES else [name for name in FILES if only in name]:
+        folder = arguments.folder.resolve()
+        counts, reasons = run_file(folder, name, arguments.timeout, arguments.k)
         total += counts
         failed = counts["FAILED"] + counts["ERROR"]
         print(f"| {name} | {counts['PASSED']} | {failed} | {counts['SKIPPED']} |", flush=True)

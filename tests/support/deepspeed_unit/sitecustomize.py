@@ -22,7 +22,7 @@ from typing import Any
 
 _TOP = "deepspeed"
 _NUMBERS = {  # of DeepSpeed's inside, from which tests choose their sizes
-    "deepspeed.runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 2**20},
+    "deepspeed.runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 2**14},
 }
 
 
