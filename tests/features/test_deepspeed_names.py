@@ -95,6 +95,7 @@ def test_the_accelerator_has_deepspeeds_names_on_every_device() -> None:
         assert 0 < device.memory_allocated() <= device.max_memory_allocated()
         assert device.total_memory() >= device.available_memory() > 0
         assert device.current_device_name() == "cpu"
+        assert torch.ones(1, device=device.current_device()).device.type == "cpu"
     assert device.FloatTensor([1, 2]).dtype is torch.float32 and device.ByteTensor(3).shape == (3,)
     assert torch.bfloat16 in device.supported_dtypes()
     for name, text in (("create_op_builder", "torch's own operators"), ("nothing", "torch.")):
@@ -168,7 +169,8 @@ def _marked(rank: int, world: int) -> None:
         with zero.Init(config_dict_or_path=_config()), zero.Init():
             model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 1))
         for one in model.parameters():
-            assert (one.ds_shape, one.ds_numel) == (one.shape, one.numel())
+            facts = one.ds_shape, one.ds_numel, one.ds_persist
+            assert facts == (one.shape, one.numel(), False)
             assert one.ds_status is states.ZeroParamStatus.NOT_AVAILABLE
         numbers = [one.ds_id for one in model.parameters()]
         assert len(set(numbers)) == len(numbers)

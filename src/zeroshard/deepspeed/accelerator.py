@@ -69,7 +69,7 @@ _ON_CPU: dict[str, Callable[..., Any]] = {
     "device_count": lambda: int(
         os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1
     ),
-    "current_device": lambda: 0,
+    "current_device": lambda: "cpu",  # a number would be an accelerator's
     "set_device": _nothing,
     "device": lambda device_index=None: nullcontext(),
     "current_stream": _nothing,

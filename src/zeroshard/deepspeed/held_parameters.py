@@ -1,9 +1,9 @@
 """Which engine holds a parameter, the attributes that DeepSpeed's users read on one, and the names
 ``safe_*`` for its master, gradient and optimizer state, whole or this rank's part.
 
-Under stage 3 DeepSpeed hangs ``ds_id``, ``ds_shape``, ``ds_numel`` and ``ds_status`` on every
-parameter, and programs tell by them whether a parameter must be gathered before it is read. A
-released parameter keeps its shape here, so only the status says something new.
+Under stage 3 DeepSpeed hangs ``ds_id``, ``ds_shape``, ``ds_numel``, ``ds_status`` and
+``ds_persist`` on every parameter, and programs tell by them whether a parameter must be gathered
+before it is read. A released parameter keeps its shape here, so only the status says something new.
 
     safe_get_full_fp32_param(param)                   safe_set_local_grad(param, value)
     safe_get_local_optimizer_state(param, "exp_avg")  ... two verbs, two extents, three states
@@ -102,13 +102,14 @@ def mark(parameters: Iterable[nn.Parameter]) -> None:
             ds_shape=parameter.shape,
             ds_numel=parameter.numel(),
             ds_status=ZeroParamStatus.NOT_AVAILABLE,
+            ds_persist=False,  # a small one is gathered as any other
         )
 
 
 def unmark(parameters: Iterable[nn.Parameter]) -> None:
     """Take them off again."""
     for parameter in parameters:
-        for name in ("ds_id", "ds_shape", "ds_numel", "ds_status"):
+        for name in ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_persist"):
             vars(parameter).pop(name, None)
 
 

@@ -79,12 +79,29 @@ def starmapstar(args: Any) -> list[Any]:
         raise
 
 
+def _without_devices() -> None:
+    """Let the DistributedDataParallel that tests compare with take CPU modules, whose ranks have no
+    device of a number.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    made = DistributedDataParallel.__init__
+
+    def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if all(parameter.device.type == "cpu" for parameter in module.parameters()):
+            kwargs |= {"device_ids": None, "output_device": None}
+        made(self, module, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+
+
 def _install() -> None:
     from zeroshard.deepspeed import names, shim
 
     shim.install()
     sys.meta_path.insert(0, _Finder(names.MODULES))
     multiprocessing.pool.starmapstar = starmapstar  # type: ignore[attr-defined]
+    _without_devices()
     # ranks are forked from a process that has imported these: seconds a test otherwise
     multiprocessing.set_forkserver_preload(["torch", "pytest", "zeroshard.deepspeed.start"])
     own = shim._Module.__getattr__
