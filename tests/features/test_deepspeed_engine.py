@@ -197,6 +197,8 @@ def _skips(rank: int, world: int) -> None:
         assert rates[0] == rates[1] == 0.0 < rates[2] < rates[3]  # the schedule stood still
         assert engine.loss_scale == engine.optimizer.loss_scale == 2.0 ** (15 if hysteresis else 16)
         assert engine.scale(torch.ones(())).item() == engine.loss_scale
+        with pytest.raises(zs.ConfigError, match=r"shape \(2,\): give it one number"):
+            engine.scale(torch.ones(2))
         engine.destroy()
 
 

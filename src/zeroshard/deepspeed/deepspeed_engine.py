@@ -140,9 +140,15 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` times fp16's scale, for a plain ``.backward()`` of what is returned: that
-        of a further tensor made of it raises in fp16, as a plain backward does.
+        of a further tensor made of it raises in fp16, as a plain backward does. Raises ConfigError
+        for a loss with dimensions.
         """
         self._trained("scale()")
+        if loss.ndim:
+            raise zs.ConfigError(
+                f"engine.scale() of a loss of shape {tuple(loss.shape)}: give it one number, such as"
+                " loss.mean()"
+            )
         if not self.engine.precision.needs_loss_scaling:
             return loss
         scaled = loss.float() * self.engine.loss_scale

@@ -143,6 +143,7 @@ _OPTIMIZER_TABLES = {
     " is how the scale moves":
         "loss_scale_config cur_iter last_overflow_iter scale_factor scale_window min_loss_scale"
         " cur_hysteresis",
+    "deepspeed.utils.get_z3_leaf_modules(model)": "leaf_parameters",
     "engine.load_checkpoint()":
         "load_hp_checkpoint_state refresh_fp32_params load_hp_checkpoint_state_from_checkpoint_dir",
     "engine.engine.memory(), which says what rests where":

@@ -79,11 +79,17 @@ def starmapstar(args: Any) -> list[Any]:
         raise
 
 
-def _without_devices() -> None:
-    """Let the DistributedDataParallel that tests compare with take CPU modules, whose ranks have no
-    device of a number.
+def _on_cpu() -> None:
+    """Let what tests compare with run on CPU ranks: a DistributedDataParallel that is given numbers
+    of devices, and a gather of 0-d flags, which NCCL takes and gloo does not.
     """
+    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
+
+    def gather(out: Any, part: Any, *args: Any, **kwargs: Any) -> Any:
+        return dist.all_gather_into_tensor(out, part.reshape(-1), *args, **kwargs)
+
+    vars(importlib.import_module("deepspeed.comm"))["all_gather_into_tensor"] = gather
 
     made = DistributedDataParallel.__init__
 
@@ -101,7 +107,7 @@ def _install() -> None:
     shim.install()
     sys.meta_path.insert(0, _Finder(names.MODULES))
     multiprocessing.pool.starmapstar = starmapstar  # type: ignore[attr-defined]
-    _without_devices()
+    _on_cpu()
     # ranks are forked from a process that has imported these: seconds a test otherwise
     multiprocessing.set_forkserver_preload(["torch", "pytest", "zeroshard.deepspeed.start"])
     own = shim._Module.__getattr__
