@@ -146,8 +146,8 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         self._trained("scale()")
         if loss.ndim:
             raise zs.ConfigError(
-                f"engine.scale() of a loss of shape {tuple(loss.shape)}: give it one number, such as"
-                " loss.mean()"
+                f"engine.scale() of a loss of shape {tuple(loss.shape)}: give it one number, such"
+                " as loss.mean()"
             )
         if not self.engine.precision.needs_loss_scaling:
             return loss
