@@ -171,6 +171,8 @@ def _marked(rank: int, world: int) -> None:
         for one in model.parameters():
             facts = one.ds_shape, one.ds_numel, one.ds_persist
             assert facts == (one.shape, one.numel(), False)
+            with pytest.raises(AttributeError, match=r"'ds_tensor'.*safe_get_local_fp32_param"):
+                _ = one.ds_tensor.data
             assert one.ds_status is states.ZeroParamStatus.NOT_AVAILABLE
         numbers = [one.ds_id for one in model.parameters()]
         assert len(set(numbers)) == len(numbers)

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.deepspeed.engine_names import remedy
 from zeroshard.deepspeed.names import SAFE
 
 __all__ = [
@@ -94,6 +95,14 @@ def in_one_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return sorted({id(parameter): parameter for parameter in parameters}.values(), key=key)
 
 
+class _NoShard:
+    """Stands for ``ds_tensor``: this rank's part is read through functions."""
+
+    def __getattr__(self, name: str) -> Any:
+        otherwise = "safe_get_local_fp32_param(param) is this rank's part, safe_set_local_fp32_param"
+        raise AttributeError(remedy("a parameter", "ds_tensor", {}, f"{otherwise} sets it"))
+
+
 def mark(parameters: Iterable[nn.Parameter]) -> None:
     """Give parameters that rest in shards the attributes of DeepSpeed's."""
     for parameter in parameters:
@@ -103,13 +112,14 @@ def mark(parameters: Iterable[nn.Parameter]) -> None:
             ds_numel=parameter.numel(),
             ds_status=ZeroParamStatus.NOT_AVAILABLE,
             ds_persist=False,  # a small one is gathered as any other
+            ds_tensor=_NoShard(),
         )
 
 
 def unmark(parameters: Iterable[nn.Parameter]) -> None:
     """Take them off again."""
     for parameter in parameters:
-        for name in ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_persist"):
+        for name in ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_persist", "ds_tensor"):
             vars(parameter).pop(name, None)
 
 
