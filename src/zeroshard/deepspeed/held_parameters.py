@@ -99,8 +99,8 @@ class _NoShard:
     """Stands for ``ds_tensor``: this rank's part is read through functions."""
 
     def __getattr__(self, name: str) -> Any:
-        otherwise = "safe_get_local_fp32_param(param) is this rank's part, safe_set_local_fp32_param"
-        raise AttributeError(remedy("a parameter", "ds_tensor", {}, f"{otherwise} sets it"))
+        use = "safe_get_local_fp32_param(param) is this rank's part, safe_set_... sets it"
+        raise AttributeError(remedy("a parameter", "ds_tensor", {}, use))
 
 
 def mark(parameters: Iterable[nn.Parameter]) -> None:
