@@ -99,7 +99,10 @@ class _NoShard:
     """Stands for ``ds_tensor``: this rank's part is read through functions."""
 
     def __getattr__(self, name: str) -> Any:
-        use = "safe_get_local_fp32_param(param) is this rank's part, safe_set_... sets it"
+        use = (
+            "safe_get_local_fp32_param(param) for this rank's part, and to set it"
+            " safe_set_local_fp32_param(param, value)"
+        )
         raise AttributeError(remedy("a parameter", "ds_tensor", {}, use))
 
 
