@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -394,6 +395,86 @@ def test_two_hosts_of_three_may_go_one_after_the_other(tmp_path: Path) -> None:
     assert done.code == 0, done.said
     assert [one.value for one in done.events if one.name == "loaded"] == ["memory"] * 3
     assert len(done.said) == 3  # the third: no other host for redundancy
+
+
+# ------------------------------------------------------------------ a host that comes back
+
+
+def _lost_and_back(directory: Path, gone: int, until: Callable[[], bool]) -> None:
+    """Lose a host of two, let the other take two steps, and have ssh reach the lost one again;
+    open the gate of the plan when `until` is met.
+    """
+    refuses = directory / f"ssh.without-127.0.0.{2 + gone}"
+    guard = _guard_of(_rank_after(directory, 2, gone, 3))
+    refuses.touch()
+    os.kill(guard, signal.SIGKILL)
+    wait_until(lambda: len({one.step for one in of(events(directory), "kept", 1)}) >= 2, 60)
+    refuses.unlink()
+    wait_until(until, 60)
+    (directory / "open").touch()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("gone", "saves"), [(0, False), (1, True)])
+def test_a_host_that_comes_back_takes_part_again_and_the_weights_are_the_undisturbed_ones(
+    gone: int, saves: bool, tmp_path: Path
+) -> None:
+    options = _hosts(tmp_path, "127.0.0.2 slots=1\n127.0.0.3 slots=1\n")
+    plan = Plan(steps=30, gate=25, leaves=6, redundancy=1, saves_on_sigterm=saves, pause_s=0.05)
+
+    def disturb(_: subprocess.Popen[str]) -> None:
+        # the first start has loaded nothing
+        _lost_and_back(tmp_path, gone, lambda: len(of(events(tmp_path), "loaded", 2)) == 2)
+
+    done = run(tmp_path, plan, "--elastic", "--rejoin-after=0.3", *options, meanwhile=disturb)
+    assert done.code == 0, done.said
+    alone = max(one.step for one in of(done.events, "kept", 1))
+    loaded = of(done.events, "loaded", 2)
+    assert {(one.rank, one.step, one.value) for one in loaded} == {
+        (rank, alone, "memory") for rank in range(2)
+    }
+    host = f"127.0.0.{2 + gone}"
+    said = [line for line in done.said if "[127" not in line]
+    assert said[0].startswith(f"zeroshard run: {host} was lost, its connection ended"), said
+    assert said[1:] == [
+        f"zeroshard run: {host} came back: 2 rank(s) go on, from memory (step {alone})"
+    ]
+    (undisturbed,) = run_ranks(1, elastic_runs.train_leaves, 30, 6)
+    weights = of(done.events, "weights", 2)
+    assert {one.value for one in weights if one.rank == 0} == {undisturbed}
+
+
+@pytest.mark.timeout(120)
+def test_a_job_that_keeps_nothing_is_not_stopped_for_a_host_that_is_back(tmp_path: Path) -> None:
+    options = _hosts(tmp_path, "127.0.0.2 slots=1\n127.0.0.3 slots=1\n")
+    plan = Plan(steps=30, gate=25, keeps=False, save_every=1, pause_s=0.05)
+
+    def disturb(process: subprocess.Popen[str]) -> None:
+        refuses = tmp_path / "ssh.without-127.0.0.3"
+        wait_until(lambda: bool(of(events(tmp_path), "step", 2)), 60)
+        (pid,) = {one.pid for one in of(events(tmp_path), "begin", 2) if one.rank == 1}
+        refuses.touch()
+        os.kill(_guard_of(pid), signal.SIGKILL)
+        wait_until(lambda: bool(of(events(tmp_path), "step", 1)), 60)
+        refuses.unlink()
+        wait_until(lambda: _num_guards(process.pid) == 2, 30)  # it waits for orders
+        time.sleep(2.5)
+        (tmp_path / "open").touch()
+
+    done = run(tmp_path, plan, "--elastic", "--rejoin-after=0.3", *options, meanwhile=disturb)
+    assert done.code == 0, done.said
+    assert not any("came back" in line for line in done.said), done.said
+    assert [one.step for one in of(done.events, "begin", 1)] == [0]
+    assert max(one.step for one in of(done.events, "step", 1)) == 30
+
+
+def _num_guards(pid: int) -> int:
+    """How many processes of the job are guards of hosts."""
+    lines = []
+    for one in descendants(pid):
+        with suppress(OSError):
+            lines.append(Path(f"/proc/{one}/cmdline").read_bytes().split(b"\0")[1:])
+    return len([line for line in lines if line == [b"-P", b"-m", b"zeroshard.launch.on_host", b""]])
 
 
 def test_plans_are_read_as_they_were_written() -> None:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,17 @@ from tests.support.elastic_runs import (
 from tests.support.harness import RankError, run_ranks
 from tests.support.launched import PROGRAM
 from zeroshard.checkpoint import kept as kept_steps
-from zeroshard.launch.elastic import dead_ranks, killed_ranks, loss_of, source, visible_devices
+from zeroshard.launch.connection import HostLoss
+from zeroshard.launch.elastic import (
+    dead_ranks,
+    go_on,
+    grow,
+    killed_ranks,
+    loss_of,
+    source,
+    visible_devices,
+)
+from zeroshard.launch.hostfile import Host
 from zeroshard.launch.keeper import KeeperServer
 from zeroshard.launch.outcome import Outcome
 from zeroshard.launch.supervisor import Failure
@@ -137,6 +147,49 @@ def test_the_launcher_says_from_where_the_ranks_go_on() -> None:
     assert source([halves[0], on_disk]) == "from checkpoint (step 8)"
     older: dict[str, Any] = {"parts": [], "saved": {"/runs/gpt": 6}}
     assert source([older, on_disk]) == source([on_disk, older]) == "from checkpoint (step 8)"
+
+
+@dataclass
+class _Host:
+    """A host of a job that has ended, as `go_on` and `grow` see a connection."""
+
+    host: Host
+    loss: HostLoss | None = None
+    came_back: bool = False
+    kept: dict[str, Any] = field(default_factory=lambda: {"parts": [], "saved": {}})
+
+    @property
+    def waits(self) -> bool:
+        return self.loss is None
+
+
+def test_a_host_that_refuses_ends_the_job_but_not_after_it_has_come_back() -> None:
+    refused = HostLoss(1.0, "b: no script", 2)
+    there, other = _Host(Host("a", (0, 1), 2)), _Host(Host("b", (0,), 1), refused)
+    job: Any = [there, other]
+    assert go_on(job, Outcome(), 1) is None
+    other.came_back = True
+    assert go_on(job, Outcome(), 1) == [(there, there.host)]
+
+
+def test_a_job_grows_by_the_hosts_that_are_back_unless_one_was_lost_meanwhile(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    part = asdict(KeptPart("/run", "w", "n", 7, 1, 0, 0))
+    there = _Host(Host("a", (0, 1), 2), kept={"parts": [part], "saved": {"/run": 3}})
+    back = _Host(Host("b", (0,), 1))
+    job: Any = [there]
+    new: Any = [back]
+    assert grow(job, new) == [(there, there.host), (back, back.host)]
+    assert capsys.readouterr().err == (
+        "zeroshard run: b came back: 3 rank(s) go on, from memory (step 7)\n"
+    )
+    # latest_step() on the new host must know of the step, too
+    assert there.kept["whole"] == back.kept["whole"] == {"/run": 7}
+    assert back.came_back and not there.came_back
+    assert grow(job, []) is None
+    there.loss = HostLoss(1.0, "a was lost", 74)
+    assert grow(job, new) is None
 
 
 def test_the_device_of_a_dead_rank_is_left_alone() -> None:

@@ -57,6 +57,8 @@ class Plan:
     pause_s: float = 0.0  # per step, for those who kill from outside
     deaths: list[Death] = field(default_factory=list)
     leaves: int | None = None  # of a step, on however many ranks
+    gate: int = 0  # the step that begins only when the file "open" is in the directory
+    saves_on_sigterm: bool = False  # finish the step, keep it, and leave with exit code 75
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -89,6 +91,9 @@ def events(directory: Path) -> list[Event]:
 class _Rank:
     def __init__(self, directory: Path, plan: Plan, rank: int, world: int) -> None:
         self.directory, self.plan, self.rank, self.world = directory, plan, rank, world
+        self.told = False
+        if plan.saves_on_sigterm:
+            signal.signal(signal.SIGTERM, self.remember)
 
     def note(self, name: str, step: int = 0, value: str = "", at: float | None = None) -> None:
         now = time.monotonic() if at is None else at
@@ -96,6 +101,22 @@ class _Rank:
         fd = os.open(self.directory / f"log-{self.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(fd, json.dumps(asdict(event)).encode() + b"\n")
         os.close(fd)
+
+    def pass_gate(self, step: int) -> None:
+        """Wait at the gate, also after SIGTERM if nobody handles it."""
+        while step == self.plan.gate and not self.told and not (self.directory / "open").exists():
+            time.sleep(0.01)
+
+    def remember(self, *_: object) -> None:
+        self.told = True
+
+    def leave_if_told(self) -> None:
+        """Leave, as preempted, where any rank was told to. Collective."""
+        told = torch.tensor(int(self.told))
+        if self.world > 1:
+            dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        if told:
+            sys.exit(75)
 
     def death(self, step: int, where: str) -> Death | None:
         here = (self.world, self.rank, step, where)
@@ -189,6 +210,7 @@ def main() -> None:
             begin = restored.step
             me.note("loaded", begin, "memory" if restored.from_memory else "disk")
         for number in range(begin + 1, plan.steps + 1):
+            me.pass_gate(number)
             me.may_die(number, "forward")
             if plan.leaves is None:
                 loss = step_once(model, optimizer, number, me.rank, me.world)
@@ -200,6 +222,8 @@ def main() -> None:
                 _keep(me, saver, number)
             if plan.save_every and number % plan.save_every == 0:
                 saver.save(number)
+            if plan.saves_on_sigterm:
+                me.leave_if_told()
             time.sleep(plan.pause_s)
     if plan.leaves is not None:
         me.note("weights", plan.steps, weights_of(engine))

@@ -27,6 +27,7 @@ WAIT = "time.sleep(600)\n"
 STUB_SSH = """#!/bin/bash
 while [ "$1" != "--" ]; do shift; done
 host=$2; shift 2
+[ -e "$0.without-$host" ] && host=refused-$host  # as a test says
 case "$host" in
 refused*) echo "ssh: connect to host $host port 22: Connection refused" >&2; exit 255;;
 esac

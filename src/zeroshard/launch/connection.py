@@ -143,6 +143,7 @@ class Connection:
         self.loss: HostLoss | None = None
         self.exit_code: int | None = None  # of its launcher
         self.kept: dict[str, Any] = {"parts": [], "saved": {}}  # in the host's memory
+        self.came_back = False  # after the job had gone on without the host
         self.is_open, self.begun_at = True, time.monotonic()
         self._asked_to_end = False
         self._error = ""

@@ -4,8 +4,10 @@ The launcher ends what is left of the group and starts the script again with few
 resume by themselves: from memory that the launcher has kept for them (``keeper.py``), else from the
 newest checkpoint. `launch` does so on one host; on several `go_on` says which hosts are left.
 
-Invariant: the number of ranks falls with each start, so a script that always fails ends. No torch
-here, but to count the devices of one host.
+Of several hosts one that was lost may come back (``absent_hosts.py``): `grow` starts again with it.
+
+Invariant: between two starts either the number of ranks has fallen, or all ranks have kept a newer
+step; so a script that always fails ends. No torch here, but to count the devices of one host.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from zeroshard.system.device import VISIBLE_DEVICES
 from zeroshard.system.keeper_client import KeptPart, newest
 
 __all__ = [
-    "Loss", "dead_ranks", "go_on", "killed_ranks", "launch", "loss_of", "source",
-    "visible_devices",
+    "Loss", "dead_ranks", "go_on", "grow", "has_refused", "killed_ranks", "launch", "loss_of",
+    "source", "visible_devices", "whole_steps",
 ]  # fmt: skip
 
 _REFUSED = (2, 3)  # the command line or the configuration is wrong on a host
@@ -132,7 +134,7 @@ def _say_again(loss: Loss, summaries: Sequence[Mapping[str, Any]]) -> dict[str, 
     """
     line = f"{loss.reason}: {loss.left} of {loss.of} rank(s) go on, {source(summaries)}"
     say("\n".join(filter(None, [line, loss.details.rstrip()])))
-    return _whole(summaries)
+    return whole_steps(summaries)
 
 
 def _say_too_few(loss: Loss, least: int) -> None:
@@ -143,7 +145,7 @@ def _say_too_few(loss: Loss, least: int) -> None:
 
 def source(summaries: Sequence[Mapping[str, Any]]) -> str:
     """Return from where the ranks will go on, from what the keepers of all hosts say."""
-    kept, saved = _whole(summaries), dict[str, int]()
+    kept, saved = whole_steps(summaries), dict[str, int]()
     for summary in summaries:
         for directory, step in summary["saved"].items():  # hosts heard of different saves
             saved[directory] = max(step, saved.get(directory, step))
@@ -156,7 +158,7 @@ def source(summaries: Sequence[Mapping[str, Any]]) -> str:
     return f"from {', '.join(found)}" if found else "from the start: no step is saved"
 
 
-def _whole(summaries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def whole_steps(summaries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return, by directory, the newest step that is whole in the memory of all hosts together."""
     by_directory: dict[str, list[KeptPart]] = {}
     for summary in summaries:
@@ -176,7 +178,7 @@ def go_on(
     The others keep their connection and their guard, which holds the memory of its host.
     """
     lost = [connection for connection in connections if not connection.waits]
-    if any(one.loss is not None and one.loss.code in _REFUSED for one in lost):
+    if any(has_refused(one) and not one.came_back for one in lost):
         return None
     dead = killed_ranks(outcome) if lost else dead_ranks(outcome)
     if not dead and (outcome.stalled or not lost):
@@ -196,6 +198,31 @@ def go_on(
     for connection, _ in left:
         connection.kept["whole"] = whole
     return left
+
+
+def grow(
+    connections: Sequence[Connection], back: Sequence[Connection]
+) -> list[tuple[Connection, Host]] | None:
+    """Return all hosts of a job that was stopped to begin again with those that are `back`, which
+    is said; None where one was lost meanwhile. Ranks that have failed were told to end.
+    """
+    if not back or not all(one.waits for one in connections):
+        return None
+    summaries = [one.kept for one in connections]
+    left = [(one, one.host) for one in [*connections, *back]]
+    names = ", ".join(one.host.name for one in back)
+    num_ranks = sum(len(host.slots) for _, host in left)
+    say(f"{names} came back: {num_ranks} rank(s) go on, {source(summaries)}")
+    whole = whole_steps(summaries)
+    for connection, _ in left:
+        connection.kept["whole"] = whole
+        connection.came_back = connection.came_back or connection in back
+    return left
+
+
+def has_refused(connection: Connection) -> bool:
+    """Whether the command line or the configuration is wrong on the host."""
+    return connection.loss is not None and connection.loss.code in _REFUSED
 
 
 def _loss_of_hosts(

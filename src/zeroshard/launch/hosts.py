@@ -28,6 +28,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from zeroshard.launch import elastic, hostfile
+from zeroshard.launch.absent_hosts import AbsentHosts
 from zeroshard.launch.connection import Connection, line, to_text
 from zeroshard.launch.hostfile import Host
 from zeroshard.launch.options import HostChoice, HostPlace, RunOptions, UsageError
@@ -43,6 +44,7 @@ ANSWER_S = 2.0  # the way to a host and back
 # take long to end its ranks, and ssh notices by itself that one is gone
 ELASTIC_ANSWER_S = 60.0
 GREETING_S = 90.0  # for a host to log in, load a shell's settings and begin
+LOOK_S = 1.0  # between two questions whether a newer step is kept, while a host is back
 TELL_S = 15.0  # between two lines about hosts that have not begun
 # Reads the interpreter's path, then [directory, command, environment], and becomes that command.
 COMMAND = (
@@ -117,8 +119,13 @@ class _HostsJob:
         self._end_by, self._tell_at = math.inf, self._begin + TELL_S
         self._is_ending = False
         self._has_told = False  # why the job ends
-        self._connections = [self._connect(hosts, node_rank) for node_rank in range(len(hosts))]
-        self._first = self._connections[0]
+        self._hosts = {host.name: host for host in hosts}
+        self._absent = AbsentHosts(choice.rejoin_after, GREETING_S, self._connect)
+        self._grows, self._look_at = False, -math.inf
+        self._began_from: dict[str, int] = {}  # by directory: the step in memory at this start
+        self._connections = [self._connect(host) for host in hosts]
+        for node_rank, connection in enumerate(self._connections):
+            connection.order(_orders(options, choice, hosts, node_rank))
 
     def run(self) -> int:
         """Return the exit code when all hosts have ended."""
@@ -127,6 +134,7 @@ class _HostsJob:
                 while not self._is_over() or self._go_on():
                     self._turn()
         finally:
+            self._absent.close()
             for connection in self._connections:
                 connection.close()
         return self._tell()
@@ -140,16 +148,22 @@ class _HostsJob:
         return waits or not connection.is_open
 
     def _go_on(self) -> bool:
-        """Begin again without what has died, where ``--elastic`` says so; return whether."""
+        """Begin again without what has died, or with what is back, where ``--elastic`` says so;
+        return whether.
+        """
         if self._options.elastic is None or self._ended_by is not None:
             return False
-        left = elastic.go_on(self._connections, self._outcome(), self._options.elastic)
+        left = self._left(self._options.elastic)
         self._has_told = left is not None and not left
         if not left:
             return False
+        self._absent.take([one for one, _ in left if one not in self._connections])
         for connection in self._connections:
             if connection not in [one for one, _ in left]:
+                if not connection.waits and not elastic.has_refused(connection):
+                    self._absent.add(self._hosts[connection.host.name])
                 connection.close()
+        left.sort(key=lambda one: list(self._hosts).index(one[1].name))
         hosts = [host for _, host in left]
         choice = replace(self._choice, master_addr=self._address(left[0][0]))
         for node_rank, (connection, host) in enumerate(left):
@@ -157,15 +171,23 @@ class _HostsJob:
             connection.begin_again(host, {**orders, "environment": _devices(host)})
         self._connections = [connection for connection, _ in left]
         self._is_ending, self._end_by, self._begin = False, math.inf, time.monotonic()
+        self._began_from = self._connections[0].kept["whole"]
         return True
 
-    def _connect(self, hosts: Sequence[Host], node_rank: int) -> Connection:
-        """Start ssh to a host, with the orders for it."""
-        choice, host = self._choice, hosts[node_rank]
+    def _left(self, least: int) -> list[tuple[Connection, Host]] | None:
+        """Return the hosts that go on: none where they are too few, None where the job is over."""
+        grows, self._grows = self._grows, False
+        if grows and all(one.exit_code == 0 for one in self._connections):
+            return None  # it was done before it could be stopped
+        grown = elastic.grow(self._connections, self._absent.back) if grows else None
+        return grown or elastic.go_on(self._connections, self._outcome(), least)
+
+    def _connect(self, host: Host) -> Connection:
+        """Start ssh to a host, where a guard then waits for orders."""
+        choice = self._choice
         environment = sent_environment(os.environ, choice.export) | dict(choice.variables)
         environment |= _devices(host)
         orders = beginning([sys.executable, "-P", "-m", "zeroshard.launch.on_host"], environment)
-        orders += line(_orders(self._options, choice, hosts, node_rank))
         command = [*shlex.split(choice.ssh), *SSH_OPTIONS, "--", host.name, COMMAND]
         try:
             return Connection(host, command, orders, self._selector, self._tell_port)
@@ -179,11 +201,12 @@ class _HostsJob:
 
     def _address(self, first: Connection) -> str | None:
         """Return the address of the first host that the line names, if that host is still there."""
-        return self._choice.master_addr if first is self._first else None
+        is_first = first.host.name == next(iter(self._hosts))
+        return self._choice.master_addr if is_first else None
 
     def _turn(self) -> None:
         """Wait for something to do, and do it."""
-        until = min(self._end_by, self._look_for_silent_hosts())
+        until = min(self._look_for_hosts_back(), self._look_for_silent_hosts(), self._end_by)
         patience = None if until == math.inf else max(until - time.monotonic(), 0.0)
         for key, _ in self._selector.select(patience):
             if key.fileobj in self._selector.get_map():  # not closed by one before it
@@ -216,6 +239,34 @@ class _HostsJob:
         ends = [one.begun_at + GREETING_S for one in silent]  # past, of those given up just now
         return min(self._tell_at, *ends)
 
+    def _look_for_hosts_back(self) -> float:
+        """Ask absent hosts, and stop the job to begin again with those that are back: only when its
+        ranks have kept a newer step in memory than the one they began from, so that nothing is
+        lost but the step under way. Return when to look again.
+        """
+        if self._is_ending or any(one.exit_code is not None for one in self._connections):
+            return math.inf
+        ask_at = self._absent.ask()
+        if not self._absent.back:
+            return ask_at
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            whole = elastic.whole_steps([one.kept for one in self._connections])
+            if any(step > self._began_from.get(name, -1) for name, step in whole.items()):
+                self._stop_to_grow()
+                return math.inf
+            for connection in self._connections:
+                connection.order({"tell": "kept"})
+        return min(ask_at, self._look_at)
+
+    def _stop_to_grow(self) -> None:
+        """Have all ranks end as for SIGTERM to the launcher: a script that handles it saves."""
+        self._grows = self._is_ending = True
+        self._end_by = time.monotonic() + self._signal_grace_s + ELASTIC_ANSWER_S
+        for connection in self._connections:
+            connection.order({"signal": signal.SIGTERM})
+
     def _end_others(self) -> None:
         """End every part of the job, since one has failed."""
         self._is_ending = True
@@ -232,7 +283,7 @@ class _HostsJob:
             if self._signals == 1:
                 self._ended_by, self._is_ending = number, True
                 self._end_by = time.monotonic() + self._signal_grace_s + ANSWER_S
-                for connection in self._connections:
+                for connection in [] if self._grows else self._connections:  # told already
                     connection.order({"signal": number})
             elif number == signal.SIGINT:
                 self._end_by = time.monotonic()

@@ -43,9 +43,9 @@ def main(argv: list[str]) -> None:
     with contextlib.suppress(BrokenPipeError):  # the caller is gone
         _send(GREETING)
         orders = _Orders()
-        job = orders.wait_for("options")
-        if job is not None:
-            _guard(job, orders)
+        order = orders.wait_for("options", "again")
+        if order is not None:
+            _guard(order, orders)
 
 
 # ------------------------------------------------------------------ the launcher
@@ -113,8 +113,12 @@ class _Orders:
                 return None
 
 
-def _guard(job: dict[str, Any], orders: _Orders) -> None:
-    """Be the guard of one launcher, and of those that the caller then asks for."""
+def _guard(order: dict[str, Any] | None, orders: _Orders) -> None:
+    """Be the guard of one launcher, and of those that the caller then asks for. The first order is
+    "again", too, on a host that has come back.
+    """
+    assert order is not None
+    job = order.get("again", order)
     if job["options"]["elastic"] is None:
         _guard_one(job, orders, None)
         return
@@ -123,14 +127,15 @@ def _guard(job: dict[str, Any], orders: _Orders) -> None:
     keeper = KeeperServer()
     os.environ[KEEPER] = keeper.address
     threads = threads_of(int(job["options"]["nproc"]))  # as its first launcher has
-    while _guard_one(job, orders, keeper):
-        order = orders.wait_for("again")
-        if order is None:
+    while order is not None:
+        job = order.get("again", order)
+        if "again" in order:
+            os.environ.setdefault(threads.name, threads.value)
+            os.environ.update(job["environment"])
+            keeper.whole = job["whole"]
+        if not _guard_one(job, orders, keeper):
             return
-        os.environ.setdefault(threads.name, threads.value)
-        job = order["again"]
-        os.environ.update(job["environment"])
-        keeper.whole = job["whole"]
+        order = orders.wait_for("again")
 
 
 def _guard_one(job: dict[str, Any], orders: _Orders, keeper: KeeperServer | None) -> bool:
@@ -172,7 +177,7 @@ def _guard_one(job: dict[str, Any], orders: _Orders, keeper: KeeperServer | None
     with child.stdin as stdin, contextlib.suppress(BrokenPipeError):
         stdin.write(line(job))
     try:
-        return _Guard(child, report, orders).watch(keeper)
+        return _Guard(child, report, orders, keeper).watch()
     finally:
         child.kill()
         child.wait()
@@ -181,13 +186,19 @@ def _guard_one(job: dict[str, Any], orders: _Orders, keeper: KeeperServer | None
 class _Guard:
     """Passes on what the launcher writes, and what the caller asks for."""
 
-    def __init__(self, child: subprocess.Popen[bytes], report: int, orders: _Orders) -> None:
+    def __init__(
+        self,
+        child: subprocess.Popen[bytes],
+        report: int,
+        orders: _Orders,
+        keeper: KeeperServer | None,
+    ) -> None:
         assert child.stdout is not None and child.stderr is not None
         self._child = child
         self._outputs = {child.stdout.fileno(): OUT, child.stderr.fileno(): ERR}
         self._report_fd = report
         self._report = b""
-        self._orders = orders
+        self._orders, self._keeper = orders, keeper
         self._kill_at: float | None = None
         self._selector = selectors.DefaultSelector()
         for descriptor in (0, report, *self._outputs):
@@ -195,7 +206,7 @@ class _Guard:
         self._pidfd = os.pidfd_open(child.pid)
         self._selector.register(self._pidfd, selectors.EVENT_READ)
 
-    def watch(self, keeper: KeeperServer | None) -> bool:
+    def watch(self) -> bool:
         """Return when the launcher has ended, and all is told, or False when the caller is gone."""
         ended_at: float | None = None
         while ended_at is None or (self._outputs and time.monotonic() < ended_at + DRAIN_S):
@@ -209,11 +220,14 @@ class _Guard:
                 self._child.kill()
         with contextlib.suppress(ValueError):  # it was killed while it wrote
             _note(json.loads(self._report))
-        if keeper is not None:
-            _note({"kept": keeper.summary()})
+        self._tell_kept()
         _note({"exit": self._child.wait()})
         self._close()
         return True
+
+    def _tell_kept(self) -> None:
+        if self._keeper is not None:
+            _note({"kept": self._keeper.summary()})
 
     def _close(self) -> None:
         self._selector.close()
@@ -242,6 +256,8 @@ class _Guard:
         number = order.get("signal", signal.SIGTERM)
         if "end" in order:
             self._kill_at = time.monotonic() + order["end"]
+        if "tell" in order:
+            self._tell_kept()
         if self._child.poll() is None and ("end" in order or "signal" in order):
             self._child.send_signal(number)
 

@@ -28,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 DEFAULT_GRACE_S = 3
+REJOIN_AFTER_S = 60.0
 
 # torchrun's, with their help; None: it stays with ``torchrun --help``
 TORCHRUN_VALUES = {
@@ -88,6 +89,7 @@ class HostChoice:
     master_addr: str | None = None
     master_port: int = 0  # 0: a free one of the first host
     variables: Mapping[str, str] = field(default_factory=dict)  # more for the hosts, with values
+    rejoin_after: float = REJOIN_AFTER_S  # elastic: seconds between two questions to a lost host; 0: none
 
 
 @dataclass(frozen=True)
@@ -158,15 +160,16 @@ OWN = (
            must="a number of ranks of at least 1"),
     Option("--as-deepspeed", "let `import deepspeed` be zeroshard's stand-in, also inside"
            " Transformers and Accelerate; no --local_rank is passed, LOCAL_RANK is set"),
-    Option("--debug", "show the log of torch's launcher and our own tracebacks"),
+    Option("--debug", "show torch's launcher's log and our own tracebacks"),
 )  # fmt: skip
 HOSTS = (
-    Option("--hostfile FILE", "run on the hosts of FILE (lines `HOST slots=N`), over ssh"),
+    Option("--hostfile FILE", "run over ssh on the hosts of FILE (`HOST slots=N`)"),
     Option("--include HOSTS", "of them only these, with these slots: worker-0@worker-1:0,2"),
     Option("--exclude HOSTS", "all but these"),
     Option("--ssh COMMAND", "the ssh program and options of it, as one word: 'ssh -p 2222'"),
-    Option("--export NAMES", "more environment variables for the hosts, NAME,..."
-           " (docs/launching.md)"),
+    Option("--export NAMES", "more environment variables for them: NAME,..."),
+    Option("--rejoin-after SECONDS", f"{ELASTIC} asks a lost host so often whether it is back"
+           " (default: 60; 0: never)", _seconds, must="a number of seconds"),
 )  # fmt: skip
 TORCHRUN = tuple(
     Option(f"{name}{SHORT.get(name, '')}{unit}", text or argparse.SUPPRESS)
@@ -246,6 +249,8 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
 def _check_elastic(given: argparse.Namespace, *, is_placed: bool) -> None:
     """Raise UsageError where ``--elastic`` does not go with the other options."""
     if given.elastic is None:
+        if given.rejoin_after is not None:
+            raise UsageError(f"--rejoin-after goes with {ELASTIC}")
         return
     if given.max_restarts not in (None, "0"):
         raise UsageError(
@@ -270,7 +275,7 @@ def _host_choice(given: argparse.Namespace, named: list[str]) -> HostChoice | No
     """Return what the line says about hosts; `named` are its options that place the job."""
     if given.hostfile is None:
         for option in HOSTS:
-            if getattr(given, _dest(option.names[0])):
+            if getattr(given, _dest(option.names[0])) is not None:
                 raise UsageError(f"{option.names[0]} goes with --hostfile")
         return None
     others = [name for name in named if name not in ("--master-addr", "--master-port")]
@@ -284,8 +289,9 @@ def _host_choice(given: argparse.Namespace, named: list[str]) -> HostChoice | No
     if given.max_restarts not in (None, "0"):
         raise UsageError("--hostfile and --max-restarts exclude each other: queue the job again")
     export = tuple(filter(None, (given.export or "").split(",")))
-    ssh, port = given.ssh or "ssh", _port(given.master_port)
-    return made(HostChoice, given, ssh=ssh, export=export, master_port=port)
+    own = {"ssh": given.ssh or "ssh", "export": export, "master_port": _port(given.master_port)}
+    rejoin_after = REJOIN_AFTER_S if given.rejoin_after is None else given.rejoin_after
+    return made(HostChoice, given, **own, rejoin_after=rejoin_after)
 
 
 def _launched_place(given: argparse.Namespace, named: list[str]) -> HostPlace | None:

@@ -61,6 +61,9 @@ def test_torchruns_options_pass_in_every_spelling(argv: list[str]) -> None:
     options = _parse(*argv, SCRIPT)
     assert options.torchrun == ["--nnodes=2", "--rdzv-endpoint=host:1"]
     assert not options.standalone
+    assert options.hosts.rejoin_after == 60
+    options = _parse("--hostfile=h", "--elastic", "--rejoin-after=2.5", SCRIPT)
+    assert options.hosts is not None and options.hosts.rejoin_after == 2.5
 
 
 def test_without_a_place_for_the_job_it_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +117,9 @@ def test_the_grace_is_three_seconds_unless_the_user_says_otherwise() -> None:
         (["--standalone", "--nnodes", "2", SCRIPT], "--standalone and --nnodes exclude each other"),
         (["--shutdown-timeout", "soon", SCRIPT], "--shutdown-timeout must be a number"),
         (["--include", "a", SCRIPT], "--include goes with --hostfile"),
+        (["--rejoin-after=0", SCRIPT], "--rejoin-after goes with --hostfile"),
+        (["--hostfile", "h", "--rejoin-after=5", SCRIPT], "--rejoin-after goes with --elastic"),
+        (["--hostfile", "h", "--elastic", "--rejoin-after=-1", SCRIPT], "a number of seconds"),
         (["--hostfile", "h", "--nproc", "2", SCRIPT], "--hostfile and --nproc exclude each other"),
         (["--hostfile", "h", "--nnodes=2", SCRIPT], "--hostfile and --nnodes exclude each other"),
         (["--hostfile", "h", "--max-restarts=1", SCRIPT], "--hostfile and --max-restarts exclude"),
@@ -205,3 +211,6 @@ def test_a_hostfile_takes_a_master_and_torchruns_options(tmp_path: Path) -> None
     assert options.hosts is not None and options.hosts.export == ("A", "B")
     assert options.hosts.master_port == 5 and "--tee=3" in options.torchrun
     assert not options.standalone
+    assert options.hosts.rejoin_after == 60
+    options = _parse("--hostfile=h", "--elastic", "--rejoin-after=2.5", SCRIPT)
+    assert options.hosts is not None and options.hosts.rejoin_after == 2.5
