@@ -89,7 +89,9 @@ class HostChoice:
     master_addr: str | None = None
     master_port: int = 0  # 0: a free one of the first host
     variables: Mapping[str, str] = field(default_factory=dict)  # more for the hosts, with values
-    rejoin_after: float = REJOIN_AFTER_S  # elastic: seconds between two questions to a lost host; 0: none
+    rejoin_after: float = (
+        REJOIN_AFTER_S  # elastic: seconds between two questions to a lost host; 0: none
+    )
 
 
 @dataclass(frozen=True)

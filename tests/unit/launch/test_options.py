@@ -61,9 +61,6 @@ def test_torchruns_options_pass_in_every_spelling(argv: list[str]) -> None:
     options = _parse(*argv, SCRIPT)
     assert options.torchrun == ["--nnodes=2", "--rdzv-endpoint=host:1"]
     assert not options.standalone
-    assert options.hosts.rejoin_after == 60
-    options = _parse("--hostfile=h", "--elastic", "--rejoin-after=2.5", SCRIPT)
-    assert options.hosts is not None and options.hosts.rejoin_after == 2.5
 
 
 def test_without_a_place_for_the_job_it_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
