@@ -23,7 +23,7 @@ def _rows(rank: int, world: int, number: str) -> list[Row]:
     ("world", "number", "sums"),
     [
         # of whole gradients at stages 0 and 1, of slices at 2 and 3
-        (2, "8", [2, 2, 2, 2]),
+        pytest.param(2, "8", [2, 2, 2, 2], marks=pytest.mark.slow),
         (3, "9", [2, 2, 2, 2]),  # three leaves of 9 are no node: slices, in every row
         (3, "3x2", [1, 1, 2, 2]),
     ],
