@@ -33,7 +33,7 @@ import zeroshard as zs
 from benchmarks.contenders import adamw
 from benchmarks.model import GPT, Batches
 from benchmarks.plan import SIZES, Size
-from benchmarks.ranks import start, timed
+from benchmarks.ranks import answer, parser_of_turns, start, timed
 from benchmarks.results import machine_facts
 from benchmarks.stats import bootstrap_median
 
@@ -98,25 +98,15 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure saver.keep() beside a training step.")
-    parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--pairs", type=int, default=12, help="turns of each (default: 12)")
-    parser.add_argument("--steps", type=int, default=3, help="steps per turn (default: 3)")
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # of the ranks
-    return parser.parse_args(arguments)
+    return parser_of_turns("Measure saver.keep() beside a training step.").parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the ranks, or be one of them; return the exit code."""
     asked = _parse(arguments)
     if asked.out is not None:
-        zs.init_distributed()
-        torch.set_num_threads(1)
-        found = _measure(SIZES[asked.size], asked.pairs, asked.steps, asked.out.parent / "steps")
-        if dist.get_rank() == 0:
-            asked.out.write_text(json.dumps(found))
-        dist.destroy_process_group()
+        kept = asked.out.parent / "steps"
+        answer(lambda: _measure(SIZES[asked.size], asked.pairs, asked.steps, kept), asked.out)
         return 0
     with tempfile.TemporaryDirectory(prefix="zeroshard-elastic-") as directory:
         out = Path(directory, "out.json")

@@ -4,6 +4,7 @@ what this machine can do, and timed together.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -12,13 +13,37 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import zeroshard as zs
 from benchmarks import PATH
+from benchmarks.plan import SIZES
 
-__all__ = ["start", "start_with_report", "timed"]
+__all__ = ["answer", "parser_of_turns", "start", "start_with_report", "timed"]
+
+
+def parser_of_turns(description: str) -> argparse.ArgumentParser:
+    """Return the options of a benchmark whose ways take turns, in pairs of some steps each."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--pairs", type=int, default=12, help="turns of each (default: 12)")
+    parser.add_argument("--steps", type=int, default=3, help="steps per turn (default: 3)")
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # of the ranks
+    return parser
+
+
+def answer(measure: Callable[[], Any], out: Path) -> None:
+    """Be one of the ranks: measure on one thread, and write what rank 0 has found as JSON."""
+    zs.init_distributed()
+    torch.set_num_threads(1)
+    found = measure()
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 def start(script: str, ranks: int, arguments: Sequence[str], options: Sequence[str] = ()) -> int:

@@ -29,13 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import zeroshard as zs
 from benchmarks.contenders import adamw
 from benchmarks.model import GPT, Batches
 from benchmarks.plan import SIZES, Size
-from benchmarks.ranks import start, timed
+from benchmarks.ranks import answer, parser_of_turns, start, timed
 from benchmarks.results import machine_facts
 from benchmarks.stats import bootstrap_median
 
@@ -112,15 +111,10 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure engine.trail() beside training steps.")
-    parser.add_argument("--size", choices=SIZES, default="small")
+    parser = parser_of_turns("Measure engine.trail() beside training steps.")
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--leaves", type=int, default=8, help="of a step (default: 8)")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=12, help="turns of each (default: 12)")
-    parser.add_argument("--steps", type=int, default=3, help="steps per turn (default: 3)")
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # of the ranks
     return parser.parse_args(arguments)
 
 
@@ -129,12 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parse(arguments)
     size = SIZES[asked.size]
     if asked.out is not None:
-        zs.init_distributed()
-        torch.set_num_threads(1)
-        found = _measure(size, asked, asked.out.parent)
-        if dist.get_rank() == 0:
-            asked.out.write_text(json.dumps(found))
-        dist.destroy_process_group()
+        answer(lambda: _measure(size, asked, asked.out.parent), asked.out)
         return 0
     names = ("size", "stage", "leaves", "ranks", "pairs", "steps")
     facts = {name: getattr(asked, name) for name in names}
