@@ -242,6 +242,13 @@ def test_nor_with_tiers_in_a_world_of_sixty_four(tier: str) -> None:
     assert _watch("zero3", world=64, tier=tier, program=_steps_and_close).findings == []
 
 
+@pytest.mark.parametrize("case", ["ddp", "zero1", "zero2", "zero3"])
+def test_nor_where_one_process_goes_on_into_the_forward(case: str) -> None:
+    """A step that is not waited for; the gathers that publish weights share one fork."""
+    sanitizer = _watch(case, world=1, tier="fraction", precision="bf16", program=_steps_and_close)
+    assert sanitizer.findings == []
+
+
 @pytest.mark.parametrize("tier", ["device", "fraction"])
 @pytest.mark.parametrize("case", ["zero1", "zero3"])
 def test_nor_off_the_device_and_back(case: str, tier: str) -> None:

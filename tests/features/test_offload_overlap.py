@@ -4,6 +4,7 @@ copies end only when somebody waits for them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import zeroshard as zs
 from tests.support import inside
 from tests.support.endless_link import Endless
 from tests.support.harness import run_ranks
+from zeroshard.core.work import DoneWork
 
 BLOCKS = 6
 WIDTH = 32
@@ -136,3 +138,26 @@ def test_weights_on_the_host_travel_while_the_block_before_computes(overlaps: bo
     assert others == [1 if overlaps else 0] * (BLOCKS - 1) and last == 0
     *others, last = _counts(log, "backward", "to_device in flight")
     assert others == [1 if overlaps else 0] * (BLOCKS - 1) and last == 0
+
+
+class _Ending(threading.Event):
+    """A step whose last weights are sent, and which ends, while somebody asks whether it has."""
+
+    def __init__(self, send: Callable[[], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def is_set(self) -> bool:
+        if not super().is_set():
+            self._send()
+            self.set()
+        return super().is_set()
+
+
+def test_weights_that_are_sent_while_somebody_asks_for_them_are_awaited() -> None:
+    engine = zs.shard(model := nn.Linear(WIDTH, WIDTH), torch.optim.SGD(model.parameters(), lr=0.1))
+    segment = inside.segments(engine)[0]
+    segment.step = _Ending(lambda: segment.uploads.append((DoneWork(), None)))
+    segment.wait_uploads()
+    assert not segment.uploads
+    engine.close()

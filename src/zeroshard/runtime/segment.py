@@ -197,7 +197,7 @@ class Segment:
     @property
     def is_coming(self) -> bool:
         """Whether weights are on their way here from a step on another tier."""
-        return bool(self.uploads) or not self.step.is_set()
+        return not self.step.is_set() or bool(self.uploads)  # set after the last of them is added
 
     def _bring(self, start: int, stop: int, master: torch.Tensor) -> None:
         """Cast `master`, elements [start, stop), into the weights."""
@@ -243,7 +243,7 @@ class Segment:
 
     def wait_uploads(self) -> None:
         """Return when the weights that a step has sent here are here."""
-        if not self.uploads and self.step.is_set():  # `is_coming`, asked at every gather
+        if not self.is_coming:
             return
         with self.flat.probe.waiting("host", self.key):
             self.step.wait()

@@ -133,7 +133,7 @@ class Unit:
         return [segment for segment in self.segments if segment.has_news]
 
     @cached_property
-    def _steps_elsewhere(self) -> bool:
+    def steps_elsewhere(self) -> bool:
         """Whether weights may be on their way here from a step on another tier."""
         return any(segment.flat.context.tiering.away for segment in self.segments)
 
@@ -147,7 +147,7 @@ class Unit:
         without a codec.
         """
         for segment in self.segments:
-            if self._steps_elsewhere and not segment.flat.is_local:
+            if self.steps_elsewhere and not segment.flat.is_local:
                 segment.wait_uploads()
             user_view = segment.user_view
             name = user_view.lost()
@@ -171,11 +171,9 @@ class Unit:
             self._flight.advance()
 
     def landing(self) -> Flight:
-        """Return the flight under way, which is about to be waited for: this rank's own part of
-        the weights is where peers wait for it.
-        """
+        """Return the flight under way, to be waited for; peers wait here for this rank's part."""
         assert self._flight is not None, self
-        for segment in self.segments if self._steps_elsewhere else ():
+        for segment in self.segments if self.steps_elsewhere else ():
             segment.wait_uploads()
         return self._flight
 

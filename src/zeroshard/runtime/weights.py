@@ -58,6 +58,7 @@ class Weights:
         self.digest = digest
         self._ordered = schedule.rules.ordered
         self._phase: Phase = "forward"  # of the last need
+        self._steps_elsewhere = any(unit.steps_elsewhere for unit in units)
         # whether each gathered() context, which shows what rests, holds every unit
         self.shown: list[bool] = []
 
@@ -284,8 +285,8 @@ class Weights:
         for unit in self.units:
             for segment in unit.segments:
                 segment.invalidate(frozen=frozen)
-        # one fork for all: nothing touches compute between these gathers
-        self.run(self.schedule.publish(), forks=False)
+        # one fork for all, unless compute waits for a step between these gathers
+        self.run(self.schedule.publish(), forks=self._steps_elsewhere)
 
     def shadow(self, phase: Phase) -> Iterator[Unit]:
         """Take part in the gathers of a pass that only other ranks run; yields each unit while
