@@ -165,6 +165,19 @@ def test_twenty_deaths_and_more_ranks_later_end_with_the_weights_of_an_undisturb
     assert num_deaths == 20
 
 
+def test_a_rank_that_dies_on_an_accelerator_costs_no_step_and_no_bit(tmp_path: Path) -> None:
+    """What is kept comes from there, and goes back. Three ranks share the two pretended devices,
+    over gloo; those that are left have one each, and its own collectives.
+    """
+    plan = Plan(steps=8, leaves=4, device="zsim", deaths=[Death(3, 1, 3), Death(2, 0, 6, "step")])
+    done = run(tmp_path, plan, "--elastic", "--nproc", "3")
+    assert done.code == 0, done.said
+    assert [one.value for one in of(done.events, "loaded", 1)] == ["memory"]
+    (found,) = {one.value for one in done.events if one.name == "weights" and one.value}
+    undisturbed = run_ranks(2, elastic_runs.train_leaves, 8, 4, "zsim", device="tests.device.zsim")
+    assert found == undisturbed[0]
+
+
 def _rank_after(directory: Path, world: int, rank: int, step: int) -> int:
     """Return the process of a rank, once any has kept `step`."""
 

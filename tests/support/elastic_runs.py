@@ -13,6 +13,7 @@ import time
 
 _begin = time.monotonic()  # before torch is imported
 
+import importlib  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
@@ -59,6 +60,7 @@ class Plan:
     leaves: int | None = None  # of a step, on however many ranks
     gate: int = 0  # the step that begins only when the file "open" is in the directory
     saves_on_sigterm: bool = False  # finish the step, keep it, and leave with exit code 75
+    device: str = "cpu"  # "zsim": the pretended accelerator
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -136,7 +138,7 @@ class _Rank:
 
 
 def make(
-    leaves: int | None = None,
+    leaves: int | None = None, device: str = "cpu"
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer, zs.Engine]:
     """Return the model, the optimizer and the engine that every training here has; with dropout in
     a run with `leaves`, whose random numbers are theirs.
@@ -145,6 +147,7 @@ def make(
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
     dropout = torch.nn.Dropout(0.0 if leaves is None else 0.1)
     model = torch.nn.Sequential(*layers, dropout, torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1))
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     engine = zs.shard(model, optimizer, stage=3, units=[torch.nn.Linear], leaves=leaves)
     return model, optimizer, engine
@@ -166,10 +169,11 @@ def leaves_once(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, engine: zs.Engine, number: int
 ) -> float:
     """Take one step of leaves; return the loss of the last one here."""
-    loss = torch.zeros(())
+    loss, device = torch.zeros(()), next(model.parameters()).device
     for leaf in engine.leaves(number):
         generator = torch.Generator().manual_seed(1000 * number + leaf)
-        loss = model(torch.randn(4, WIDTH, generator=generator)).square().mean()
+        x = torch.randn(4, WIDTH, generator=generator)
+        loss = model(x.to(device)).square().mean()
         engine.backward(loss)
     engine.clip_grad_norm_(0.1)
     optimizer.step()
@@ -183,9 +187,9 @@ def weights_of(engine: zs.Engine) -> str:
     return digest_of(*(state[name] for name in sorted(state))) if state else ""
 
 
-def train_leaves(rank: int, world: int, steps: int, leaves: int) -> str:
+def train_leaves(rank: int, world: int, steps: int, leaves: int, device: str = "cpu") -> str:
     """Train without a death; return the hash of the weights. For `run_ranks`."""
-    model, optimizer, engine = make(leaves)
+    model, optimizer, engine = make(leaves, device)
     for number in range(1, steps + 1):
         leaves_once(model, optimizer, engine, number)
     found = weights_of(engine)
@@ -199,9 +203,11 @@ def main() -> None:
     me.note("begin", at=_begin)
     me.note("imported", at=imported)
     me.may_die(0, "start")
+    if plan.device == "zsim":
+        importlib.import_module("tests.device.zsim")  # and else never: its lanes are threads
     zs.init_distributed()
     me.note("joined")
-    model, optimizer, engine = make(plan.leaves)
+    model, optimizer, engine = make(plan.leaves, plan.device)
     steps, begin = directory / "steps", 0
     with zs.Saver(steps, engine, background=False, redundancy=plan.redundancy) as saver:
         me.may_die(0, "load")

@@ -7,6 +7,7 @@ compared, before the first parameter is changed.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -35,7 +36,7 @@ from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.schedule import grad_pool_bytes
 from zeroshard.core.tree import Deal, Tree
-from zeroshard.errors import StorageError
+from zeroshard.errors import ConfigError, StorageError
 from zeroshard.memory import MemoryCounter, Pages
 from zeroshard.nn.deferred import (
     allocate,
@@ -68,6 +69,8 @@ if TYPE_CHECKING:
 
 __all__ = ["deferred_init", "init_distributed", "materialize", "shard"]
 
+_log = logging.getLogger("zeroshard")
+
 
 def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -> None:
     """Join the process group that torchrun (or ``zeroshard run``) describes in the environment.
@@ -77,8 +80,9 @@ def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -
     variables are set from those of srun or mpirun, which on several hosts does not say
     ``MASTER_ADDR``. Where torch has an accelerator, each rank takes the device of its
     ``LOCAL_RANK``; the backend is then the one of its type (nccl, xccl), which connects here and
-    now, and gloo for CPU tensors, else gloo. Ranks that ``zeroshard run`` has started on one host
-    meet in a file that only this user can read.
+    now, and gloo for CPU tensors, else gloo. Where a host has fewer devices than ranks they meet
+    over gloo alone, with a warning; of several hosts it raises ConfigError. Ranks that
+    ``zeroshard run`` has started on one host meet in a file that only this user can read.
     """
     if dist.is_initialized():
         return
@@ -86,18 +90,9 @@ def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -
     os.environ.update(from_tasks)
     if "RANK" not in os.environ:
         return
-    local_rank, device = int(os.environ.get("LOCAL_RANK", 0)), None
-    accelerator = Device.accelerator()
-    num_devices = 0 if accelerator is None else accelerator.count()
-    if from_tasks and num_devices == 1:
-        local_rank = 0  # with --gpus-per-task=1 each task sees its own alone
-    if accelerator is not None and local_rank < num_devices:
-        own, native = accelerator.make_current(local_rank), accelerator.backend
-        if native not in (None, "gloo"):
-            backend = backend or f"cpu:gloo,{own.type}:{native}"
-            device = own if native in backend else None
+    backend, device = _take_device(backend, is_task=bool(from_tasks))
     timeout, path = timedelta(seconds=timeout_s), meeting_file()
-    join = partial(dist.init_process_group, backend or "gloo", timeout=timeout, device_id=device)
+    join = partial(dist.init_process_group, backend, timeout=timeout, device_id=device)
     if path is None:
         join()
         atexit.register(_leave_group)
@@ -105,6 +100,41 @@ def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(path, size)  # type: ignore[attr-defined]
     join(store=store, rank=rank, world_size=size)
+
+
+def _take_device(backend: str | None, *, is_task: bool) -> tuple[str, torch.device | None]:
+    """Make this rank's device the current one, where its host has one for each of its ranks. Return
+    the backend, and the device if the backend is to know it.
+    """
+    local_rank, accelerator = int(os.environ.get("LOCAL_RANK", 0)), Device.accelerator()
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    num_devices = 0 if accelerator is None else accelerator.count()
+    if is_task and num_devices == 1:
+        local_rank, num_ranks = 0, 1  # with --gpus-per-task=1 each task sees its own alone
+    if accelerator is None or num_ranks > num_devices:
+        if accelerator is not None and backend is None:
+            _tell_of_too_few(f"{num_devices} {accelerator.type} device(s)", num_ranks, local_rank)
+        return backend or "gloo", None
+    own, native = accelerator.make_current(local_rank), accelerator.backend
+    if native in (None, "gloo"):
+        return backend or "gloo", None
+    backend = backend or f"cpu:gloo,{own.type}:{native}"
+    return backend, own if native in backend else None
+
+
+def _tell_of_too_few(devices: str, num_ranks: int, local_rank: int) -> None:
+    """Warn once, or raise where other hosts may have enough, and so another backend."""
+    found = f"this host has {devices} for {num_ranks} ranks"
+    if int(os.environ["WORLD_SIZE"]) > num_ranks:
+        raise ConfigError(
+            f"{found}: start one rank for each device, or call init_distributed('gloo') on all"
+        )
+    if local_rank == 0:
+        _log.warning(
+            "%s: they meet over gloo, and share what they compute on; for the device's own"
+            " collectives start one rank for each",
+            found,
+        )
 
 
 def _leave_group() -> None:
