@@ -8,6 +8,7 @@ itself, and are skipped.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.device.build import build, compiler_missing
-from tests.gpu.chosen import HAS_CUDA, chosen_device
+from tests.gpu.chosen import HAS_CUDA, PRETENDED, chosen_device
 from tests.support import other_session
 from tests.support.other_session import OtherSession
 
@@ -57,6 +58,20 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def in_order(device: str) -> Iterator[None]:
+    """The pretended device takes its tasks in the order of their launches: whether a pool needs a
+    second buffer is left to chance by threads.
+    """
+    if HAS_CUDA:
+        yield
+        return
+    zsim: Any = importlib.import_module(PRETENDED)
+    zsim.set_schedule("fifo")
+    yield
+    zsim.set_schedule("threads")
 
 
 # ------------------------------------------------------------------- where there is no CUDA device

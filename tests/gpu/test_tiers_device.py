@@ -267,6 +267,7 @@ def test_weights_that_rest_elsewhere_gather_right(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- memory
 
 
+@pytest.mark.usefixtures("in_order")
 @pytest.mark.parametrize(
     ("row", "tiers"), [("zero2", HOST), ("zero3", ON_HOST)], ids=["stage 2", "stage 3"]
 )
@@ -289,6 +290,7 @@ def test_memory_is_steady(row: str, tiers: dict[str, str]) -> None:
     engine.close()
 
 
+@pytest.mark.usefixtures("in_order")
 def test_what_leaves_the_device_leaves_its_memory() -> None:
     module, used = torch.get_device_module(chosen_device()), {}
     for name, tiers in (("device", {}), ("optimizer", {"optimizer": "host"}), ("all", ON_HOST)):
