@@ -7,6 +7,7 @@ tolerance; host and disk, which step alike, with each other bit for bit.
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import itertools
@@ -262,6 +263,53 @@ def test_weights_that_rest_elsewhere_gather_right(tmp_path: Path) -> None:
                 ), (tiers, name)
         torch.testing.assert_close(model(x, y).detach(), loss, rtol=1e-6, atol=1e-6)
         engine.close()
+
+
+# ---------------------------------------------------------------------- step counts
+
+
+@pytest.mark.parametrize("how", ["fused", "capturable"])
+@pytest.mark.parametrize(
+    "what", ["stepped before", "load_state_dict", "load", "repartition", "auto", "off and back"]
+)
+def test_step_counts_lie_where_what_they_count_does(what: str, how: str, tmp_path: Path) -> None:
+    """A fused step has them beside the parameter: on the device, and on the host."""
+    model = _net(SMALL)
+    backwards = [*model.parameters()][::-1]  # the first of the group is on the host
+    optimizer = torch.optim.AdamW(backwards, lr=1e-3, **{how: True})  # type: ignore[arg-type]
+    if what == "stepped before":
+        model(*_data(0, 0)).backward()
+        optimizer.step()
+    fraction: Any = "auto" if what == "auto" else 0.4
+    offload = _offload({**HOST, "fraction": fraction}, None)
+    engine = zs.shard(model, optimizer, stage=2, offload=offload)
+    steps = iter(range(100))
+
+    def step(count: int) -> None:
+        for number in itertools.islice(steps, count):
+            model(*_data(0, number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step(8 if what == "auto" else 2)
+    if what == "load_state_dict":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif what == "load":
+        zs.save(tmp_path, engine, step=2)
+        zs.load(tmp_path, engine)
+    elif what == "repartition":
+        engine.repartition(policy="zero3")
+    elif what == "off and back":
+        engine.offload_states()
+        engine.reload_states()
+    step(2)
+    states_of(engine).join_step()
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    devices = {one.device.type for one in parameters}
+    assert devices == {"cpu", torch.device(chosen_device()).type}
+    for one in parameters:
+        assert optimizer.state[one]["step"].device == one.device
+    engine.close()
 
 
 # ---------------------------------------------------------------------- memory

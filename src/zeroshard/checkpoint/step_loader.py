@@ -119,22 +119,24 @@ class StepLoader:
 
     def _check_options(self, groups: list[dict[str, Any]]) -> None:
         """Raise CheckpointError for saved options with which the optimizer cannot step."""
-        optimizer, device = self._engine.optimizer, torch.device("cpu")
+        optimizer, home = self._engine.optimizer, states_of(self._engine).device
         assert optimizer is not None
         for index, (mine, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             options = {**mine, **saved}
-            for key in ("params", "param_names"):
-                options.pop(key, None)
-            device = next((piece.device for piece in mine["params"]), device)
-            dtype = next((piece.dtype for piece in mine["params"]), torch.float32)
+            # a fraction cuts a group: its step counts lie where its pieces are
+            kinds = dict.fromkeys((piece.dtype, piece.device) for piece in mine["params"])
             try:
-                trial = state_after_trial(optimizer, options, dtype, device)
+                trials = {
+                    (dtype, device): state_after_trial(optimizer, options, dtype, device, home)
+                    for dtype, device in kinds or [(torch.float32, home)]
+                }
             except Exception as error:
                 raise CheckpointError(
                     f"{self._saved.path}: {type(optimizer).__name__} cannot step with the options"
                     f" of param group {index} there: {type(error).__name__}: {error}"
                 ) from error
-            self._trials.update({id(piece): trial for piece in mine["params"]})
+            for piece in mine["params"]:
+                self._trials[id(piece)] = trials[piece.dtype, piece.device]
 
     def _read_optimizer(self) -> None:
         kinds: dict[str, list[str]] = {}

@@ -143,15 +143,17 @@ def state_after_trial(
     options: Mapping[str, Any],
     dtype: torch.dtype,
     device: torch.device,
+    home: torch.device,
 ) -> dict[str, Any]:
     """Return the state that `optimizer` keeps of a parameter of its own of `dtype` on `device`,
-    in a param group of `options`.
+    in a param group of `options`, where the model computes on `home`.
 
     Raises whatever a step with these options raises.
     """
     parameter = nn.Parameter(torch.ones(_NUMEL, dtype=dtype, device=device))
     clone = bare_copy(optimizer)
-    clone.param_groups = [{**copy.deepcopy(dict(options)), "params": [parameter]}]
+    own = _options(copy.deepcopy(dict(options)), off_device=device.type != home.type)
+    clone.param_groups = [{**own, "params": [parameter]}]
     clone.state = defaultdict(dict)
     set_training(clone)
     step = unhooked_step(type(clone))

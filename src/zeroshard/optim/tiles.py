@@ -10,6 +10,7 @@ user sees them. A key is at rest exactly where its value is the placeholder of i
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from zeroshard.core.placement import Tier
 from zeroshard.memory import placeholder
+from zeroshard.optim.copies import state_after_trial
 from zeroshard.optim.shards import ParamShard, Tile
 from zeroshard.state.state import State
 
@@ -30,6 +32,8 @@ class TileStates:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._placeholders: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by length and dtype
+        # what the optimizer keeps of a parameter on the device, by param group and dtype
+        self._trials: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
 
     def of(self, shard: ParamShard) -> dict[str, Any]:
         """Return the optimizer's own entry for a shard, {} before its first step."""
@@ -78,8 +82,11 @@ class TileStates:
         """
         for shard, state in zip(tile.shards, opened, strict=True):
             for key, value in state.items():
-                if not isinstance(value, torch.Tensor) or value.shape != shard.tensor.shape:
-                    continue  # a step count, a number: of no size
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if value.shape != shard.tensor.shape:
+                    state[key] = value.cpu()  # a step count: a fused step has it on the device
+                    continue
                 if key not in moments:
                     moments[key] = make(key, value.dtype)
                 room = moments[key][shard.span]
@@ -134,6 +141,33 @@ class TileStates:
         """Return the rest of the state of a shard: a step count, an option."""
         moments = self.moments(shard)
         return {key: value for key, value in self.of(shard).items() if key not in moments}
+
+    def placed(self, shard: ParamShard, group: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """Return copies of the `numbers` of a parameter's state, each on the device where the
+        optimizer keeps it of a parameter like `shard`, of param group `group`: on the host all.
+        """
+        here, out = shard.tensor.device, {}
+        kept = {} if here.type == "cpu" else self._trial(shard, group)
+        for key, value in numbers.items():
+            if isinstance(value, torch.Tensor):
+                like = kept.get(key, value if kept else shard.tensor)
+                out[key] = value.to(like.device, copy=True)
+            else:
+                out[key] = copy.deepcopy(value)
+        return out
+
+    def _trial(self, shard: ParamShard, group: int) -> dict[str, Any]:
+        """Return the state that the optimizer keeps of a tensor like that of a `shard` that rests
+        on the device.
+        """
+        tensor = shard.tensor
+        key = (group, tensor.dtype)
+        if key not in self._trials:
+            options = self._optimizer.param_groups[group]
+            self._trials[key] = state_after_trial(
+                self._optimizer, options, tensor.dtype, tensor.device, tensor.device
+            )
+        return self._trials[key]
 
     def at_rest(self, shard: ParamShard, key: str) -> tuple[State, int]:
         """Return in which State `key` of a shard rests, and where in it the shard begins."""

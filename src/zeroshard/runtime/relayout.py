@@ -33,8 +33,7 @@ from zeroshard.core.placement import Cells
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.memory import placeholder_value
 from zeroshard.memory.heap import return_freed_memory
-from zeroshard.optim.copies import state_after_trial
-from zeroshard.optim.shards import ParamShard, Tile
+from zeroshard.optim.shards import Tile
 from zeroshard.runtime.build import PlannedUnits
 from zeroshard.runtime.context import SegmentPlan
 from zeroshard.runtime.offload_states import bring_to_rest
@@ -150,7 +149,6 @@ class Move:
         # as in Facts, of all ranks together
         self._states: dict[str, dict[str, tuple[torch.dtype, set[str]]]] = {}
         self._numbers: dict[str, dict[str, Any]] = {}
-        self._trials: dict[int, dict[str, Any]] = {}  # by param group
 
     def facts(self, planned: PlannedUnits | None) -> Facts:
         """Return what rests here, and what is to rest here as `planned`. Raises ConfigError for a
@@ -264,41 +262,25 @@ class Move:
 
     def _set_numbers(self, tiles: Sequence[Tile]) -> None:
         assert self._sharded is not None
-        optimizer = self._sharded.optimizer
+        sharded = self._sharded
+        group_of = {
+            id(one): index for index, group in enumerate(sharded.parameters) for one in group
+        }
         for shard in (shard for tile in tiles for shard in tile.shards):
             found = self._numbers.get(shard.name)
             if found:
-                optimizer.state[shard.tensor] = {
-                    key: self._placed(shard, key, *number) for key, number in found.items()
-                }
+                where, group = shard.tensor.device, group_of[id(shard.parameter)]
+                numbers = {key: _tensor(where, *number) for key, number in found.items()}
+                placed = sharded.states.placed(shard, group, numbers)
+                sharded.optimizer.state[shard.tensor] = placed
 
-    def _placed(
-        self, shard: ParamShard, key: str, value: Any, dtype: str = "", kept_on: str = "cpu"
-    ) -> Any:
-        """Return a number of the optimizer's, as it keeps it of a shard where that rests."""
-        if not dtype:
-            return value
-        where = shard.tensor.device
-        if where.type == "cpu":
-            return torch.tensor(value, dtype=getattr(torch, dtype))
-        kept = self._trial(shard).get(key)
-        place = where if kept_on != "cpu" else torch.device("cpu")
-        return torch.tensor(
-            value,
-            dtype=getattr(torch, dtype),
-            device=kept.device if isinstance(kept, torch.Tensor) else place,
-        )
 
-    def _trial(self, shard: ParamShard) -> dict[str, Any]:
-        """Return the state that the optimizer keeps of a tensor like a shard."""
-        assert self._sharded is not None
-        groups = enumerate(self._sharded.parameters)
-        index = next(i for i, group in groups if any(one is shard.parameter for one in group))
-        if index not in self._trials:
-            optimizer, tensor = self._sharded.optimizer, shard.tensor
-            group = {k: v for k, v in optimizer.param_groups[index].items() if k != "params"}
-            self._trials[index] = state_after_trial(optimizer, group, tensor.dtype, tensor.device)
-        return self._trials[index]
+def _tensor(where: torch.device, value: Any, dtype: str = "", kept_on: str = "cpu") -> Any:
+    """Return what `_number` has made JSON of; it was kept on a device of type `kept_on`."""
+    if not dtype:
+        return value
+    place = where if kept_on != "cpu" else torch.device("cpu")
+    return torch.tensor(value, dtype=getattr(torch, dtype), device=place)
 
 
 def _number(value: object, what: str) -> list[Any]:

@@ -12,7 +12,6 @@ segments on which the cut does not fall are not touched.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 from zeroshard.core.placement import Tier
@@ -96,9 +95,11 @@ class StepTiles:
         after = cut_tiles(segment, unit.cells, self._context)
         moved = SegmentStates(segment, after, sharded.states)
         numbers = states.numbers()
+        groups = {shard.name: shard.group for shard in states.shards}
         for shard in moved.shards:
             if numbers[shard.name]:
-                sharded.optimizer.state[shard.tensor] = copy.deepcopy(numbers[shard.name])
+                placed = sharded.states.placed(shard, groups[shard.name], numbers[shard.name])
+                sharded.optimizer.state[shard.tensor] = placed
         for name, (dtype, parameters) in states.found().items():
             if name.startswith(STATE):
                 moments = states.read(name, segment.flat.stepped, dtype)
