@@ -10,11 +10,12 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-from tests.support.harness import ROOT, close_pools
+from tests.support.harness import ROOT, close_pools, fork_off, share_zygotes
 
 gc.disable()  # until the tests are collected: else that takes twice as long
 
@@ -42,6 +43,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_skipped] = []
     config.stash[_gpu_skipped] = []
     config.pluginmanager.register(_SkipBudget(config), "zeroshard-skip-budget")
+    if given := getattr(config, "workerinput", None):  # a process of pytest-xdist's
+        fork_off(given["zygotes"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Called by pytest-xdist for each process that runs tests."""
+    node.workerinput["zygotes"] = share_zygotes()
+
+
+def pytest_unconfigure() -> None:
+    close_pools()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -23,6 +23,8 @@ from rich.console import Console
 
 import zeroshard as zs
 from tests.support.harness import ROOT
+from tests.support.launched import run_script
+from zeroshard.launch.cli import main
 
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 SMALL = [
@@ -449,22 +451,17 @@ def test_a_usage_error_is_said_by_one_rank() -> None:
 
 
 def test_trails_of_other_ranks_are_equal_and_a_step_is_replayed_from_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else two ranks have half as many as one
-    more = ["--leaves", "4", "--steps", "8", "--trail-every", "3"]
+    more = [*SMALL, "--leaves", "4", "--steps", "8", "--trail-every", "3"]
     first, second, saved = (str(tmp_path / name) for name in ("first", "second", "saved"))
     checkpoint = ["--checkpoint", saved, "--save-every", "4"]
-    run_example(*more, "--trail", first, *checkpoint, ranks=1)
-    run_example(*more, "--trail", second, "--stage", "1")
-
-    def zeroshard(*arguments: str) -> str:
-        command = [sys.executable, "-m", "zeroshard", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    assert "equal: every hash of 3 step(s), 0 to 6" in zeroshard("compare", first, second)
-    script = [str(SCRIPT), *SMALL, *more, "--trail", first, *checkpoint, "--resume"]
-    said = zeroshard("replay", first, "--step", "6", "--checkpoint", saved, "--", *script)
+    run_script(SCRIPT, *more, "--trail", first, *checkpoint, ranks=1)
+    run_script(SCRIPT, *more, "--trail", second, "--stage", "1", ranks=2)
+    assert main(["compare", first, second]) == 0
+    assert "equal: every hash of 3 step(s), 0 to 6" in capsys.readouterr().out
+    script = [str(SCRIPT), *more, "--trail", first, *checkpoint, "--resume"]
+    assert main(["replay", first, "--step", "6", "--checkpoint", saved, "--", *script]) == 0
+    said = capsys.readouterr().out
     assert f"from step 4 of {saved}" in said and "equal: every hash of 1 step(s), 6 to 6" in said

@@ -15,11 +15,15 @@ import pytest
 
 from tests.device.build import build, compiler_missing
 from tests.support.harness import ROOT
+from tests.support.launched import run_script
+from zeroshard.launch.cli import main
 
 pytestmark = pytest.mark.skipif(
     compiler_missing() is not None, reason=f"no pretended device: {compiler_missing()}"
 )
 
+SCRIPT = ROOT / "examples" / "train_gpt.py"
+DEVICE = "tests.device.zsim"
 WORDS = "layers 2 width 32 heads 2 context 32 batch 4 sample 8 steps 7"
 SMALL = [f"--{word}" if word.isalpha() else word for word in WORDS.split(" ")]
 
@@ -80,16 +84,15 @@ def test_the_example_trains_on_a_device_that_torch_has_loaded(
 
 
 def test_trails_on_that_device_are_equal_on_any_number_of_ranks(
-    environment: dict[str, str], tmp_path: Path
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--device", "zsim", "--leaves", "4", "--trail-every", "2", "--steps", "3"]
+    build()
+    words = [*SMALL, "--device", "zsim", "--leaves", "4", "--trail-every", "2", "--steps", "3"]
     for ranks, more in ((1, []), (2, ["--stage", "2"])):
-        launcher = ["-m", "zeroshard", "run", "--nproc", str(ranks)] if ranks > 1 else []
-        trail = ["--trail", str(tmp_path / str(ranks))]
-        _run([*launcher, "examples/train_gpt.py", *SMALL, *words, *trail, *more], environment)
-    runs = [str(tmp_path / ranks) for ranks in "12"]
-    text = _run(["-m", "zeroshard", "compare", *runs], environment)
-    assert "equal: every hash of 2 step(s), 0 to 2" in text
+        all_words = [*words, "--trail", str(tmp_path / str(ranks)), *more]
+        run_script(SCRIPT, *all_words, ranks=ranks, device=DEVICE)
+    assert main(["compare", *(str(tmp_path / ranks) for ranks in "12")]) == 0
+    assert "equal: every hash of 2 step(s), 0 to 2" in capsys.readouterr().out
 
 
 def _has_real_lanes(path: Path) -> None:

@@ -40,7 +40,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tests.support.zygote import Forked, Zygote
+from tests.support.zygote import Forked, Nursery, Zygote
 
 __all__ = [
     "ProcessResult",
@@ -48,8 +48,10 @@ __all__ = [
     "RankFailure",
     "close_pools",
     "die_with_parent",
+    "fork_off",
     "is_running",
     "run_ranks",
+    "share_zygotes",
     "spawn_ranks",
 ]
 
@@ -60,6 +62,7 @@ PEER_GRACE_S = 5.0  # how long the other ranks may go on after the first one fai
 BARRIER_TIMEOUT_S = 2.0
 GROUP_TIMEOUT_S = 300.0
 NUM_OUTPUT_LINES = 40
+_OF_RANKS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass(frozen=True)
@@ -383,12 +386,27 @@ def _interpreter(
     )
 
 
+_nurseries: list[Nursery] = []  # of the process that has started those that run tests
+_shared: list[str | None] = [None] * NUM_ZYGOTES  # names of the nurseries
 _zygotes: list[Zygote] = []
+
+
+def share_zygotes() -> list[str]:
+    """Return names for :func:`fork_off`, of processes that end in :func:`close_pools`."""
+    if not _nurseries:
+        environment = {**os.environ, **_OF_RANKS}
+        _nurseries.extend(Nursery(environment) for _ in range(NUM_ZYGOTES))
+    return [nursery.name for nursery in _nurseries]
+
+
+def fork_off(names: list[str]) -> None:
+    """Let the ranks of this process be forked off those that another one shares."""
+    _shared[:] = names
 
 
 def _zygote(rank: int, environment: dict[str, str]) -> Zygote:
     if not _zygotes:  # all at once: each takes seconds to import torch
-        _zygotes.extend(Zygote(environment) for _ in range(NUM_ZYGOTES))
+        _zygotes.extend(Zygote(environment, name) for name in _shared)
     return _zygotes[rank % NUM_ZYGOTES]
 
 
@@ -404,9 +422,7 @@ def _start(
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONUNBUFFERED": "1",
+        **_OF_RANKS,
         **(env or {}),
     }
     if any(name.startswith("COVERAGE_PROCESS") for name in environment):
@@ -628,16 +644,17 @@ def spawn_ranks(
     timeout: float = 60.0,
     env: dict[str, str] | None = None,
     init_group: bool = True,
+    device: str = "",
 ) -> list[ProcessResult]:
     """Call ``fn(rank, world_size, *args)`` in fresh processes, which may die, and say how each
-    ended.
+    ended. `device` as for :func:`run_ranks`.
 
     A process whose function returned ends with code 0, one whose function raised with code 1 and
     the traceback on stderr. Those that still run when ``timeout`` (counted from the moment all have
     started) is over are dumped and killed (exit code -9). Nothing outlives the call.
     """
     job = _job("call", fn, args)
-    workers = _start_all(world_size, init_group, env)
+    workers = _start_all(world_size, init_group, env, device)
     begin = time.monotonic()
     try:
         outcome = _exchange(workers, job, timeout, peer_grace=timeout)
@@ -697,6 +714,7 @@ def close_pools() -> None:
             worker.process.wait(timeout=max(deadline - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
             worker.kill()
-    for zygote in _zygotes:
-        zygote.close()
+    for process in (*_zygotes, *_nurseries):
+        process.close()
     _zygotes.clear()
+    _nurseries.clear()

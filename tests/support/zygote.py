@@ -4,6 +4,9 @@ A new interpreter takes 3.5 s of CPU until it has torch, an optimizer's ``torch.
 library; a fork takes 10 ms. Ranks take turns between two such processes, so that neighbours differ
 in the seed of their hashes as ranks that are started for real do: a set has another order.
 
+Test processes side by side (pytest-xdist's workers) share the two: the process that starts them
+runs a :class:`Nursery`, which forks a zygote for each of them off one that has imported everything.
+
 A forked rank is like a new interpreter otherwise: a session, environment, directory and output of
 its own, no thread but its main one, and it ends as interpreters end, ``atexit`` included. Variables
 that torch reads when it is imported are those of the first rank. Coverage begins with an
@@ -14,9 +17,11 @@ Invariant: the zygotes end with the process that started them, and their ranks w
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
+import secrets
 import select
 import signal
 import socket
@@ -27,11 +32,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Forked", "Zygote", "serve"]
+__all__ = ["Forked", "Nursery", "Zygote", "serve", "serve_sessions"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _LIBRARIES = ("torch._dynamo", "torch.distributed", "safetensors.torch", "pytest", "hypothesis")
 _OURS = ("zeroshard.sharding.api", "zeroshard.checkpoint", "tests.support.harness")
+# a second for each rank that trains a model of theirs; where they are not installed, tests skip
+_MODELS = ("transformers.trainer", "accelerate")
 
 
 class Forked:
@@ -64,20 +71,51 @@ class Forked:
         return self.returncode
 
 
-class Zygote:
-    """One process that forks, as its owner sees it."""
+def _start(
+    function: str, end: socket.socket, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start an interpreter that calls a function of this module with its `end`."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support import zygote; "
+    return subprocess.Popen(
+        [sys.executable, "-c", f"{code}zygote.{function}({end.fileno()})()"],
+        stdin=subprocess.DEVNULL,
+        env=dict(environment),
+        pass_fds=[end.fileno()],
+        start_new_session=True,  # no Ctrl-C: it ends when its owner does
+    )
+
+
+class Nursery:
+    """A process that forks zygotes for whoever connects to its `name`."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair()
-        self._socket = ours
-        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support import zygote; "
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code + f"zygote.serve({theirs.fileno()})()"],
-            stdin=subprocess.DEVNULL,
-            env=dict(environment),
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # no Ctrl-C: it ends when its owner does
-        )
+        self.name = f"\0zeroshard-tests-{os.getpid()}-{secrets.token_hex(8)}"  # no file's
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.name)
+            listener.listen()
+            self._process = _start("serve_sessions", listener, environment)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(self.name)
+
+    def close(self) -> None:
+        """End it; the owners of its zygotes have ended."""
+        self._socket.close()
+        self._process.wait()
+
+
+class Zygote:
+    """One process that forks, as its owner sees it: forked off the :class:`Nursery` of that name,
+    or else of its own.
+    """
+
+    def __init__(self, environment: Mapping[str, str], nursery: str | None = None) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        if nursery is not None:
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.connect(nursery)
+            return
+        self._socket, theirs = socket.socketpair()
+        self._process = _start("serve", theirs, environment)
         theirs.close()
 
     def fork(
@@ -101,7 +139,8 @@ class Zygote:
     def close(self) -> None:
         """End it; its ranks have ended."""
         self._socket.close()
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -114,17 +153,49 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def serve(fd: int) -> Callable[[], None]:
-    """Fork ranks until the owner closes its end; return what this process is left to do: in a
-    forked one, the rank's work.
-    """
+def _import_all() -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
     for name in (*_LIBRARIES, *_OURS):
         __import__(name)
+    with contextlib.suppress(ImportError):
+        for name in _MODELS:
+            __import__(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads, which a fork would lose"
     gc.collect()
     gc.freeze()  # else each rank's first collection would copy all of it
-    owner = socket.socket(fileno=fd)
+
+
+def serve_sessions(fd: int) -> Callable[[], None]:
+    """Fork a zygote for each connection to the listener `fd` until the owner closes the first one;
+    return what a rank of theirs is left to do.
+    """
+    listener = socket.socket(fileno=fd)
+    owner, _ = listener.accept()
+    imported = False
+    while owner not in select.select([owner, listener], [], [])[0]:
+        session, _ = listener.accept()
+        if not imported:  # not before: a run of a few tests may need no rank
+            _import_all()
+            imported = True
+        if os.fork() == 0:
+            owner.close()
+            listener.close()
+            return _serve(session)
+        session.close()
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            os.wait()
+    os._exit(0)
+
+
+def serve(fd: int) -> Callable[[], None]:
+    """Fork ranks until the owner closes its end; return what a rank is left to do."""
+    _import_all()
+    return _serve(socket.socket(fileno=fd))
+
+
+def _serve(owner: socket.socket) -> Callable[[], None]:
     running: dict[int, tuple[int, int]] = {}  # descriptor of a rank -> its pid, where its code goes
     while True:
         for ready in select.select([owner, *running], [], [])[0]:
