@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from scripts.docs_site.markdown import Block, blocks, slug
-from tests.support.harness import ROOT
+from tests.support.harness import ROOT, spawn_ranks
 from zeroshard.core.placement import Tier, TierName
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -47,22 +49,44 @@ def _patched(tree: Path, diff: str) -> None:
     )  # fmt: skip
 
 
-def _check_console(block: Block, tree: Path) -> None:
-    """Run the commands of `block` on the package below `tree`, and compare what they print."""
+def _run_there(rank: int, world: int, tree: str, words: Sequence[str]) -> None:
+    """Run a program on the package below `tree`: this rank has imported another copy of it."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "zeroshard"]:
+        del sys.modules[name]
+    os.chdir(tree)
+    sys.path[:0], sys.argv = [tree, f"{tree}/src"], list(words)
+    runpy.run_path(words[0], run_name="__main__")
+    found = Path(str(sys.modules["zeroshard"].__file__))
+    assert found.is_relative_to(tree), found
+
+
+def _printed(command: str, tree: Path) -> str:
+    """Run `command` on the package below `tree`, without a launcher; return what it prints."""
+    if launched := re.fullmatch(r"zeroshard run --nproc (\d) (.*)", command):
+        words = launched[2].split()
+        ranks = spawn_ranks(int(launched[1]), _run_there, str(tree), words, timeout=LIMIT_S)
+        printed = "".join(rank.stdout + rank.stderr for rank in ranks)
+        assert not any(rank.exitcode for rank in ranks), f"{command}\n{printed}"
+        return printed
     path = os.pathsep.join([str(tree / "src"), os.environ["PYTHONPATH"]])
     environment = {
         **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }  # fmt: skip
+    done = subprocess.run(
+        command.split(), cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, f"{command}\n{printed}"
+    return printed
+
+
+def _check_console(block: Block, tree: Path) -> None:
+    """Run the commands of `block` on the package below `tree`, and compare what they print."""
     printed = ""
     for line in block.text.splitlines():
         if line.startswith("$ "):
-            done = subprocess.run(
-                line[2:].split(), cwd=tree, env=environment, capture_output=True, text=True,
-                timeout=LIMIT_S,
-            )  # fmt: skip
-            printed = done.stdout + done.stderr
-            assert done.returncode == 0, f"{line}\n{printed}"
+            printed = _printed(line[2:], tree)
         else:
             shown = ".*".join(re.escape(part) for part in line.split("..."))
             assert re.search(shown, printed), f"{line!r} is not in\n{printed}"

@@ -8,6 +8,8 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.harness import ROOT
+from tests.support.harness import ROOT, spawn_ranks
 from zeroshard.deepspeed import names, shim
 
 SCRIPT = str(ROOT / "tests" / "support" / "deepspeed_runs.py")
@@ -26,15 +28,22 @@ FAMILIES, STAGES, DEVICES = ("llama", "t5"), ("1", "2", "3"), ("none", "cpu")
 def _run(folder: Path, sharded: list[str], plain: list[str]) -> dict[str, Any]:
     """Run `plain` on one process and `sharded` on two, side by side; return what each wrote."""
     launcher = [sys.executable, "-m", "zeroshard", "run", "--nproc", "2", "--as-deepspeed"]
-    jobs = []
-    for command, runs in (([sys.executable], plain), (launcher, sharded)):
-        line = [*command, SCRIPT, str(folder), *runs]
-        jobs.append(subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-    outputs = [job.communicate(timeout=600)[0].decode() for job in jobs]
-    for job, output in zip(jobs, outputs, strict=True):
-        assert job.returncode == 0, output[-6000:]
+    line = [*launcher, SCRIPT, str(folder), *sharded]
+    job = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    spawned = spawn_ranks(1, _plainly, str(folder), plain, timeout=600, init_group=False)
+    output = job.communicate(timeout=600)[0].decode()
+    assert job.returncode == 0, output[-6000:]
+    assert spawned[0].exitcode == 0, spawned[0].stderr[-6000:]
     found = {run: json.loads((folder / f"{run}.json").read_text()) for run in (*plain, *sharded)}
-    return found | {"said": outputs[1], "folder": folder}
+    return found | {"said": output, "folder": folder}
+
+
+def _plainly(rank: int, world: int, folder: str, runs: list[str]) -> None:
+    """Run the script as one process that no launcher has started."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    sys.argv = [SCRIPT, folder, *runs]
+    runpy.run_path(SCRIPT, run_name="__main__")
 
 
 def _check(results: dict[str, Any], run: str) -> None:
