@@ -88,7 +88,7 @@ def _fractions(rank: int, world: int, path: str) -> dict[str, Any]:
         # large enough for padding not to count
         model = functools.partial(make_model, width=97, layers=3)
         same: dict[str, Any] = {
-            "steps": 5,
+            "steps": 3,
             "micro_batches": 2,
             "no_sync": True,
             "clip": 0.1,

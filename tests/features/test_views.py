@@ -254,7 +254,10 @@ def test_what_lies_in_the_weights_may_leave_its_module(mode: str, transport: str
 
 
 def _in_every_row(rank: int, world: int, transport: str, mode: str) -> None:
-    _compare(rank, transport, lambda: Model(*GIVES["a view"]), mode, ROWS, CUTS)
+    """Over sockets cut only the rows that release weights; the others read them where they lie."""
+    for row in ROWS:
+        cuts = CUTS if row.startswith("zero3") or transport == "shared_memory" else (None,)
+        _compare(rank, transport, lambda: Model(*GIVES["a view"]), mode, (row,), cuts)
 
 
 @pytest.mark.parametrize("transport", MEMORY_RETURNED_FIRST)
