@@ -18,6 +18,7 @@ import pytest
 
 from scripts.docs_site.markdown import Block, blocks, slug
 from tests.support.harness import ROOT, spawn_ranks
+from tests.support.launched import forget_package
 from zeroshard.core.placement import Tier, TierName
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -51,8 +52,7 @@ def _patched(tree: Path, diff: str) -> None:
 
 def _run_there(rank: int, world: int, tree: str, words: Sequence[str]) -> None:
     """Run a program on the package below `tree`: this rank has imported another copy of it."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "zeroshard"]:
-        del sys.modules[name]
+    forget_package()
     os.chdir(tree)
     sys.path[:0], sys.argv = [tree, f"{tree}/src"], list(words)
     runpy.run_path(words[0], run_name="__main__")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support.harness import spawn_ranks
+from tests.support.launched import forget_package
+
 ROOMS = ("planner", "launch", "deepspeed", "formats", "integrations", "terminal")
-_SHOW = f"""
-import sys
-rooms = {{name.split(".")[1] for name in sys.modules if name.startswith("zeroshard.")}}
-print(*sorted(rooms & set({ROOMS})))
-"""
 _TRAIN = """
-import sys, tempfile, torch, zeroshard as zs
+import tempfile, torch, zeroshard as zs
 zs.init_distributed()
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 optimizer = torch.optim.AdamW(model.parameters())
@@ -29,13 +26,21 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
-def _loaded(program: str, folder: Path) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", program + _SHOW],
-        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+def _rooms(rank: int, world: int, program: str) -> list[str]:
+    """Run `program` as one process without a launcher; return the rooms that it has loaded."""
+    forget_package()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    exec(program, {})
+    ours = [name for name in sys.modules if name.startswith("zeroshard.")]
+    return sorted({name.split(".")[1] for name in ours} & set(ROOMS))
+
+
+def _loaded(program: str) -> list[str]:
+    (done,) = spawn_ranks(1, _rooms, program, init_group=False)
+    assert done.error is None, done.stderr
+    found: list[str] = done.result
+    return found
 
 
 @pytest.mark.parametrize(
@@ -48,10 +53,10 @@ def _loaded(program: str, folder: Path) -> list[str]:
     ],
 )
 def test_training_loads_no_room_beside_the_engine_that_it_does_not_ask_for(
-    options: str, rooms: list[str], tmp_path: Path
+    options: str, rooms: list[str]
 ) -> None:
     program = _TRAIN.replace("**OPTIONS", options)
-    assert _loaded(program, tmp_path) == rooms
+    assert _loaded(program) == rooms
 
 
 @pytest.mark.parametrize(
@@ -72,7 +77,5 @@ def test_training_loads_no_room_beside_the_engine_that_it_does_not_ask_for(
         ),
     ],
 )
-def test_a_public_name_loads_its_own_room_alone(
-    program: str, rooms: list[str], tmp_path: Path
-) -> None:
-    assert _loaded(program, tmp_path) == rooms
+def test_a_public_name_loads_its_own_room_alone(program: str, rooms: list[str]) -> None:
+    assert _loaded(program) == rooms

@@ -21,6 +21,7 @@ __all__ = [
     "STUB_SSH",
     "WAIT",
     "Job",
+    "forget_package",
     "run_script",
     "stub_ssh",
     "wait_until",
@@ -59,6 +60,12 @@ def stub_ssh(directory: Path) -> str:
     path.write_text(STUB_SSH)
     path.chmod(0o755)
     return str(path)
+
+
+def forget_package() -> None:
+    """Let a forked rank load zeroshard anew when it imports it next."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "zeroshard"]:
+        del sys.modules[name]
 
 
 def _run_path(rank: int, world: int, script: str, words: Sequence[str]) -> None:
