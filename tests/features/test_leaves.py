@@ -479,6 +479,7 @@ def _refusals(rank: int, world: int, path: Path) -> dict[str, str]:
         return "nothing"
 
     out: dict[str, str] = {}
+    torch.manual_seed(0)
     model = Model()
 
     def made(**options: Any) -> Callable[[], object]:
@@ -559,6 +560,7 @@ def _refusals(rank: int, world: int, path: Path) -> dict[str, str]:
     walk(backward)()  # and on it goes
     optimizer.step()
     engine.close()
+    torch.manual_seed(0)
     plain = zs.shard(Model(), stall_timeout_s=20)
     out["not given"] = raised(lambda: plain.leaves(0))
     plain.close()
