@@ -112,6 +112,20 @@ def test_losses_and_weights_are_those_of_ddp_at_every_stage() -> None:
     run_ranks(2, _equals_ddp)
 
 
+def _draws_nothing(rank: int, world: int) -> None:
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    for stage in STAGES:
+        model, before = make_model(layers=2), torch.get_rng_state()
+        zero = {"stage": stage} | (offload if stage else {})
+        engine, *_ = deepspeed.initialize(model=model, config=config(0, zero_optimization=zero))
+        assert torch.equal(torch.get_rng_state(), before)  # of dropout and of the order of samples
+        engine.destroy()
+
+
+def test_initialize_leaves_the_scripts_random_numbers_as_they_are() -> None:
+    run_ranks(2, _draws_nothing)
+
+
 def _plain_backward(rank: int, world: int) -> None:
     expected, weights = by_ddp(rank)
     for stage in (1, 3):

@@ -137,7 +137,9 @@ class _Judge:
 
         def make(kind: str, params: dict[str, Any]) -> str:
             device = torch.accelerator.current_accelerator(check_available=True)
-            model = nn.Linear(2, 2, device=device or "cpu")
+            # zeros: an initialised layer would draw from the script's random numbers
+            zeros = [torch.zeros(shape, device=device or "cpu") for shape in [(2, 2), (2,)]]
+            model = nn.ParameterList(zeros)
             optimizer = make_optimizer(kind, params, list(model.parameters()))
             check(model, optimizer)
             for parameter in model.parameters():
