@@ -423,6 +423,10 @@ def _make_universal(tag: Path, expected: Any, *, flat: bool) -> None:
             torch.save(padded if flat else {"param": value, "cat_dim": 0}, folder / f"{key}.pt")
         if not flat:
             torch.save(torch.tensor(3.0), folder / "step.pt")
+    if not flat:  # and what has no state: buffers, the frozen weight, the head that is tied
+        for name in deepspeed_tree.make().state_dict().keys() - expected.masters.keys():
+            (tag / "zero" / name).mkdir()
+            torch.save({"param": torch.tensor(0.0)}, tag / "zero" / name / "fp32.pt")
     torch.save({"param_groups": base["param_groups"]}, tag / "zero" / "optimizer_state.pt")
     for path in tag.glob("*_optim_states.pt"):
         path.unlink()
@@ -442,6 +446,10 @@ def test_a_universal_checkpoint_of_deepspeed_comes_back_by_name(tmp_path: Path, 
     for name, moments in usual["optimizer"].items():
         check_same(content["optimizer"][name], moments)
     assert content["param_groups"] == usual["param_groups"]
+    (tag / "zero" / "stranger").mkdir()
+    with pytest.raises(zs.CheckpointError, match="has 'stranger', and the model's file has not"):
+        import_checkpoint(tmp_path / "ds", tmp_path / "more")
+    (tag / "zero" / "stranger").rmdir()
     lacking = tag / "zero" / next(iter(expected.masters)) / "fp32.pt"
     lacking.unlink()
     with pytest.raises(zs.CheckpointError, match=r"lacks fp32\.pt"):
@@ -684,11 +692,51 @@ def test_the_newest_tag_is_taken_where_latest_names_none(
     assert sorted(list_steps(tmp_path / "run")) == [3, 12]
 
 
-def _deepspeed_python() -> str | None:
-    """Return an interpreter that has DeepSpeed, or None."""
+@pytest.fixture
+def deepspeed_python() -> str:
+    """An interpreter that has DeepSpeed."""
     named = os.environ.get("ZEROSHARD_DEEPSPEED_PYTHON", sys.executable)
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('deepspeed') is None)"
-    return named if subprocess.run([named, "-c", look], check=False).returncode == 0 else None
+    if subprocess.run([named, "-c", look], check=False).returncode:
+        pytest.skip(
+            "no DeepSpeed here: ZEROSHARD_DEEPSPEED_PYTHON names an interpreter that has it"
+        )
+    return named
+
+
+def _by_deepspeed(python: str, *line: str) -> None:
+    """Run ``python -m ...`` where DeepSpeed is."""
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
+    }
+    subprocess.run([python, "-m", *line], check=True, timeout=800, env=environment)
+
+
+def _trained_by_deepspeed(
+    python: str, folder: Path, stage: int, world: int, precision: str, optimizer: str, *flags: str
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Have DeepSpeed train and save into `folder`; return its masters and moments, by name."""
+    ranks = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    _by_deepspeed(
+        python, *ranks, deepspeed_tree.__file__, str(stage), str(folder), precision, optimizer,
+        *flags,
+    )  # fmt: skip
+    expected: dict[str, dict[str, torch.Tensor]] = torch.load(
+        folder / "expected.pt", weights_only=True
+    )
+    return expected
+
+
+def _check_bits(content: dict[str, Any], expected: dict[str, dict[str, torch.Tensor]]) -> None:
+    """An import has DeepSpeed's masters and moments after three steps."""
+    assert sorted(content["optimizer"]) == sorted(expected)
+    for name, values in expected.items():
+        assert torch.equal(content["model"][name], values["value"]), name
+        moments = {key: values[key] for key in ("exp_avg", "exp_avg_sq")}
+        check_same(content["optimizer"][name], moments | {"step": torch.tensor(3.0)})
 
 
 @pytest.mark.slow
@@ -706,49 +754,48 @@ def _deepspeed_python() -> str | None:
     ],
 )
 def test_what_deepspeed_itself_wrote_comes_back_to_its_bits(
-    tmp_path: Path, stage: int, world: int, precision: str, optimizer: str, flags: list[str]
+    tmp_path: Path,
+    deepspeed_python: str,
+    stage: int,
+    world: int,
+    precision: str,
+    optimizer: str,
+    flags: list[str],
 ) -> None:
-    python = _deepspeed_python()
-    if python is None:
-        pytest.skip(
-            "no DeepSpeed here: ZEROSHARD_DEEPSPEED_PYTHON names an interpreter that has it"
-        )
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
-    }
-    command = [
-        python,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(world),
-        deepspeed_tree.__file__,
-    ]
-    subprocess.run(
-        [*command, str(stage), str(tmp_path / "ds"), precision, optimizer, *flags],
-        check=True,
-        timeout=800,
-        env=environment,
+    expected = _trained_by_deepspeed(
+        deepspeed_python, tmp_path / "ds", stage, world, precision, optimizer, *flags
     )
-    expected = torch.load(tmp_path / "ds" / "expected.pt", weights_only=True)
     imported = import_checkpoint(tmp_path / "ds", tmp_path / "run")
     assert (imported.step, imported.optimizer, imported.notes) == (3, "AdamW", [])
+    _check_bits(_values(imported, tmp_path), expected)
+    if optimizer == "torch":
+        assert run_ranks(2, _continue_tied, tmp_path / "run", "zero3")[0] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("stage", "world", "precision", "optimizer"),
+    [(1, 2, "bf16", "torch"), (2, 3, "fp32", "torch"), (2, 2, "bf16", "native"),
+     (3, 2, "bf16", "torch"), (3, 3, "bf16", "torch")],
+)  # fmt: skip
+def test_what_deepspeeds_converter_made_universal_comes_back_to_its_bits(
+    tmp_path: Path, deepspeed_python: str, stage: int, world: int, precision: str, optimizer: str
+) -> None:
+    source = tmp_path / "ds" / "global_step3"
+    expected = _trained_by_deepspeed(
+        deepspeed_python, tmp_path / "ds", stage, world, precision, optimizer
+    )
+    usual = _values(import_checkpoint(source, tmp_path / "usual"), tmp_path)
+    out = str(tmp_path / "universal")
+    line = ["--input_folder", str(source), "--output_folder", out, "--inject_missing_state"]
+    _by_deepspeed(deepspeed_python, "deepspeed.checkpoint.ds_to_universal", *line)
+    imported = import_checkpoint(Path(out), tmp_path / "run")
+    assert (imported.step, imported.optimizer, imported.notes) == (3, "AdamW", [])
     content = _values(imported, tmp_path)
-    assert sorted(content["optimizer"]) == sorted(expected)
-    for name, values in expected.items():
-        assert torch.equal(content["model"][name], values["value"]), name
-        check_same(
-            content["optimizer"][name],
-            {
-                "exp_avg": values["exp_avg"],
-                "exp_avg_sq": values["exp_avg_sq"],
-                "step": torch.tensor(3.0),
-            },
-        )
+    _check_bits(content, expected)
+    check_same(content["model"], usual["model"])  # buffers and the frozen weight, too
+    assert content["param_groups"] == usual["param_groups"]
     if optimizer == "torch":
         assert run_ranks(2, _continue_tied, tmp_path / "run", "zero3")[0] == []
 

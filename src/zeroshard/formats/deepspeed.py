@@ -218,8 +218,8 @@ def _take_universal(
     """Take a universal checkpoint: whole tensors by name."""
     files = UniversalFiles(directory, lambda path: load_tensors(path, str(path), _CLASSES, _ENUMS))
     shapes = _take_model(directory, models, importer, has_states=True)
-    scalars = files.take(shapes, importer)
     first = models[0]
+    scalars = files.take(shapes, first["module"], importer)
     keys = {entry.kind.removeprefix(STATE) for entry, _ in importer.stored if entry.kind}
     groups = files.groups() or [{"params": [number]} for number in range(len(shapes))]
     name = importer.optimizer_name or _class(_optimizer_section(first), groups, keys)

@@ -5,14 +5,15 @@
     DIR/zero/NAME/fp32.pt                 the whole master; exp_avg.pt, exp_avg_sq.pt, step.pt
 
 Each tensor is whole, perhaps flat and padded (stage 3), perhaps in a dictionary under "param".
-Read as deepspeed.py reads the others. Tensor parallel ones have been merged: nothing of them is
-lost. Experts and pipelines raise ConfigError there. Source: checkpoint/ds_to_universal.py of
-DeepSpeed 0.19.
+Stages 1 and 2 also leave a folder with fp32.pt for every buffer, frozen weight and second name of a
+tied one: those are taken from the model's file. Read as deepspeed.py reads the others. Tensor
+parallel ones have been merged: nothing of them is lost. Experts and pipelines raise ConfigError
+there. Source: checkpoint/ds_to_universal.py of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,17 @@ class UniversalFiles:
         return list(content.get("param_groups") or ())
 
     def take(
-        self, shapes: Sequence[Mapping[str, tuple[int, ...]]], importer: Importer
+        self,
+        shapes: Sequence[Mapping[str, tuple[int, ...]]],
+        saved: Iterable[str],
+        importer: Importer,
     ) -> dict[str, dict[str, Any]]:
-        """Take masters and moments of the parameters; return the numbers beside them, by name."""
+        """Take masters and moments of the parameters; return the numbers beside them, by name.
+        Of what else is `saved` in the model's file, folders are passed over.
+        """
         known = [name for group in shapes for name in group]
-        for name in sorted(set(self.names) ^ set(known)):
-            raise CheckpointError(
-                f"{self.directory} and the model's file do not agree: only one has {name!r}"
-            )
+        for name in sorted(set(self.names) - {*known, *saved}):
+            raise CheckpointError(f"{self.directory} has {name!r}, and the model's file has not")
         scalars: dict[str, dict[str, Any]] = {}
         for name in known:
             importer_shape = importer.parameters[name].shape
