@@ -279,10 +279,11 @@ def test_accelerate_launch_on_two_hosts_finds_a_program_deepspeed(run: Run, tmp_
 # ------------------------------------------------------------------ Transformers
 
 
-def _zero3(folder: Path) -> Path:
-    """Write Transformers' ds_config_zero3.json, without its schedule; return its path."""
-    config = FILES["transformers zero3"]
-    config = {name: value for name, value in config.items() if name != "scheduler"}
+def _zero3(folder: Path, **sections: dict[str, Any]) -> Path:
+    """Write Transformers' ds_config_zero3.json, with `sections` filled in; return its path."""
+    config = json.loads(json.dumps(FILES["transformers zero3"]))
+    for name, params in sections.items():
+        config[name]["params"] |= params
     path = folder / "ds_config_zero3.json"
     path.write_text(json.dumps(config))
     return path
@@ -298,21 +299,37 @@ def _saved_model(folder: Path) -> str:
     return str(folder / "model")
 
 
+# the numbers of the file in Transformers' own tests, but the rate, which would move nothing here
+_NUMBERS: dict[str, dict[str, Any]] = {
+    "optimizer": {"lr": 1e-3, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+    "scheduler": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 5},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_script_of_transformers_has_the_losses_of_ddp_under_each(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("start", "sections"), [("saved", {}), ("scratch", {}), ("scratch", _NUMBERS)],
+    ids=["saved", "from scratch", "from scratch, with numbers in the file"],
+)  # fmt: skip
+def test_a_script_of_transformers_has_the_losses_of_ddp_under_each(
+    tmp_path: Path, start: str, sections: dict[str, dict[str, Any]]
+) -> None:
+    """With the optimizer and the schedule of the file, WarmupLR."""
     pytest.importorskip("accelerate")
-    text, config = tmp_path / "text.txt", str(_zero3(tmp_path))
+    text, config = tmp_path / "text.txt", str(_zero3(tmp_path, **sections))
     text.write_text((ROOT / "README.md").read_text()[:4000])
+    named = {"saved": "--model_name_or_path", "scratch": "--config_name"}[start]
     arguments = (
-        f"--model_name_or_path {_saved_model(tmp_path)} --train_file {text} --max_steps 6"
+        f"{named} {_saved_model(tmp_path)} --train_file {text} --max_steps 8"
         " --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --logging_steps 1"
-        " --learning_rate 1e-3 --lr_scheduler_type constant --report_to none --save_strategy no"
+        " --learning_rate 1e-3 --adam_beta1 0.8 --weight_decay 3e-7 --warmup_steps 5"
+        " --report_to none --save_strategy no"
     ).split()
     torchrun = (str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2")
     accelerate = (str(BIN / "accelerate"), "launch", "--config_file")
     lines = {
-        "ddp": ((*torchrun, CLM), ("--use_cpu", "true")),
+        "ddp": ((*torchrun, CLM), ("--use_cpu", "true", "--plain_warmup", "5")),
         "deepspeed": ((PROGRAM, "deepspeed", "--num_gpus=2", CLM), ("--deepspeed", config)),
         "torchrun": ((*AS, *torchrun, CLM), ("--deepspeed", config)),
         "accelerate": ((*AS, *accelerate, _accelerate(tmp_path, Path(config)), CLM), ()),
@@ -330,4 +347,6 @@ def test_a_script_of_transformers_has_the_losses_of_ddp_under_each(tmp_path: Pat
     assert expected["engine"] == "torch.nn.parallel.distributed"
     for name, one in found.items():
         assert one["engine"] == "zeroshard.deepspeed.deepspeed_engine", name
+        # the Trainer reads the rate once DeepSpeed's engine has moved it, and DDP's before
+        assert one["rates"][:-1] == pytest.approx(expected["rates"][1:], rel=1e-6), name
         assert one["losses"] == pytest.approx(expected["losses"], rel=1e-6), name

@@ -1,14 +1,18 @@
 """A script as Transformers' run_clm.py is: nothing in it knows of zeroshard, or imports deepspeed.
 
     LAUNCHER clm_runs.py --model_name_or_path DIR --train_file text.txt --output_dir out
+    LAUNCHER clm_runs.py --config_name DIR ...    # the same model, from random weights
 
-A saved model learns the bytes of a text. Rank 0 writes the losses to `output_dir`/losses.json. With
-``--waits`` each rank writes its process id there, and waits after its second step.
+The model learns the bytes of a text. Rank 0 writes the losses and the rates to
+`output_dir`/losses.json. With ``--waits`` each rank writes its process id there, and waits after
+its second step. ``--plain_warmup N`` is for the run to compare with, which no configuration gives
+a schedule: it has DeepSpeed's WarmupLR over N steps, as torch alone computes it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -17,13 +21,16 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     HfArgumentParser,
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    initialization,
     set_seed,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 __all__ = ["main"]
 
@@ -32,7 +39,13 @@ __all__ = ["main"]
 class ModelArguments:
     """Which model."""
 
-    model_name_or_path: str = field(metadata={"help": "a folder of save_pretrained()"})
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "a folder of save_pretrained()"}
+    )
+    config_name: str | None = field(
+        default=None, metadata={"help": "the same, of which only the configuration is read"}
+    )
+    plain_warmup: int = field(default=0, metadata={"help": "steps of a schedule made of torch"})
 
 
 @dataclass
@@ -71,23 +84,62 @@ class Waits(TrainerCallback):
             time.sleep(600)
 
 
+class WarmTrainer(Trainer):
+    """A Trainer whose rate rises with the logarithm of the step, and then stays."""
+
+    plain_warmup = 0
+
+    def create_scheduler(self, num_training_steps, optimizer=None):  # type: ignore[no-untyped-def]
+        if self.plain_warmup and self.lr_scheduler is None:
+            steps = math.log(self.plain_warmup)
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer or self.optimizer,
+                # the first two steps have a rate of 0: the count begins after the first
+                lambda step: min(1.0, math.log(max(step, 1)) / steps),
+            )
+        return super().create_scheduler(num_training_steps, optimizer)
+
+
+def from_scratch(name: str) -> torch.nn.Module:
+    """Return a model of random weights, drawn in the order in which Transformers draws them at
+    stage 3: no layer draws while it is made.
+    """
+    config = AutoConfig.from_pretrained(name)
+    if is_deepspeed_zero3_enabled():
+        return AutoModelForCausalLM.from_config(config)
+    with initialization.no_init_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        model.initialize_weights()
+    model.tie_weights()
+    return model
+
+
 def main() -> None:
     """Train, and write the losses."""
     kinds = (ModelArguments, DataTrainingArguments, TrainingArguments)
     model_args, data_args, training_args = HfArgumentParser(kinds).parse_args_into_dataclasses()
     set_seed(training_args.seed)
-    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path)
+    if model_args.config_name is not None:
+        model = from_scratch(model_args.config_name)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path)
     folder = Path(training_args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(
+    WarmTrainer.plain_warmup = model_args.plain_warmup
+    trainer = WarmTrainer(
         model=model,
         args=training_args,
         train_dataset=Blocks(data_args.train_file, data_args.block_size),
         callbacks=[Waits(folder)] if data_args.waits else None,
     )
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    found = {"losses": losses, "engine": type(trainer.model_wrapped).__module__}
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    found = {
+        "losses": [entry["loss"] for entry in steps],
+        "rates": [entry["learning_rate"] for entry in steps],
+        "engine": type(trainer.model_wrapped).__module__,
+    }
     if trainer.is_world_process_zero():
         (folder / "losses.json").write_text(json.dumps(found))
 
