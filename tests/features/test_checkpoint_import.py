@@ -775,16 +775,15 @@ def test_what_deepspeed_itself_wrote_comes_back_to_its_bits(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("stage", "world", "precision", "optimizer"),
-    [(1, 2, "bf16", "torch"), (2, 3, "fp32", "torch"), (2, 2, "bf16", "native"),
-     (3, 2, "bf16", "torch"), (3, 3, "bf16", "torch")],
-)  # fmt: skip
+    ("stage", "world", "precision"),
+    [(1, 2, "bf16"), (2, 3, "fp32"), (3, 2, "bf16"), (3, 3, "bf16")],
+)
 def test_what_deepspeeds_converter_made_universal_comes_back_to_its_bits(
-    tmp_path: Path, deepspeed_python: str, stage: int, world: int, precision: str, optimizer: str
+    tmp_path: Path, deepspeed_python: str, stage: int, world: int, precision: str
 ) -> None:
     source = tmp_path / "ds" / "global_step3"
     expected = _trained_by_deepspeed(
-        deepspeed_python, tmp_path / "ds", stage, world, precision, optimizer
+        deepspeed_python, tmp_path / "ds", stage, world, precision, "torch"
     )
     usual = _values(import_checkpoint(source, tmp_path / "usual"), tmp_path)
     out = str(tmp_path / "universal")
@@ -796,8 +795,7 @@ def test_what_deepspeeds_converter_made_universal_comes_back_to_its_bits(
     _check_bits(content, expected)
     check_same(content["model"], usual["model"])  # buffers and the frozen weight, too
     assert content["param_groups"] == usual["param_groups"]
-    if optimizer == "torch":
-        assert run_ranks(2, _continue_tied, tmp_path / "run", "zero3")[0] == []
+    assert run_ranks(2, _continue_tied, tmp_path / "run", "zero3")[0] == []
 
 
 # ------------------------------------------------------------- what is already there, or is nothing
