@@ -240,6 +240,15 @@ def test_levels_end_with_what_rests_and_nothing_gathered(
     assert levels[0].num_bytes.get("grad", 0) == 0
 
 
+@pytest.mark.parametrize(("name", "parts"), [("ddp", 1), ("zero1", 8), ("zero3", 8), ("mics", 4)])
+def test_a_rank_steps_its_shard_alone(name: str, parts: int) -> None:
+    def step_s(policy: Policy) -> float:
+        events = _simulated(policy, _machine(2, 4), Training()).events
+        return _busy([one for one in events if (one.lane, one.name) == ("compute", "step")])
+
+    assert step_s(row(name)) == pytest.approx(step_s(row("ddp")) / parts)
+
+
 def test_a_tied_unit_is_gathered_again_at_the_end_of_a_forward_and_reduced_last() -> None:
     machine, training, plain = _machine(2, 2), Training(), _model()
     model = replace(plain, units=(replace(plain.units[0], uses=2), *plain.units[1:]))
