@@ -68,7 +68,7 @@ ONLY = {
     },
     "planner/printing": {"core", "planner", "planner/modules", "terminal", "zeroshard"},
     # reads whole weights from checkpoints, DeepSpeed's among them
-    "deepspeed": {"config", "deepspeed/keys", "formats", "zeroshard"},
+    "deepspeed": {"config", "core", "deepspeed/keys", "formats", "zeroshard"},
     "deepspeed/keys": {"config", "errors"},
     # writes steps, and fills the shards of an engine
     "formats": {"_version", "checkpoint", "core", "errors", "nn", "runtime", "state", "system"},

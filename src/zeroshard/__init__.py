@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from zeroshard.runtime.ema import EMA
     from zeroshard.runtime.engine import Engine
     from zeroshard.runtime.ledger import MemoryTable, memory_table
+    from zeroshard.runtime.optimizer_states import OptimizerStates
     from zeroshard.runtime.parameter_states import ParameterStates
     from zeroshard.runtime.reports import MemoryReport, TrafficReport
     from zeroshard.sharding.api import deferred_init, init_distributed, materialize, shard
@@ -76,6 +77,7 @@ __all__ = [
     "MemoryReport",
     "MemoryTable",
     "Offload",
+    "OptimizerStates",
     "ParameterStates",
     "PeerLostError",
     "Plan",
@@ -145,6 +147,7 @@ _HOMES = {
     "zeroshard.runtime.ema": ("EMA",),
     "zeroshard.runtime.engine": ("Engine",),
     "zeroshard.runtime.ledger": ("MemoryTable", "memory_table"),
+    "zeroshard.runtime.optimizer_states": ("OptimizerStates",),
     "zeroshard.runtime.parameter_states": ("ParameterStates",),
     "zeroshard.runtime.reports": ("MemoryReport", "TrafficReport"),
 }

@@ -173,6 +173,8 @@ def _marked(rank: int, world: int) -> None:
             assert facts == (one.shape, one.numel(), False)
             with pytest.raises(AttributeError, match=r"'ds_tensor'.*safe_get_local_fp32_param"):
                 _ = one.ds_tensor.data
+            with pytest.raises(AttributeError, match="safe_set_local_fp32_param"):
+                one.ds_tensor.data = torch.zeros(1)
             assert one.ds_status is states.ZeroParamStatus.NOT_AVAILABLE
         numbers = [one.ds_id for one in model.parameters()]
         assert len(set(numbers)) == len(numbers)

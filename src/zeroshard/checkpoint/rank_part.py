@@ -42,6 +42,7 @@ from zeroshard.core.layout import Range
 from zeroshard.core.overlaps import overlap
 from zeroshard.core.part import Part
 from zeroshard.errors import CheckpointError, ConfigError
+from zeroshard.optim.elementwise import KEPT_STATES
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.curve import curve_of
 from zeroshard.runtime.ema import EMA
@@ -328,7 +329,7 @@ def _collect_state(
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             raise CheckpointError(
                 f"optimizer state {key!r} of parameter {name!r} has shape {list(value.shape)}, not"
-                " that of the parameter"
+                f" that of the parameter: {KEPT_STATES}"
             )
         path = f"optimizer state {key!r} of {name!r}"
         part.scalars.setdefault(name, {})[key] = encode(value, path, no_tensors)

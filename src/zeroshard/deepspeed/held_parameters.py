@@ -29,8 +29,8 @@ from zeroshard.deepspeed.engine_names import remedy
 from zeroshard.deepspeed.names import SAFE
 
 __all__ = [
-    "ZeroParamStatus", "ZeroParamType", "destroy", "engine_of", "in_one_order", "mark", "own",
-    "release",
+    "ZeroParamStatus", "ZeroParamType", "destroy", "engine_of", "in_one_order", "mark",
+    "name_of", "own", "release",
     "safe_update_full_grad_vectorized", "unmark", "was_used",
 ]  # fmt: skip
 
@@ -80,6 +80,14 @@ def engine_of(parameter: object) -> zs.Engine | None:
     return next((engine for engine, held in _owners.items() if id(parameter) in held), None)
 
 
+def name_of(parameter: nn.Parameter) -> str:
+    """Return how to speak of a parameter: by its name, or the shape of a plain one."""
+    engine = engine_of(parameter)
+    named = engine.module.named_parameters() if engine is not None else ()
+    found = next((repr(name) for name, one in named if one is parameter), None)
+    return f"parameter {found}" if found else f"a parameter of shape {tuple(parameter.shape)}"
+
+
 def in_one_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return each parameter once, in an order that is the same on every rank.
 
@@ -104,6 +112,9 @@ class _NoShard:
             " safe_set_local_fp32_param(param, value)"
         )
         raise AttributeError(remedy("a parameter", "ds_tensor", {}, use))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        getattr(self, name)  # which raises
 
 
 def mark(parameters: Iterable[nn.Parameter]) -> None:

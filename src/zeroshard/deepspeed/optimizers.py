@@ -200,7 +200,10 @@ class ZeROOptimizer(torch.optim.Optimizer):
         self._skipped = engine.steps_skipped
 
     param_groups = attribute("optimizer.param_groups", "Those of the optimizer inside.")
-    state = attribute("optimizer.state", "That of the optimizer inside.")
+    state = attribute(
+        lambda self: zs.OptimizerStates(self._engine),
+        "That of the optimizer inside, wherever it rests: copies of what is not on the device.",
+    )
     defaults = attribute("optimizer.defaults", "Those of the optimizer inside.")
     loss_scale = attribute("_engine.loss_scale", "The fp16 loss scale, 1.0 in other precisions.")
     cur_scale = loss_scale

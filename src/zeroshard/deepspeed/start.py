@@ -34,6 +34,7 @@ from zeroshard.deepspeed.loaders import make_loader
 from zeroshard.deepspeed.lr_schedules import make_schedule
 from zeroshard.deepspeed.optimizers import make_optimizer
 from zeroshard.deepspeed.verdict import accepted, section, try_schedule
+from zeroshard.deepspeed.zero import end_init_blocks
 
 __all__ = ["add_config_arguments", "initialize"]
 
@@ -82,6 +83,7 @@ def initialize(
     objects = {"optimizer": optimizer, "scheduler": lr_scheduler}
     given = [name for name, one in objects.items() if one is not None]
     settings = accepted(file, comm.get_world_size(), given, _note)
+    end_init_blocks()
     _end_earlier(model)
     made = _optimizer(optimizer, model_parameters, model, file.data)
     schedule = None if lr_scheduler is not None else section(file.data, "scheduler")

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import zeroshard as zs
+from zeroshard.core.tensor_digest import digest_of
 from zeroshard.deepspeed import comm
 from zeroshard.deepspeed.engine_names import remedy
 from zeroshard.deepspeed.held_parameters import (
@@ -31,11 +32,12 @@ from zeroshard.deepspeed.held_parameters import (
     engine_of,
     in_one_order,
     mark,
+    name_of,
 )
 
 __all__ = [
     "GatheredParameters", "Init", "MiCS_Init", "OnDevice", "TiledLinear", "ZeroParamStatus",
-    "ZeroParamType", "keep_constructor", "register_external_parameter",
+    "ZeroParamType", "end_init_blocks", "keep_constructor", "register_external_parameter",
     "unwrap_model_for_generation",
 ]  # fmt: skip
 
@@ -62,6 +64,7 @@ class Init(_Wrapper):
     initialize(), and a `module` that is built already is left as it is. Parameters made inside have
     ``ds_id`` and its kin, and under a launcher the process group is there from here on. Raises
     ConfigError for a process group of its own: parameters are sharded over initialize()'s ranks.
+    An initialize() inside ends the block.
     """
 
     def __init__(
@@ -91,6 +94,37 @@ class Init(_Wrapper):
             if "RANK" in os.environ:
                 comm.init_distributed()
             self._context = _built(rest.get("dtype"), _deferred())
+
+    def __enter__(self) -> Any:
+        super().__enter__()
+        _open_blocks.append((self, _num_modes()))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if any(block is self for block, _ in _open_blocks):
+            _open_blocks.pop()
+            super().__exit__(*error)
+
+
+_open_blocks: list[tuple[Init, int]] = []  # and how many modes of torch's were on with it
+
+
+def _num_modes() -> int:
+    return torch._C._len_torch_function_stack()
+
+
+def end_init_blocks() -> None:
+    """End the blocks of `Init` around this call: what follows in them is made as outside. Raises
+    ConfigError where a block of another context, such as a device's, has begun inside of one.
+    """
+    while _open_blocks:
+        block, num_modes = _open_blocks[-1]
+        if num_modes != _num_modes():
+            raise zs.ConfigError(
+                "initialize() inside zero.Init() and a context such as torch.device(): end both"
+                " blocks first"
+            )
+        block.__exit__(None, None, None)
 
 
 MiCS_Init = Init  # the mesh of mics is initialize()'s, too
@@ -135,8 +169,8 @@ def _built(dtype: torch.dtype | None, context: AbstractContextManager[Any]) -> I
 class GatheredParameters(_Wrapper):
     """Hold whole parameters inside; with `modifier_rank`, that rank's edits reach all. Collective.
 
-    Edits without `modifier_rank` are lost. `fwd_module` needs nothing: a module's parameters are
-    gathered whenever its forward asks for them.
+    Other numbers without `modifier_rank` are a StateError, on every rank. `fwd_module` needs
+    nothing: a module's parameters are gathered whenever its forward asks for them.
     """
 
     def __init__(
@@ -155,23 +189,52 @@ def _gathered(params: list[Any], modifier_rank: int | None) -> Iterator[None]:
     by_engine: dict[zs.Engine | None, list[Any]] = {}
     for parameter in params:
         by_engine.setdefault(engine_of(parameter), []).append(parameter)
-    with ExitStack() as stack:
-        for engine, held in by_engine.items():
-            if engine is None:
-                deferred = [one for one in held if zs.nn.is_deferred(one)]
-                zs.materialize(*deferred)
-                _broadcast(deferred, 0)
-                for one in (one for one in held if hasattr(one, "ds_status")):
-                    one.ds_status = ZeroParamStatus.AVAILABLE  # from here on: it is a plain one
+    edited: list[str] = []
+    try:
+        with ExitStack() as stack:
+            for engine, held in by_engine.items():
+                marked = [one for one in held if hasattr(one, "ds_status")]
+                if engine is None:
+                    deferred = [one for one in held if zs.nn.is_deferred(one)]
+                    zs.materialize(*deferred)
+                    _broadcast(deferred, 0)
+                else:
+                    writeback = modifier_rank is not None
+                    stack.enter_context(engine.gathered(held, writeback=writeback))
+                    for one in marked:
+                        stack.callback(setattr, one, "ds_status", ZeroParamStatus.NOT_AVAILABLE)
+                for one in marked:
+                    one.ds_status = ZeroParamStatus.AVAILABLE  # for good, if plain
+            if modifier_rank is not None:
+                yield
+                _broadcast(params, modifier_rank)
             else:
-                writeback = modifier_rank is not None
-                stack.enter_context(engine.gathered(held, writeback=writeback))
-                for one in (one for one in held if hasattr(one, "ds_status")):
-                    one.ds_status = ZeroParamStatus.AVAILABLE
-                    stack.callback(setattr, one, "ds_status", ZeroParamStatus.NOT_AVAILABLE)
-        yield
-        if modifier_rank is not None:
-            _broadcast(params, modifier_rank)
+                sharded = [one for one in params if engine_of(one) or hasattr(one, "ds_status")]
+                before = [(one.device, digest_of(one)) for one in sharded]
+                yield
+                edited = _edited(sharded, before)
+    except zs.StateError:  # a written parameter, as the engine calls it
+        if not edited:
+            raise
+    if edited:
+        raise zs.StateError(
+            f"in-place modification of {', '.join(edited[:3])} inside GatheredParameters without"
+            " modifier_rank, where edits do not last: give modifier_rank= the rank that edits"
+        )
+
+
+def _edited(params: list[Any], before: list[tuple[torch.device, str]]) -> list[str]:
+    """Return which parameters any rank has given other numbers, if only through ``.data``, which
+    counts no version. Collective.
+    """
+    if not params:
+        return []
+    pairs = zip(params, before, strict=True)
+    changes = [digest_of(one.detach().to(place)) != digest for one, (place, digest) in pairs]
+    flags = torch.tensor(changes, dtype=torch.int32, device=before[0][0])
+    if dist.is_initialized():
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return [name_of(one) for one, flag in zip(params, flags.tolist(), strict=True) if flag]
 
 
 def _broadcast(params: list[Any], rank: int) -> None:

@@ -29,7 +29,7 @@ from zeroshard.errors import ConfigError
 from zeroshard.optim.copies import bare_copy, set_training, unhooked_step
 from zeroshard.system.device import undisturbed
 
-__all__ = ["ELEMENTWISE", "check_elementwise", "shard_state"]
+__all__ = ["ELEMENTWISE", "KEPT_STATES", "check_elementwise", "shard_state"]
 
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
@@ -58,6 +58,11 @@ _REFUSED: dict[type[torch.optim.Optimizer], str] = {
     ),
 }
 
+# of a state of another shape
+KEPT_STATES = (
+    "let the optimizer keep tensors of the parameter's shape, tensors without dimensions such as"
+    " torch.tensor(0.0), and numbers, or take torch.optim.AdamW"
+)
 _REMEDY = "use an elementwise optimizer, for example torch.optim.AdamW"
 
 # The probe's parameter, as one matrix, one convolution kernel and one vector, and cut as a layout

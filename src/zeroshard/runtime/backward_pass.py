@@ -239,8 +239,8 @@ def total_weight(
     if any(kind & OF_ANOTHER for kind in found):
         raise StateError(
             "another engine's backward() has brought these gradients, and has multiplied its loss"
-            " by a weight, its batch_shares or its loss scale: give zs.shard() one module that"
-            " holds both models, or call zero_grad() where these gradients are not wanted"
+            " by a weight, its batch_shares or its loss scale: make one engine, of a module"
+            " that holds both models, or call zero_grad() where these gradients are not wanted"
         )
     if not any(kind & WEIGHTED for kind in found):
         if shared and any(kind & PLAIN for kind in found):

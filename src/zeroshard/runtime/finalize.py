@@ -260,7 +260,7 @@ class Finalizer:
         if not self._backward.accumulation.scaled:
             raise StateError(
                 "precision 'fp16' needs a scaled loss: call engine.backward(loss) instead of"
-                " loss.backward()"
+                " loss.backward() (of two engines: make one engine of both models, or use bf16)"
             )
         return self._scaler.scale
 

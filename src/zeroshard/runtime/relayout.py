@@ -33,6 +33,7 @@ from zeroshard.core.placement import Cells
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.memory import placeholder_value
 from zeroshard.memory.heap import return_freed_memory
+from zeroshard.optim.elementwise import KEPT_STATES
 from zeroshard.optim.shards import Tile
 from zeroshard.runtime.build import PlannedUnits
 from zeroshard.runtime.context import SegmentPlan
@@ -289,8 +290,8 @@ def _number(value: object, what: str) -> list[Any]:
     """
     if isinstance(value, torch.Tensor) and value.dim():
         raise ConfigError(
-            f"{what} has shape {list(value.shape)}, not that of the parameter: it cannot be cut"
-            " anew"
+            f"{what} has shape {list(value.shape)}, not that of the parameter, and cannot be cut"
+            f" anew: {KEPT_STATES}"
         )
     if isinstance(value, torch.Tensor):
         return [value.item(), _name(value.dtype), value.device.type]

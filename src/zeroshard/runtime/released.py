@@ -44,7 +44,9 @@ from zeroshard.optim.sealed import ANSWERED, SET_DATA, SealedGrad, name_of
 from zeroshard.runtime.trees import tensors_in
 from zeroshard.state.local import is_dtensor
 
-__all__ = ["ReleasedParameter", "Tie", "know_class", "release_classes", "restore_classes"]
+__all__ = [
+    "ReleasedParameter", "Tie", "know_class", "release_classes", "restore_classes", "written_to",
+]  # fmt: skip
 
 _ANSWERED = ANSWERED | {torch.Tensor.data_ptr, torch.Tensor.retain_grad}
 _OF_LOCAL = ("to_local", "full_tensor", "redistribute")  # methods that read the local tensor
@@ -95,7 +97,7 @@ class _Released(torch.Tensor):
         if func is torch.Tensor.__repr__ or func is torch.Tensor.__format__:
             return _describe(released[0])
         operation = _name_of(func)
-        for parameter in _written(func, operation, args, kwargs):
+        for parameter in written_to(func, args, kwargs, _Released):
             if parameter._zeroshard.keeps_writes:
                 continue
             raise StateError(
@@ -180,14 +182,10 @@ def _name_of(func: Callable[..., Any]) -> str:
     return f".{name_of(func)}" if is_attribute else name_of(func)
 
 
-def _written(
-    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterable[_Released]:
-    """Return the released parameters that `func` would write to (nn.init's name theirs)."""
-    in_place = (
-        func in _WRITES
-        or (name.endswith("_") and not name.endswith("__"))
-        or (name.startswith("__i") and name.endswith("__"))
-    )
+def written_to(func: Callable[..., Any], args: Any, kwargs: Any, kind: type) -> list[Any]:
+    """Return the tensors of class `kind` that `func` would write to (nn.init's name theirs)."""
+    name = _name_of(func)
+    by_name = name.startswith("__i") if name.endswith("__") else name.endswith("_")
+    in_place = by_name or func in _WRITES
     targets = [(args or [*kwargs.values()])[:1] if in_place else (), kwargs.get("out", ())]
-    return [tensor for tensor in tensors_in(targets) if isinstance(tensor, _Released)]
+    return [tensor for tensor in tensors_in(targets) if isinstance(tensor, kind)]

@@ -143,8 +143,8 @@ def check_precision(model: nn.Module, precision: Precision) -> None:
             dtype = dtype_name(parameter.dtype)
             raise ConfigError(
                 f"parameter {name!r} is {dtype} but precision computes in"
-                f" {dtype_name(precision.compute)}: pass precision={dtype!r}, or call model.float()"
-                " before building the optimizer"
+                f" {dtype_name(precision.compute)}: pass precision={dtype!r} (DeepSpeed's section"
+                f" {dtype!r}), or call model.float() before building the optimizer"
             )
 
 
