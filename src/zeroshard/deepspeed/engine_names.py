@@ -131,7 +131,10 @@ _OPTIMIZER_TABLES = {
         " sub_groups",
     _GRADS:
         "averaged_gradients all_grad_tensors accumulated_grads_in_cpu ipg_buckets get_gradients"
-        " grads_in_partition get_grad_norm_direct unscale_and_clip_grads norm_for_param_grads",
+        " grads_in_partition unscale_and_clip_grads get_fp32_grad_partitions",
+    "engine.get_global_grad_norm()":
+        "_global_grad_norm _get_norm_groups scaled_global_norm get_grad_norm_direct"
+        " norm_for_param_grads",
     "engine.backward(loss), which counts micro-batches, too":
         "backward backward_prologue backward_epilogue enter_backward exit_backward",
     "the reduction is part of the backward: nothing is left to call":

@@ -182,8 +182,8 @@ _USE = {  # for these names, and everything below them
     "DeepSpeedConfig runtime.config": "zeroshard.read_deepspeed()",
     "ops": "torch's own operators",
     "zero.estimate": "zeroshard plan",
-    "runtime.zero.stage3": "zeroshard plan for estimates; the engine of initialize() otherwise",
-    "runtime.zero.stage_1_and_2": "zeroshard plan for estimates; initialize()'s engine otherwise",
+    "runtime.zero.stage3 runtime.zero.stage_1_and_2":
+        "zeroshard plan for estimates; isinstance(optimizer, deepspeed.ZeROOptimizer) in any stage",
     "utils.zero_to_fp32": "zeroshard checkpoint export",
     "launcher": "zeroshard deepspeed",
 }  # fmt: skip
