@@ -97,6 +97,7 @@ TRAINED: dict[str, Call] = {
     "engine.offload_states": lambda r: r.engine.offload_states(),
     "engine.optimizer_part": lambda r: r.engine.optimizer_part(),
     "engine.repartition": lambda r: r.engine.repartition(stage=2),
+    "optimizer states": lambda r: len(zs.OptimizerStates(r.engine)),
     "ema.swapped": _inside(lambda r: r.ema.swapped()),
     "ema.update": lambda r: r.ema.update(),
     "saver.keep": lambda r: r.saver.keep(2),

@@ -45,7 +45,13 @@ class CopiedState(torch.Tensor):
 
 
 class OptimizerStates(Mapping[torch.Tensor, Mapping[str, Any]]):
-    """The optimizer's states on this rank, by shard."""
+    """``optimizer.state`` of an engine with the numbers of what rests on the host or on disk: by
+    entry of the optimizer's param groups, which are this rank's shards. Reading sends nothing.
+
+    What rests off the device is copied when it is asked for, and a write to a copy raises
+    StateError: `ParameterStates` sets the states of a parameter. Raises StateError where the engine
+    has no optimizer or is closed.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
