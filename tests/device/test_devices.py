@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,24 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zeroshard as zs
-from tests.device.programs import CASES, FIFO, THREADS, set_schedule, trained
+from tests.device.programs import (
+    CASES,
+    FIFO,
+    QUICK,
+    THREADS,
+    Schedule,
+    set_schedule,
+    trained,
+)
+from tests.features.test_experts import ORDERS
+from tests.support.experts import in_turn
 from tests.support.harness import run_ranks
 from tests.support.programs import Program, Trained
 from tests.support.training import (
     Routed,
     batch,
     differences,
+    equal,
     final_state,
     make_model,
     take_steps,
@@ -115,6 +127,33 @@ def test_ranks_that_reduce_other_units_are_told_before_the_step(row: str) -> Non
     first, other = run_ranks(2, _branches, row, device=_DEVICE)
     assert first == other
     assert "rank 0: " in first and "blocks.1" in first and "blocks.2" in first
+
+
+def _experts_in_turn(
+    rank: int,
+    world: int,
+    row: str,
+    orders: dict[int, tuple[int, ...]],
+    schedule: Schedule = FIFO,
+) -> dict[str, torch.Tensor] | str:
+    set_schedule(schedule)
+    try:
+        return in_turn(rank, row, orders, device="zsim:0")
+    except PlanMismatch as refused:
+        return str(refused)
+
+
+def test_ranks_with_other_experts_may_reduce_them_in_another_order() -> None:
+    """Each group of ranks with the same experts has collectives of its own, which meet in order."""
+    for orders in ORDERS:
+        expected = run_ranks(4, _experts_in_turn, "ddp", orders, device=_DEVICE)
+        for row, schedule in (("zero2", QUICK[1]), ("zero3", QUICK[0])):
+            found = run_ranks(4, _experts_in_turn, row, orders, schedule, device=_DEVICE)
+            assert all(map(equal, found, expected)), row
+    orders = ORDERS[0] | {3: (0, 2, 1)}  # and 1 has the same experts
+    for row in ("ddp", "zero2", "zero3"):
+        told = set(run_ranks(4, _experts_in_turn, row, orders, device=_DEVICE))
+        assert len(told) == 1 and re.search(r"is number \d: rank 1: .*; rank 3: ", told.pop())
 
 
 def _a_device_each(rank: int, world: int, row: str, delay_us: int) -> list[str]:

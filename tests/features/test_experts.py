@@ -14,9 +14,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard as zs
-from tests.support.experts import NUM_EXPERTS, Listed, Mixture, Stacked, local_part, whole_mixture
+from tests.support.experts import (
+    NUM_EXPERTS,
+    Listed,
+    Mixture,
+    Stacked,
+    in_turn,
+    local_part,
+    whole_mixture,
+)
 from tests.support.harness import run_ranks
-from tests.support.training import VOCABULARY, State, two_groups
+from tests.support.training import VOCABULARY, State, equal, two_groups
 from zeroshard.errors import PlanMismatch
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
@@ -243,6 +251,25 @@ def _beside_stages(rank: int, world: int) -> None:
 
 def test_experts_lie_beside_stages() -> None:
     run_ranks(4, _beside_stages, timeout=60)
+
+
+# ranks 0 and 2 hold the same experts, and 1 and 3; of the second orders, not all run
+ORDERS: list[dict[int, tuple[int, ...]]] = [
+    {0: (0, 1, 2), 1: (2, 0, 1), 2: (0, 1, 2), 3: (2, 0, 1)},
+    {0: (0, 1), 1: (2, 0, 1), 2: (0, 1), 3: (2, 0, 1)},
+]
+
+
+def _in_turn(rank: int, world: int) -> None:
+    for orders in ORDERS:
+        expected = in_turn(rank, "ddp", orders)
+        for row, transport in (("zero3", "gloo"), ("zero2", "gloo"), ("zero3", "shared_memory")):
+            comm = zs.Comm.model_validate({"transport": transport})
+            assert equal(in_turn(rank, row, orders, comm=comm), expected), (row, transport, orders)
+
+
+def test_ranks_with_other_experts_may_run_them_in_another_order() -> None:
+    run_ranks(4, _in_turn, timeout=60)
 
 
 # ------------------------------------------------------------------------------ what an engine says

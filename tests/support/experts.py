@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
-from tests.support.training import VOCABULARY
+import zeroshard as zs
+from tests.support.training import VOCABULARY, final_state, two_groups
 
-__all__ = ["Listed", "Mixture", "Stacked", "local_part", "whole_mixture"]
+__all__ = ["InTurn", "Listed", "Mixture", "Stacked", "in_turn", "local_part", "whole_mixture"]
 
 WIDTH, HIDDEN, NUM_EXPERTS, LAYERS = 12, 20, 4, 2
 
@@ -158,3 +160,42 @@ def local_part(
             if int(number) // num_local == place:
                 out[f"{before}.experts.{int(number) % num_local}.{rest}"] = value
     return out
+
+
+class InTurn(nn.Module):
+    """Experts of one size that run one after another, in the order that the caller says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        h = self.first(x)
+        for index in order:
+            h = h + self.experts[index](h).tanh()
+        return self.last(h).square().mean()
+
+
+def in_turn(
+    rank: int, row: str, orders: dict[int, tuple[int, ...]], *, device: str = "cpu", **options: Any
+) -> dict[str, torch.Tensor]:
+    """Train experts that pairs of four ranks hold, each rank in the order that `orders` has for it;
+    return this rank's weights.
+    """
+    mesh = init_device_mesh(device.partition(":")[0], (2, 2), mesh_dim_names=("dp", "ep"))
+    torch.manual_seed(0)
+    model = InTurn()
+    with torch.no_grad():  # other experts, other numbers
+        for parameter in model.experts.parameters():
+            parameter.mul_(1 + mesh.get_local_rank("ep"))
+    optimizer = two_groups(model.to(device))
+    options = {"mesh_of": {"experts.*": mesh}, "stall_timeout_s": 20, **options}
+    engine = zs.shard(model, optimizer, policy=row, **options)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        engine.backward(model(torch.randn(4, WIDTH, generator=generator).to(device), orders[rank]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.cpu() for name, value in final_state(model, engine).items()}

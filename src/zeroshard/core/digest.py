@@ -4,7 +4,8 @@ Transformer blocks have identical shapes, so two ranks that gather different lay
 without an error. So every collective folds (operation, unit, dtype, numel, step) into one number,
 which ranks compare once per step. Gathers on two-sided transports fold in order; reduces (and
 whatever may differ in order between ranks) fold as a set, and in order, too, where the transport's
-operations meet in the order in which they begin.
+operations meet in the order in which they begin. An order is that of the collectives among the same
+ranks: those that hold other experts may run them in another one.
 
 Beside them stands what this rank has entered last, for the errors of stalls (comm/stalls.py).
 
@@ -25,6 +26,7 @@ __all__ = ["Digest", "Entered", "first_difference", "holders"]
 
 # "forward", "backward" or "reduce" and the unit, or "step"; number of the step; monotonic seconds
 Entered = tuple[str, str, int, float]
+Ranks = tuple[int, ...]  # that take part in a collective
 
 _MASK = (1 << 64) - 1
 _PRIME = 0x100000001B3  # FNV-1a
@@ -38,27 +40,29 @@ class Digest:
     def __init__(self) -> None:
         self.step = 0
         self.entered: Entered = ("shard()", "", 0, monotonic())
-        self._ordered = 0
+        self._ordered: dict[Ranks, int] = {}
         self._unordered = 0
-        self._log: deque[tuple[str, bool]] = deque(maxlen=_MOST_LOGGED)  # entry, ordered
+        self._log: deque[tuple[str, Ranks | None]] = deque(maxlen=_MOST_LOGGED)
 
     def enter(self, event: str, unit: str) -> None:
         """Note that this rank has come to `event` of `unit`."""
         self.entered = (event, unit, self.step, monotonic())
 
-    def fold(self, operation: str, unit: str, dtype: str, numel: int, *, ordered: bool) -> None:
-        """Add one collective."""
+    def fold(
+        self, operation: str, unit: str, dtype: str, numel: int, among: Ranks, *, ordered: bool
+    ) -> None:
+        """Add one collective `among` these ranks."""
         entry, value = _hashed(operation, unit, dtype, numel)
         if ordered:
-            self._ordered = (self._ordered ^ value) * _PRIME & _MASK
+            self._ordered[among] = (self._ordered.get(among, 0) ^ value) * _PRIME & _MASK
         if not ordered or operation == "reduce":
             self._unordered = (self._unordered + value) & _MASK
-        self._log.append((entry, ordered))
+        self._log.append((entry, among if ordered else None))
 
-    def value(self) -> int:
-        """Return the digest of everything folded since the last `advance`, 64 bits."""
-        start = _hash(f"step {self.step}")
-        return ((start ^ self._ordered) * _PRIME ^ self._unordered) & _MASK
+    def value(self, among: Ranks) -> int:
+        """Return the digest of what has been folded since the last `advance`, 64 bits."""
+        start = _hash(f"step {self.step}") ^ self._ordered.get(among, 0)
+        return (start * _PRIME ^ self._unordered) & _MASK
 
     def reduced(self) -> int:
         """Return the digest of what folds as a set, 64 bits: replicas along the mesh, whose units
@@ -66,16 +70,17 @@ class Digest:
         """
         return (_hash(f"step {self.step}") ^ self._unordered) & _MASK
 
-    def log(self) -> list[str]:
+    def log(self, among: Ranks) -> list[str]:
         """Return the folded entries: the ordered ones, then the unordered ones sorted."""
-        return [entry for entry, ordered in self._log if ordered] + sorted(
-            entry for entry, ordered in self._log if not ordered
+        return [entry for entry, ranks in self._log if ranks == among] + sorted(
+            entry for entry, ranks in self._log if ranks is None
         )
 
     def advance(self, step: int | None = None) -> None:
         """Start the next step, or that numbered `step`."""
         self.step = self.step + 1 if step is None else step
-        self._ordered = self._unordered = 0
+        self._ordered.clear()
+        self._unordered = 0
         self._log.clear()
 
 
@@ -92,7 +97,7 @@ def _hashed(operation: str, unit: str, dtype: str, numel: int) -> tuple[str, int
 
 def first_difference(logs: Sequence[Sequence[str]]) -> tuple[int, list[str]]:
     """Return (position, entry of each rank) of the first difference between `logs`."""
-    length = max(len(log) for log in logs)
+    length = max((len(log) for log in logs), default=0)
     for position in range(length):
         entries = [log[position] if position < len(log) else "nothing" for log in logs]
         if len(set(entries)) > 1:

@@ -29,6 +29,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -46,19 +47,21 @@ from zeroshard.state.reduction import SquaresSum, read_squares
 
 __all__ = ["Finalizer"]
 
+T = TypeVar("T")
+
 _log = logging.getLogger("zeroshard")
 _STEP = "optimizer.step() or clip_grad_norm_()"
 _NORM = "the norm of the gradient"
 _BAD = "the search for a gradient that is not finite"
-# digest, digest of the decisions, micro-batches, unreduced, kinds of backwards, their weight
-_HEAD = struct.Struct("<QQI?B3d")
+# digest of the decisions, micro-batches, unreduced, kinds of backwards, their weight
+_HEAD = struct.Struct("<QI?B3d")
 
 
 @dataclass(frozen=True)
 class _Answer:
     """What one rank says about its gradients."""
 
-    digest: int  # of what it has asked of the others
+    digests: tuple[int, ...]  # of what it has asked of the others, by who these are
     decisions: int  # digest of what it has decided
     micro_batches: int
     used: int  # a bit per trainable parameter: whether it has a gradient
@@ -70,22 +73,19 @@ class _Answer:
     def pack(self, width: int) -> bytes:
         """Return it as bytes, `used` in `width` of them."""
         head = _HEAD.pack(
-            self.digest,
-            self.decisions,
-            self.micro_batches,
-            self.unreduced,
-            self.kinds,
-            *self.weight,
+            self.decisions, self.micro_batches, self.unreduced, self.kinds, *self.weight
         )
-        return head + self.used.to_bytes(width, "little") + self.bad.encode()
+        digests = struct.pack(f"<{len(self.digests)}Q", *self.digests)
+        return digests + head + self.used.to_bytes(width, "little") + self.bad.encode()
 
     @classmethod
-    def unpack(cls, payload: bytes, width: int) -> _Answer:
-        digest, decisions, count, unreduced, kinds, *parts = _HEAD.unpack_from(payload)
-        stop = _HEAD.size + width
-        used = int.from_bytes(payload[_HEAD.size : stop], "little")
-        bad, weight = payload[stop:].decode(), (parts[0], parts[1], parts[2])
-        return cls(digest, decisions, count, used, unreduced, kinds, weight, bad)
+    def unpack(cls, payload: bytes, width: int, num_digests: int) -> _Answer:
+        digests = struct.unpack_from(f"<{num_digests}Q", payload)
+        decisions, count, unreduced, kinds, *parts = _HEAD.unpack_from(payload, 8 * num_digests)
+        start = 8 * num_digests + _HEAD.size
+        used = int.from_bytes(payload[start : start + width], "little")
+        bad, weight = payload[start + width :].decode(), (parts[0], parts[1], parts[2])
+        return cls(digests, decisions, count, used, unreduced, kinds, weight, bad)
 
 
 class Finalizer:
@@ -106,6 +106,8 @@ class Finalizer:
         self._transport = context.transport
         self._axes = context.axes
         self._everyone = context.everyone
+        contexts = (context, *context.own.values())
+        self._holders = list({one.holders.groups: one.holders for one in contexts}.values())
         self._probe = context.streams.probe
         self._digest = digest
         self._scaler = scaler
@@ -234,7 +236,7 @@ class Finalizer:
         bits = sum([1 << index for index, flag in enumerate(used) if flag])
         decisions, here = self._backward.decisions, self._backward.accumulation
         mine = _Answer(
-            self._digest.value(),
+            tuple([self._digest.value(one.members) for one in self._holders]),
             decisions.digest(),
             here.micro_batches,
             bits,
@@ -246,13 +248,27 @@ class Finalizer:
         width = (len(used) + 7) // 8
         with self._probe.waiting("reduce"):
             payloads = self._transport.control.exchange(mine.pack(width), _STEP)
-        read = {payload: _Answer.unpack(payload, width) for payload in set(payloads)}  # mostly one
+        count = len(self._holders)
+        read = {one: _Answer.unpack(one, width, count) for one in set(payloads)}  # mostly one
         answers = [read[payload] for payload in payloads]
         known = {answer.micro_batches for answer in answers} - {UNKNOWN}
-        if len({(answer.digest, answer.decisions) for answer in answers}) > 1 or len(known) > 1:
+        decided = {answer.decisions for answer in answers}
+        digests = [answer.digests for answer in answers]
+        if len(decided) > 1 or len(known) > 1 or self._first_unlike(digests):
             self._refuse()
         decisions.compared()
         return answers
+
+    def _first_unlike(self, of_ranks: Sequence[Sequence[T]]) -> dict[int, T]:
+        """Return, by rank, the first of `of_ranks` (by rank, and number in `_holders`) in which
+        ranks that meet in collectives differ.
+        """
+        for number, holding in enumerate(self._holders):
+            for group in holding.groups:
+                found = [of_ranks[rank][number] for rank in group]
+                if found.count(found[0]) < len(found):
+                    return dict(zip(group, found, strict=True))
+        return {}
 
     def _loss_scale(self) -> float:
         if self._scaler is None or not self._backward.accumulation.has_gradient:
@@ -314,7 +330,8 @@ class Finalizer:
         Collective.
         """
         step, count = self._digest.step, self._backward.accumulation.micro_batches
-        mine = [step, count, self._backward.decisions.items(), self._digest.log()]
+        done = [self._digest.log(one.members) for one in self._holders]
+        mine = [step, count, self._backward.decisions.items(), done]
         answers = self._transport.control.share(mine, "the comparison of steps")
         steps, micro_batches, decided, logs = zip(*answers, strict=True)
         if len(set(steps)) > 1:  # a fault let some ranks step and others not
@@ -340,11 +357,12 @@ class Finalizer:
                     " on every rank; a scheduler or condition that looks at the loss needs the same"
                     " loss on every rank (average it first)"
                 )
-        position, entries = first_difference(logs)
+        unlike = self._first_unlike(logs)
+        position, entries = first_difference(list(unlike.values()))
         raise PlanMismatch(
             f"the ranks did different things in step {step}; the first difference is number"
-            f" {position}: {holders(entries)}. Units must run on every rank in the same order, as"
-            " often, and in the same no_sync() contexts"
+            f" {position}: {holders(entries, list(unlike))}. Units must run on every rank in the"
+            " same order, as often, and in the same no_sync() contexts"
         )
 
     def _count_bad(self, culprits: Sequence[str]) -> None:

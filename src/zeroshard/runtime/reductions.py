@@ -60,6 +60,7 @@ class Reductions:
                 unit.name,
                 dtype_name(bucket.precision.wire),
                 bucket.whole_numel,
+                bucket.flat.context.holders.members,
                 ordered=not bucket.flat.context.levels.keyed,
             )
             key = (unit.index, number)

@@ -116,17 +116,15 @@ class Weights:
         for segment in unit.gathered_segments if unit.may_have_no_news else unit.segments:
             flat = segment.flat
             if not flat.is_local:
-                self.digest.fold(
-                    "gather", unit.name, dtype_name(flat.dtype), flat.layout.numel, ordered=True
-                )
+                dtype, among = dtype_name(flat.dtype), flat.context.holders.members
+                self.digest.fold("gather", unit.name, dtype, flat.layout.numel, among, ordered=True)
 
     def _use(self, unit: Unit) -> None:
         # gathered ahead in one order and used in another: the ranks' next gathers will differ
         if self._ordered and unit.full_bytes:
-            first = unit.segments[0].flat
-            self.digest.fold(
-                self._phase, unit.name, dtype_name(first.dtype), first.layout.numel, ordered=True
-            )
+            flat = unit.segments[0].flat
+            dtype, among = dtype_name(flat.dtype), flat.context.holders.members
+            self.digest.fold(self._phase, unit.name, dtype, flat.layout.numel, among, ordered=True)
 
     # ------------------------------------------------------------------ passes
 
