@@ -45,7 +45,8 @@ from zeroshard.runtime.trees import tensors_in
 from zeroshard.state.local import is_dtensor
 
 __all__ = [
-    "ReleasedParameter", "Tie", "know_class", "release_classes", "restore_classes", "written_to",
+    "ReleasedParameter", "Tie", "is_released", "know_class", "release_classes", "restore_classes",
+    "written_to",
 ]  # fmt: skip
 
 _ANSWERED = ANSWERED | {torch.Tensor.data_ptr, torch.Tensor.retain_grad}
@@ -145,6 +146,11 @@ def know_class(parameter: nn.Parameter) -> None:
         entries = {"__slots__": ()} | {name: _using(name) for name in _OF_LOCAL}
         released = type(f"Released{kind.__name__}", (_Released, kind), entries)
         _RELEASED[kind], _PLAIN[released] = released, kind
+
+
+def is_released(parameter: nn.Parameter) -> bool:
+    """Whether `parameter` has no numbers here."""
+    return isinstance(parameter, _Released)
 
 
 def release_classes(parameters: Iterable[nn.Parameter]) -> None:
