@@ -23,7 +23,7 @@ from tests.support.training import VOCABULARY, Run, final_state, take_steps, two
 from zeroshard.checkpoint import kept
 from zeroshard.launch.keeper import KeeperServer
 
-__all__ = ["Divided", "Generated", "Inferred", "Kept", "Left", "Shrunk", "shared_folder"]
+__all__ = ["Decoded", "Divided", "Generated", "Inferred", "Kept", "Left", "Shrunk", "shared_folder"]
 
 
 def _told(value: str) -> str:
@@ -136,6 +136,23 @@ class Generated(Program):
             num_attention_heads=4, num_key_value_heads=2,
         )  # fmt: skip
         return LlamaForCausalLM(config).eval().requires_grad_(False).to(device)
+
+
+@dataclass(frozen=True)
+class Decoded(Generated):
+    """A token at a time, each chosen on the device: the host waits for none of them."""
+
+    @torch.no_grad()
+    def _made(self, model: Any, device: str, **options: Any) -> dict[str, Tensor]:
+        from transformers import DynamicCache
+
+        cache = options.get("past_key_values", DynamicCache(config=model.config))
+        tokens, logits = torch.arange(1, 9).view(2, 4).to(device), []
+        for _ in range(6):
+            last = model(tokens, past_key_values=cache, use_cache=True).logits[:, -1:]
+            logits.append(last)
+            tokens = last.argmax(-1)
+        return _on_host({"logits": torch.cat(logits, 1)})
 
 
 # ----------------------------------------------------------------------------------------- experts

@@ -28,6 +28,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.device.compositions import (
+    Decoded,
     Divided,
     Generated,
     Inferred,
@@ -459,6 +460,8 @@ def _inferences() -> list[Case]:
         Case("inference, then steps", Inferred(offload=host, later=2), is_as_on_cpu=True),
         Case("generate", Generated(offload=host, device_bytes=2000), is_plain=True),
         Case("generate, all on the host", Generated(offload=host, device_bytes=0), is_plain=True),
+        Case("decode", Decoded(device_bytes=2000), is_plain=True),
+        Case("decode, all on the host", Decoded(device_bytes=0), is_plain=True),
     ]
 
 

@@ -117,6 +117,7 @@ WAITS: dict[str, tuple[str, Schedule]] = {
     "_HostStorage.flush": ("zeroed, gradients on the host", ("compute_first", 0)),
     "PinnedPages.note": ("registered pages", ("compute_first", 0)),
     "drain": ("reset, memory taken", ("compute_first", 0)),
+    "_Room.extended": ("decode, all on the host", ("compute_first", 0)),
 }
 # copies that the host reads from pageable memory, for which a driver would wait
 READ_AT_ONCE = ("Whole.full_state_dict", "SegmentStates.read", "_fill", "digest_of")
