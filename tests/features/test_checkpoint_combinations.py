@@ -4,7 +4,9 @@ that look at different storage, gaps behind overlaps.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 import zeroshard as zs
 from tests.support.checkpoints import make
 from tests.support.harness import run_ranks
-from tests.support.training import make_sharded, take_steps
+from tests.support.training import batch, equal, make_sharded, take_steps
 from zeroshard import CheckpointError
 from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, TensorEntry
 from zeroshard.runtime.engine import states_of
@@ -52,6 +54,59 @@ def test_a_run_whose_updates_are_late_from_its_second_step_resumes_to_the_same_b
     tmp_path: Path, cut: int
 ) -> None:
     run_ranks(2, _delayed, tmp_path, cut)
+
+
+# ---------------------------------------------------------------------------- between micro-batches
+
+HOST = {"grad": "host", "optimizer": "host"}
+BETWEEN: dict[str, dict[str, Any]] = {
+    "zero1": {"row": "zero1"},
+    "zero3": {"row": "zero3"},
+    "no_sync": {"row": "zero2", "no_sync": True},
+    "budget": {"row": "zero3", "no_sync": True, "accumulation_budget": 40_000},
+    "gradients on the host": {"row": "zero2", "offload": HOST},
+    "gradients on disk": {"row": "zero3", "offload": {**HOST, "grad": "disk"}},
+}
+
+
+def _between(rank: int, world: int, folder: Path, name: str) -> None:
+    """Save between two micro-batches: the step takes both, and what is loaded has neither."""
+    options = dict(BETWEEN[name])
+    row, no_sync = options.pop("row"), options.pop("no_sync", False)
+    if "disk" in options.get("offload", {}).values():
+        options["offload"] = options["offload"] | {"disk_path": str(folder.parent)}
+
+    def step(number: int, *, saves: bool = False) -> None:
+        for micro in (2 * number, 2 * number + 1):
+            with engine.no_sync() if no_sync and micro % 2 == 0 else nullcontext():
+                engine.backward(model(*batch(rank, micro)))
+            if saves and micro % 2 == 0:
+                with pytest.raises(CheckpointError, match="drop_gradients=True"):
+                    zs.save(folder, engine, step=number)
+                zs.save(folder, engine, step=number, drop_gradients=True)
+        engine.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    states = []
+    for how in ("plainly", "saves", "loads"):
+        model, optimizer, engine = make_sharded(row, **options)
+        for number in (0, 1, 2):
+            if how == "loads" and number == 0:
+                zs.load(folder, engine)
+            elif how != "loads" or number > 0:
+                step(number, saves=how == "saves" and number == 1)
+        states.append(engine.full_state_dict(rank0_only=False))
+        engine.close()
+    for state in states[1:]:
+        assert equal(state, states[0])
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_a_save_between_micro_batches_leaves_their_sums_and_saves_none(
+    tmp_path: Path, name: str
+) -> None:
+    run_ranks(2, _between, tmp_path, name)
 
 
 # -------------------------------------------------------------------------------- encoded gradients
