@@ -9,7 +9,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,11 +42,12 @@ def run(
     plan: Plan,
     *options: str,
     meanwhile: Callable[[subprocess.Popen[str]], None] = lambda process: None,
+    before: Sequence[str] = (),
 ) -> Run:
-    """Run a job in `directory` to its end."""
+    """Run a job in `directory` to its end; `before`: the beginning of its command."""
     script = elastic_runs.__file__
     process = subprocess.Popen(
-        [PROGRAM, "run", *options, script, str(directory), plan.to_json()],
+        [*before, PROGRAM, "run", *options, script, str(directory), plan.to_json()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

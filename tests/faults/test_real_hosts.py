@@ -16,7 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.test_elastic import _rank_after, of, run
 from tests.features.test_run_hosts import TRAIN
+from tests.support import elastic_runs
+from tests.support.elastic_runs import Plan, events
 from tests.support.harness import is_running, run_ranks
 from tests.support.hosts import descendants
 from tests.support.launched import HELLO, PROGRAM, WAIT, Job, wait_until
@@ -140,3 +143,35 @@ def test_a_host_without_sshd_is_named(start: Start, hosts: TwoHosts, tmp_path: P
         assert "could not be reached" in answer.stderr and why in answer.stderr, answer.stderr
         lines = answer.stderr.splitlines()  # torch may warn before: no name for the address
         assert [line for line in lines if "[c10d]" not in line] == lines[-1:]
+
+
+def test_a_host_whose_sshd_answers_again_takes_part_again(hosts: TwoHosts, tmp_path: Path) -> None:
+    """The second host is gone, sshd and all; when sshd is back it gets the state of the first."""
+    (tmp_path / "hostfile").write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
+    options = ("--elastic", "--rejoin-after=0.5", "--hostfile", str(tmp_path / "hostfile"))
+    plan = Plan(steps=40, gate=35, leaves=6, redundancy=1, pause_s=0.05)
+
+    def disturb(_: subprocess.Popen[str]) -> None:
+        guard = _ancestor(_rank_after(tmp_path, 2, 1, 3), 2)
+        hosts.close(1)
+        try:
+            os.kill(guard, signal.SIGKILL)
+            wait_until(lambda: len(of(events(tmp_path), "kept", 1)) >= 2, 60)
+        finally:
+            hosts.open(1)
+        wait_until(lambda: len(of(events(tmp_path), "loaded", 2)) == 2, 60)
+        (tmp_path / "open").touch()
+
+    done = run(
+        tmp_path, plan, *options, "--ssh", hosts.ssh, meanwhile=disturb, before=hosts.inside(0)
+    )
+    assert done.code == 0, done.said
+    alone = max(one.step for one in of(done.events, "kept", 1))
+    said = [line for line in done.said if line.startswith("zeroshard run: ")]
+    assert said[0].startswith(f"zeroshard run: {ADDRESSES[1]} was lost, its connection ended"), said
+    assert said[1:] == [
+        f"zeroshard run: {ADDRESSES[1]} came back: 2 rank(s) go on, from memory (step {alone})"
+    ]
+    (undisturbed,) = run_ranks(1, elastic_runs.train_leaves, 40, 6)
+    weights = of(done.events, "weights", 2)
+    assert {one.value for one in weights if one.rank == 0} == {undisturbed}

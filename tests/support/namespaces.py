@@ -38,12 +38,23 @@ class TwoHosts:
     """The names of their namespaces, and the ssh that reaches them from the first."""
 
     names: tuple[str, str]
-    servers: list[subprocess.Popen[bytes]]
+    directory: Path
+    servers: dict[int, subprocess.Popen[bytes]]
     ssh: str
 
     def inside(self, number: int) -> list[str]:
         """The beginning of a command that runs on a host."""
         return ["ip", "netns", "exec", self.names[number]]
+
+    def open(self, number: int) -> None:
+        """Start the sshd of a host."""
+        self.servers[number] = _serve(self.inside(number), self.directory, ADDRESSES[number])
+
+    def close(self, number: int) -> None:
+        """End the sshd of a host; what it has started goes on."""
+        server = self.servers.pop(number)
+        server.terminate()
+        server.wait()
 
 
 def why_not() -> str:
@@ -85,11 +96,10 @@ def two_hosts(directory: Path) -> Iterator[TwoHosts]:
         known = "".join(f"{address} {host_key}\n" for address in ADDRESSES)
         (directory / "known").write_text(known)
         ssh = f"ssh -F /dev/null -i {directory}/key -o UserKnownHostsFile={directory}/known"
-        hosts = TwoHosts(names, [], ssh)
-        for number, address in enumerate(ADDRESSES):
-            server = _serve(hosts.inside(number), directory, address)
-            hosts.servers.append(server)
-            stack.callback(_stop, server)
+        hosts = TwoHosts(names, directory, {}, ssh)
+        for number in range(len(ADDRESSES)):
+            hosts.open(number)
+            stack.callback(hosts.close, number)
         yield hosts
 
 
@@ -103,8 +113,3 @@ def _serve(inside: list[str], directory: Path, address: str) -> subprocess.Popen
     wait_until(lambda: b"Server listening" in log.read_bytes() or server.poll() is not None, 20)
     assert server.poll() is None, log.read_text()
     return server
-
-
-def _stop(server: subprocess.Popen[bytes]) -> None:
-    server.terminate()
-    server.wait()
