@@ -61,7 +61,7 @@ def _drawn(seed: int) -> Program:
     branches = rng.random() < 0.15
     varied = rng.random() < 0.2  # the same on every rank, but not every layer once
     steps = tuple(_step(rng, program, branches, varied) for _ in range(rng.randint(2, 3)))
-    return _with_leaves(_with_meetings(replace(program, steps=steps)))
+    return _with_looks(_with_leaves(_with_meetings(replace(program, steps=steps))))
 
 
 def _with_meetings(program: Program) -> Program:
@@ -109,6 +109,12 @@ def _with_leaves(program: Program) -> Program:
         program = replace(program, world=world, node_size=node_size, shares=None)
         program = replace(program, shares=_shares(program.seed, world))
     return replace(program, leaves=rng.choice(("3", "4", "5", "6", "7", "8", "3x2", "2x3")))
+
+
+def _with_looks(program: Program) -> Program:
+    """Look for anomalies in some programs, but of fp16, whose first scales overflow."""
+    looks = random.Random(f"looks of {program.seed}").random() < 0.2
+    return replace(program, looks=looks and program.precision != "fp16")
 
 
 def _with_options(program: Program, rng: random.Random) -> Program:
@@ -308,6 +314,7 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "gathered features": _plain(gathered_features=False),
     "cp": _plain(along_cp=False),
     "leaves": _plain(leaves=None),
+    "looks": _plain(looks=False),
     "declared leaves": lambda p: replace(p, leaves="6" if "x" in (p.leaves or "") else p.leaves),
     "experts": _layers(lambda x: replace(x, kind="linear" if x.kind == "experts" else x.kind)),
     "attention over ranks": _layers(

@@ -119,6 +119,7 @@ class Program:
     # the leaves of a step: each is one of its micro-batches in turn, whoever computes it; the
     # routes and halves are those of leaves, not of ranks
     leaves: str | None = None
+    looks: bool = False  # for anomalies, in every step
     layers: tuple[Layer, ...] = (Layer(),)
     steps: tuple[Step, ...] = (Step(), Step())
 

@@ -105,6 +105,9 @@ class ByHand:
         self.brought.setdefault(name, []).append(parameter.grad.detach())
         parameter.grad = None
 
+    def looking(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         self.sync = False

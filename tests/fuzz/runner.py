@@ -28,7 +28,15 @@ from tests.fuzz.model import (
     FuzzNet,
 )
 from tests.fuzz.optimizers import make_optimizer
-from tests.fuzz.program import EVENTS, Micro, Program, describe, experts_apart, num_leaves
+from tests.fuzz.program import (
+    EVENTS,
+    Micro,
+    Program,
+    Step,
+    describe,
+    experts_apart,
+    num_leaves,
+)
 from tests.fuzz.reference import DECAY, DTYPES, ByHand, ByLeaves
 from tests.support.harness import RankError, run_ranks
 from zeroshard.errors import StateError, ZeroshardError
@@ -61,6 +69,7 @@ class Trainer(Protocol):
     optimizer: torch.optim.Optimizer
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
+    def looking(self) -> contextlib.AbstractContextManager[None]: ...
     def backward(
         self, loss: torch.Tensor, *, retain_graph: bool = False, weights: Sequence[float] = ()
     ) -> None: ...
@@ -95,6 +104,9 @@ class Sharded:
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return self.engine.no_sync()
+
+    def looking(self) -> contextlib.AbstractContextManager[None]:
+        return zs.detect_anomaly(self.engine)
 
     def backward(
         self, loss: torch.Tensor, *, retain_graph: bool = False, weights: Sequence[float] = ()
@@ -176,6 +188,10 @@ class Sharded:
             saver.close()
         state = self.engine.full_state_dict(rank0_only=False)
         self.engine.close()
+        for name, parameter in self.model.named_parameters():  # has its master's numbers
+            given = parameter.detach().to(state[name].dtype)
+            same = torch.equal(given.nan_to_num(), state[name].nan_to_num())
+            assert same or self.program.coded, f"close() gives other numbers of {name} back"
         return state
 
 
@@ -301,13 +317,8 @@ class _Loop:
             torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, 0.7) if program.schedule else None
         )
         for self._step, step in enumerate(program.steps):
-            for micro in () if program.leaves else step.micros:
-                self._micro(micro)
-            for leaf in trainer.leaves(self._step) if program.leaves else ():
-                self._begin_leaf(leaf)
-                self._micro(step.micros[0])
-            if program.leaves:
-                self._begin_leaf(None)
+            with trainer.looking() if program.looks else contextlib.nullcontext():
+                self._take(step)
             if step.assigned:
                 trainer.assign(self._grads())
             if step.clip is not None:
@@ -323,6 +334,16 @@ class _Loop:
             trainer.zero_grad(step.zero)
             for event in step.between:
                 self._between(event)
+
+    def _take(self, step: Step) -> None:
+        """Run the micro-batches of a step, or its leaves."""
+        for micro in () if self.program.leaves else step.micros:
+            self._micro(micro)
+        for leaf in self.trainer.leaves(self._step) if self.program.leaves else ():
+            self._begin_leaf(leaf)
+            self._micro(step.micros[0])
+        if self.program.leaves:
+            self._begin_leaf(None)
 
     def _begin_leaf(self, leaf: int | None) -> None:
         """Count as everyone does who is at this leaf, or after all of a step."""
