@@ -108,6 +108,7 @@ class Finalizer:
         self._everyone = context.everyone
         contexts = (context, *context.own.values())
         self._holders = list({one.holders.groups: one.holders for one in contexts}.values())
+        self._members = [one.members for one in self._holders]
         self._probe = context.streams.probe
         self._digest = digest
         self._scaler = scaler
@@ -236,7 +237,7 @@ class Finalizer:
         bits = sum([1 << index for index, flag in enumerate(used) if flag])
         decisions, here = self._backward.decisions, self._backward.accumulation
         mine = _Answer(
-            tuple([self._digest.value(one.members) for one in self._holders]),
+            tuple(map(self._digest.value, self._members)),
             decisions.digest(),
             here.micro_batches,
             bits,
@@ -252,9 +253,12 @@ class Finalizer:
         read = {one: _Answer.unpack(one, width, count) for one in set(payloads)}  # mostly one
         answers = [read[payload] for payload in payloads]
         known = {answer.micro_batches for answer in answers} - {UNKNOWN}
-        decided = {answer.decisions for answer in answers}
-        digests = [answer.digests for answer in answers]
-        if len(decided) > 1 or len(known) > 1 or self._first_unlike(digests):
+        differs = len(known) > 1
+        if len({(answer.digests, answer.decisions) for answer in answers}) > 1:
+            decided = {answer.decisions for answer in answers}
+            done = [answer.digests for answer in answers]
+            differs = differs or len(decided) > 1 or bool(self._first_unlike(done))
+        if differs:
             self._refuse()
         decisions.compared()
         return answers
@@ -330,7 +334,7 @@ class Finalizer:
         Collective.
         """
         step, count = self._digest.step, self._backward.accumulation.micro_batches
-        done = [self._digest.log(one.members) for one in self._holders]
+        done = list(map(self._digest.log, self._members))
         mine = [step, count, self._backward.decisions.items(), done]
         answers = self._transport.control.share(mine, "the comparison of steps")
         steps, micro_batches, decided, logs = zip(*answers, strict=True)
