@@ -22,6 +22,7 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -73,15 +74,38 @@ def run_ranks(options: RunOptions) -> tuple[Outcome, int]:
         if options.elastic is not None and options.place is None:
             check_least(options.elastic, num_ranks)
         _set_environment(options, directory, num_ranks=num_ranks, restarts=restarts)
-        supervisor = Supervisor(
-            directory,
-            options.grace_s,
-            on_restart=report_restart,
-            on_stall=report_stall,
-            stall_s=options.stall_s,
-        )
-        supervisor.start()
-        return _run(torchrun, arguments, supervisor), num_ranks
+        with _children_of_the_agent() as children:
+            supervisor = Supervisor(
+                directory,
+                options.grace_s,
+                children,
+                on_restart=report_restart,
+                on_stall=report_stall,
+                stall_s=options.stall_s,
+            )
+            supervisor.start()
+            return _run(torchrun, arguments, supervisor), num_ranks
+
+
+@contextmanager
+def _children_of_the_agent() -> Iterator[dict[int, subprocess.Popen[bytes]]]:
+    """Yield the processes that torch's agent starts, by process id, as they come. The agent tells
+    their exit codes only where it ends by itself, and a signal may end it.
+    """
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    children: dict[int, subprocess.Popen[bytes]] = {}
+    begin = SubprocessHandler.__init__
+
+    def start(handler: SubprocessHandler, *args: Any, **options: Any) -> None:
+        begin(handler, *args, **options)
+        children[handler.proc.pid] = handler.proc
+
+    SubprocessHandler.__init__ = start  # type: ignore[assignment, method-assign]
+    try:
+        yield children
+    finally:
+        SubprocessHandler.__init__ = begin  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -108,12 +132,10 @@ def _run(torchrun: Any, arguments: Any, supervisor: Supervisor) -> Outcome:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     agent_failures: list[Failure] = []
-    statuses: dict[int, int] = {}
     ended_by: signal.Signals | None = None
     try:
         torchrun.run(arguments)
     except ChildFailedError as error:
-        statuses = {failure.pid: failure.exitcode for failure in error.failures.values()}
         agent_failures = [
             Failure(rank, failure.pid, time.monotonic(), failure.exitcode)
             for rank, failure in error.failures.items()
@@ -124,8 +146,8 @@ def _run(torchrun: Any, arguments: Any, supervisor: Supervisor) -> Outcome:
         ended_by = signal.SIGINT
     finally:
         supervisor.stop()
-    failures = supervisor.failures(statuses) or agent_failures
-    return Outcome(failures, supervisor.leavers(statuses), ended_by, supervisor.stalled)
+    failures = supervisor.failures() or agent_failures
+    return Outcome(failures, supervisor.leavers(), ended_by, supervisor.stalled)
 
 
 def _torchrun_arguments(torchrun: Any, options: RunOptions, directory: str) -> Any:

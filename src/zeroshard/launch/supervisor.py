@@ -3,7 +3,9 @@
 The launcher's agent polls its children every 0.1 s, too coarse to tell a cause from its effects: a
 killed rank takes its peers down within milliseconds. So each rank announces itself on a FIFO, one
 thread sleeps on the FIFO and on a pidfd per rank, and a rank that raises reports it, with the time,
-before it tears anything down.
+before it tears anything down. The thread reads the exit code of a rank without reaping it, since
+the agent sends signals to the rank's process group until it has; if the agent came first, its
+`Popen` has the exit code.
 
 [Note: blame] Failures are ordered by time, with three corrections, since a silent death is noticed
 late:
@@ -26,13 +28,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import selectors
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -212,6 +214,7 @@ class _Interrupts:
 class Supervisor:
     """Watches the ranks of ``directory``; after a failure the rest have ``grace_s`` seconds.
 
+    ``children`` are the processes that the agent starts, by process id.
     ``on_restart`` is called, in the thread, with the failures of a generation when the agent has
     started the next. When no rank has shown a heartbeat for ``stall_s`` seconds, ``on_stall`` is
     called with the seconds, each rank's stacks and True, and the job is ended. Without ``stall_s``
@@ -223,6 +226,7 @@ class Supervisor:
         self,
         directory: str,
         grace_s: float,
+        children: Mapping[int, subprocess.Popen[bytes]],
         on_restart: Callable[[list[Failure]], None],
         *,
         stall_s: float | None = None,
@@ -233,6 +237,7 @@ class Supervisor:
         self.directory = Path(directory)
         self.grace_s = grace_s
         self.stalled = False  # and ended for it
+        self._children = children
         self._on_restart = on_restart
         self._stall = _Stall(stall_s, on_stall)
         self._interrupts = _Interrupts()
@@ -263,59 +268,48 @@ class Supervisor:
         os.write(self._fifo, b"\n")
         self._thread.join()
         for watched in self._watched.values():
-            self._kill(watched)
+            watched.status = self._children[watched.pid].poll()  # the thread may not have looked
+            if watched.status is None:
+                self._kill(watched)
             os.close(watched.pidfd)
         self._end_children(self._generation)
         self._selector.close()
         self._interrupts.stop()
         os.close(self._fifo)
 
-    def failures(self, statuses: dict[int, int]) -> list[Failure]:
-        """The failures of the last generation, the one to blame first; call after :meth:`stop`.
+    def failures(self) -> list[Failure]:
+        """The failures of the last generation, the one to blame first; call after :meth:`stop`."""
+        return self._failures_of(self._generation)
 
-        ``statuses`` are exit codes by process id as the agent knows them: it may have reaped a
-        child before the thread looked.
-        """
-        return self._failures_of(self._generation, statuses)
-
-    def _failures_of(self, generation: int, statuses: dict[int, int]) -> list[Failure]:
+    def _failures_of(self, generation: int) -> list[Failure]:
         failures = []
         for watched in self._ranks_of(generation):
-            status = statuses.get(watched.pid, watched.status)
+            status = watched.status
             was_ended = watched.left_at is not None and status in ENDED_BY_LAUNCHERS
             if watched.failed_at is not None or (status not in (None, 0) and not was_ended):
-                failures.append(self._describe(watched, status))
+                failures.append(self._describe(watched))
         failures = blame_order(failures)
         if failures and (failures[0].consequence or failures[0].stalled):
-            failures = [*self._leavers(generation, statuses), *failures]
+            failures = [*self._leavers(generation), *failures]
         return failures
 
-    def leavers(self, statuses: dict[int, int]) -> list[Failure]:
+    def leavers(self) -> list[Failure]:
         """The ranks of the last generation whose scripts have ended well, in order of time."""
-        return self._leavers(self._generation, statuses)
+        return self._leavers(self._generation)
 
-    def _leavers(self, generation: int, statuses: dict[int, int]) -> list[Failure]:
-        """Return the ranks whose scripts have ended well, in order of time.
-
-        Of a rank that the agent reaped before the thread looked no status is known: it ended well
-        where the agent does not say otherwise and nobody had failed, so that nobody ended it.
-        """
-        left, ranks = [], self._ranks_of(generation)
-        failed = [one.ended_at for one in ranks if one.failed_at and one.ended_at is not None]
-        first_failed = min(failed, default=math.inf)
-        for watched in ranks:
+    def _leavers(self, generation: int) -> list[Failure]:
+        """Return the ranks whose scripts have ended well, in order of time."""
+        left = []
+        for watched in self._ranks_of(generation):
             at = watched.ended_at if watched.left_at is None else watched.left_at
-            status = statuses.get(watched.pid, watched.status)
-            well = watched.left_at is not None or status == 0
-            if status is None and at is not None and not watched.ended_by_us:
-                well = well or at <= first_failed
+            well = watched.left_at is not None or watched.status == 0
             if watched.failed_at is None and well and at is not None:
                 left.append(Failure(watched.rank, watched.pid, at, status=0))
         return sorted(left, key=lambda failure: failure.at)
 
     def _end_children(self, generation: int) -> None:
         """End the processes that the ranks of a failed generation have started."""
-        if self._failures_of(generation, {}):
+        if self._failures_of(generation):
             end_sessions(watched.pid for watched in self._ranks_of(generation))
 
     def _ranks_of(self, generation: int) -> list[_WatchedRank]:
@@ -325,8 +319,8 @@ class Supervisor:
         """Whether the process announced itself."""
         return pid in self._watched
 
-    def _describe(self, watched: _WatchedRank, status: int | None) -> Failure:
-        report = self._report_of(watched.pid)
+    def _describe(self, watched: _WatchedRank) -> Failure:
+        report, status = self._report_of(watched.pid), watched.status
         at = watched.failed_at if watched.failed_at is not None else watched.ended_at
         if "exit_code" in report and (status is None or status < 0):
             # it was ended by us while it was still tearing down
@@ -427,7 +421,7 @@ class Supervisor:
         # twice.
         again = any(watched.rank == rank for watched in self._ranks_of(self._generation))
         if again or restart_count > self._restart_count:
-            self._on_restart(self._failures_of(self._generation, {}))
+            self._on_restart(self._failures_of(self._generation))
             self._end_children(self._generation)
             self._generation += 1
         self._restart_count = restart_count
@@ -443,13 +437,17 @@ class Supervisor:
     def _record_end(self, watched: _WatchedRank) -> None:
         watched.ended_at = time.monotonic()
         self._selector.unregister(watched.pidfd)
-        with contextlib.suppress(ChildProcessError):  # the agent reaped it first, see failures()
-            result = os.waitid(os.P_PIDFD, watched.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if result is not None:
-                sign = 1 if result.si_code == os.CLD_EXITED else -1
-                watched.status = sign * result.si_status
-        if watched.status not in (None, 0, EXIT_PREEMPTED):
+        watched.status = self._status_of(watched)
+        if watched.status not in (0, EXIT_PREEMPTED):
             self._start_grace(watched.generation)
+
+    def _status_of(self, watched: _WatchedRank) -> int:
+        """Return the exit code, or -signal, of a rank that has ended."""
+        with contextlib.suppress(ChildProcessError):
+            result = os.waitid(os.P_PIDFD, watched.pidfd, os.WEXITED | os.WNOWAIT)
+            assert result is not None
+            return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        return self._children[watched.pid].wait()  # the agent has reaped it, or is about to
 
     def _start_grace(self, generation: int) -> None:
         for watched in self._ranks_of(generation):

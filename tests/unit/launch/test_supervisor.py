@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.launch.supervisor import Failure, Supervisor, blame_order, exit_code_of
+from zeroshard.launch.supervisor import (
+    Failure,
+    Supervisor,
+    _WatchedRank,
+    blame_order,
+    exit_code_of,
+)
 
 
 def _first(*failures: Failure) -> int:
@@ -97,13 +103,17 @@ def test_a_failure_says_how_in_words() -> None:
 class _Ranks:
     """Processes that look like ranks to the supervisor."""
 
-    def __init__(self, directory: Path, supervisor: Supervisor) -> None:
-        self.directory, self.supervisor = directory, supervisor
-        self.processes: list[subprocess.Popen[bytes]] = []
+    def __init__(
+        self,
+        directory: Path,
+        supervisor: Supervisor,
+        processes: dict[int, subprocess.Popen[bytes]],
+    ) -> None:
+        self.directory, self.supervisor, self.processes = directory, supervisor, processes
 
     def start(self, rank: int, code: str, restart_count: int = 0) -> subprocess.Popen[bytes]:
         process = subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
-        self.processes.append(process)
+        self.processes[process.pid] = process
         self.announce({"pid": process.pid, "rank": rank, "restart_count": restart_count})
         _wait_until(lambda: self.supervisor.knows(process.pid))
         return process
@@ -123,23 +133,44 @@ def _wait_until(condition: object, timeout: float = 5.0) -> None:
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[_Ranks]:
     restarted: list[list[Failure]] = []
-    supervisor = Supervisor(str(tmp_path), grace_s=0.3, on_restart=restarted.append)
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    supervisor = Supervisor(str(tmp_path), 0.3, processes, on_restart=restarted.append)
     supervisor.start()
-    ranks = _Ranks(tmp_path, supervisor)
+    ranks = _Ranks(tmp_path, supervisor, processes)
     ranks.restarted = restarted  # type: ignore[attr-defined]
     yield ranks
-    for process in ranks.processes:
+    for process in processes.values():
         process.kill()
         process.wait()
 
 
-def test_a_killed_process_is_seen_without_being_reaped(ranks: _Ranks) -> None:
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_killed_process_is_seen_whoever_reaps_it(
+    ranks: _Ranks, reaped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reaped:
+        _reap_first(ranks, monkeypatch)
     process = ranks.start(1, "import time; time.sleep(60)")
     os.kill(process.pid, signal.SIGKILL)
+    _wait_until(lambda: ranks.supervisor.failures())
+    if not reaped:
+        os.killpg(process.pid, signal.SIGTERM)  # as the agent may do
     ranks.supervisor.stop()
-    (failure,) = ranks.supervisor.failures({})
+    (failure,) = ranks.supervisor.failures()
     assert (failure.rank, failure.status) == (1, -signal.SIGKILL)
+    assert ranks.supervisor.leavers() == []
     assert process.wait() == -signal.SIGKILL
+
+
+def _reap_first(ranks: _Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the agent reap each process before the supervisor looks."""
+    record = Supervisor._record_end
+
+    def late(supervisor: Supervisor, watched: _WatchedRank) -> None:
+        ranks.processes[watched.pid].wait(timeout=5)
+        record(supervisor, watched)
+
+    monkeypatch.setattr(Supervisor, "_record_end", late)
 
 
 def test_after_a_failure_the_others_are_ended_when_the_grace_is_over(ranks: _Ranks) -> None:
@@ -149,8 +180,7 @@ def test_after_a_failure_the_others_are_ended_when_the_grace_is_over(ranks: _Ran
     ranks.start(1, "raise SystemExit(1)")
     assert stubborn.wait(timeout=20) == -signal.SIGKILL
     ranks.supervisor.stop()
-    failures = ranks.supervisor.failures({stubborn.pid: stubborn.returncode})  # reaped here
-    assert [failure.rank for failure in failures] == [1, 0]
+    assert [failure.rank for failure in ranks.supervisor.failures()] == [1, 0]
 
 
 def test_a_failure_that_was_announced_counts_from_then_even_if_the_process_lingers(
@@ -162,7 +192,7 @@ def test_a_failure_that_was_announced_counts_from_then_even_if_the_process_linge
     ranks.announce({"pid": process.pid, "failed_at": 1.5})
     assert process.wait(timeout=5) == -signal.SIGKILL
     ranks.supervisor.stop()
-    (failure,) = ranks.supervisor.failures({process.pid: -9})
+    (failure,) = ranks.supervisor.failures()
     assert (failure.at, failure.status, failure.message) == (1.5, 72, "ValueError: no")
 
 
@@ -171,7 +201,7 @@ def test_a_clean_end_is_no_failure_and_disturbs_nobody(ranks: _Ranks) -> None:
     ranks.start(1, "pass")
     assert other.wait(timeout=5) == 0
     ranks.supervisor.stop()
-    assert ranks.supervisor.failures({}) == []
+    assert ranks.supervisor.failures() == []
 
 
 def test_a_rank_that_left_is_to_blame_for_what_lost_it_and_for_nothing_else(ranks: _Ranks) -> None:
@@ -190,7 +220,7 @@ def test_a_rank_that_left_is_to_blame_for_what_lost_it_and_for_nothing_else(rank
         ranks.announce({"pid": other.pid, "failed_at": 2.0})
         other.wait(timeout=5)
         left.wait(timeout=5)
-        found = ranks.supervisor.failures({left.pid: -signal.SIGTERM, other.pid: 71})
+        found = ranks.supervisor.failures()
         assert [(failure.rank, failure.status) for failure in found] == blamed
     ranks.supervisor.stop()
 
@@ -198,10 +228,7 @@ def test_a_rank_that_left_is_to_blame_for_what_lost_it_and_for_nothing_else(rank
 def test_a_rank_that_the_agent_reaped_first_has_left_if_nobody_had_failed(
     ranks: _Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reaped(*args: object) -> None:
-        raise ChildProcessError
-
-    monkeypatch.setattr(os, "waitid", reaped)
+    _reap_first(ranks, monkeypatch)
     left = ranks.start(1, "pass")
     stays = ranks.start(2, "import time; time.sleep(60)")  # ended with the one that failed
     other = ranks.start(0, "import time; time.sleep(60)")
@@ -213,20 +240,19 @@ def test_a_rank_that_the_agent_reaped_first_has_left_if_nobody_had_failed(
     for process in (other, stays):
         process.wait(timeout=5)
     ranks.supervisor.stop()
-    found = ranks.supervisor.failures({other.pid: 71})
-    assert [(failure.rank, failure.status) for failure in found] == [(1, 0), (0, 71)]
+    found = ranks.supervisor.failures()
+    assert [(failure.rank, failure.status) for failure in found] == [(1, 0), (0, 71), (2, -9)]
 
 
 def test_a_new_generation_reports_the_old_one_and_starts_with_a_clean_slate(ranks: _Ranks) -> None:
     ended = ranks.start(0, "raise SystemExit(4)")
-    # seen, not reaped: reaping is for the supervisor to come before
-    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    ended.wait(timeout=5)
     time.sleep(0.3)
     fine = ranks.start(0, "import time; time.sleep(0.8)", restart_count=1)
     assert [failure.status for failure in ranks.restarted[0]] == [4]  # type: ignore[attr-defined]
     assert fine.wait(timeout=5) == 0
     ranks.supervisor.stop()
-    assert ranks.supervisor.failures({}) == []
+    assert ranks.supervisor.failures() == []
 
 
 def test_a_rank_that_comes_twice_with_the_same_restart_count_begins_a_new_generation(
@@ -236,7 +262,7 @@ def test_a_rank_that_comes_twice_with_the_same_restart_count_begins_a_new_genera
     reported, and end none of the new ranks.
     """
     ended = ranks.start(0, "raise SystemExit(4)", restart_count=2)
-    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # seen, not reaped
+    ended.wait(timeout=5)
     time.sleep(0.3)
     again = ranks.start(0, "import time; time.sleep(0.8)", restart_count=2)
     other = ranks.start(1, "import time; time.sleep(0.8)", restart_count=2)
@@ -246,7 +272,7 @@ def test_a_rank_that_comes_twice_with_the_same_restart_count_begins_a_new_genera
     )
     assert (again.wait(timeout=5), other.wait(timeout=5)) == (0, 0)
     ranks.supervisor.stop()
-    assert ranks.supervisor.failures({}) == []
+    assert ranks.supervisor.failures() == []
 
 
 def test_what_is_left_at_the_end_is_ended(ranks: _Ranks) -> None:
