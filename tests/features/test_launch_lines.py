@@ -159,29 +159,38 @@ def test_accelerate_launch_with_a_deepspeed_configuration(run: Run, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("line", "local_rank"),
+    ("line", "local_rank", "more"),
     [
-        ((PROGRAM, "run", "--nproc=2", "--as-deepspeed"), False),
-        ((*AS, str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2"), False),
-        ((*AS, "sh", "-c", 'deepspeed --num_gpus 2 "$@"', "sh"), True),
+        ((PROGRAM, "run", "--nproc=2"), False, ("native",)),
+        ((str(BIN / "torchrun"), "--nproc-per-node=2"), False, ("native",)),
+        ((PROGRAM, "run", "--nproc=2", "--as-deepspeed"), False, ()),
+        ((*AS, str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2"), False, ()),
+        ((*AS, "sh", "-c", 'deepspeed --num_gpus 2 "$@"', "sh"), True, ()),
     ],
-    ids=["run", "torchrun", "deepspeed in a shell's file"],
+    ids=["run native", "torchrun native", "run", "torchrun", "deepspeed in a shell's file"],
 )
 def test_other_launchers_of_one_host(
-    run: Run, tmp_path: Path, line: tuple[str, ...], local_rank: bool
+    run: Run, tmp_path: Path, line: tuple[str, ...], local_rank: bool, more: tuple[str, ...]
 ) -> None:
-    said = _check(run(*line, SCRIPT, str(tmp_path)), local_rank=local_rank)
+    env = {"PET_MASTER_PORT": str(_free_port())}  # not 29500, which others may have
+    said = _check(run(*line, SCRIPT, str(tmp_path), *more, env=env), local_rank=local_rank)
     assert "SIGKILL" in said
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", [(), AS], ids=["native", "as-deepspeed"])
-def test_mpirun(run: Run, tmp_path: Path, before: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("options", "before"),
+    [((), ()), (("-x", "MASTER_ADDR=127.0.0.1"), ()), ((), AS)],
+    ids=["native", "native with an address", "as-deepspeed"],
+)
+def test_mpirun(
+    run: Run, tmp_path: Path, options: tuple[str, ...], before: tuple[str, ...]
+) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("NOTHING WAS CHECKED UNDER mpirun: apt-get install openmpi-bin")
     native = [] if before else ["native"]
-    said = _check(run(*MPIRUN, *before, sys.executable, SCRIPT, str(tmp_path), *native))
-    assert "signal 9 (Killed)" in said
+    line = [*MPIRUN, *options, *before, sys.executable, SCRIPT, str(tmp_path), *native]
+    assert "signal 9 (Killed)" in _check(run(*line))
 
 
 @pytest.fixture(scope="module")
@@ -213,25 +222,85 @@ def test_srun(
 # ------------------------------------------------------------------ several
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "line", [(PROGRAM, "run", "--as-deepspeed"), (*AS, str(BIN / "torchrun"))],
-    ids=["run", "torchrun"],
-)  # fmt: skip
-def test_the_variables_of_a_pytorchjob(run: Run, tmp_path: Path, line: tuple[str, ...]) -> None:
-    """Two pods, each with the variables that Kubeflow's operator sets, on one machine."""
-    port = str(_free_port())
-    pods = [
-        run(*line, SCRIPT, str(tmp_path), env={
-            "PYTHONUNBUFFERED": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            "WORLD_SIZE": "2", "RANK": str(rank), "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1",
-            "PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port,
-        })
-        for rank in range(2)
-    ]  # fmt: skip
+def _pods(run: Run, line: list[str], variables: Callable[[int], dict[str, str]]) -> None:
+    """Two pods on this machine run the line, each with its variables, as `_check` says."""
+    pods = [run(*line, env=variables(rank)) for rank in range(2)]
     pods[0].pids()
     assert "SIGKILL" in _check(pods[1])
     pods[0].end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "more"),
+    [
+        ((PROGRAM, "run"), ("native",)),
+        ((PROGRAM, "run", "--as-deepspeed"), ()),
+        ((str(BIN / "torchrun"),), ("native",)),
+        ((*AS, str(BIN / "torchrun")), ()),
+    ],
+    ids=["run native", "run", "torchrun native", "torchrun"],
+)
+def test_the_variables_of_a_pytorchjob(
+    run: Run, tmp_path: Path, line: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    """Kubeflow's operator sets these, in each pod."""
+    port = str(_free_port())
+    _pods(run, [*line, SCRIPT, str(tmp_path), *more], lambda rank: {
+        "PYTHONUNBUFFERED": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "WORLD_SIZE": "2", "RANK": str(rank), "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1",
+        "PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port,
+    })  # fmt: skip
+
+
+def _line_of_the_page(word: str, launcher: str, folder: Path) -> str:
+    """Return the line of the page's section on Kubernetes that has `word`, with one rank on the CPU
+    for each pod.
+    """
+    text = (ROOT / "docs" / "launching.md").read_text()
+    section = text.partition("\n## Kubernetes\n")[2].partition("\n## ")[0]
+    (line,) = (one for one in section.replace("\\\n", "").splitlines() if word in one)
+    for old, new in (
+        ("zeroshard run --nproc gpu", launcher),
+        ("train.py", f"{SCRIPT} {folder} native"),
+    ):
+        assert line.count(old) == 1, line
+        line = line.replace(old, new)
+    return line
+
+
+ONE_RANK = {"run": f"{PROGRAM} run --nproc 1", "torchrun": f"{BIN}/torchrun --nproc-per-node 1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ONE_RANK)
+def test_the_variables_of_an_old_operator(run: Run, tmp_path: Path, launcher: str) -> None:
+    """RANK and WORLD_SIZE count pods, and the first pod is its own localhost."""
+    line = _line_of_the_page("$MASTER_PORT", ONE_RANK[launcher], tmp_path)
+    port = str(_free_port())
+    _pods(run, ["sh", "-c", f"exec {line}"], lambda rank: {
+        "PYTHONUNBUFFERED": "0", "MASTER_ADDR": ("localhost", "127.0.0.1")[rank],
+        "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(rank),
+    })  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ONE_RANK)
+def test_the_variables_of_a_jobset(run: Run, tmp_path: Path, launcher: str) -> None:
+    """The name of the first pod is one of a file of hosts that only these processes have."""
+    beside = ["unshare", "--mount", "sh", "-c"]
+    if os.geteuid() or subprocess.run([*beside, "true"], capture_output=True).returncode:
+        pytest.skip("NOTHING WAS CHECKED: names of pods need root, and a mount namespace")
+    names = tmp_path / "names"
+    names.write_text("127.0.0.1 localhost\n127.0.0.1 job-workers-0-0.job\n")
+    line = _line_of_the_page("29500", ONE_RANK[launcher], tmp_path).replace("=N ", "=2 ")
+    line = line.replace("29500", str(_free_port()))  # others may have that one
+    mounted = f"mount --bind {names} /etc/hosts && exec {line}"
+    _pods(
+        run,
+        [*beside, mounted],
+        lambda rank: {"JOB_COMPLETION_INDEX": str(rank), "JOBSET_NAME": "job"},
+    )
 
 
 @pytest.mark.slow
