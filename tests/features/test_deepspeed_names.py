@@ -437,7 +437,7 @@ def test_what_only_watches_is_logged_and_written(
     on = {"enabled": True}
     keys: dict[str, Any] = {
         "wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True,
-        "comms_logger": on, "flops_profiler": on | {"profile_step": 2}, "wandb": on,
+        "comms_logger": on, "flops_profiler": on | {"profile_step": 2}, "comet": on,
         "csv_monitor": on | {"output_path": str(tmp_path), "job_name": "run"}, "steps_per_prin": 1,
     }  # fmt: skip
     model = nn.Linear(4, 4)
@@ -458,7 +458,7 @@ def test_what_only_watches_is_logged_and_written(
     for words in (
         "configuration: {", "step=1, ms: forward=", "backward=", "bytes at rest: weight=",
         "bytes received: ", "flops_profiler: step=2, forward=64 operations", "parameters=20",
-        "wandb: nothing is written for it here; log engine.memory()",
+        "comet: nothing is written for it here; log engine.memory()",
         "steps_per_prin=1 is not a key of DeepSpeed's, which drops it; did you mean 'steps_per_",
     ):  # fmt: skip
         assert words in said, words

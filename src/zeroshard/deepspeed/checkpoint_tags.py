@@ -14,7 +14,6 @@ raised on every rank. Frozen parameters are always in a checkpoint.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import secrets
@@ -29,10 +28,10 @@ import torch
 
 import zeroshard as zs
 from zeroshard.deepspeed.answers import Batch, Progress
+from zeroshard.deepspeed.small import logger as _log
 
 __all__ = ["TaggedCheckpoints", "step_of"]
 
-_log = logging.getLogger("DeepSpeed")
 _LATEST, _STEP = "latest", "saved_step"
 _MOST_BYTES = 4096  # of a file that holds a name
 

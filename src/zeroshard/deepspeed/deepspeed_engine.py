@@ -12,7 +12,6 @@ inference (names.py says what to use).
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -31,10 +30,10 @@ from zeroshard.deepspeed.loaders import make_loader
 from zeroshard.deepspeed.monitors import StepWatch
 from zeroshard.deepspeed.optimizers import ZeROOptimizer
 from zeroshard.deepspeed.plain_backward import divided, undivided
+from zeroshard.deepspeed.small import logger as _log
 
 __all__ = ["DeepSpeedEngine"]
 
-_log = logging.getLogger("DeepSpeed")
 _NO_CLIENT = Client()
 
 

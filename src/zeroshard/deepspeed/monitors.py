@@ -5,8 +5,9 @@
     comms_logger           engine.traffic(), since the line before
     flops_profiler         operations of the forward of profile_step
     csv_monitor            OUTPUT_PATH/JOB_NAME/Train_Samples_lr.csv ...
-    tensorboard            the same numbers, where the package tensorboard is installed
+    tensorboard, wandb     the same numbers, where the package of that name is installed
 
+The numbers are loss, rate and scale of each step; with ``wall_clock_breakdown`` milliseconds, too.
 Lines come at the steps of ``steps_per_print`` (each step without it), on rank 0. Cost: nothing
 where the keys are off; times wait for the accelerator.
 """
@@ -14,9 +15,8 @@ where the keys are off; times wait for the accelerator.
 from __future__ import annotations
 
 import csv
-import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zeroshard as zs
 from zeroshard.deepspeed.engine_names import remedy
+from zeroshard.deepspeed.small import logger as _log
 
 __all__ = ["MonitorMaster", "StepWatch", "ThroughputTimer"]
 
-_log = logging.getLogger("DeepSpeed")
 Event = tuple[str, Any, int]  # a name, a number, and the samples so far
-_WRITTEN = ("tensorboard", "csv_monitor")
+Write = Callable[[list[Event], bool], None]  # events, and whether they are on disk then
 
 
 def _is_on(config: dict[str, Any], name: str) -> bool:
@@ -40,61 +40,86 @@ def _is_on(config: dict[str, Any], name: str) -> bool:
 
 
 class MonitorMaster:
-    """Writes numbers where the sections ``csv_monitor`` and ``tensorboard`` say, on rank 0."""
+    """Writes numbers where the sections `_MONITORS` of the configuration say, on rank 0."""
 
     def __init__(self, config: dict[str, Any], rank: int = 0) -> None:
         """`config` is the whole configuration. Raises ConfigError where a directory cannot be
         made.
         """
-        self._folders = {
-            name: Path(section.get("output_path") or "") / section.get("job_name", _JOB)
-            for name in _WRITTEN
-            if _is_on(config, name) and rank == 0
-            for section in [config[name]]
-        }
-        self._summary: Any = None
-        self.enabled = any(_is_on(config, name) for name in _WRITTEN)
-        try:
-            for folder in self._folders.values():
-                folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise zs.ConfigError(
-                f"output_path of {', '.join(self._folders)}: {error.filename}: {error.strerror}"
-            ) from None
-        if "tensorboard" in self._folders:
-            self._summary = _summary(self._folders.pop("tensorboard"))
+        asked = [name for name in _MONITORS if _is_on(config, name)]
+        self.enabled = bool(asked)
+        self._writes: list[Write] = []
+        for name in asked if rank == 0 else ():
+            try:
+                section = config[name] if isinstance(config[name], dict) else {}
+                self._writes.append(_MONITORS[name](section))
+            except OSError as error:
+                line = f"output_path of {name}: {error.filename}: {error.strerror}"
+                raise zs.ConfigError(line) from None
+            except ImportError:
+                package = name.partition("_")[0]
+                _log.warning(
+                    "%s: nothing is written without its package: pip install %s", name, package
+                )
 
     def write_events(self, event_list: list[Event], flush: bool = True) -> None:
         """Write (name, number, samples so far) of each event."""
-        for name, value, step in event_list:
-            for folder in self._folders.values():
-                _append(folder / f"{name.replace('/', '_').replace(' ', '_')}.csv", value, step)
-            if self._summary is not None:
-                self._summary.add_scalar(name, value, step)
-        if flush and self._summary is not None:
-            self._summary.flush()
+        for write in self._writes:
+            write(event_list, flush)
 
 
-_JOB = "DeepSpeedJobName"
+def _folder(section: dict[str, Any]) -> Path:
+    """Make and return the directory of a section."""
+    job: str = section.get("job_name", "DeepSpeedJobName")
+    folder = Path(section.get("output_path") or "") / job
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
-def _append(path: Path, value: Any, step: int) -> None:
-    """Add a row to a file, which begins with a header."""
-    is_new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        if is_new:
-            rows.writerow(["step", path.stem.rpartition("_")[2]])
-        rows.writerow([step, value])
+def _csv(section: dict[str, Any]) -> Write:
+    folder = _folder(section)
+
+    def write(events: list[Event], flush: bool) -> None:
+        for name, value, step in events:
+            path = folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+            is_new = not path.exists()
+            with path.open("a", newline="", encoding="utf-8") as file:
+                rows = csv.writer(file)
+                if is_new:
+                    rows.writerow(["step", name.rpartition("/")[2]])
+                rows.writerow([step, value])
+
+    return write
 
 
-def _summary(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        _log.warning("tensorboard: nothing is written without its package: pip install tensorboard")
-        return None
-    return SummaryWriter(str(folder))
+def _tensorboard(section: dict[str, Any]) -> Write:
+    from torch.utils.tensorboard import SummaryWriter
+
+    summary: Any = SummaryWriter(str(_folder(section)))
+
+    def write(events: list[Event], flush: bool) -> None:
+        for event in events:
+            summary.add_scalar(*event)
+        if flush:
+            summary.flush()
+
+    return write
+
+
+def _wandb(section: dict[str, Any]) -> Write:
+    import wandb
+
+    project = section.get("project", "deepspeed")
+    wandb.init(project=project, group=section.get("group"), entity=section.get("team"))
+
+    def write(events: list[Event], flush: bool) -> None:
+        for name, value, step in events:
+            wandb.log({name: value}, step=step)
+
+    return write
+
+
+_MONITORS = {"csv_monitor": _csv, "tensorboard": _tensorboard, "wandb": _wandb}
 
 
 class ThroughputTimer:
@@ -193,6 +218,8 @@ class StepWatch:
         if self._losses:
             yield "Train/Samples/train_loss", torch.stack(self._losses).mean().item(), samples
         yield "Train/Samples/lr", float(rates[0]), samples
+        for part, seconds in self._seconds.items():
+            yield f"Train/Samples/elapsed_time_ms_{part}", seconds * 1e3, samples
         if self._engine.precision.needs_loss_scaling:
             yield "Train/Samples/loss_scale", self._engine.loss_scale, samples
 

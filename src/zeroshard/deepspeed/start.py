@@ -33,12 +33,12 @@ from zeroshard.deepspeed.leaf_walk import LeafWalk
 from zeroshard.deepspeed.loaders import make_loader
 from zeroshard.deepspeed.lr_schedules import make_schedule
 from zeroshard.deepspeed.optimizers import make_optimizer
+from zeroshard.deepspeed.small import logger as _log
 from zeroshard.deepspeed.verdict import accepted, section, try_schedule
 from zeroshard.deepspeed.zero import end_init_blocks
 
 __all__ = ["add_config_arguments", "initialize"]
 
-_log = logging.getLogger("DeepSpeed")
 _OPTIONS = (
     "distributed_port", "mpu", "dist_init_required", "collate_fn", "config", "mesh_param",
     "config_params",

@@ -237,7 +237,9 @@ _TABLE: dict[str, Any] = {
         "loss, rate and scale are written where the package tensorboard is installed"),
     "csv_monitor": watches(None, a.an_object, _METRICS,
         "loss, rate and scale are written to OUTPUT_PATH/JOB_NAME/*.csv"),
-    "wandb, comet": watches(None, a.an_object, _METRICS),
+    "wandb": watches(None, a.an_object, _METRICS,
+        "loss, rate and scale are logged where the package wandb is installed"),
+    "comet": watches(None, a.an_object, _METRICS),
     "compile": section("nothing is compiled by itself", "use torch.compile(model)", "deepcompile"),
     "tensor_parallel": section(
         "layers are not cut over ranks",
