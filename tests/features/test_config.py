@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -241,6 +242,10 @@ LINES: list[tuple[Callable[[], Any], str]] = [
         r" Offload\(optimizer='host'\)\?",
     ),
     (
+        lambda: zs.Config(offload="cpu"),  # type: ignore[arg-type]
+        r"offload='cpu' is neither .*; did you mean Offload\(optimizer='host'\)\?",
+    ),
+    (
         lambda: zs.Comm("gloo"),  # type: ignore[call-arg]
         r"Comm\('gloo'\): every option is given by name, one of transport, ordered, .*feedback$",
     ),
@@ -254,6 +259,12 @@ LINES: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: zs.Comm(frozen_codec="int3"), r"comm.frozen_codec: codec 'int3' is not one of"),
 ]
+
+
+@pytest.mark.parametrize("name", ["bfloat16", torch.bfloat16, "float16", "half", "float32"])
+def test_precision_takes_torchs_names(name: Any) -> None:
+    short = {"bfloat16": "bf16", torch.bfloat16: "bf16", "float32": "fp32"}.get(name, "fp16")
+    assert build_config(None, precision=name).precision == short
 
 
 @pytest.mark.parametrize(("make", "line"), LINES, ids=range(len(LINES)))

@@ -512,8 +512,10 @@ def _config_of(data: dict[str, Any]) -> Config:
             data["precision"] = Precision(**data["precision"])
         except (TypeError, ValueError) as error:
             raise ConfigError(f"precision: {error}") from None
-    if isinstance(data.get("precision"), torch.dtype):
-        data["precision"] = dtype_name(data["precision"])
+    given = data.get("precision")
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if isinstance(dtype, torch.dtype):  # "bfloat16" or torch.bfloat16
+        data["precision"] = dtype_name(dtype)
     try:
         return Config(**data)
     except ValidationError as error:

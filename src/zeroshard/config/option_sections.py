@@ -179,8 +179,9 @@ class Offload(Strict):
 
     @classmethod
     def _hint(cls, value: Any) -> str:
-        known = [tier.value for tier in Tier]
-        return f"; did you mean Offload(optimizer={value!r})?" if value in known else ""
+        tier = {"cpu": "host", "nvme": "disk"}.get(value, value) if isinstance(value, str) else None
+        known = [known.value for known in Tier]
+        return f"; did you mean Offload(optimizer={tier!r})?" if tier in known else ""
 
     @field_validator("weight", "grad", "optimizer", mode="before")
     @classmethod
