@@ -6,6 +6,7 @@ import ast
 import posixpath
 import re
 import shlex
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 import zeroshard as zs
 from scripts.docs_site import drawings, hooks
 from scripts.docs_site.api import api_page, public_names
-from scripts.docs_site.markdown import anchors, blocks, commands, links, slug
+from scripts.docs_site.markdown import anchors, blocks, commands, links, prose, slug
 from scripts.docs_site.messages import ERRORS, messages
 from scripts.docs_site.pages import ROOT, generated_pages
 from scripts.docs_site.search import EXPECTED, Section, found, sections
@@ -225,5 +226,36 @@ def test_blocks_of_code_are_not_wider_than_a_page_of_a_phone_or_a_split_screen()
         if block.language in ("python", "bash")
         for line in block.text.splitlines()
         if len(line) > 72
+    ]
+    assert wide == []
+
+
+def _shown(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the numbered lines of what is typed and printed: console, text and indented blocks."""
+    for block in blocks(text):
+        if block.language in ("console", "text"):
+            yield from enumerate(block.text.splitlines(), block.line + 1)
+    plain = {number for number, _ in prose(text)}
+    is_fenced = False
+    for number, line in enumerate(text.splitlines(), 1):
+        is_fenced ^= line.lstrip().startswith("```")
+        if number not in plain and not is_fenced and not line.lstrip().startswith("```"):
+            yield number, line.removeprefix("    ")
+
+
+def test_what_is_typed_and_printed_fits_into_a_terminal() -> None:
+    """80 columns, as tables of the program have, and 72 where a console block is typed; pages of
+    measurements and formats keep their long lines.
+    """
+    free = (
+        "docs/design/", "docs/reference/", "docs/changelog", "docs/benchmarks", "docs/checkpoint-",
+        "docs/planner-measured", "docs/tour", "CONTRIBUTING.md", "CHANGELOG.md",
+    )  # fmt: skip
+    wide = [
+        f"{place}:{number}: {line}"
+        for place, text in _texts().items()
+        if not place.startswith(free)
+        for number, line in _shown(text)
+        if len(line) > (72 if line.startswith("$ ") else 80)
     ]
     assert wide == []

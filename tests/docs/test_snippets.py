@@ -189,7 +189,7 @@ def test_a_console_block_prints_what_it_shows(
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     printed, shown = "", []
-    for line in block.text.splitlines():
+    for line in block.text.replace("\\\n", "").splitlines():
         if line.startswith("$ "):
             done = subprocess.run(
                 line[2:], shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
