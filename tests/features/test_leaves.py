@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.support.families import FAMILIES, TINY
@@ -46,6 +47,17 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
+class Again(Model):
+    """Its first block runs twice, the second time inside a reentrant checkpoint."""
+
+    def forward(self, tokens: torch.Tensor, *, both: bool = True) -> torch.Tensor:
+        block, hidden = self.blocks[0], self.embed(tokens)
+        hidden = hidden + block(hidden)
+        hidden = hidden + checkpoint(block, hidden, use_reentrant=True)
+        logits = self.head(hidden)
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
 @dataclass(frozen=True)
 class Run:
     """One way to train."""
@@ -55,6 +67,7 @@ class Run:
     accumulate: str = ""  # the tier of engine.accumulate(), in place of the loop
     weighted: bool = False
     skips: bool = False  # half of the leaves do not run the second block
+    again: bool = False  # train Again
     leaves: int | str = LEAVES
     family: str = ""  # in place of Model
     steps: int = 3
@@ -83,7 +96,8 @@ class Training:
         torch.manual_seed(0)
         family = FAMILIES[run.family] if run.family else None
         self.run, self.family = run, family
-        self.model = Model() if family is None else family.model(TINY)
+        own = Again if run.again else Model
+        self.model = own() if family is None else family.model(TINY)
         if family is not None:  # engine.accumulate() would fill a cache twice
             self.model.config.use_cache = False
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -276,6 +290,12 @@ def test_weights_of_losses_units_that_leaves_skip_and_bf16_do_not_part_worlds(
     alone = hashes(1, kinds)
     assert hashes(world, runs) == alone
     assert len(set(alone)) == len(kinds), "they are other runs"
+
+
+def test_parts_of_a_leafs_gradient_are_added_before_leaves_are() -> None:
+    for options in ({}, {"precision": "bf16"}):
+        runs = [Run({"stage": stage} | options, again=True) for stage in (0, 1, 3)]
+        assert len(set(hashes(2, runs))) == 1, options
 
 
 def _reduced(rank: int, world: int, runs: Sequence[Run]) -> list[tuple[int, int]]:

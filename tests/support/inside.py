@@ -386,7 +386,7 @@ def has_local_gradient(engine: zs.Engine, name: str) -> bool:
     """Return whether the unit `name` has a gradient that has not been reduced."""
     bucket = unit(engine, name).trainable[0].grad
     assert bucket is not None
-    return bucket.buffer is not None or bucket.has_sum
+    return bucket.has_unreduced
 
 
 def reducing(engine: zs.Engine) -> list[str]:
@@ -445,8 +445,9 @@ def lost_leaf(engine: zs.Engine, unit_name: str, lost: int) -> Iterator[None]:
     assert leaves is not None
     keys = [segment.key for segment in unit(engine, unit_name).segments]
 
-    def lose(key: str, buffer: torch.Tensor | None) -> None:
-        if key in keys and begun[-1:] == [lost] and buffer is not None:
+    def lose(key: str, gradient: Callable[[], torch.Tensor | None]) -> None:
+        buffer = gradient() if key in keys and begun[-1:] == [lost] else None
+        if buffer is not None:
             buffer.zero_()
 
     leaves.handed_over.append(lose)

@@ -229,33 +229,32 @@ def lost_leaf(training: Training) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def skipped_reduce(training: Training) -> Iterator[None]:
-    accumulator = segment_of(training).grad.accumulator  # type: ignore[union-attr]
-    add, left = accumulator.add_leaves, [True]
+def first_sum(training: Training, change: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """Change what the first reduce of the step leaves in the gradient."""
+    bucket = segment_of(training).grad
+    assert bucket is not None
+    wait, left = bucket.wait, [True]
 
-    def skip(spans: Any, sums: torch.Tensor) -> None:
-        add(spans, sums.zero_() if left else sums)
-        left.clear()
+    def changed(*, block: bool = True) -> None:
+        coming = bucket.reduction
+        wait(block=block)
+        if left and coming is not None and bucket.reduction is None:
+            left.clear()
+            gradient = bucket.accumulator.resting()
+            assert gradient is not None
+            change(gradient.fetch(*bucket.accumulator.own))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accumulator, "add_leaves", skip)
+        patch.setattr(bucket, "wait", changed)
         yield
 
 
-@contextmanager
-def reduced_sum(training: Training) -> Iterator[None]:
-    accumulator = segment_of(training).grad.accumulator  # type: ignore[union-attr]
-    add, left = accumulator.add_leaves, [True]
+def skipped_reduce(training: Training) -> AbstractContextManager[None]:
+    return first_sum(training, torch.Tensor.zero_)
 
-    def wrong(spans: Any, sums: torch.Tensor) -> None:
-        if left:
-            left.pop()
-            flip(sums, 20)  # the last one would be rounded away
-        add(spans, sums)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accumulator, "add_leaves", wrong)
-        yield
+def reduced_sum(training: Training) -> AbstractContextManager[None]:
+    return first_sum(training, partial(flip, bit=20))  # the last one would be rounded away
 
 
 # ------------------------------------------------------------------ norm, step and publish

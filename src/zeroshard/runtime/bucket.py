@@ -5,14 +5,15 @@
     S, inside no_sync      the same
     P, inside no_sync      param.grad --add--> sum of micro-batches .. --cast--> buffer --reduce-->
     P of a node, inside    param.grad --copy--> buffer --reduce inside--> sum of the node .. ----->
+    P, own leaves          param.grad --add--> binary counter ...... --add--> buffer --reduce-->
 
-The buffer [numel] has the dtype of the wire; the two sums have that in which gradients rest. The
-sum of micro-batches lies on the tier of the cell, that of the node's ranks [column] on the device.
+The buffer [numel] has the dtype of the wire; the sums have that in which gradients rest. Sums of
+micro-batches (runtime/own_sums.py) lie on the tier of the cell, that of the node's ranks
+[column] on the device.
 
 Invariants: a buffer is handed over whole (parameters without a gradient and padding are zeros); at
-most one is open, and one on its way; the reduces of one segment complete in order. A sum of
-micro-batches that could not be made, read or written is lost: it reads as NaN. Cost: one copy of
-each gradient, and ``numel * wire (N-1)/N`` bytes on the wire per reduce.
+most one is open, and one on its way; the reduces of one segment complete in order. Cost: one copy
+of each gradient, and ``numel * wire (N-1)/N`` bytes on the wire per reduce.
 
 What it does not do: it does not know when a backward ends (runtime/backward.py), what becomes of
 the sum over all ranks (runtime/grad.py), nor what a module is.
@@ -22,11 +23,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,17 +37,17 @@ from zeroshard.core.layout import Range
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.recording import Operation
 from zeroshard.core.route import Axis, Kind
-from zeroshard.errors import StateError, StorageError
+from zeroshard.errors import StateError
 from zeroshard.memory import Loan
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.grad import Accumulator
 from zeroshard.runtime.leaves import Leaves
-from zeroshard.runtime.partial_sums import BinaryCounter
 from zeroshard.state.gradient import Gradient
-from zeroshard.state.state import State
-from zeroshard.tier.store import Store
+
+if TYPE_CHECKING:  # made in build.py
+    from zeroshard.runtime.own_sums import MicroBatchSum, OwnLeaves
 
 __all__ = ["Bucket"]
 
@@ -60,6 +61,8 @@ class Reduction:
     loan: Loan | None
     # other memory of it: an accelerator's allocator would give it away while the lane still uses it
     uses: Sequence[object]
+    # sums of leaves that it forms beside the gradient, one after another, and of which ones
+    apart: tuple[Sequence[Range], torch.Tensor] | None
 
     def release_buffer(self) -> None:
         """Hold the buffer no longer."""
@@ -76,16 +79,17 @@ class Bucket:
         context: Context,
         *,
         accumulator: Accumulator,
-        store: Store | None,
+        micro_batches: MicroBatchSum,
+        own_leaves: OwnLeaves | None,
     ) -> None:
-        """`accumulator` takes what reduces bring. In `store` (None: on the device) a sum of
-        micro-batches rests, where the cell has one.
+        """`accumulator` takes what reduces bring. Gradients wait in `micro_batches`, or in
+        `own_leaves` where each rank adds up its own.
         """
         cell, layout = plan.cells.grad, flat.layout
-        scope = layout.scope(cell)  # SHARD: one node's sum is the sum of all ranks
-        # inside no_sync: micro-batches before ranks, or the ranks of a node before nodes
-        self.sums_micro_batches = cell.is_partial and scope is Scope.FULL
-        self.sums_nodes = cell.is_partial and scope is Scope.NODE_SHARD
+        # inside no_sync: micro-batches before ranks, or the ranks of a node before nodes (where one
+        # node's sum is not that of all ranks)
+        self.sums_micro_batches = plan.sums_micro_batches
+        self.sums_nodes = cell.is_partial and layout.scope(cell) is Scope.NODE_SHARD
         self.flat = flat
         self.key = flat.key  # the segment's key in collectives
         self.accumulator = accumulator
@@ -101,13 +105,9 @@ class Bucket:
         self.views: list[torch.Tensor] = []
         self.filled = none.copy()
         self.loan: Loan | None = None  # None where the gradient is summed where it rests
-        self.num_bytes = layout.numel * precision.wire.itemsize  # of a buffer
         self.reduction: Reduction | None = None
-        self.has_sum = False  # whether a sum of micro-batches waits for a reduce
-        self._summed = none.copy()  # ... and of which parameters
-        self._sum: State | None = None  # None: lost, or not there
-        self._is_lost = False
-        self._store = store if self.sums_micro_batches else None
+        self._micro_batches, self._own = micro_batches, own_leaves
+        self._sum = micro_batches if own_leaves is None else own_leaves  # the one in use
         self._column = layout.span(plan.rank, Scope.NODE_SHARD)
         self._node_sum: torch.Tensor | None = None  # [column], of earlier micro-batches
         self._context = context
@@ -117,14 +117,13 @@ class Bucket:
         self._memory = context.memory
         self._codec = plan.grad_codec(context)
         self._residual = context.options.codecs.residual(self._codec)
-        self._request = ReduceRequest(flat.key, layout.ranges, precision.wire, self._codec)
+        # sums of leaves are not rounded
+        wire = precision.wire if self._own is None else torch.float32
+        self._request = ReduceRequest(flat.key, layout.ranges, wire, self._codec)
+        self.num_bytes = layout.numel * wire.itemsize  # of a buffer
         self._leaves = context.leaves
-        self._arriving: tuple[Sequence[Range], torch.Tensor] | None = None  # sums of leaves
-        self._counter: BinaryCounter | None = None  # of this rank's own leaves
-        if self._leaves is not None and self._leaves.is_local:
-            self._counter = BinaryCounter(self._leaves.tree, self.key, self._store)
         # nothing to sum: the buffer is the resting gradient
-        alone = context.transport.size == 1 and self._leaves is None
+        alone = context.transport.size == 1 and context.leaves is None
         self._direct = alone and precision.wire is precision.accumulate
 
     @property
@@ -139,14 +138,12 @@ class Bucket:
     def bytes_by_tier(self) -> dict[Tier, int]:
         """Return the bytes of the gradient at rest now on each tier, sums that wait included."""
         resting, out = self.accumulator.resting(), Counter[Tier]()
-        out.update({} if self._sum is None else self._sum.bytes_by_tier())
+        out.update(self._sum.bytes_by_tier())
         out.update({} if resting is None else resting.numbers.bytes_by_tier())
         if self._node_sum is not None:
             out[Tier.DEVICE] += self._node_sum.nbytes
         if self.accumulator.partial_sums is not None:
-            out.update(self.accumulator.partial_sums.later.bytes_by_tier())
-        if self._counter is not None:
-            out.update(self._counter.bytes_by_tier())
+            out.update(self.accumulator.partial_sums.bytes_by_tier())
         return out
 
     @property
@@ -157,7 +154,7 @@ class Bucket:
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients are here that no reduce over all ranks has taken yet."""
-        return self.buffer is not None or self.has_sum or self._node_sum is not None
+        return self.buffer is not None or self._sum.waits or self._node_sum is not None
 
     # ------------------------------------------------------------------ what autograd brings
 
@@ -174,10 +171,10 @@ class Bucket:
         buffer is borrowed. `more` gradients of it may come before a reduce.
         """
         self.used[index] = True
-        rests = self.sums_micro_batches and (self.has_sum or not sync)
+        rests = self._own is not None or (self.sums_micro_batches and (self._sum.waits or not sync))
         # a sum in the dtype of the wire would be rounded after every micro-batch
         if rests or (more and self.precision.wire is not self.precision.accumulate):
-            self._add_to_sum(index, grad)
+            self._sum.add(index, grad)
             return
         if self.buffer is None:
             self._open(make_room)
@@ -186,8 +183,8 @@ class Bucket:
         self.filled[index] = True
 
     def open_zeros(self, make_room: Callable[[int], None]) -> None:
-        """Have a buffer open, without a gradient."""
-        if self.buffer is None:
+        """Have a buffer open, without a gradient, where gradients would have opened one."""
+        if self.buffer is None and self._own is None:
             self._open(make_room)
 
     def _open(self, make_room: Callable[[int], None]) -> None:
@@ -205,12 +202,10 @@ class Bucket:
         self.buffer = resting
         self.views = self.flat.buffer.views_of(resting)
 
-    def _borrow(self, dtype: torch.dtype | None = None) -> None:
-        """Fill memory of the transport's, or with a codec of ours; in the dtype of the wire, or in
-        another.
-        """
+    def _borrow(self) -> None:
+        """Fill memory of the transport's, or with a codec of ours."""
         numel, device = self.flat.layout.numel, self.flat.full.device
-        wire = dtype or self._request.dtype
+        wire = self._request.dtype
         if self._codec is None:
             lender = self.flat.lender if self._leaves is None else self._lender
             self.buffer = lender.grad_buffer(self.key, numel, wire, device)
@@ -231,62 +226,6 @@ class Bucket:
         self.buffer, self.loan, self.views = None, None, []
         self.filled = [False] * len(self.filled)
 
-    # ------------------------------------------------------------------ the sum of micro-batches
-
-    @contextmanager
-    def _losing(self) -> Iterator[None]:
-        """Lose the sum where the body raises StorageError."""
-        try:
-            yield
-        except StorageError as error:
-            self._is_lost = True
-            self._context.faults.note(error)
-
-    def _open_sum(self) -> State:
-        """Make the sum, its contents undefined."""
-        numel, dtype = self.flat.layout.numel, self.precision.accumulate
-        if self._store is None:
-            self._sum = State.of(self._memory.empty(numel, dtype))
-        else:
-            self._sum = State(self._store.allocate(f"{self.key} partial gradient", numel, dtype))
-        return self._sum
-
-    def _add_to_sum(self, index: int, grad: torch.Tensor) -> None:
-        slot, self.has_sum = self.flat.layout.slots[index], True
-        with self._losing():
-            state = self._open_sum() if self._sum is None else self._sum
-            with state.borrowed(slot.offset, slot.stop, write=True) as part:
-                view = self.flat.buffer.view_in(part, index)
-                if self._summed[index]:
-                    view.add_(grad.to(view.device))
-                else:
-                    view.copy_(grad)
-        self._summed[index] = True
-
-    def _move_sum(self, make_room: Callable[[int], None]) -> None:
-        """Add the sum of micro-batches to the buffer."""
-        if self.buffer is None:
-            self._open(make_room)
-        for index in [index for index, summed in enumerate(self._summed) if summed]:
-            slot = self.flat.layout.slots[index]
-            with self._losing():
-                if self._sum is not None and not self._is_lost:
-                    with self._sum.borrowed(slot.offset, slot.stop, write=False) as part:
-                        view = self.views[index]
-                        micro_batches = self.flat.buffer.view_in(part, index)
-                        (view.add_ if self.filled[index] else view.copy_)(micro_batches)
-            if self._is_lost:
-                self.views[index].fill_(float("nan"))
-            self.filled[index] = True
-        self._close_sum()
-
-    def _close_sum(self) -> None:
-        """Give the memory of the sum back."""
-        if self._sum is not None:
-            self._sum.close()
-        self._sum, self._summed = None, [False] * len(self._summed)
-        self.has_sum = self._is_lost = False
-
     # ------------------------------------------------------------------ reduces
 
     def reduce(
@@ -299,83 +238,60 @@ class Bucket:
         """
         if self.reduction is not None:
             self.wait()
-        if with_earlier and self.has_sum:
+        if with_earlier:
             self._move_sum(make_room)
         self._zero_unfilled()
-        for listener in [] if self._leaves is None else self._leaves.handed_over:
-            listener(self.key, self.buffer)
-        if self._counter is not None and self._counts_up(self._counter, make_room):
-            return None
+        leaves, request = self._leaves, self._request
+        if leaves is not None:
+            if not self._end_leaf(leaves, make_room):
+                return None
+            request = replace(request, sums=leaves.sums)
         accumulator, (resting, fresh) = self.accumulator, self.accumulator.open()
         if self.buffer is not None and self.loan is None:
             self._close()
             return None
-        if self._leaves is not None:
-            return self._reduce_leaves(self._leaves)
+        if leaves is not None and not accumulator.takes(leaves.spans):
+            out = self._memory.empty(len(leaves.spans) * (accumulator.own[1] - accumulator.own[0]))
+            steps = self._steps(request, out, None, accumulate=False)
+            return self._hand_over(steps, out, apart=(leaves.spans, out))
         held = None
         if with_earlier:
             held, self._node_sum = self._node_sum, None
         if resting.on_device:
             out = resting.fetch(*accumulator.own)
-            return self._hand_over(self._steps(out, held, accumulate=not fresh), held, out)
+            return self._hand_over(self._steps(request, out, held, accumulate=not fresh), held, out)
         out = accumulator.room()
         to_rest = Step(partial(_take, weakref.ref(resting), out, fresh), "here")
-        return self._hand_over([*self._steps(out, held, accumulate=False), to_rest], held, out)
+        steps = self._steps(request, out, held, accumulate=False)
+        return self._hand_over([*steps, to_rest], held, out)
 
-    def _counts_up(self, counter: BinaryCounter, make_room: Callable[[int], None]) -> bool:
-        """Add what is in the buffer to the sum of this rank's leaves; return whether others follow
-        before a reduce. In the last round that sum becomes the buffer.
+    def _move_sum(self, make_room: Callable[[int], None]) -> None:
+        """Add the sum of micro-batches to the buffer, where there is one."""
+        if self._micro_batches.waits:
+            if self.buffer is None:
+                self._open(make_room)
+            self._micro_batches.move_to(self.views, self.filled)
+
+    def _end_leaf(self, leaves: Leaves, make_room: Callable[[int], None]) -> bool:
+        """A leaf's gradients have all come. Return whether a reduce takes them, or the sum of this
+        rank's own leaves.
         """
-        leaves, numel = self._leaves, self.flat.layout.numel
-        assert leaves is not None, self.key
-        if leaves.own is not None:
-            grad = self._memory.empty(numel).zero_() if self.buffer is None else self.buffer
-            with self._losing():
-                counter.add(leaves.own, grad, self._memory)
-        self._return_buffer()
-        if not leaves.is_last:
+        own = self._own
+        for listener in leaves.handed_over:
+            listener(self.key, (lambda: self.buffer) if own is None else own.leaf)
+        if own is None:
             return True
-        make_room(numel * torch.float32.itemsize)
-        self._borrow(torch.float32)
-        assert self.buffer is not None, self.key
-        with self._losing():
-            counter.move_to(self.buffer)
-        if self._is_lost:
-            self.buffer.fill_(float("nan"))
-            self._is_lost = False
-        return False
-
-    def _return_buffer(self) -> None:
-        """Give a buffer back that no reduce takes."""
-        if self.buffer is not None:
-            self._lender.return_buffer(self.buffer)
-            self._meter.end_loan(self.loan)
-            self._close()
-
-    def _reduce_leaves(self, leaves: Leaves) -> Flight:
-        """Return a flight that forms the sums of the leaves of this round; `wait` adds them up."""
-        spans, sums = leaves.spans, leaves.sums
-        low, high = self.accumulator.own
-        out = self._memory.empty(len(spans) * (high - low))
-        request = self._request
-        if sums or self._counter is not None:
-            dtype = request.dtype if self._counter is None else torch.float32
-            request = replace(request, dtype=dtype, sums=sums)
-        if sums:
-            reduce = partial(self._context.levels.flat.reduce, request, out=out, accumulate=False)
-            steps: Sequence[Step] = [self._first(reduce, Axis.FLAT)]
-        else:
-            steps = self._steps(out, None, accumulate=False, request=request)
-        self._arriving = (spans, out)
-        return self._hand_over(steps, out)
+        if leaves.is_last:
+            self._open(make_room)
+        own.end_leaf(leaves.own, self.buffer)
+        return leaves.is_last
 
     def reduce_inside(self, *, make_room: Callable[[int], None]) -> Flight:
         """Return a flight, to be started, that sums what is here over the ranks of this node; the
         sum waits here for the reduce that goes on between nodes.
         """
         self.wait()
-        if self.has_sum:
-            self._move_sum(make_room)
+        self._move_sum(make_room)
         self._zero_unfilled()
         is_there = self._node_sum is not None
         out = self._open_node_sum() if self._node_sum is None else self._node_sum
@@ -404,17 +320,17 @@ class Bucket:
 
     def _steps(
         self,
+        request: ReduceRequest,
         out: torch.Tensor,
         held: torch.Tensor | None,
         *,
         accumulate: bool,
-        request: ReduceRequest | None = None,
     ) -> Sequence[Step]:
         """Return the sum over all ranks to `out`, step by step; `held`: earlier sums of this
         node's ranks.
         """
-        levels, request = self._context.levels, request or self._request
-        if not self.flat.sums_nodes_first:
+        levels = self._context.levels
+        if request.sums or not self.flat.sums_nodes_first:
             reduce = partial(levels.flat.reduce, request, out=out, accumulate=accumulate)
             return [self._first(reduce, Axis.FLAT)]
         both = levels.node_sum(request, out, accumulate=accumulate, held=held)
@@ -464,12 +380,17 @@ class Bucket:
         received = sum(hop.link_bytes(self.flat.portion).total for hop in hops)
         return Operation("reduce", Kind.REDUCE_SCATTER.value, self.key, received)
 
-    def _hand_over(self, steps: Sequence[Step], *uses: object) -> Flight:
+    def _hand_over(
+        self,
+        steps: Sequence[Step],
+        *uses: object,
+        apart: tuple[Sequence[Range], torch.Tensor] | None = None,
+    ) -> Flight:
         """Return a flight of `steps`, which use memory beside the buffer; the next gradient opens
-        another one.
+        another one. `apart`: see Reduction.
         """
         flight = Flight([steps], self._streams, "reduce", self._context.levels)
-        self.reduction = Reduction(flight, self.buffer, self.loan, uses)
+        self.reduction = Reduction(flight, self.buffer, self.loan, uses, apart)
         self._close()
         return flight
 
@@ -483,9 +404,8 @@ class Bucket:
         coming.flight.wait()
         self.reduction = None
         self._meter.end_loan(coming.loan)
-        if self._arriving is not None:
-            (spans, out), self._arriving = self._arriving, None
-            self.accumulator.add_leaves(spans, out)
+        if coming.apart is not None:
+            self.accumulator.add_leaves(*coming.apart)
 
     # ------------------------------------------------------------------ what the user clears
 
@@ -501,11 +421,8 @@ class Bucket:
         if self.reduction is not None:
             self.wait()
         self.filled = [False] * len(self.filled)
-        if self.has_sum:
-            self._close_sum()
+        self._sum.reset()
         self._node_sum = None
-        if self._counter is not None:
-            self._counter.reset()
         self.accumulator.reset()
 
     def zero(self, indices: Collection[int]) -> None:
@@ -516,7 +433,8 @@ class Bucket:
             self._check_cleared(self._leaves)
         self.wait()
         for index in indices:
-            self.filled[index] = self._summed[index] = False
+            self.filled[index] = False
+        self._sum.forget(indices)
         if self._node_sum is not None:
             for piece in self.flat.layout.pieces_in(self._column):
                 if piece.index in indices:
@@ -555,11 +473,9 @@ class Bucket:
         if self.reduction is not None:
             self.reduction.flight.abandon()
             self._meter.end_loan(self.reduction.loan)
-        self.reduction = self._node_sum = self._arriving = None
-        if self._counter is not None:
-            self._counter.reset()
+        self.reduction = self._node_sum = None
         self.accumulator.reset()
-        self._close_sum()
+        self._sum.reset()
         self.used[:] = [False] * len(self.used)  # a step asks this list
 
 

@@ -27,6 +27,7 @@ from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.context import Context, Dtypes, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.grad import Accumulator
+from zeroshard.runtime.own_sums import MicroBatchSum, OwnLeaves
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, holding_others
@@ -375,4 +376,10 @@ def _bucket_of(plan: SegmentPlan, splits: Splits, flat: FlatWeights, context: Co
     accumulator = Accumulator(
         plan, flat, context, store=store, split=splits.grad, off_device=off_device
     )
-    return Bucket(plan, flat, context, accumulator=accumulator, store=store)
+    precision, rest = plan.precision(context), store if plan.sums_micro_batches else None
+    micro_batches, own = MicroBatchSum(flat, context, precision.accumulate, rest), None
+    if context.leaves is not None and context.leaves.is_local:
+        own = OwnLeaves(flat, context, precision.wire, rest)
+    return Bucket(
+        plan, flat, context, accumulator=accumulator, micro_batches=micro_batches, own_leaves=own
+    )

@@ -173,6 +173,12 @@ class SegmentPlan:
         return self.layout.held(self.rank, cell)
 
     @property
+    def sums_micro_batches(self) -> bool:
+        """Whether gradients inside no_sync are added before ranks are."""
+        cell = self.cells.grad
+        return cell.is_partial and self.layout.scope(cell) is Scope.FULL
+
+    @property
     def strides(self) -> list[tuple[int, ...]]:
         """The stride of each parameter in the flat buffer."""
         return [memory_stride(local_of(parameter)) for parameter in self.members.values()]

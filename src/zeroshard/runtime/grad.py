@@ -182,6 +182,10 @@ class Accumulator:
             with self._flat.probe.waiting("tier write", self.key), resting.losing():
                 resting.wait_writes()
 
+    def takes(self, spans: Sequence[Range]) -> bool:
+        """Whether the next reduce, of leaves `spans`, adds to the gradient itself."""
+        return self.partial_sums is None or self.partial_sums.takes(spans)
+
     def add_leaves(self, spans: Sequence[Range], sums: torch.Tensor) -> None:
         """Add our slices of the `sums` of leaves `spans`, one after another in one tensor."""
         resting, partial_sums = self.resting(), self.partial_sums

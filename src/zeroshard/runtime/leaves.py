@@ -41,8 +41,9 @@ class Leaves:
         self.tree, self._rank = deal.tree, rank
         self.is_local = deal.is_local  # whether each rank adds up its own leaves
         self._rounds, self._sums = deal.rounds, deal.sums
-        # called with a segment's key and this rank's gradient of it, None where it has none
-        self.handed_over: list[Callable[[str, torch.Tensor | None], None]] = []
+        # called with a segment's key and what returns this rank's gradient of it, None where it
+        # has none
+        self.handed_over: list[Callable[[str, Callable[[], torch.Tensor | None]], None]] = []
         self.keep: Callable[[Any, torch.Tensor], bool] = _keep_none  # see at_once
         self.abandon()
 

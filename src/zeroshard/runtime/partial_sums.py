@@ -5,14 +5,14 @@
     partial sums              4                (4,5)           (4,5) 6
 
 Of this rank's slice the first leaves' sum rests where the gradient does, and `PartialSums` holds
-the others: on the device, or on the gradient's tier where any of it is elsewhere. Where a rank adds
-up its own leaves before it meets others, a `BinaryCounter` holds sums of the whole segment. Cost:
-at most ``Tree.most_partials`` sums; each is read once, when it is added to the next.
+the others: on the device, or on the gradient's tier where any of it is elsewhere. Cost: at most
+``Tree.most_partials`` sums; each is read once, when it is added to the next.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ from zeroshard.core.layout import Range
 from zeroshard.core.placement import Tier
 from zeroshard.core.tree import Tree
 from zeroshard.state.gradient import Gradient
-from zeroshard.state.state import DeviceMemory, State
+from zeroshard.state.state import State
 from zeroshard.tier.store import Store
 
 __all__ = ["BinaryCounter", "PartialSums"]
@@ -31,9 +31,7 @@ class BinaryCounter:
 
     def __init__(self, tree: Tree, key: str, store: Store | None) -> None:
         """They rest in `store` (None: on the device)."""
-        self._tree = tree
-        self._key = key
-        self._store = store
+        self._tree, self._key, self._store = tree, key, store
         self._held: list[tuple[Range, State]] = []
 
     def reset(self) -> None:
@@ -53,18 +51,6 @@ class BinaryCounter:
             span = (before[0], span[1])
         return span
 
-    def add(self, span: Range, source: torch.Tensor, memory: DeviceMemory) -> None:
-        """Add `source` [as each sum], the gradient of leaves `span` that come next; it stays the
-        caller's. A sum on the device is added to where it rests.
-        """
-        last, here = self._held[-1] if self._held else ((0, 0), None)
-        if here is None or here.tensor is None or not self._tree.merges(last, span):
-            total = memory.empty(source.numel()).copy_(source)
-        else:
-            self._held.pop()
-            total, span = here.tensor.add_(source), (last[0], span[1])
-        self.keep(self.merge(span, total), total)
-
     def keep(self, span: Range, total: torch.Tensor) -> None:
         """Let `total`, the sum of leaves `span`, rest."""
         state = State.of(total)
@@ -74,17 +60,6 @@ class BinaryCounter:
             state.put(0, total.numel(), total)
         self._held.append((span, state))
 
-    def move_to(self, out: torch.Tensor) -> None:
-        """Move the only sum to `out`; zeros where there is none."""
-        assert len(self._held) < 2, self._key
-        if not self._held:
-            out.zero_()
-            return
-        _, held = self._held.pop()
-        with held.borrowed(0, held.numel, write=False) as there:
-            out.copy_(there)
-        held.close()
-
     def bytes_by_tier(self) -> Counter[Tier]:
         """Return the bytes that rest here, by tier."""
         out = Counter[Tier]()
@@ -93,28 +68,34 @@ class BinaryCounter:
         return out
 
 
-class PartialSums:
+class PartialSums(BinaryCounter):
     """The sums of one segment's slice, of which the gradient holds the first."""
 
-    def __init__(self, tree: Tree, key: str, store: Store | None) -> None:
-        """Those after the first rest in `store` (None: on the device)."""
-        self._tree = tree
-        self.later = BinaryCounter(tree, key, store)
-        self._first: Range | None = None  # the leaves whose sum rests in the gradient
+    _first: Range | None = None  # the leaves whose sum rests in the gradient
 
     def reset(self) -> None:
         """Forget them."""
+        super().reset()
         self._first = None
-        self.later.reset()
+
+    def takes(self, spans: Sequence[Range]) -> bool:
+        """Whether the next sums, of leaves `spans`, are one that is added to the gradient itself;
+        it counts as added.
+        """
+        span = spans[0]
+        if len(spans) > 1 or (self._first is not None and not self._tree.merges(self._first, span)):
+            return False
+        self._first = (0, span[1])
+        return True
 
     def add(self, span: Range, total: torch.Tensor, gradient: Gradient, own: Range) -> None:
         """Add `total` (fp32, on the device), the sum of leaves `span`, which come next; `gradient`
         rests in range `own`.
         """
         with gradient.losing():
-            span = self.later.merge(span, total)
+            span = self.merge(span, total)
             if self._first is not None and not self._tree.merges(self._first, span):
-                self.later.keep(span, total)
+                self.keep(span, total)
                 return
             if not gradient.on_device:
                 gradient.take(total, self._first is None)

@@ -25,7 +25,7 @@ the slices of other ranks, and may ask for one leaf alone: after it the process 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from numbers import Real
@@ -147,8 +147,9 @@ class TrailWriter:
         if self._hashes is not None:
             self._add_tensors("backward", units, [grad])
 
-    def handed_over(self, key: str, buffer: torch.Tensor | None) -> None:
+    def handed_over(self, key: str, gradient: Callable[[], torch.Tensor | None]) -> None:
         """This rank's gradient of segment `key` is about to be sent (`Leaves.handed_over`)."""
+        buffer = None if self._hashes is None else gradient()
         if self._hashes is not None and buffer is not None:
             unit, segment = self._by_key[key]
             number = whole_digest(buffer, segment.flat.layout.slots)
