@@ -111,6 +111,8 @@ FOUND = {  # what later seeds found, shrunk where that was possible
         width=3,
         steps=(Step((Micro(no_sync=True),), assigned=True),),
     ),
+    "a rank without a leaf gathers ahead by what it holds itself": draw(513),
+    "a rank without a leaf hands units over where others do not": draw(194),
     "a layer that no rank used, and a rank without a part of it": Program(
         978,
         world=3,

@@ -22,6 +22,7 @@ buffer and goes with the next reduce; the ranks agree about what is left before 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -396,7 +397,7 @@ class Backward:
                 self._add(leaf, leaf.take())
         unit.expect_no_more()
         if self.reductions.start(unit, sync=self.mode.sync, with_earlier=self._pass.brings):
-            self._pass.reduced[unit.index] = None
+            self._pass.reduced[unit.index] = self._weights.schedule.num_gathered("backward")
         self.reductions.advance()
 
     def shadow(self, *, sync: bool, scaled: bool, weighted: bool) -> None:
@@ -405,19 +406,20 @@ class Backward:
         """
         weight = 0.0 if weighted else None
         units, last = self._weights.units, self._pass.reduced
+        due = deque(last.items())
         with self.running_as(sync=sync, scaled=scaled, has_loss=True, weight=weight):
             self._begin(brings=True)
-            # as they do, who may wait for our part before they gather on. A unit that is used twice
-            # is gathered first and handed over last
-            gathered = self._weights.schedule.last_pass("backward")
-            order, due = [index for index in last if index in gathered], set[int]()
-            for unit in self._weights.shadow("backward"):
-                self.reductions.open_zeros(unit)
-                due.add(unit.index)
-                if unit.index not in order:
-                    self._hand_over(unit)
-                while order and order[0] in due:
-                    self._hand_over(units[order.pop(0)])
+            # between gathers, as our last backward did and theirs do, who may wait for our part
+            # before they gather on
+            for number, unit in enumerate(chain((None,), self._weights.shadow("backward"))):
+                if unit is not None and unit.index not in self._pass.reduced:
+                    self.reductions.open_zeros(unit)
+                    if unit.index not in last:
+                        self._hand_over(unit)
+                while due and due[0][1] <= number:
+                    self._hand_over(units[due.popleft()[0]])
+            for index, _ in due:
+                self._hand_over(units[index])
             self._end()
 
     def _leave(self, task: int) -> None:

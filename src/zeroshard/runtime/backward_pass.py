@@ -86,7 +86,8 @@ class BackwardPass:
     recomputed: dict[Unit, int] = field(default_factory=dict)
     # whose gradients have all come; released when the backward goes on to another unit
     finished: dict[int, Unit] = field(default_factory=dict)
-    reduced: dict[int, None] = field(default_factory=dict)  # units handed over, in order
+    # units handed over, in order, and how many gathers each of them followed
+    reduced: dict[int, int] = field(default_factory=dict)
     # the unit at whose outputs the last gradient arrived, and the graph task
     at: tuple[Unit | None, int] = (None, -1)
 

@@ -90,10 +90,11 @@ def _walked(
     shadow the others. Raises StateError where gradients of an earlier step are there.
     """
     _check_new(loop)
-    backward, events = loop.backward, loop.events
+    backward, events, schedule = loop.backward, loop.events, loop.weights.schedule
     for begun in events.before_leaves:
         begun(step, seed)
     for leaf in leaves:
+        schedule.look_ahead(if_all_compute=leaves.all_compute)
         if leaf is None:
             here = backward.accumulation
             loop.shadow_forward()
@@ -104,6 +105,7 @@ def _walked(
         with undisturbed(device):
             torch.manual_seed(seed_of(seed, step, leaf))
             yield leaf
+    schedule.look_ahead(if_all_compute=True)
     for ended in events.after_leaves:
         ended()
 

@@ -40,7 +40,7 @@ class Leaves:
         """`rank` is this one's."""
         self.tree, self._rank = deal.tree, rank
         self.is_local = deal.is_local  # whether each rank adds up its own leaves
-        self._rounds, self._sums = deal.rounds, deal.sums
+        self._rounds, self._sums, self._num_ranks = deal.rounds, deal.sums, len(deal.counts)
         # called with a segment's key and what returns this rank's gradient of it, None where it
         # has none
         self.handed_over: list[Callable[[str, Callable[[], torch.Tensor | None]], None]] = []
@@ -140,6 +140,11 @@ class Leaves:
     def of_rank(self) -> list[int]:
         """This rank's leaves of a step, in order."""
         return [leaf for dealt in self._rounds for rank, leaf in dealt if rank == self._rank]
+
+    @property
+    def all_compute(self) -> bool:
+        """Whether every rank has a leaf in this round."""
+        return len(self._rounds[self._round]) == self._num_ranks
 
     @property
     def is_last(self) -> bool:

@@ -312,6 +312,23 @@ def test_a_stage_is_held_beside_the_budget_and_its_units_give_way_to_nothing() -
     executor.check_rests()
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_nothing_is_gathered_ahead_while_a_rank_follows_where_gathers_need_it(
+    ordered: bool,
+) -> None:
+    executor = _executor([4, 4, 4], None, kept=False, ordered=ordered)
+    schedule = executor.schedule
+    for all_compute, ahead in ((True, True), (False, not ordered), (True, True)):
+        executor.forward([0, 1, 2])
+        schedule.look_ahead(if_all_compute=all_compute)
+        executor.run(schedule.begin("forward"))
+        executor.need(0, "forward")
+        assert bool(schedule.ahead) == ahead
+        executor.run(schedule.bring_to_rest(executor.units[0]))
+        executor.run(schedule.end_pass())
+        schedule.end_step()
+
+
 def test_a_command_that_raises_leaves_the_unit_where_it_was() -> None:
     executor = _executor([4, 4], None, kept=False)
     unit = executor.units[0]

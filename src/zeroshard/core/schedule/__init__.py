@@ -88,6 +88,7 @@ class Schedule:
         self._reads = any(unit.traits.reads_first for unit in units)
         self._order: Order[int] = Order()
         self._around = False  # in this pass
+        self._looks_ahead = True
         self._num_ahead = 0  # gathers ahead of their use so far, which number Use.EARLY
         self._ahead_bytes = 0
         self._idle: Residency | None = None  # the unit with Use.IDLE, looked for at every use
@@ -123,6 +124,10 @@ class Schedule:
         """Return the units of the last pass, in order; empty before the first."""
         return self._order.trace(phase)
 
+    def num_gathered(self, phase: Phase) -> int:
+        """Return how many gathers this pass has needed."""
+        return self._order.so_far(phase)
+
     def expect(self, phase: Phase, units: Sequence[int]) -> None:
         """Take `units` for those of the last pass."""
         self._order.seed(phase, units)
@@ -145,6 +150,12 @@ class Schedule:
         yield from self.release_idle(keeps)
         if not (repeats and self._around):
             yield from self.drop_ahead()
+
+    def look_ahead(self, *, if_all_compute: bool) -> None:
+        """Gather ahead from here on; where gathers need every rank, only `if_all_compute`: one that
+        follows the others does not hold what they do, by which they decide.
+        """
+        self._looks_ahead = if_all_compute or not self.rules.ordered
 
     def enter(self, evaluates: bool | None = None) -> None:
         """A forward begins; `evaluates`: whether it runs without gradients, where it is the
@@ -263,7 +274,7 @@ class Schedule:
     def _expected(self, unit: Residency, phase: Phase) -> Sequence[int]:
         """Return the units to gather ahead now, in the order in which they are needed."""
         allowed = min(self.room.left, self.rules.prefetch_bytes - self._ahead_bytes)
-        if allowed <= 0:
+        if allowed <= 0 or not self._looks_ahead:
             return ()
         return self._order.predict(
             phase,
@@ -443,6 +454,7 @@ class Schedule:
         self._order = Order()
         self._ahead_bytes = 0
         self._idle = None
+        self._looks_ahead = True
         self.room.reset()
         self.reduces.reset()
         self.running = self._graphs = 0
