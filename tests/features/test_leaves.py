@@ -66,7 +66,7 @@ class Run:
     no_sync: bool = False
     accumulate: str = ""  # the tier of engine.accumulate(), in place of the loop
     weighted: bool = False
-    skips: bool = False  # half of the leaves do not run the second block
+    skips: bool = False  # leaves 0, 3, 6 do not run the second block
     again: bool = False  # train Again
     leaves: int | str = LEAVES
     family: str = ""  # in place of Model
@@ -111,7 +111,7 @@ class Training:
     def loss(self, step: int, leaf: int) -> torch.Tensor:
         if self.family is not None:
             return self.family.loss(self.model, self.family.data(TINY, leaf, step))
-        both = not self.run.skips or leaf % 2 == 0
+        both = not self.run.skips or leaf % 3 > 0
         loss: torch.Tensor = self.model(tokens_of(step, leaf), both=both)
         return loss
 
