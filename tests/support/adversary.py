@@ -34,8 +34,8 @@ NUM_BLOCKS = 2  # an allocator hands out the block that came back last, or the o
 class ForgetfulReduction(Reduction):
     """A reduce that holds its bucket until that is asked for, and nothing else."""
 
-    def __init__(self, flight: Any, buffer: Any, loan: Any, uses: Any) -> None:
-        super().__init__(flight, buffer, loan, ())
+    def __init__(self, flight: Any, buffer: Any, loan: Any, uses: Any, apart: Any) -> None:
+        super().__init__(flight, buffer, loan, (), apart)
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)

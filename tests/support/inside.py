@@ -30,6 +30,7 @@ from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.engine import states_of
 from zeroshard.runtime.flight import Flight
+from zeroshard.runtime.own_sums import MicroBatchSum
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
@@ -197,7 +198,7 @@ class Commands:
                 lambda one: f"bucket at rest {one.key}",
                 lambda one: one.num_bytes,
             ),
-            (Bucket, "_open_sum", lambda one: f"partial {one.key}", lambda _: None),
+            (MicroBatchSum, "_open", lambda one: f"partial {one._flat.key}", lambda _: None),
             (Bucket, "_open_node_sum", lambda one: f"partial {one.key}", lambda _: None),
         ]
         around: list[tuple[type, str, Callable[..., Any]]] = [

@@ -112,10 +112,6 @@ class Order(Generic[U]):
         """Return the units of the last complete pass, in order."""
         return list(self._passes[phase].trace) if phase in self._passes else []
 
-    def so_far(self, phase: Hashable) -> int:
-        """Return how many units this pass has run."""
-        return len(self._passes[phase].so_far) if phase in self._passes else 0
-
     def seed(self, phase: Hashable, trace: Sequence[U]) -> None:
         """Take `trace` for that of the pass before the first."""
         self._passes[phase] = _Pass(trace=list(trace))

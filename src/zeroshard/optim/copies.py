@@ -152,7 +152,7 @@ def state_after_trial(
     """
     parameter = nn.Parameter(torch.ones(_NUMEL, dtype=dtype, device=device))
     clone = bare_copy(optimizer)
-    own = _options(copy.deepcopy(dict(options)), off_device=device.type != home.type)
+    own = copy.deepcopy(_options(options, off_device=device.type != home.type))
     clone.param_groups = [{**own, "params": [parameter]}]
     clone.state = defaultdict(dict)
     set_training(clone)

@@ -397,7 +397,7 @@ class Backward:
                 self._add(leaf, leaf.take())
         unit.expect_no_more()
         if self.reductions.start(unit, sync=self.mode.sync, with_earlier=self._pass.brings):
-            self._pass.reduced[unit.index] = self._weights.schedule.num_gathered("backward")
+            self._pass.reduced[unit.index] = self._weights.schedule.num_gathered
         self.reductions.advance()
 
     def shadow(self, *, sync: bool, scaled: bool, weighted: bool) -> None:

@@ -238,7 +238,7 @@ class Bucket:
         """
         if self.reduction is not None:
             self.wait()
-        if with_earlier:
+        if with_earlier and self._micro_batches.waits:
             self._move_sum(make_room)
         self._zero_unfilled()
         leaves, request = self._leaves, self._request
@@ -266,11 +266,10 @@ class Bucket:
         return self._hand_over([*steps, to_rest], held, out)
 
     def _move_sum(self, make_room: Callable[[int], None]) -> None:
-        """Add the sum of micro-batches to the buffer, where there is one."""
-        if self._micro_batches.waits:
-            if self.buffer is None:
-                self._open(make_room)
-            self._micro_batches.move_to(self.views, self.filled)
+        """Add the sum of micro-batches to the buffer."""
+        if self.buffer is None:
+            self._open(make_room)
+        self._micro_batches.move_to(self.views, self.filled)
 
     def _end_leaf(self, leaves: Leaves, make_room: Callable[[int], None]) -> bool:
         """A leaf's gradients have all come. Return whether a reduce takes them, or the sum of this
@@ -421,7 +420,8 @@ class Bucket:
         if self.reduction is not None:
             self.wait()
         self.filled = [False] * len(self.filled)
-        self._sum.reset()
+        if self._own is not None or self._sum.waits:
+            self._sum.reset()
         self._node_sum = None
         self.accumulator.reset()
 

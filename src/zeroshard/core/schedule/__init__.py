@@ -89,6 +89,7 @@ class Schedule:
         self._order: Order[int] = Order()
         self._around = False  # in this pass
         self._looks_ahead = True
+        self.num_gathered = 0  # gathers that this pass has needed
         self._num_ahead = 0  # gathers ahead of their use so far, which number Use.EARLY
         self._ahead_bytes = 0
         self._idle: Residency | None = None  # the unit with Use.IDLE, looked for at every use
@@ -124,10 +125,6 @@ class Schedule:
         """Return the units of the last pass, in order; empty before the first."""
         return self._order.trace(phase)
 
-    def num_gathered(self, phase: Phase) -> int:
-        """Return how many gathers this pass has needed."""
-        return self._order.so_far(phase)
-
     def expect(self, phase: Phase, units: Sequence[int]) -> None:
         """Take `units` for those of the last pass."""
         self._order.seed(phase, units)
@@ -142,6 +139,7 @@ class Schedule:
             yield from self.drop_ahead()
         self._around = repeats and self.rules.around
         self._order.begin(phase)
+        self.num_gathered = 0
 
     def end_pass(self, *, repeats: bool = False, keeps: bool = False) -> Commands:
         """A pass is over: nothing stays that was only expected or idle, unless the same forward may
@@ -251,6 +249,7 @@ class Schedule:
         unit.state = FULL
         yield to[Op.USE]
         self._order.record(phase, unit.index)
+        self.num_gathered += 1
         if self._reads:
             yield from self._advance()
         for index in self._expected(unit, phase) if size else ():
