@@ -394,10 +394,10 @@ def test_helpers_do_what_their_names_say(capsys: pytest.CaptureFixture[str]) -> 
     first = torch.rand(1)
     helpers.set_random_seed(3)
     assert torch.equal(first, torch.rand(1))
-    helpers.see_memory_usage("here", force=True)
-    helpers.see_memory_usage("there")
+    helpers.see_memory_usage("first look", force=True)
+    helpers.see_memory_usage("second look")
     said = capsys.readouterr().out
-    assert "here" in said and "GiB" in said and "there" not in said
+    assert "first look" in said and "GiB" in said and "second look" not in said
     expert = nn.Parameter(torch.ones(1))
     expert.allreduce, expert.group_name = False, "ep_2"
     groups = helpers.split_params_into_different_moe_groups_for_optimizer(
