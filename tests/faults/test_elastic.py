@@ -414,6 +414,20 @@ def test_two_hosts_of_three_may_go_one_after_the_other(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ a host that comes back
 
 
+def check_came_back(done: Run, host: str, said: list[str], *, steps: int, leaves: int) -> None:
+    """Check that the job told of `host`, which was lost and came back, and of nothing else, and has
+    the weights of an undisturbed run.
+    """
+    alone = max(one.step for one in of(done.events, "kept", 1))
+    assert said[0].startswith(f"zeroshard run: {host} was lost, its connection ended"), said
+    assert said[1:] == [
+        f"zeroshard run: {host} came back: 2 rank(s) go on, from memory (step {alone})"
+    ]
+    (undisturbed,) = run_ranks(1, elastic_runs.train_leaves, steps, leaves)
+    weights = of(done.events, "weights", 2)
+    assert {one.value for one in weights if one.rank == 0} == {undisturbed}
+
+
 def _lost_and_back(directory: Path, gone: int, until: Callable[[], bool]) -> None:
     """Lose a host of two, let the other take two steps, and have ssh reach the lost one again;
     open the gate of the plan when `until` is met.
@@ -449,13 +463,7 @@ def test_a_host_that_comes_back_takes_part_again_and_the_weights_are_the_undistu
     }
     host = f"127.0.0.{2 + gone}"
     said = [line for line in done.said if "[127" not in line]
-    assert said[0].startswith(f"zeroshard run: {host} was lost, its connection ended"), said
-    assert said[1:] == [
-        f"zeroshard run: {host} came back: 2 rank(s) go on, from memory (step {alone})"
-    ]
-    (undisturbed,) = run_ranks(1, elastic_runs.train_leaves, 30, 6)
-    weights = of(done.events, "weights", 2)
-    assert {one.value for one in weights if one.rank == 0} == {undisturbed}
+    check_came_back(done, host, said, steps=30, leaves=6)
 
 
 @pytest.mark.timeout(120)

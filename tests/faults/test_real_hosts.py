@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.test_elastic import _rank_after, of, run
+from tests.faults.test_elastic import _rank_after, check_came_back, of, run
 from tests.features.test_run_hosts import TRAIN
-from tests.support import elastic_runs
 from tests.support.elastic_runs import Plan, events
 from tests.support.harness import is_running, run_ranks
 from tests.support.hosts import descendants
@@ -166,12 +165,5 @@ def test_a_host_whose_sshd_answers_again_takes_part_again(hosts: TwoHosts, tmp_p
         tmp_path, plan, *options, "--ssh", hosts.ssh, meanwhile=disturb, before=hosts.inside(0)
     )
     assert done.code == 0, done.said
-    alone = max(one.step for one in of(done.events, "kept", 1))
     said = [line for line in done.said if line.startswith("zeroshard run: ")]
-    assert said[0].startswith(f"zeroshard run: {ADDRESSES[1]} was lost, its connection ended"), said
-    assert said[1:] == [
-        f"zeroshard run: {ADDRESSES[1]} came back: 2 rank(s) go on, from memory (step {alone})"
-    ]
-    (undisturbed,) = run_ranks(1, elastic_runs.train_leaves, 40, 6)
-    weights = of(done.events, "weights", 2)
-    assert {one.value for one in weights if one.rank == 0} == {undisturbed}
+    check_came_back(done, ADDRESSES[1], said, steps=40, leaves=6)

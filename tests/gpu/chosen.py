@@ -7,14 +7,17 @@ and what it shows no better than the tests of tests/device is marked slow.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.programs import Program
 
-__all__ = ["HAS_CUDA", "PRETENDED", "chosen_device", "sized", "slow_unless_cuda"]
+__all__ = ["HAS_CUDA", "PRETENDED", "chosen_device", "order_of", "sized", "slow_unless_cuda"]
 
 HAS_CUDA = torch.cuda.is_available()
 PRETENDED = "tests.device.zsim"
@@ -39,3 +42,14 @@ def sized(program: Program) -> Program:
     if HAS_CUDA:
         return program
     return replace(program, steps=min(program.steps, _STEPS), layers=_LAYERS)
+
+
+@contextmanager
+def order_of(schedule: str) -> Iterator[None]:
+    """Let the pretended device take its tasks in the order of `schedule`."""
+    zsim: Any = importlib.import_module(PRETENDED)
+    zsim.set_schedule(schedule)
+    try:
+        yield
+    finally:
+        zsim.set_schedule("threads")

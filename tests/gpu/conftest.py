@@ -8,9 +8,9 @@ itself, and are skipped.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.device.build import build, compiler_missing
-from tests.gpu.chosen import HAS_CUDA, PRETENDED, chosen_device
+from tests.gpu.chosen import HAS_CUDA, chosen_device, order_of
 from tests.support import other_session
 from tests.support.other_session import OtherSession
 
@@ -65,13 +65,8 @@ def in_order(device: str) -> Iterator[None]:
     """The pretended device takes its tasks in the order of their launches: whether a pool needs a
     second buffer is left to chance by threads.
     """
-    if HAS_CUDA:
+    with nullcontext() if HAS_CUDA else order_of("fifo"):
         yield
-        return
-    zsim: Any = importlib.import_module(PRETENDED)
-    zsim.set_schedule("fifo")
-    yield
-    zsim.set_schedule("threads")
 
 
 # ------------------------------------------------------------------- where there is no CUDA device

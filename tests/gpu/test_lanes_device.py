@@ -7,9 +7,7 @@ in compute's order to what the engine frees (tests/support/adversary.py).
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.chosen import HAS_CUDA, PRETENDED, sized, slow_unless_cuda
+from tests.gpu.chosen import HAS_CUDA, order_of, sized, slow_unless_cuda
 from tests.support.adversary import ForgetfulReduction, Poisoner, slow_compute, slow_lanes
 from tests.support.programs import PROGRAMS, Program
 from tests.support.training import ROWS, Run
@@ -59,19 +57,9 @@ def _disturbed(program: Program, device: str, late: str) -> tuple[Run, Poisoner]
     with ExitStack() as stack:
         stack.enter_context(poisoner.poisoning())
         if not HAS_CUDA:
-            stack.enter_context(_order_of("compute_first" if late == "lanes" else "compute_last"))
+            stack.enter_context(order_of("compute_first" if late == "lanes" else "compute_last"))
         elif late == "lanes":
             stack.enter_context(slow_lanes(AcceleratorStreams, sleep))
         else:
             stack.enter_context(slow_compute(sleep))
         return program.train(device, transport="nccl"), poisoner
-
-
-@contextmanager
-def _order_of(schedule: str) -> Iterator[None]:
-    zsim = importlib.import_module(PRETENDED)
-    zsim.set_schedule(schedule)
-    try:
-        yield
-    finally:
-        zsim.set_schedule("threads")
