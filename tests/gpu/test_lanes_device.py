@@ -7,27 +7,22 @@ in compute's order to what the engine frees (tests/support/adversary.py).
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from tests.gpu.chosen import HAS_CUDA, order_of, sized, slow_unless_cuda
-from tests.support.adversary import ForgetfulReduction, Poisoner, slow_compute, slow_lanes
+from tests.support.adversary import ForgetfulReduction, Poisoner, disturbed
 from tests.support.programs import PROGRAMS, Program
 from tests.support.training import ROWS, Run
 from zeroshard.runtime import bucket
-from zeroshard.runtime.streams import AcceleratorStreams
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 PLAIN = {row: Program(row=row) for row in ROWS}
 CASES = {name: sized(program) for name, program in {**PLAIN, **PROGRAMS}.items()}
 del CASES["compiled blocks"]  # nothing of it is another lane's
-CYCLES = 2_000_000  # about a millisecond
 
 
 @pytest.mark.parametrize("late", ["lanes", pytest.param("compute", marks=slow_unless_cuda)])
@@ -52,14 +47,10 @@ def test_the_poisoner_finds_a_reduce_that_does_not_hold_its_memory(
 
 
 def _disturbed(program: Program, device: str, late: str) -> tuple[Run, Poisoner]:
+    if HAS_CUDA:
+        with disturbed(device, late) as poisoner:
+            return program.train(device, transport="nccl"), poisoner
     poisoner = Poisoner(device)
-    sleep = partial(torch.get_device_module(device)._sleep, CYCLES)
-    with ExitStack() as stack:
-        stack.enter_context(poisoner.poisoning())
-        if not HAS_CUDA:
-            stack.enter_context(order_of("compute_first" if late == "lanes" else "compute_last"))
-        elif late == "lanes":
-            stack.enter_context(slow_lanes(AcceleratorStreams, sleep))
-        else:
-            stack.enter_context(slow_compute(sleep))
+    order = "compute_first" if late == "lanes" else "compute_last"
+    with poisoner.poisoning(), order_of(order):
         return program.train(device, transport="nccl"), poisoner

@@ -196,15 +196,16 @@ def _resident_bytes() -> int:
 
 @pytest.mark.gpu
 def test_pinned_memory_is_exact_and_waits_for_its_copies() -> None:
-    torch.zeros(1, device="cuda:0")
     num_bytes = 101 << 20  # torch's own allocator would take 128 MiB
+    out = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:0")
+    assert not bool((out == 7).all())  # a first kernel takes memory of the host
+    gc.collect()  # the engines before
     before = _resident_bytes()
     view = memory.host_memory(num_bytes, pinned=True)
     there = torch.frombuffer(view, dtype=torch.uint8)
     assert there.is_pinned() and there[5:].is_pinned()
     assert num_bytes <= _resident_bytes() - before < num_bytes + (4 << 20)
     there.fill_(7)
-    out = torch.empty(num_bytes, dtype=torch.uint8, device="cuda:0")
     torch.cuda._sleep(200_000_000)
     copy = link_of(torch.device("cuda:0")).copy(out, there, "to_device")
     assert not copy.done()
@@ -217,6 +218,7 @@ def test_pinned_memory_is_exact_and_waits_for_its_copies() -> None:
 def test_what_the_host_holds_is_what_the_engine_counts() -> None:
     model = _net(LARGE)
     torch.cuda.synchronize()
+    gc.collect()  # the engines before
     before = _resident_bytes()
     engine = zs.shard(model, two_groups(model), stage=3, offload=_offload({"weight": "host"}, None))
     counted = engine.memory().tiers["weight"]["host"]

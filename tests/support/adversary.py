@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,13 +23,23 @@ import torch
 from zeroshard.core.work import Work
 from zeroshard.runtime.bucket import Bucket, Reduction
 from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.streams import Lane
+from zeroshard.runtime.streams import AcceleratorStreams, Lane
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["ForgetfulReduction", "Poisoner", "slow_compute", "slow_lanes", "tiles_without_marks"]
+__all__ = [
+    "ForgetfulReduction",
+    "Poisoner",
+    "disturbed",
+    "slow_compute",
+    "slow_lanes",
+    "tiles_without_marks",
+]
 
 NAN_BYTE = 0xFF  # a NaN in fp32, bf16 and fp16
-NUM_BLOCKS = 2  # an allocator hands out the block that came back last, or the one before
+# an allocator hands out the block that came back last, or the one before; CUDA's the smallest of
+# those that are large enough, and of as many bytes there may be several
+NUM_BLOCKS = {"cuda": 16}
+CYCLES = 10_000_000  # about five milliseconds: the host must be on its way within them
 
 
 class ForgetfulReduction(Reduction):
@@ -84,6 +95,15 @@ def slow_compute(sleep: Callable[[], None]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def disturbed(device: torch.device | str, late: str, cycles: int = CYCLES) -> Iterator[Poisoner]:
+    """Let CUDA's ``"lanes"`` or ``"compute"`` start late, and overwrite what is given back."""
+    poisoner, sleep = Poisoner(device), partial(torch.cuda._sleep, cycles)
+    slow = slow_lanes(AcceleratorStreams, sleep) if late == "lanes" else slow_compute(sleep)
+    with slow, poisoner.poisoning():
+        yield poisoner
+
+
 class Poisoner:
     """Overwrites memory on `device` that the engine gives back."""
 
@@ -131,7 +151,7 @@ class Poisoner:
         """Take memory of that size, as the next one who allocates would, and overwrite it."""
         blocks = [
             torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            for _ in range(NUM_BLOCKS)
+            for _ in range(NUM_BLOCKS.get(self._device.type, 2))
         ]
         for block in blocks:
             block.fill_(NAN_BYTE)
