@@ -665,6 +665,8 @@ def compare(rank: int, world: int, name: str, schedules: Sequence[Schedule]) -> 
         run = trained(case.program, rank, world, schedule)
         outcome.found += [f"{schedule}: {line}" for line in run.differs_from(expected)]
     is_plain = case.is_plain and world <= 2  # a sum of two has one order
+    if DEVICE != "zsim:0" and world > 1:  # over gloo, whose sums are not rounded to half precision
+        is_plain = is_plain and case.program.precision == "fp32"
     if is_plain:
         set_schedule(FIFO)
         plain = case.program.train_plainly(DEVICE, rank=rank)

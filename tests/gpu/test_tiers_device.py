@@ -224,7 +224,7 @@ def test_what_the_host_holds_is_what_the_engine_counts() -> None:
     counted = engine.memory().tiers["weight"]["host"]
     grown = _resident_bytes() - before
     print(f"counted {counted >> 20} MiB, resident {grown >> 20} MiB more")
-    assert counted <= grown < 1.05 * counted + (32 << 20)
+    assert 0.98 * counted <= grown < 1.05 * counted + (32 << 20)
     for storage in getattr(inside.stores(engine).get(Tier.HOST), "storages", []):
         there = torch.frombuffer(storage._memory, dtype=torch.uint8)
         assert there.is_pinned() and there.numel() == storage.num_bytes, storage.key

@@ -201,6 +201,17 @@ def test_the_next_unit_is_on_its_way_before_one_is_used() -> None:
     assert ops.index((Op.START, 2)) < ops.index((Op.KEEP, 1))
 
 
+def test_reduces_of_a_backward_before_keep_no_gather_from_going_ahead() -> None:
+    executor = _executor([4] * 4, None, kept=False)
+    for micro_batch in range(3):  # of one step
+        executor.commands.clear()
+        executor.forward(range(4))
+        ops = [(one.op, one.unit) for one in executor.commands]
+        ahead = [ops.index((Op.START, unit + 1)) < ops.index((Op.KEEP, unit)) for unit in range(3)]
+        assert all(ahead) or micro_batch == 0  # which says what comes next
+        executor.backward(range(4))
+
+
 def test_a_unit_gathered_for_another_order_gives_way() -> None:
     executor = _executor([4, 4, 12], 12, kept=False)
     for _ in range(2):
