@@ -8,6 +8,7 @@ itself, and are skipped.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -67,6 +68,18 @@ def in_order(device: str) -> Iterator[None]:
     """
     with nullcontext() if HAS_CUDA else order_of("fifo"):
         yield
+
+
+@pytest.fixture
+def collected(device: str) -> Iterator[None]:
+    """Nothing of the tests before is on the device, or goes from it meanwhile: engines are in
+    cycles, and the collector comes when it likes.
+    """
+    gc.collect()
+    gc.disable()
+    torch.get_device_module(device).empty_cache()
+    yield
+    gc.enable()
 
 
 # ------------------------------------------------------------------- where there is no CUDA device

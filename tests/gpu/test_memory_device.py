@@ -4,6 +4,7 @@ segments and without. There a snapshot for torch's memory viewer stays in the te
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -16,21 +17,21 @@ import torch
 import torch.distributed as dist
 
 import zeroshard as zs
-from tests.gpu.chosen import HAS_CUDA, chosen_device
+from tests.gpu.chosen import HAS_CUDA, chosen_device, most_reserved
 from tests.support.training import Net, batch, two_groups
 
-STEPS = 30 if HAS_CUDA else 10
-SETTLED = 5  # steps after which nothing may grow
+STEPS = 30 if HAS_CUDA else 6
+PRECISIONS = ("fp32", "bf16")
+SETTLED = 5 if HAS_CUDA else 2  # steps after which nothing may grow
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("segments", ["fixed", pytest.param("expandable", marks=pytest.mark.gpu)])
-def test_memory_is_steady(segments: str, precision: str, tmp_path: Path) -> None:
+def test_memory_is_steady(segments: str, tmp_path: Path) -> None:
     settings = f"expandable_segments:{segments == 'expandable'}"
     # the second name is that of torch before 2.9
     allocator = {"PYTORCH_ALLOC_CONF": settings, "PYTORCH_CUDA_ALLOC_CONF": settings}
     done = subprocess.run(
-        [sys.executable, "-m", __name__, str(tmp_path), precision],
+        [sys.executable, "-m", __name__, str(tmp_path)],
         # a pool takes its second buffer while the first is in use, which threads leave to chance
         env={**os.environ, **allocator, "ZSIM_SCHEDULE": "fifo"},
         capture_output=True,
@@ -39,17 +40,19 @@ def test_memory_is_steady(segments: str, precision: str, tmp_path: Path) -> None
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout.splitlines()[-1])
-    print(f"{segments} segments, {precision}: {report}")
-    if HAS_CUDA:
-        assert (tmp_path / "snapshot.pickle").stat().st_size > 0
-    assert report["allocated"][-1] == report["allocated"][SETTLED]
-    assert report["peak"][-1] == report["peak"][SETTLED]
-    assert report["reserved"][-1] <= 1.02 * report["reserved"][SETTLED] + 2**21
-    assert report["retries"] == 0
+    reports = json.loads(done.stdout.splitlines()[-1])
+    for precision, report in reports.items():
+        print(f"{segments} segments, {precision}: {report}")
+        if HAS_CUDA:
+            assert (tmp_path / precision / "snapshot.pickle").stat().st_size > 0
+        assert report["allocated"][-1] == report["allocated"][SETTLED]
+        assert report["peak"][-1] == report["peak"][SETTLED]
+        assert report["reserved"][-1] <= most_reserved(report["reserved"][SETTLED])
+        assert report["retries"] == 0
 
 
 def _measure(folder: Path, precision: str) -> dict[str, Any]:
+    folder.mkdir()
     device = chosen_device()
     module, kind = torch.get_device_module(device), torch.device(device).type
     dist.init_process_group(
@@ -58,6 +61,8 @@ def _measure(folder: Path, precision: str) -> dict[str, Any]:
         rank=0,
         world_size=1,
     )
+    gc.collect()
+    module.empty_cache()
     if HAS_CUDA:
         torch.cuda.memory._record_memory_history(max_entries=20_000)
     torch.manual_seed(0)
@@ -86,4 +91,7 @@ def _measure(folder: Path, precision: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measure(Path(sys.argv[1]), sys.argv[2])))
+    gc.disable()  # it comes when it likes
+    folder = Path(sys.argv[1])
+    found = {precision: _measure(folder / precision, precision) for precision in PRECISIONS}
+    print(json.dumps(found))
