@@ -105,6 +105,32 @@ def test_bytes_at_rest_are_the_formulas_within_padding(
         assert seen["live"] <= seen["report"].total + pooled, "something else is alive"
 
 
+def _left_by_close(rank: int, world: int, row: str, precision: str) -> dict[int, int]:
+    gc.collect()
+    before = _live_storages()
+    model = make_model(width=48, layers=4)
+    optimizer = two_groups(model)
+    engine = zs.shard(
+        model, optimizer, policy=row, precision=precision, comm=zs.Comm(transport="gloo")
+    )
+    take_steps(rank, 2, model, optimizer)
+    gc.disable()  # the engine is in cycles
+    try:
+        engine.close()
+        left = _live_storages()
+    finally:
+        gc.enable()
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return {at: size for at, size in left.items() if at not in own | before.keys()}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("row", ["ddp", "zero2", "zero3-keep"])
+def test_close_gives_memory_back_before_the_collector_comes(row: str, precision: str) -> None:
+    for left in run_ranks(2, _left_by_close, row, precision):
+        assert not left
+
+
 def _peak(rank: int, world: int, row: str) -> dict[str, int]:
     """Sample live full weights and gradient buffers at every hook of every module."""
     model = make_model(width=64, layers=6)

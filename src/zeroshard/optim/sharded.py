@@ -313,6 +313,8 @@ class ShardedOptimizer:
             handle.remove()
         self._handles = []
         self.runner.close()
+        for shard in self.pieces():
+            shard.leave_memory()
         for group, originals in zip(self.optimizer.param_groups, self.parameters, strict=True):
             group["params"] = originals
         self.optimizer.state.clear()

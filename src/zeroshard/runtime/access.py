@@ -214,10 +214,9 @@ class StateAccess:
         """Return, by id of each parameter, which part of it is here, the stride in which that
         lies, and whether it is trained.
         """
-        segments = [segment for unit in self._weights.units for segment in unit.segments]
         return {
             id(parameter): (part, stride, segment.grad is not None)
-            for segment in segments
+            for segment in self._weights.segments
             for parameter, part, stride in zip(
                 segment.parameters, segment.parts, segment.flat.strides, strict=True
             )

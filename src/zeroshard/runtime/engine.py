@@ -612,6 +612,8 @@ class Engine(Assembly):
             failure = error
         self._context.transports.begin_write()
         self._context.close()
+        for segment in self._weights.segments:  # the engine is in cycles, which end later
+            segment.close()
         self._context.memory.release_idle()
         self._states.close()
         if held := self._states.accounts.unreleased():

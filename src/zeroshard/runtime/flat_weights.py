@@ -312,6 +312,15 @@ class FlatWeights:
         """Release what a forward has kept for its backward."""
         self.column = None
 
+    def close(self) -> None:
+        """Give all memory back, that at rest, too."""
+        self.release_column()
+        self.buffer.close()
+        self.rest.release()
+        self._built = None
+        if self.window is not None:
+            self.window.close()
+
     def publish(self) -> None:
         """Say that our slice is written and may be read. Where a rank keeps its column, slices of
         other nodes come first, and whoever needs them waits for the flight: `wait_published`.

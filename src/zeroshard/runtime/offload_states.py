@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -64,7 +64,7 @@ class OffloadedStates:
         for unit in self._weights.units:
             bring_to_rest(unit, self._weights)
         self._transports.begin_write()
-        for segment in self._segments():
+        for segment in self._weights.segments:
             self._put_gradient(segment)
         if self._sharded is not None:
             for shard in self._sharded.pieces():
@@ -72,7 +72,7 @@ class OffloadedStates:
                     if isinstance(value, torch.Tensor) and value.dim() and value.stride() != (0,):
                         self._put(f"{shard.name} state", value, partial(setattr, value, "data"))
                 shard.leave_memory()
-        for segment in self._segments():
+        for segment in self._weights.segments:
             for tensor in _own_memory(segment):
                 if tensor.numel():
                     self._put_memory(segment.key, tensor)
@@ -85,13 +85,10 @@ class OffloadedStates:
         if self._sharded is not None:
             for shard in self._sharded.pieces():
                 shard.repoint()
-        for segment in self._segments():
+        for segment in self._weights.segments:
             segment.flat.publish()
         self._store.close()
         self._weights.availability.offloaded(False)
-
-    def _segments(self) -> Iterator[Segment]:
-        return (segment for unit in self._weights.units for segment in unit.segments)
 
     def _copy_out(self, name: str, tensor: torch.Tensor) -> State:
         out = State(self._store.allocate(name, tensor.numel(), tensor.dtype))

@@ -94,6 +94,10 @@ class Parameters:
         self._attached = self._released
         release_classes(self.parameters)
 
+    def leave_memory(self) -> None:
+        """Let go of the gathered buffer: the parameters have been pointed elsewhere for good."""
+        self._attached = self._released
+
     def heal(self) -> None:
         """Make released parameters read as NaN again, whatever was written there."""
         for poison in self._poison:

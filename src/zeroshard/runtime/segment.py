@@ -284,14 +284,11 @@ class Segment:
         """Give back the memory of weights and masters, which rest elsewhere now; the parameters
         have been pointed elsewhere.
         """
-        flat = self.flat
-        flat.release_column()
-        flat.buffer.close()
-        for state in (flat.rest, self.weight, self.master):
+        self.user_view.leave_memory()
+        self.flat.close()
+        for state in (self.weight, self.master):
             if state is not None:
                 state.release()
-        if flat.window is not None:
-            flat.window.close()
         if self.grad is not None:
             self.grad.accumulator.release_idle()
 

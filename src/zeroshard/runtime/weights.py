@@ -25,6 +25,7 @@ from zeroshard.core.schedule import Command, Commands, Op, Phase, Schedule, Unti
 from zeroshard.errors import StateError
 from zeroshard.memory.heap import Trimmer
 from zeroshard.runtime.availability import Availability
+from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit
 
@@ -302,6 +303,11 @@ class Weights:
                 yield unit
                 self.after_backward(unit) if phase == "backward" else self.after_forward(unit)
         self.end_pass()
+
+    @property
+    def segments(self) -> Iterator[Segment]:
+        """Those of every unit."""
+        return (segment for unit in self.units for segment in unit.segments)
 
     def abandon(self) -> None:
         """After an exception: every unit back at rest, and no expectation, since the ranks may
