@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in parts whose results are saved one by one.
 #
-#   scripts/gpu.sh [--wheels DIR] [--device cpu] OUT [PART or SET ...]      (default: first, second, third)
+#   scripts/gpu.sh [--wheels DIR] [--device cpu] OUT [PART or SET ...]      (default: first to fourth)
 #   scripts/gpu.sh --list                                                   (parts, their seconds, their sets)
 #
 # A set takes at most nine minutes, also where every part runs into its time limit. OUT/PART.txt holds what a part printed, OUT/parts.txt
@@ -28,6 +28,9 @@ copies    40  third   copies between host and device, and the step on the host, 
 offload  170  third   1.3B in bf16 with states on the host beside FSDP2's
 largest   90  third   the largest model on a card of 8 GiB
 tiers    150  third   tests of host and disk tiers; overlap, printed
+matrix   350  fourth  every program of the pretended device: late lanes, late compute, poison
+wide      95  fourth  speed, 1.5B in few wide layers, which keep the device busy: beside plain PyTorch
+wide2     95  fourth  the same over NCCL beside FSDP2
 END
 }
 
@@ -65,6 +68,9 @@ run_part() {
         offload) bench offload offload --parts steps --sizes "$large" --precision bf16 --contenders zero2+host,zero3+host,fsdp2+host \
             --nproc 1 --alive 3 --pairs 2 --steps 3 --disk-path "$disk" ;;
         largest) bench largest offload --parts largest --precision bf16 --card-gib 8 --largest-s 26 --disk-path "$disk" ;;
+        matrix) tests $("$python" -c "import xdist; print('-n', 8)" 2>/dev/null) tests/gpu/test_matrix_cuda.py ;;
+        wide) speed wide "$wide" zero3,plain ;;
+        wide2) speed wide2 "$wide" zero3@nccl,fsdp2 ;;
         tiers) tests tests/gpu/test_tiers_device.py tests/gpu/test_overlap_cuda.py ;;
     esac
 }
@@ -87,7 +93,7 @@ done
 [[ $# -ge 1 ]] || usage
 mkdir -p "$1" && out=$(realpath -- "$1") && shift
 chosen=()
-for word in "${@:-first second third}"; do
+for word in "${@:-first second third fourth}"; do
     for name in $word; do
         found=$(parts | awk -v name="$name" '$1 == name || $3 == name { print $1 }')
         [[ $found ]] || { echo "no part or set is called $name: see scripts/gpu.sh --list" >&2; exit 2; }
@@ -96,8 +102,8 @@ for word in "${@:-first second third}"; do
 done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3} disk=${DISK:-${TMPDIR:-/tmp}}
-large=1.3b medium=medium elements=67108864
-[[ $device == cuda ]] || large=tiny medium=tiny elements=65536
+large=1.3b medium=medium wide=wide elements=67108864
+[[ $device == cuda ]] || large=tiny medium=tiny wide=tiny elements=65536
 export PYTHONPATH=$PWD/src:$PWD PYTHONUNBUFFERED=1
 
 lacking=$(missing)
@@ -115,7 +121,7 @@ for part in "${chosen[@]}"; do
     seconds=$(parts | awk -v part="$part" '$1 == part { print $2 }') begin=$SECONDS
     echo "== $part: at most $seconds s"
     export -f run_part bench speed tests
-    export part device out python disk large medium elements
+    export part device out python disk large medium wide elements
     timeout --kill-after 2 "$seconds" bash -c run_part 2>&1 | tee "$out/$part.txt"
     code=${PIPESTATUS[0]}
     echo "$part: exit code $code, $((SECONDS - begin)) s" | tee -a "$out/parts.txt"
