@@ -8,7 +8,7 @@ import inspect
 import json
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from pydantic import BaseModel
@@ -38,7 +38,8 @@ def test_the_keywords_of_shard_are_the_fields_of_the_configuration() -> None:
     assert set(hints) == fields.keys() - named, "those that shard() does not name itself"
     for name, hint in hints.items():
         annotation = fields[name].annotation
-        kinds = set(get_args(annotation)) or {annotation}
+        one_kind = get_origin(annotation) in (None, Literal)
+        kinds = {annotation} if one_kind else set(get_args(annotation))
         models = [one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)]
         extra = {dict[str, Any]} if models else set()
         assert set(get_args(hint)) == kinds | extra | {NoneType}, name

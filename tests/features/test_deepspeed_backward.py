@@ -192,6 +192,38 @@ def test_outputs_in_an_object_that_cannot_be_divided_are_refused_in_a_plain_back
     run_ranks(2, _kept_inside)
 
 
+# ---------------------------------------------------------------------- the sum over the ranks
+
+
+def _stepped(
+    rank: int, stage: int, *, plain: bool, factor: float = 1.0, **keys: Any
+) -> dict[str, torch.Tensor]:
+    with made(stage, **keys) as engine:
+        for micro in range(MICRO):
+            loss = engine(inputs(rank, micro)).square().sum() * factor
+            loss.backward() if plain else engine.backward(loss)
+            engine.step()
+        assert engine.global_steps == 1
+        return dict(engine.module_state_dict())
+
+
+def _sums_ranks(rank: int, world: int) -> None:
+    (gradients,) = by_torch(lambda x, model: model(x).square().sum() * world, world, (0,))
+    for stage in (0, 1, 2, 3):
+        for plain, op in ((True, "sum"), (False, "sum"), (False, "SUM")):
+            found = _stepped(rank, stage, plain=plain, gradient_allreduce_op=op,
+                             gradient_predivide_factor=2.0)  # fmt: skip
+            doubled = _stepped(rank, stage, plain=plain, factor=world)
+            for name, before in Small().state_dict().items():
+                assert torch.equal(found[name], doubled[name]), (stage, plain, op, name)
+                torch.testing.assert_close(before - found[name], gradients[name])
+
+
+def test_gradient_allreduce_op_sum_adds_the_ranks_and_divides_micro_batches_alone() -> None:
+    """Two ranks: the sum has the bits of the mean of a loss times two."""
+    run_ranks(2, _sums_ranks)
+
+
 # ---------------------------------------------------------------------- steps that a program counts
 
 

@@ -65,7 +65,7 @@ def test_every_refused_key_is_told_at_once_with_its_remedy() -> None:
         "elasticity": {"enabled": True},
         "zero_optimization": {"stage": 3, "overlap_com": True, "zenflow": {"topk_ratio": 0.1}},
         "steps_per_prnt": 10,
-        "gradient_allreduce_op": "sum",
+        "sparse_gradients": True,
     }
     with pytest.raises(ConfigError) as caught:
         Config.from_deepspeed(source)
@@ -77,7 +77,7 @@ def test_every_refused_key_is_told_at_once_with_its_remedy() -> None:
         "elasticity={'enabled': True}: batch sizes do not follow the number of ranks",
         "overlap_com=True is not a key of DeepSpeed's; did you mean 'overlap_comm'?",
         "offload.delayed_update hides the step on the host",
-        "multiply the loss by the number of ranks",
+        "use nn.Embedding(sparse=False)",
     ):
         assert words in str(caught.value)
     assert len(zs.read_deepspeed(source).refusals()) == 6, "which reads without raising"
@@ -142,6 +142,17 @@ def test_dtypes_of_gradients_become_a_precision() -> None:
     assert Config.from_deepspeed(usual).precision == "bf16"
     with pytest.raises(ConfigError, match="grad_accum_dtype='fp16': gradients rest in fp32 or"):
         Config.from_deepspeed({**source, "data_types": {"grad_accum_dtype": "fp16"}})
+
+
+def test_the_sum_over_the_ranks_becomes_a_reduction() -> None:
+    for op, expected in (("sum", "sum"), ("SUM", "sum"), ("mean", "mean"), (None, "mean")):
+        assert Config.from_deepspeed({"gradient_allreduce_op": op}).gradient_reduction == expected
+    with pytest.raises(ConfigError, match="gradient_allreduce_op='max' is not one of mean, sum"):
+        Config.from_deepspeed({"gradient_allreduce_op": "max"})
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        Config.from_deepspeed(
+            {"gradient_allreduce_op": "sum", "zeroshard": {"leaves": 4}}
+        ).refuse_unsupported()
 
 
 def test_optimizer_and_scheduler_are_kept_for_who_makes_them() -> None:

@@ -125,7 +125,10 @@ class Config(Strict):
         description="What the mean loss of each data parallel rank counts, in rank order, with the"
         " sum 1: the part of a global batch that it computes (default: all the same).",
     )
-
+    gradient_reduction: Literal["mean", "sum"] = Field(
+        default="mean",
+        description="Whether a step takes the mean of the ranks' gradients, or their sum.",
+    )
     leaves: int | str | None = Field(
         default=None,
         description="The micro-batches of a step (or the levels of their tree, 3x2x2), whose sum is"
@@ -310,6 +313,7 @@ class Config(Strict):
         self._check_leaves()
         self._check_codecs()
         self._check_accumulation()
+        self._check_reduction()
         if self.loss_scale is not None and not self.resolved_precision().needs_loss_scaling:
             raise ConfigError("loss_scale has no effect without precision='fp16': leave it out")
         self.loss_scaler()
@@ -370,6 +374,16 @@ class Config(Strict):
                 f"{option} would let whole gradients rest on disk, and they change at every"
                 " micro-batch: take offload.grad='host', or leave the budget out"
             )
+
+    def _check_reduction(self) -> None:
+        if self.gradient_reduction == "mean":
+            return
+        for option in ("batch_shares", "leaves"):
+            if getattr(self, option) is not None:
+                raise ConfigError(
+                    f"gradient_reduction='sum' adds what ranks have, and {option} says how many"
+                    " losses a mean is over: leave one of them out"
+                )
 
     def to_json(self) -> str:
         """Return JSON text. Raises ConfigError for a Policy object or a callable `units`."""
@@ -434,6 +448,7 @@ class ShardOptions(TypedDict, total=False):
     train_micro_batch_size_per_gpu: int | None
     gradient_accumulation_steps: int | None
     batch_shares: Sequence[float] | None
+    gradient_reduction: Literal["mean", "sum"] | None
     leaves: int | str | None
 
 

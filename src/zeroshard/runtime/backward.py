@@ -63,18 +63,18 @@ class Backward:
         *,
         share: float | None = None,
         leaves: Leaves | None = None,
+        sums_ranks: bool = False,
     ) -> None:
         """`share`: what the loss of this rank counts where it has no weight (None: as all
-        others). `leaves`: of which each backward is one.
+        others). `leaves`: of which each backward is one. `sums_ranks`: they are not averaged.
         """
-        self.leaves = leaves
+        self.share, self.leaves, self.sums_ranks = share, leaves, sums_ranks
         self.optimizer: SealedShards | None = None
         self.accumulation = Accumulation()
         self.decisions = Decisions()
         self.reductions = reductions
         self.saved = SavedTensors(weights)
         self._weights = weights
-        self.share = share
         self.mode = self._plain = BackwardMode()  # of a plain loss.backward()
         self.announce: Callable[[str, Any], None] | None = None  # inside join()
         self._pass = BackwardPass()

@@ -77,6 +77,7 @@ class Options:
     codecs: Codecs = field(default_factory=Codecs)
     batch_shares: tuple[float, ...] = ()  # what a rank's loss counts; empty: all the same
     shares: Shares | None = None  # of each rank, of what is sharded; None: equal
+    sums_ranks: bool = False  # gradients are the ranks' sum, not their mean
 
 
 @dataclass(frozen=True)

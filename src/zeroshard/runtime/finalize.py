@@ -114,7 +114,8 @@ class Finalizer:
         self._scaler = scaler
         # of all ranks' losses where they have none of their own: shares add up to 1. All ranks
         # count for every parameter: tokens of all pass through experts that some hold
-        self._weight = context.transport.size if backward.share is None else 1
+        counts_ranks = backward.share is None and not backward.sums_ranks
+        self._weight = context.transport.size if counts_ranks else 1
         if backward.leaves is not None:
             self._weight = backward.leaves.tree.leaves
         self._faults = context.faults

@@ -105,7 +105,8 @@ def make_weights_and_gradients(
     )
     shares, leaves = context.options.batch_shares, context.leaves
     share = shares[context.transport.rank] if shares and leaves is None else None
-    return weights, Backward(weights, reductions, share=share, leaves=leaves)
+    sums = context.options.sums_ranks
+    return weights, Backward(weights, reductions, share=share, leaves=leaves, sums_ranks=sums)
 
 
 def step_settings(context: Context, units: Sequence[Unit]) -> tuple[PartialState, StepOptions]:

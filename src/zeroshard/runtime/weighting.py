@@ -25,6 +25,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard.errors import ConfigError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
 
@@ -39,9 +40,15 @@ def weighed(
     weight: float | torch.Tensor | None = None,
 ) -> Iterator[torch.Tensor]:
     """Run the backward of `loss` inside, which counts `weight` (0-d of a tensor; None: the share of
-    this rank). Yields the loss to call ``backward()`` of.
+    this rank). Yields the loss to call ``backward()`` of. Raises ConfigError for a weight where
+    ranks are summed up.
     """
     if weight is not None:
+        if backward.sums_ranks:
+            raise ConfigError(
+                "backward(weight=) forms a mean over all ranks, and gradient_reduction='sum' their"
+                " sum: leave weight out and multiply the loss, or take gradient_reduction='mean'"
+            )
         weight = _in_dtype(float(weight), loss.dtype)
     counts = backward.share if weight is None else weight
     scaled = loss if scaler is None else loss.float() * scaler.scale

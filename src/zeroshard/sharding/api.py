@@ -282,6 +282,7 @@ def _make_options(request: ShardRequest, *, trains: bool) -> Options:
         codecs=settings.comm.codecs(),
         batch_shares=settings.unequal_shares(request.mesh.size),
         shares=request.shares,
+        sums_ranks=settings.gradient_reduction == "sum",
     )
 
 

@@ -37,7 +37,7 @@ REMEDY = "Build the same model with the same options on every rank (same seed), 
 # settings that must be the same on every rank
 _COMPARED = (
     "prefetch_bytes", "strict", "verify_every", "broadcast_buffers", "gradient_clipping",
-    "loss_scale", "batch_shares", "accumulation_budget", "leaves",
+    "loss_scale", "batch_shares", "accumulation_budget", "leaves", "gradient_reduction",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from zeroshard.errors import ConfigError
 __all__ = [
     "TIERS", "below_stage_3", "clipping", "device", "dtype", "feedback", "first_scale", "half",
     "leaves", "moving",
-    "node", "option", "path", "quantized", "ratio", "stage", "static_scale",
+    "node", "option", "path", "quantized", "ratio", "reduction", "stage", "static_scale",
 ]  # fmt: skip
 
 _ZERO = "zero_optimization"
@@ -46,6 +46,11 @@ def clipping(value: Any, values: Values) -> Options:
 def stage(value: Any, values: Values) -> Options:
     """The stage; true is an old form of stage 1. hpZ and MiCS are rows of their own."""
     return {} if len(_nodes(values)) == 1 else {"stage": int(value)}
+
+
+def reduction(value: Any, values: Values) -> Options:
+    """Whether gradients are the mean over the ranks, or their sum."""
+    return {} if value.lower() == "mean" else {"gradient_reduction": value.lower()}
 
 
 def _nodes(values: Values) -> list[str]:

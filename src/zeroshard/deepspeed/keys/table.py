@@ -23,7 +23,7 @@ _STAGING = "offload.staging_bytes bounds the buffers"
 _SMALL = "small parameters are gathered with the others of their unit"
 _LEAF = "a unit is always gathered whole; units= names others"
 _HALF = "weights, activations and gradients in {} beside fp32 masters"
-_MEAN = "the mean over the ranks is the same"
+_MEAN = "the mean or sum over the ranks is the same"
 _GIVEN = (
     "shard() and ZeroTrainer take the object that they are given; DeepSpeed's initialize() makes it"
 )
@@ -174,8 +174,10 @@ _TABLE: dict[str, Any] = {
             to.dtype, "data_types.grad_accum_dtype", "accumulate"),
         "param_dtype": refuses(None, "bf16 and fp16 say it"),
         "buffer_dtype": refuses(None, "buffers keep their dtype", "cast them in the model")},
-    "gradient_allreduce_op": refuses("mean", "gradients are averaged over the ranks",
-                                     "multiply the loss by the number of ranks for their sum"),
+    "gradient_allreduce_op": becomes(
+        "mean", a.one_of("mean", "sum", also=("MEAN", "SUM", "Mean", "Sum")),
+        "whether a step takes the mean of the ranks' gradients, or their sum; at every stage",
+        to.reduction),
     "prescale_gradients": tunes(False, _MEAN),
     "gradient_predivide_factor": tunes(1.0, _MEAN),
     "sparse_gradients": refuses(False, "gradients are dense", "use nn.Embedding(sparse=False)"),
