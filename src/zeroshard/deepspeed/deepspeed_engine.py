@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.deepspeed import held_parameters
+from zeroshard.deepspeed import held_parameters, released_states
 from zeroshard.deepspeed.answers import Answers, Batch, Client, Progress
 from zeroshard.deepspeed.checkpoint_tags import TaggedCheckpoints
 from zeroshard.deepspeed.engine_names import REFUSED, remedy
@@ -330,6 +330,7 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
     def destroy(self) -> None:
         """Give back a plain module and a plain optimizer. Collective."""
         held_parameters.unmark(self.module.parameters())
+        released_states.end(self.module)
         held_parameters.release(self.engine)
         self.engine.close()
         for parameter in self._client.left_out:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 import zeroshard as zs
 from zeroshard.config.strict_json import parse_json
-from zeroshard.deepspeed import comm, held_parameters
+from zeroshard.deepspeed import comm, held_parameters, released_states
 from zeroshard.deepspeed.answers import Client, complete_batch
 from zeroshard.deepspeed.deepspeed_engine import DeepSpeedEngine
 from zeroshard.deepspeed.leaf_flags import flag_configured
@@ -201,6 +201,7 @@ def _sharded(
     held_parameters.unmark(model.parameters())  # that zero.Init() marked
     if out.zero_optimization_stage() == 3:
         held_parameters.mark(model.parameters())
+        released_states.answer(model)
     if engine.rank == 0:
         _tell(f"in DeepSpeed's place: {engine!r}, {batch}")
     return out

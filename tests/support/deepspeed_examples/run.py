@@ -78,8 +78,8 @@ RUNS = [
     Run("hello", 1), Run("hello", 2), Run("hello", 2, "--dtype fp16"),
     Run("chat", 1, "--dtype bf16 --zero_stage 2"),
     Run("chat", 2, "--dtype bf16 --zero_stage 0"),
-    Run("chat", 2, "--dtype bf16 --zero_stage 2 --output_dir out/chat"),
-    Run("chat", 2, "--dtype bf16 --zero_stage 3 --dropout 0"),
+    Run("chat", 2, "--dtype bf16 --zero_stage 2 --output_dir out/{kind}-chat2"),
+    Run("chat", 2, "--dtype bf16 --zero_stage 3 --dropout 0 --output_dir out/{kind}-chat3"),
     Run("chat", 2, "--dtype bf16 --zero_stage 3 --offload --gradient_checkpointing --dropout 0"),
     Run("chat", 2, "--dtype fp16 --zero_stage 2"),
     Run("chat", 2, "--dtype bf16 --zero_stage 2 --lora_dim 4 --only_optimize_lora"),
@@ -163,7 +163,7 @@ def run(folder: Path, work: Path, one: Run, kind: str) -> tuple[list[str], str]:
     """
     script = folder / SCRIPTS[one.script]
     name = re.sub(r"\W+", "-", f"{kind} {one.name}")
-    more, config = one.more, ""
+    more, config = one.more.format(kind=kind), ""
     if one.script == "super":
         mode, _, more = more.partition(" ")
         config = f"{work}/{mode}-{one.ranks}.json"
@@ -215,6 +215,19 @@ def _difference(ours: str, plain: str) -> float:
     return max((abs(a - b) / abs(b) for a, b in zip(*numbers, strict=False)), default=0.0)
 
 
+def _saved(work: Path, one: Run) -> str:
+    """Compare the weights that a script has saved at its end, in the dtype that computed."""
+    folder = re.search(r"--output_dir (\S+)", one.more)
+    if folder is None:
+        return ""
+    import torch
+
+    paths = [work / folder[1].format(kind=kind) / "pytorch_model.bin" for kind in KINDS]
+    ours, plain = (torch.load(path, weights_only=True) for path in paths)
+    equal = sum(torch.equal(one.to(plain[name].dtype), plain[name]) for name, one in ours.items())
+    return f"saved: {len(ours)} tensors, {equal} equal; plain torch saved {len(plain)}"
+
+
 def main() -> None:
     """Run the scripts and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
@@ -236,8 +249,8 @@ def main() -> None:
             apart = max((_difference(a, b) for a, b in pairs), default=math.nan)
             equal = sum(a == b for a, b in pairs)
             print(f"| {one.name} | {lines} | {equal} | {apart:.1e} |", flush=True)
-            for why in filter(None, (failed, plain_failed)):
-                print(why)
+            why = [failed, plain_failed] if failed or plain_failed else [_saved(work, one)]
+            print(*filter(None, why), sep="\n", end="\n" if any(why) else "")
             if arguments.show:
                 print(*(f"    {a}    {b}" for a, b in pairs), sep="\n")
 
