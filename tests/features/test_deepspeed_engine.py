@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from tests.support.harness import run_ranks
 from tests.support.training import Net, batch, make_model
 from zeroshard.deepspeed import (
     accelerator,
+    helpers,
     leaf_flags,
     lr_schedules,
     optimizers,
@@ -256,6 +259,34 @@ def _saves(rank: int, world: int, path: str) -> None:
 
 def test_a_checkpoint_resumes_under_another_stage(tmp_path: Path) -> None:
     run_ranks(2, _saves, str(tmp_path))
+
+
+def _draws() -> list[Any]:
+    """Return the next numbers of each generator."""
+    return [random.random(), np.random.random(), torch.rand(3).tolist()]
+
+
+def _draws_as_seeded(rank: int, world: int, path: str) -> None:
+    _, engine = made(2)
+    one_step(engine, rank, 0)
+    engine.save_checkpoint(path)
+    for load, expected in ((engine.load_checkpoint, False), (_loaded_by_zs(engine), True)):
+        helpers.set_random_seed(7 + rank)
+        seeded = _draws()
+        helpers.set_random_seed(7 + rank)
+        load(path)
+        assert (_draws() != seeded) == expected
+
+
+def _loaded_by_zs(engine: Any) -> Callable[[str], Any]:
+    return lambda path: zs.load(Path(path, "global_step1"), engine.engine)
+
+
+def test_a_loaded_checkpoint_leaves_the_scripts_random_numbers_as_they_are(tmp_path: Path) -> None:
+    """As DeepSpeed does: a script that skips the batches of an epoch that it has seen counts on
+    its seed. ``zs.load`` itself takes over the generators.
+    """
+    run_ranks(2, _draws_as_seeded, str(tmp_path))
 
 
 def _states(rank: int, world: int, keys: dict[str, Any]) -> None:

@@ -78,6 +78,7 @@ def load(
     fallback: Literal["previous"] | None = None,
     verify: bool = True,
     frozen: bool = True,
+    generators: bool = True,
 ) -> Restored:
     """Read the newest checkpoint in `directory`, or that of `step`, into `engine`. Collective.
 
@@ -91,7 +92,7 @@ def load(
     whatever does not fit (missing, unexpected and reshaped parameters, param groups, states) is
     left out and named in ``Restored.skipped``. ``fallback="previous"`` replaces a damaged step by
     the one before it. `verify` off reads without comparing hashes. Without `frozen` the engine's
-    frozen parameters stay as they are.
+    frozen parameters stay as they are, without `generators` the random generators.
 
     Raises CheckpointError on every rank, with nothing changed: if ``load_state_dict()`` of one of
     `states` fails, all get their former ``state_dict()`` back, and one that refuses it is named.
@@ -102,7 +103,7 @@ def load(
     directory = Path(directory)
     states_of(engine).begin_load()
     elsewhere = names_elsewhere(engine, "zs.load()")
-    wanted = Wanted(dict(states or {}), elsewhere, frozen)
+    wanted = Wanted(dict(states or {}), elsewhere, frozen, generators)
     candidates = _candidates(directory, engine, step)
     damaged: list[str] = []
     while True:

@@ -36,6 +36,7 @@ class Wanted:
     states: dict[str, Stateful]  # into these
     elsewhere: set[str]  # names that other stages have
     frozen: bool  # whether into frozen parameters, too
+    generators: bool = True  # whether into the random generators, too
 
 
 class Match:

@@ -51,6 +51,7 @@ class StepLoader:
         self._saved = saved
         self._engine = engine
         self._states = wanted.states
+        self._own = {EXTRA, SCALER} | ({RNG} if wanted.generators else set())
         experts = Experts.of(engine)
         self._match = Match(saved, engine, experts, wanted)
         self._parts = {name: part for name, (part, _) in whole_parts(engine, experts).items()}
@@ -88,7 +89,7 @@ class StepLoader:
             self._read_optimizer()
         self._read_buffers()
         for name in self._saved.manifest.states:
-            if name in self._states or name in (RNG, EXTRA, SCALER):
+            if name in self._states or name in self._own:
                 self._read_state(name)
         try:
             states_of(self._engine).check_restored(self._values.get(SCALER, {}))

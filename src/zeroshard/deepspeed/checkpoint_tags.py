@@ -113,7 +113,10 @@ class TaggedCheckpoints:
         keeps = self.optimizer is not None and not with_optimizer
         before = self.optimizer.state_dict() if keeps else None
         strict = load_module_strict and not keeps
-        restored = zs.load(directory, self.engine, step=step, states=states, strict=strict)
+        # a script's own seed decides what it draws afterwards: it may skip the batches it has seen
+        restored = zs.load(
+            directory, self.engine, step=step, states=states, strict=strict, generators=False
+        )
         if before is not None:
             self.optimizer.load_state_dict(before)
         misfits = [line for line in restored.skipped if line.startswith("parameter ")]

@@ -66,16 +66,19 @@ class Run:
     script: str
     ranks: int
     more: str = ""
+    resumed_from: int = 0  # ranks that have trained the first half, whose checkpoint it loads
 
     @property
     def name(self) -> str:
-        return " ".join([self.script, f"{self.ranks} ranks", self.more]).strip()
+        resumed = f"from {self.resumed_from}" if self.resumed_from else ""
+        return " ".join(filter(None, [self.script, f"{self.ranks} ranks", resumed, self.more]))
 
 
 # at stage 3 Transformers draws a new embedding where DeepSpeed-Chat asks for one of the same size:
 # the random numbers of dropout, and of LoRA's weights, would be others
 RUNS = [
     Run("hello", 1), Run("hello", 2), Run("hello", 2, "--dtype fp16"),
+    Run("hello", 2, resumed_from=1),
     Run("chat", 1, "--dtype bf16 --zero_stage 2"),
     Run("chat", 2, "--dtype bf16 --zero_stage 0"),
     Run("chat", 2, "--dtype bf16 --zero_stage 2 --output_dir out/{kind}-chat2"),
@@ -163,15 +166,20 @@ def run(folder: Path, work: Path, one: Run, kind: str) -> tuple[list[str], str]:
     """
     script = folder / SCRIPTS[one.script]
     name = re.sub(r"\W+", "-", f"{kind} {one.name}")
-    more, config = one.more.format(kind=kind), ""
+    more, config, usual = one.more.format(kind=kind), "", ARGUMENTS[one.script]
+    if one.resumed_from:
+        half = Run(one.script, one.resumed_from, f"{more} --num_iterations 6")
+        losses, failed = run(folder, work, half, kind)
+        if failed:
+            return losses, failed
+        (saved,) = (work / "out" / re.sub(r"\W+", "-", f"{kind} {half.name}")).iterdir()
+        usual = usual.replace("--checkpoint_dir out/{name}", f"--load_checkpoint_dir {saved}")
     if one.script == "super":
         mode, _, more = more.partition(" ")
         config = f"{work}/{mode}-{one.ranks}.json"
-    filled = (
-        ARGUMENTS[one.script]
-        .format(name=name, folder=folder, work=work, ranks=one.ranks, config=config)
-        .split()
-    )
+    filled = usual.format(
+        name=name, folder=folder, work=work, ranks=one.ranks, config=config
+    ).split()
     (work / "out").mkdir(exist_ok=True)
     if kind == "zeroshard":
         launcher = [sys.executable, "-m", "zeroshard", "deepspeed", f"--num_gpus={one.ranks}"]
