@@ -93,6 +93,10 @@ def _below_stage_3(rank: int, world: int) -> None:
         engine = _made(stage)
         found, whole = engine.module.state_dict(), engine.module_state_dict()
         assert all(torch.equal(found[name], whole[name]) for name in whole)
+        if stage:  # torch's own optimizer, of which a rank has a part
+            with pytest.raises(zs.StateError, match=r"save_checkpoint\(\), or every rank's own"):
+                engine.optimizer.optimizer.state_dict()
+            assert engine.optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
         engine.destroy()
 
 

@@ -43,7 +43,8 @@ class PartialState:
             raise StateError(
                 "optimizer.state_dict(): the optimizer's state is sharded, and this rank's part"
                 " alone would lose the rest. Save and load with zeroshard.save() and"
-                " zeroshard.load(), or keep every rank's own engine.optimizer_part()"
+                " zeroshard.load(), or keep every rank's own engine.optimizer_part() (DeepSpeed's"
+                " engine: save_checkpoint(), or every rank's own engine.optimizer.state_dict())"
             )
 
     def label(self, state: dict[str, Any], groups: list[list[ParamShard]]) -> None:

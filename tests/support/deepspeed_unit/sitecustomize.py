@@ -21,8 +21,9 @@ from types import ModuleType
 from typing import Any
 
 _TOP = "deepspeed"
-_NUMBERS = {  # of DeepSpeed's inside, from which tests choose their sizes
+_VALUES: dict[str, dict[str, Any]] = {  # of DeepSpeed's inside, with which tests are written
     "deepspeed.runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 2**14},
+    "deepspeed.runtime.config": {"ADAM_OPTIMIZER": "adam"},
 }
 
 
@@ -121,8 +122,8 @@ def _install() -> None:
             return _Inside(name, (), {})
 
     shim._Module.__getattr__ = found  # type: ignore[method-assign]
-    for module, numbers in _NUMBERS.items():
-        vars(importlib.import_module(module)).update(numbers)
+    for module, values in _VALUES.items():
+        vars(importlib.import_module(module)).update(values)
     # what the tests ask before they skip: whether a kernel is there
     importlib.import_module("deepspeed.ops").__compatible_ops__ = defaultdict(lambda: True)  # type: ignore[attr-defined]
 
