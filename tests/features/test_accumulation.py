@@ -5,6 +5,7 @@ stay unseen: micro-batches and tiers, parts of a unit and zero_grad, kernels and
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -179,7 +180,7 @@ def _clear(model: Net, optimizer: torch.optim.Optimizer, what: str) -> None:
 
 def _reference(rank: int, what: str) -> State:
     """The arithmetic of DDP by hand: each rank's micro-batches are added, then the ranks' sums."""
-    model = make_model()
+    model = make_model(layers=2)
     optimizer = two_groups(model)
     for step in range(3):
         for micro in range(3):
@@ -199,7 +200,7 @@ def _part(rank: int, world: int, what: str, transport: str) -> dict[str, list[st
     out = {}
     states: dict[str, State] = {}
     for row in ROWS:
-        model = make_model()
+        model = make_model(layers=2)
         optimizer = two_groups(model)
         engine = zs.shard(
             model,
@@ -252,7 +253,7 @@ def _zeros(rank: int, world: int, row: str, kernel: str) -> list[str]:
     """
     runs = {}
     for kind in ("torch-ddp", row):
-        model = make_model()
+        model = make_model(layers=2)
         optimizer = two_groups(model, **{kernel: True})
         engine = (
             None
@@ -350,6 +351,7 @@ def _accumulated(
             steps,
             micro_batches=3,
             no_sync=no_sync,
+            model=partial(make_model, layers=2),
             **({} if kind == "torch-ddp" else options),
         )
         for kind in kinds

@@ -159,7 +159,7 @@ def _clipped_then_noised(job: Job, step: int) -> None:
 
 def _edited_in_place(job: Job, step: int) -> None:
     job.backward(step)
-    weight = job.model.blocks[2].down.weight
+    weight = job.model.blocks[1].down.weight
     weight.grad = job.grad(weight)
     weight.grad.mul_(0.5)
     job.clip(1e3)
@@ -250,7 +250,7 @@ ROUNDED: tuple[Callable[[Job, int], None], ...] = (
 
 
 def _job(rank: int, kind: str, **options: Any) -> Job:
-    model = make_model()
+    model = make_model(layers=2)
     optimizer = two_groups(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     if kind == "torch-ddp":
         return Job(rank, model, DistributedDataParallel(model), optimizer, None)
