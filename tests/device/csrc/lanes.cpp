@@ -87,6 +87,7 @@ struct Queue {
   std::deque<Task> tasks{};
   bool runs = false;
   bool has_thread = false;
+  std::condition_variable turn{};  // of its thread
 
   bool is_idle() const { return tasks.empty() && !runs; }
   bool is_ready() const {
@@ -127,7 +128,8 @@ class Lanes {
     task.number = launched_++;
     host_is_elsewhere_ = false;
     queue.tasks.push_back(std::move(task));
-    if (!is_lazy() || paid_ || !waiters_.empty()) changed_.notify_all();
+    if (!is_lazy()) wake_if_ready(queue);
+    else if (paid_ || !waiters_.empty()) lazy_turn_.notify_one();
   }
 
   MarkPtr mark(Lane lane) {
@@ -167,8 +169,8 @@ class Lanes {
       return std::all_of(devices_.begin(), devices_.end(), [](auto& one) { return one.is_idle(); });
     };
     waiters_.push_back(&is_over);
-    changed_.notify_all();
-    changed_.wait_for(lock, std::chrono::duration<double>(seconds), is_over);
+    lazy_turn_.notify_one();
+    host_turn_.wait_for(lock, std::chrono::duration<double>(seconds), is_over);
     std::erase(waiters_, &is_over);
   }
 
@@ -183,7 +185,8 @@ class Lanes {
     const Lock lock(mutex_);
     schedule_ = schedule;
     random_.seed(seed);
-    changed_.notify_all();
+    lazy_turn_.notify_one();
+    wake_ready();
   }
 
   std::string schedule() {
@@ -214,8 +217,16 @@ class Lanes {
   int64_t add(int device) {
     Device& of = devices_[device];
     const auto stream = static_cast<int64_t>(of.queues.size());
-    of.queues.push_back(std::make_unique<Queue>(Queue{{device, stream}, of.delay_us}));
+    of.queues.push_back(std::unique_ptr<Queue>(new Queue{{device, stream}, of.delay_us}));
     return stream;
+  }
+
+  static void wake_if_ready(Queue& queue) {
+    if (queue.is_ready()) queue.turn.notify_one();
+  }
+  void wake_ready() {
+    for (auto& device : devices_)
+      for (auto& queue : device.queues) wake_if_ready(*queue);
   }
 
   static void reach(Mark& mark) {
@@ -249,7 +260,8 @@ class Lanes {
     queue.runs = false;
     ++ended_;
     if (task.mark) reach(*task.mark);
-    if (!is_lazy() || paid_ || some_wait_is_over()) changed_.notify_all();
+    if (!is_lazy()) wake_ready();
+    if (paid_ || some_wait_is_over()) host_turn_.notify_all();
   }
 
   void start_threads(Queue& queue) {
@@ -260,7 +272,7 @@ class Lanes {
 
   void run_at_once(Queue& queue) {
     for (Lock lock(mutex_);;) {
-      changed_.wait(lock, [&] { return !is_lazy() && queue.is_ready(); });
+      queue.turn.wait(lock, [&] { return !is_lazy() && queue.is_ready(); });
       run_first(queue, lock);
     }
   }
@@ -271,12 +283,12 @@ class Lanes {
       const auto finds_a_task = [&] {
         const bool runs = paid_ || host_is_elsewhere_ || host_still_waits();
         queue = is_lazy() && runs ? pick() : nullptr;
-        if (!queue && std::exchange(paid_, 0)) changed_.notify_all();  // nothing can run
+        if (!queue && std::exchange(paid_, 0)) host_turn_.notify_all();  // nothing can run
         return queue != nullptr;
       };
-      while (!changed_.wait_for(lock, kBetweenLooks, finds_a_task)) look_for_the_host(lock);
+      while (!lazy_turn_.wait_for(lock, kBetweenLooks, finds_a_task)) look_for_the_host(lock);
       run_first(*queue, lock);
-      if (paid_ && !--paid_) changed_.notify_all();
+      if (paid_ && !--paid_) host_turn_.notify_all();
     }
   }
 
@@ -330,7 +342,7 @@ class Lanes {
     if (!is_over()) {
       ++wait_counts_[reason];
       waiters_.push_back(&is_over);
-      changed_.notify_all();
+      lazy_turn_.notify_one();
       const bool stalls = !wait_while_tasks_end(lock, is_over);
       std::erase(waiters_, &is_over);
       if (stalls) throw std::runtime_error("zsim: no task ends, and the host waits: " + reason);
@@ -346,7 +358,7 @@ class Lanes {
     do {
       ended = ended_;
       const auto until = Clock::now() + patience;
-      if (changed_.wait_until(lock, until, is_over)) return true;
+      if (host_turn_.wait_until(lock, until, is_over)) return true;
     } while (ended != ended_);
     return false;
   }
@@ -356,14 +368,15 @@ class Lanes {
     Lock lock(mutex_);
     if (!is_so() && is_lazy()) {
       ++paid_;
-      changed_.notify_all();
-      changed_.wait(lock, [&] { return !paid_ || is_so(); });
+      lazy_turn_.notify_one();
+      host_turn_.wait(lock, [&] { return !paid_ || is_so(); });
     }
     return is_so();
   }
 
   std::mutex mutex_;
-  std::condition_variable changed_;
+  // One for each that waits: one for all would wake a thread of every stream at every task.
+  std::condition_variable lazy_turn_, host_turn_;
   std::vector<Device> devices_;
   Schedule schedule_ = Schedule::kThreads;
   std::mt19937_64 random_;
