@@ -22,7 +22,7 @@ STEPS = 3
 
 def _train(rank: int, kind: str, schedule: Schedule) -> Run:
     set_schedule(schedule)
-    model: Any = make_model(width=32).to(DEVICE)
+    model: Any = make_model(width=32, layers=2).to(DEVICE)
     module: nn.Module = model
     if kind == "ddp":
         module = DistributedDataParallel(model)
