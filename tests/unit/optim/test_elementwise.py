@@ -39,10 +39,10 @@ LAYOUT = Layout.build(
     list(SHAPES.items()), Mesh(1, 4), shares=(ALIGN, 641 * ALIGN, 0, 1000 * ALIGN)
 )
 NUM_STEPS = 210
-NUM_QUICK_STEPS = 30  # more than ASGD's t0
+NUM_QUICK_STEPS = 10  # more than ASGD's t0, and than the gradients of the bank
 
 OPTIONS: dict[type[torch.optim.Optimizer], list[dict[str, Any]]] = {
-    torch.optim.ASGD: [{"lr": 1e-2, "t0": 20, "weight_decay": 0.01}],
+    torch.optim.ASGD: [{"lr": 1e-2, "t0": 5, "weight_decay": 0.01}],
     torch.optim.Adadelta: [{"lr": 1.0, "weight_decay": 0.01}],
     torch.optim.Adagrad: [
         {"lr": 1e-2, "weight_decay": 0.01, "lr_decay": 1e-3, "initial_accumulator_value": 0.1}

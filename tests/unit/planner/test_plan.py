@@ -470,9 +470,9 @@ def test_layers_that_are_taken_as_one_change_no_peak(
 ) -> None:
     model, machine = shape_of_config(LLAMA, "config"), Machine.of(gpus=8)
     training = Training(batch=32, micro_batches=micro_batches)  # activations decide
-    folded = make_plan(model, machine, training).rows
+    folded = Search(model, candidates).rows(machine, training)
     monkeypatch.setattr("zeroshard.planner.closed_form._SHOWN", 1000)
-    assert folded == make_plan(model, machine, training).rows
+    assert folded == Search(model, candidates).rows(machine, training)
 
 
 @pytest.mark.parametrize("name", ["mics", "hfsdp"])
