@@ -20,26 +20,32 @@ from tests.support.training import (
 
 
 def _clipped(
-    rank: int, world: int, precision: str
+    rank: int, world: int, precision: str, steps: int
 ) -> tuple[dict[str, list[str]], list[list[float]]]:
-    runs = {row: train(rank, row, 15, clip=0.05, precision=precision) for row in ROWS}
+    runs = {row: train(rank, row, steps, clip=0.05, precision=precision) for row in ROWS}
     return {row: run.differs_from(runs["ddp"]) for row, run in runs.items()}, [
         run.extra["norms"] for run in runs.values()
     ]
 
 
 @pytest.mark.parametrize(
-    ("world", "precision"),
+    ("world", "precision", "steps"),
     [
-        (2, "fp32"),
-        (2, "bf16"),
-        (2, "fp16"),
-        pytest.param(4, "fp32", marks=pytest.mark.slow),
-        pytest.param(4, "bf16", marks=pytest.mark.slow),
+        *((2, precision, 6) for precision in ("fp32", "bf16", "fp16")),
+        *(
+            pytest.param(world, precision, 15, marks=pytest.mark.slow)
+            for world, precision in [
+                (2, "fp32"),
+                (2, "bf16"),
+                (2, "fp16"),
+                (4, "fp32"),
+                (4, "bf16"),
+            ]
+        ),
     ],
 )
-def test_clipping_and_precision_keep_the_rows_equal(world: int, precision: str) -> None:
-    for differences, norms in run_ranks(world, _clipped, precision, timeout=100):
+def test_clipping_and_precision_keep_the_rows_equal(world: int, precision: str, steps: int) -> None:
+    for differences, norms in run_ranks(world, _clipped, precision, steps, timeout=100):
         assert not any(differences.values()), differences
         assert all(series == norms[0] for series in norms)
         assert max(norms[0]) > 0.05

@@ -32,7 +32,7 @@ IN_BF16 = (
 )
 
 
-@pytest.mark.parametrize("steps", [4, pytest.param(STEPS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [3, pytest.param(STEPS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
     [

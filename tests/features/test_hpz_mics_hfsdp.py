@@ -41,6 +41,7 @@ from zeroshard.errors import ConfigError, PlanMismatch, ZeroshardError
 MESH = Mesh(2, 2)
 MESH_ROWS = ("hpz", "mics", "hfsdp")
 LOWERINGS = {"flat": False, "two levels": True, "cheapest": None}
+SMALL = functools.partial(make_model, layers=2)
 WIDTH = 64  # every parameter but the embedding and the head fills whole slots, so padding is small
 
 
@@ -57,6 +58,7 @@ def _runs(
         "precision": precision,
         "micro_batches": micro_batches,
         "clip": 0.1,
+        "model": SMALL,
     }
     runs = {}
     for row in ROWS + MESH_ROWS:
@@ -86,11 +88,12 @@ def _classes(rank: int, world: int, transport: str) -> dict[str, dict[str, list[
     its first row.
     """
     out = {}
+    options = {"micro_batches": 3, "no_sync": True, "clip": 0.1, "model": SMALL}
     for rows in (("ddp", "zero1"), ("zero3", "zero2", "hpz"), ("mics", "hfsdp")):
         runs = {}
         for row in rows:
             comm = zs.Comm(transport=transport, node_size=2)
-            runs[row] = train(rank, row, 4, comm=comm, micro_batches=3, no_sync=True, clip=0.1)
+            runs[row] = train(rank, row, 3, comm=comm, **options)
         out[rows[0]] = {row: run.differs_from(runs[rows[0]]) for row, run in runs.items()}
     return out
 
@@ -108,7 +111,7 @@ def _accumulated(rank: int, world: int) -> dict[str, list[str]]:
     """Accumulate inside no_sync where a node is all ranks, and where it is one; return what
     differs from zero3 or zero1.
     """
-    options = {"micro_batches": 3, "no_sync": True, "clip": 0.1}
+    options = {"micro_batches": 3, "no_sync": True, "clip": 0.1, "model": SMALL}
     tiers = {"device": None, "host": zs.Offload(grad="host", optimizer="host", fraction=0.4)}
     runs = {row: train(rank, row, 3, **options) for row in ("zero1", "zero3")}
     out = {}

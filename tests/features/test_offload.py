@@ -53,6 +53,7 @@ def _matrix(
         "clip": 0.1,
         "precision": precision,
         "comm": zs.Comm(transport=transport),
+        "model": functools.partial(make_model, layers=2),
     }
     reference = train(rank, row, **same)
     out = {}

@@ -27,7 +27,7 @@ from tests.support.training import (
 )
 from zeroshard import hetero
 
-STEPS = 22
+STEPS, SLOW_STEPS = 8, 22
 TWO = ((0.1, 0.9), (1.0, 0.0))
 FOUR = (0.05, 0.0, 0.6, 0.35)
 FLAT_ROWS = ("zero1", "zero2", "zero3", "zero3-keep")
@@ -35,14 +35,16 @@ NODE_ROWS = ("hpz", "mics", "hfsdp")
 Case = tuple[str, Sequence[float], dict[str, Any]]  # row, shares, options
 
 
-def _runs(rank: int, world: int, cases: list[Case], plain: dict[str, Any]) -> dict[str, list[str]]:
+def _runs(
+    rank: int, world: int, cases: list[Case], steps: int, plain: dict[str, Any]
+) -> dict[str, list[str]]:
     """Train each case; return what differs from the same without shares, in one row for all."""
     expected, out = {}, {}
     for row, shares, options in cases:
         clip = options.get("clip")
         if clip not in expected:
-            expected[clip] = train(rank, "zero1", STEPS, clip=clip, **plain)
-        run = train(rank, row, STEPS, shares=shares, **{**plain, **options})
+            expected[clip] = train(rank, "zero1", steps, clip=clip, **plain)
+        run = train(rank, row, steps, shares=shares, **{**plain, **options})
         name = f"{row} {shares} {options}"
         out[name] = run.differs_from(expected[clip])
         if run.extra["norms"] != expected[clip].extra["norms"]:
@@ -50,8 +52,8 @@ def _runs(rank: int, world: int, cases: list[Case], plain: dict[str, Any]) -> di
     return out
 
 
-def _check(world: int, cases: list[Case], **plain: Any) -> None:
-    for found in run_ranks(world, _runs, cases, plain, timeout=300):
+def _check(world: int, cases: list[Case], steps: int = STEPS, **plain: Any) -> None:
+    for found in run_ranks(world, _runs, cases, steps, plain, timeout=300):
         assert not any(found.values()), found
 
 
@@ -97,7 +99,8 @@ def test_the_whole_matrix_gives_the_bits_of_equal_shares(
         for row in rows
         for number, shares in enumerate(vectors)
     ]
-    _check(4, cases, comm=comm, model=functools.partial(make_model, layers=2))
+    small = functools.partial(make_model, layers=2)
+    _check(4, cases, SLOW_STEPS, comm=comm, model=small)
 
 
 def _half(rank: int, world: int) -> list[str]:
