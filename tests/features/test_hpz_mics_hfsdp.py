@@ -141,7 +141,7 @@ def _recomputed(rank: int, world: int, row: str) -> list[list[str]]:
     for forward in (_with_checkpoints, _twice):
         runs = []
         for kind in ("zero3", row):
-            model = make_model()
+            model = SMALL()
             optimizer = two_groups(model)
             engine = zs.shard(model, optimizer, policy=kind, comm=comm, stall_timeout_s=20)
             for step in range(3):
@@ -329,7 +329,7 @@ def _counted(rank: int, world: int, precision: str) -> dict[tuple[str, str], tup
     for row in ROWS + MESH_ROWS:
         for name, lowering in LOWERINGS.items():
             torch.manual_seed(0)
-            model = Net(width=WIDTH, layers=3)
+            model = Net(width=WIDTH, layers=2)
             optimizer = two_groups(model)
             comm = zs.Comm(transport="gloo", node_size=2, hierarchical=lowering)
             engine = zs.shard(
