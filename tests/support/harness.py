@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -52,6 +52,7 @@ __all__ = [
     "is_running",
     "run_ranks",
     "share_zygotes",
+    "shared_zygotes",
     "spawn_ranks",
 ]
 
@@ -399,9 +400,14 @@ def share_zygotes() -> list[str]:
     return [nursery.name for nursery in _nurseries]
 
 
-def fork_off(names: list[str]) -> None:
+def fork_off(names: Sequence[str | None]) -> None:
     """Let the ranks of this process be forked off those that another one shares."""
     _shared[:] = names
+
+
+def shared_zygotes() -> list[str | None]:
+    """Return what :func:`fork_off` was given; None for a zygote that nobody shares."""
+    return list(_shared)
 
 
 def _zygote(rank: int, environment: dict[str, str]) -> Zygote:

@@ -2,7 +2,7 @@
 
 For tests that pytest's own process must not run: those that load the pretended device, whose lanes
 are threads. The first session collects, chooses and reports them like any other, by name; what
-passes between the two are names of tests and their reports::
+passes between the two are names of tests and their reports, after the names of shared zygotes::
 
     first session        "tests/gpu/test_smoke_device.py::test_one", and which comes next  ->
     second session       <-  the reports of its setup, call and teardown
@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.harness import ROOT, die_with_parent
+from tests.support.harness import ROOT, die_with_parent, fork_off, shared_zygotes
 
 __all__ = ["OtherSession", "is_second"]
 
@@ -73,6 +73,7 @@ class OtherSession:
         )
         theirs.close()
         self._connection: Connection = ours
+        ours.send(shared_zygotes())
 
     @property
     def is_over(self) -> bool:
@@ -169,4 +170,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.set_inheritable(number, False)
     faulthandler.enable(output)
     faulthandler.register(signal.SIGUSR1, output, all_threads=True)
-    config.pluginmanager.register(_Served(config, Connection(descriptor)))
+    connection = Connection(descriptor)
+    fork_off(connection.recv())
+    config.pluginmanager.register(_Served(config, connection))
