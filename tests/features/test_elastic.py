@@ -410,6 +410,7 @@ def test_strangers_and_nonsense_change_nothing_in_a_keeper() -> None:
         short = b'{"put": ["a", "b"]}'
         for nonsense in (b"", b"no JSON", b"[]", short, b'{"open": 99}', deep, huge):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+                client.settimeout(10)
                 client.connect("\0" + server.address)
                 client.send(nonsense)
                 assert client.recv(100) == b""
