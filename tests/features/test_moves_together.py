@@ -121,7 +121,7 @@ def _sleep(run: Trained) -> None:
 
 def _looked(run: Trained, moves: list[dict[str, Any]], rank: int) -> list[float]:
     """Train, with `moves` between steps, before and after each of which states sleep; return the
-    losses of training and of evaluations with the average.
+    losses of training and of evaluations with the average, and the sums of the averages.
     """
     losses = []
     assert run.average is not None
@@ -133,9 +133,9 @@ def _looked(run: Trained, moves: list[dict[str, Any]], rank: int) -> list[float]
             _sleep(run)
         with run.average.swapped(), torch.no_grad():
             losses.append(run.model(*batch(7, step)).item())
-    with run.average.swapped():
-        whole = run.engine.full_state_dict(rank0_only=False)
-    return losses + [value.double().sum().item() for value in whole.values()]
+            whole = run.engine.full_state_dict(rank0_only=False)
+        losses += [value.double().sum().item() for value in whole.values()]
+    return losses
 
 
 def _averages(rank: int, world: int, transport: str) -> None:
