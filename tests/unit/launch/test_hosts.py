@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.launched import stub_ssh
-from zeroshard.launch import connection, hosts, network
+from zeroshard.launch import connection, hosts, network, on_host
 from zeroshard.launch.cli import build_parsers
 from zeroshard.launch.options import UsageError, parse_run
 from zeroshard.launch.outcome import Outcome
@@ -149,6 +150,23 @@ def test_a_host_that_never_begins_is_waited_for_aloud_and_given_up(
     assert last.startswith("zeroshard run: h1 has not begun within 0.7 s: ssh runs, but no answer")
     assert 2 <= len(waiting) <= 3 and len(set(waiting)) == 1, waiting
     assert "waiting for h1 to begin" in waiting[0]
+
+
+def test_a_host_that_has_come_back_knows_which_steps_are_in_the_memory_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = []
+
+    def launched(job: Any, orders: Any, keeper: Any) -> bool:
+        known.append(keeper.whole)
+        return False
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(on_host, "_guard_one", launched)
+    options = {"elastic": 1, "nproc": "1"}
+    job = {"options": options, "environment": {}, "whole": {"/runs": 3}}
+    on_host._guard({"again": job}, None)  # type: ignore[arg-type]
+    assert known == [{"/runs": 3}]
 
 
 def test_a_failure_keeps_its_age_on_the_way() -> None:
