@@ -185,6 +185,7 @@ def _refused_before_the_model_is_changed(rank: int, world: int) -> None:
     model = torch.nn.Linear(4, 2)
     with pytest.raises(zs.ConfigError, match="has 2 rates, the optimizer 1 param groups"):
         deepspeed.initialize(model=model, config=data)
+    zs.shard(model).close()  # refuses one that is sharded
     groups = [{"params": [one]} for one in model.parameters()]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=data)
     engine.destroy()
