@@ -5,7 +5,7 @@
     python scripts/mutate.py --only residual       those whose name holds a word
     python scripts/mutate.py --jobs 2 --json OUT   two at a time; the results as JSON, too
     python scripts/mutate.py --check               only see that every fault's text still stands in
-                                                   the code
+                                                   the code, which is Python with the fault, too
 
 Each fault is put into a copy of the tree in a temporary folder, never into this one, and the tests
 named beside it run there until the first one fails. A fault is *found* when a test fails or does
@@ -13,8 +13,9 @@ not end, and *survives* when all pass. Without a fault these tests must pass, or
 found: the tests of the faults that are asked for run once without any (``--trust`` leaves that
 out).
 
-Exit codes: 0 all found, 1 some survive, 2 a text that does not stand in the code exactly once, or
-tests that fail without a fault. Cost: from 5 to 60 seconds a fault, most of it imports.
+Exit codes: 0 all found, 1 some survive, 2 a text that does not stand in the code exactly once, a
+fault with which the code is not Python, or tests that fail without a fault. Cost: from 5 to 60
+seconds a fault, most of it imports.
 """
 
 from __future__ import annotations
@@ -77,12 +78,15 @@ class Fault:
     def problem(self, root: Path) -> str | None:
         """Return why it cannot be put into the code under `root`, if so."""
         path = root / self.file
-        count = path.read_text(encoding="utf-8").count(self.old) if path.is_file() else 0
-        return (
-            None
-            if count == 1
-            else f"{self.name}: its text stands {count} times in {self.file}, not once"
-        )
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if (count := text.count(self.old)) != 1:
+            return f"{self.name}: its text stands {count} times in {self.file}, not once"
+        try:
+            if path.suffix == ".py":
+                compile(text.replace(self.old, self.new), self.file, "exec", dont_inherit=True)
+        except SyntaxError as error:  # any test fails then
+            return f"{self.name}: with it this is not Python: {error}"
+        return None
 
 
 @dataclass(frozen=True)
@@ -249,7 +253,7 @@ def main() -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="only see that every text stands in the code exactly once",
+        help="only see that every fault can be put into the code",
     )
     parser.add_argument(
         "--trust", action="store_true", help="do not run the tests without a fault first"
