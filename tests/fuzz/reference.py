@@ -2,8 +2,8 @@
 
 Each backward leaves one gradient per parameter and rank, in the parameter's dtype (a sum in that
 dtype, where nested backwards add to it one after another). All are summed in fp32, the ranks of a
-node in local order and then the nodes in node order; the sum is added to the total, and the total
-is divided by the number of ranks (and the loss scale) once, at the step.
+node and then the nodes, each by a balanced tree; the sum is added to the total, and the total is
+divided by the number of ranks (and the loss scale) once, at the step.
 Inside ``no_sync`` the rows differ in what is added first (DESIGN.md, section 1, Exactness):
 
     ddp, zero1      this rank's micro-batches, in fp32; then rounded to the wire dtype and summed
@@ -175,7 +175,7 @@ class ByHand:
                 each = [answer[name].float() if name in answer else zeros for answer in holders]
                 size = self.program.node_size or self.program.world
                 out[name] = [
-                    _summed(each[start : start + size]) for start in range(0, len(each), size)
+                    _tree_sum(each[start : start + size]) for start in range(0, len(each), size)
                 ]
         return out
 
@@ -188,7 +188,7 @@ class ByHand:
 
     @staticmethod
     def _over_nodes(sums: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        return {name: _summed(nodes) for name, nodes in sums.items()}
+        return {name: _tree_sum(nodes) for name, nodes in sums.items()}
 
     def _add(self, sums: dict[str, torch.Tensor]) -> None:
         for name, total in sums.items():
@@ -362,23 +362,18 @@ class ByLeaves(ByHand):
         for name in {name for grads in self.of_leaves for name in grads}:
             zeros = torch.zeros(self.parameters[name].shape)
             each = [grads[name].float() if name in grads else zeros for grads in self.of_leaves]
-            self.totals[name] = self._tree_sum(each).clone()
+            self.totals[name] = self._sum_of_leaves(each).clone()
         self.weight = math.fsum(self.weights)
         self.weights.clear()
 
-    def _tree_sum(self, each: list[torch.Tensor]) -> torch.Tensor:
+    def _sum_of_leaves(self, each: list[torch.Tensor]) -> torch.Tensor:
         """Return the sum by the levels that are declared, else by powers of two."""
         levels = [int(size) for size in (self.program.leaves or "").split("x")]
         if len(levels) > 1:
             for size in reversed(levels):  # from the leaves up: a chain of each node's children
                 each = [_summed(each[at : at + size]) for at in range(0, len(each), size)]
             return each[0]
-        if len(each) == 1:
-            return each[0]
-        half = 1
-        while 2 * half < len(each):
-            half *= 2
-        return self._tree_sum(each[:half]) + self._tree_sum(each[half:])
+        return _tree_sum(each)
 
     def backward(
         self, loss: torch.Tensor, *, retain_graph: bool = False, weights: Sequence[float] = ()
@@ -411,3 +406,13 @@ def _summed(parts: list[torch.Tensor]) -> torch.Tensor:
     for part in parts[1:]:
         total = total + part
     return total
+
+
+def _tree_sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum by a binary tree, cut at powers of two."""
+    if len(parts) == 1:
+        return parts[0]
+    half = 1
+    while 2 * half < len(parts):
+        half *= 2
+    return _tree_sum(parts[:half]) + _tree_sum(parts[half:])
