@@ -134,6 +134,35 @@ FOUND = {  # what later seeds found, shrunk where that was possible
         ),
     ),
     "states taken away while a column is published between nodes": draw(7698),
+    "a rank without a leaf, and a layer that no leaf uses, where weights are kept": Program(
+        13076,
+        row="zero3-keep",
+        transport="gloo",
+        units="leaves",
+        optimizer="sgd",
+        width=3,
+        leaves="3",
+        steps=(Step((Micro(routes=((), ())),)),),
+    ),
+    "a rank without a leaf, and kept weights that a backward uses once more": Program(
+        13076,
+        row="zero3-keep",
+        transport="gloo",
+        units="leaves",
+        optimizer="sgd",
+        leaves="5",
+        layers=(Layer("block", frozen=True),),
+        steps=(Step((Micro(routes=((0, 0), (0, 0))),)),),
+    ),
+    "four ranks of one node": Program(
+        13033,
+        world=4,
+        row="zero1",
+        optimizer="sgd",
+        width=8,
+        layers=(Layer("experts"),),
+        steps=(Step((Micro(), Micro())),),
+    ),
 }
 
 

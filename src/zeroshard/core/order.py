@@ -95,6 +95,9 @@ class _Pass(Generic[U]):
     trace: list[U] = field(default_factory=list)
     position: int = -1
     so_far: list[U] = field(default_factory=list)
+    # the same two with the units that were kept for a backward
+    last_uses: list[U] = field(default_factory=list)
+    uses: list[U] = field(default_factory=list)
 
 
 class Order(Generic[U]):
@@ -106,23 +109,30 @@ class Order(Generic[U]):
     def begin(self, phase: Hashable) -> None:
         """Start a pass: the last pass becomes the trace."""
         current = self._passes.get(phase, _Pass())
-        self._passes[phase] = _Pass(trace=current.so_far or current.trace)
+        self._passes[phase] = _Pass(
+            trace=current.so_far or current.trace, last_uses=current.uses or current.last_uses
+        )
 
-    def trace(self, phase: Hashable) -> list[U]:
-        """Return the units of the last complete pass, in order."""
-        return list(self._passes[phase].trace) if phase in self._passes else []
+    def last_uses(self, phase: Hashable) -> list[U]:
+        """Return the units of the last complete pass, in order, kept ones included."""
+        return list(self._passes[phase].last_uses) if phase in self._passes else []
 
     def seed(self, phase: Hashable, trace: Sequence[U]) -> None:
         """Take `trace` for that of the pass before the first."""
-        self._passes[phase] = _Pass(trace=list(trace))
+        self._passes[phase] = _Pass(trace=list(trace), last_uses=list(trace))
 
     def record(self, phase: Hashable, unit: U) -> None:
         """Say that `unit` runs now. The first call for a phase starts its first pass."""
         current = self._passes.setdefault(phase, _Pass())
         current.so_far.append(unit)
+        current.uses.append(unit)
         position = advance(current.trace, current.position, unit)
         if position is not None:
             current.position = position
+
+    def resume(self, phase: Hashable, unit: U) -> None:
+        """Say that `unit` runs now, which was kept: that predicts no gather."""
+        self._passes.setdefault(phase, _Pass()).uses.append(unit)
 
     def predict(
         self,

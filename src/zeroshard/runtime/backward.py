@@ -411,12 +411,12 @@ class Backward:
             self._begin(brings=True)
             # between gathers, as our last backward did and theirs do, who may wait for our part
             # before they gather on
-            for number, unit in enumerate(chain((None,), self._weights.shadow("backward"))):
+            for unit in chain((None,), self._weights.shadow("backward")):
                 if unit is not None and unit.index not in self._pass.reduced:
                     self.reductions.open_zeros(unit)
                     if unit.index not in last:
                         self._hand_over(unit)
-                while due and due[0][1] <= number:
+                while due and due[0][1] <= self._weights.schedule.num_gathered:
                     self._hand_over(units[due.popleft()[0]])
             for index, _ in due:
                 self._hand_over(units[index])

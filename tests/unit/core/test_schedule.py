@@ -212,6 +212,15 @@ def test_reduces_of_a_backward_before_keep_no_gather_from_going_ahead() -> None:
         executor.backward(range(4))
 
 
+def test_the_last_pass_has_the_units_that_were_kept_for_it_and_no_other() -> None:
+    executor = _executor([4] * 3, None, kept=True)
+    for used in ([0, 1, 2], [0, 2]):
+        executor.forward(used)
+        executor.backward(used)
+    executor.run(executor.schedule.begin("backward"))
+    assert executor.schedule.last_pass("backward") == [2, 0]
+
+
 def test_a_unit_gathered_for_another_order_gives_way() -> None:
     executor = _executor([4, 4, 12], 12, kept=False)
     for _ in range(2):

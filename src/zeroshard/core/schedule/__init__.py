@@ -122,8 +122,10 @@ class Schedule:
         )
 
     def last_pass(self, phase: Phase) -> list[int]:
-        """Return the units of the last pass, in order; empty before the first."""
-        return self._order.trace(phase)
+        """Return the units that the last pass gathered, or found kept, in order; empty before the
+        first.
+        """
+        return self._order.last_uses(phase)
 
     def expect(self, phase: Phase, units: Sequence[int]) -> None:
         """Take `units` for those of the last pass."""
@@ -234,6 +236,8 @@ class Schedule:
             yield from self.release_idle(keeps)
         if unit.state is FULL:
             if unit.is_idle:
+                if unit.counts[Use.KEPT]:
+                    self._order.resume(phase, unit.index)
                 yield from self._resume(unit)
             return
         to, size = self._to[unit.index], unit.traits.full_bytes
