@@ -164,7 +164,7 @@ def line_rows(lines: int) -> Iterator[Row]:
     yield Row("lines in the package", lines, aim=50000)
     yield Row(f"lines over {COLUMNS} columns", sum(wide.values()), ", ".join(wide), limit=0)
     yield Row(
-        "lines that README and tour ask to read", read, f"{len(files)} files", limit=7228, aim=5000
+        "lines that README and tour ask to read", read, f"{len(files)} files", limit=7232, aim=5000
     )
 
 
@@ -239,7 +239,7 @@ def import_rows(parsed: dict[Path, ast.Module], lines: dict[Path, int]) -> Itera
     graph = {name: (imports(tree) & modules.keys()) - {name} for name, tree in modules.items()}
     circles = cycles(graph)
     yield Row("modules that runtime/loop.py imports, transitively", len(loop), limit=78)
-    yield Row("their lines", *size(loop), limit=14273, aim=9000)
+    yield Row("their lines", *size(loop), limit=14287, aim=9000)
     yield Row(
         "lines that the public names of zeroshard load", *size(closure(top, modules, typed=True))
     )

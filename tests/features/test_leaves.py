@@ -612,10 +612,13 @@ def test_wrong_uses_are_refused_on_every_rank_in_one_line(tmp_path: Path) -> Non
         "assigned at once": "StateError: the gradient assigned to 'head.weight' would be added to",
         "not given": "ConfigError: engine.leaves() needs zs.shard(..., leaves=V)",
     }
-    for found in run_ranks(2, _refusals, tmp_path):
-        assert set(found) == set(wanted)
-        for name, text in wanted.items():
-            assert text in found[name] and "\n" not in found[name], (name, found[name])
+    of_ranks = run_ranks(2, _refusals, tmp_path)
+    for name, text in wanted.items():
+        told = [found.pop(name) for found in of_ranks]
+        assert any(text in one for one in told), (name, told)
+        for one in told:  # a rank may hear first that the other one gave up
+            assert (text in one or "gave up this step" in one) and "\n" not in one, (name, one)
+    assert of_ranks == [{}, {}]
 
 
 # ------------------------------------------------------------------------------------------- slow

@@ -272,11 +272,7 @@ def _closed(engine: EngineMemory) -> str:
     counted = "its buffers and stores have given everything back"
     if engine.unreleased:
         counted = f"its counters still have {describe_bytes(engine.unreleased)}"
-    shards = _sums(engine.report)["device"]
-    return (
-        f"{engine.name}: closed, {counted}; {shards:,} bytes of shards on the device live as long"
-        " as the engine object."
-    )
+    return f"{engine.name}: closed, {counted}."
 
 
 def _grid(engine: EngineMemory) -> Table:
