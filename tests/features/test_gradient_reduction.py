@@ -14,6 +14,7 @@ import torch
 
 import zeroshard as zs
 from tests.support.harness import RankError, run_ranks
+from tests.support.sums import sum_in_order, sum_of_micro_batches
 from tests.support.training import (
     ROWS,
     State,
@@ -70,18 +71,8 @@ def _by_hand(world: int, *, micro_batches_first: bool) -> dict[str, torch.Tensor
     out = {}
     for index, (name, _) in enumerate(model.named_parameters()):
         parts = [[of[micro][rank][index] for rank in range(world)] for micro in range(2)]
-        if micro_batches_first:
-            out[name] = _added([parts[0][rank] + parts[1][rank] for rank in range(world)])
-        else:
-            out[name] = _added(parts[0]) + _added(parts[1])
+        out[name] = sum_of_micro_batches(parts, micro_batches_first=micro_batches_first)
     return out
-
-
-def _added(parts: list[torch.Tensor]) -> torch.Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 def _sums(rank: int, world: int) -> dict[str, list[str]]:
@@ -182,7 +173,7 @@ def _joined(rank: int, world: int) -> list[str]:
 def _sum_of(model: torch.nn.Module, step: int, ranks: int) -> list[torch.Tensor]:
     parameters = list(model.parameters())
     of = [torch.autograd.grad(model(*batch(rank, step)), parameters) for rank in range(ranks)]
-    return [_added(list(parts)) for parts in zip(*of, strict=True)]
+    return [sum_in_order(parts) for parts in zip(*of, strict=True)]
 
 
 def test_a_rank_without_data_adds_nothing() -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zeroshard as zs
 from tests.support.harness import RankError, run_ranks
+from tests.support.sums import sum_of_micro_batches
 from tests.support.training import (
     ROWS,
     VOCABULARY,
@@ -56,13 +57,6 @@ def _gradients(
     return out
 
 
-def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
 def _by_hand(world: int, *, shares: Sequence[float] = (), micro_batches_first: bool) -> State:
     """Train with the defined order of sums; weights are samples, or `shares` where given."""
     model = make_model()
@@ -72,10 +66,7 @@ def _by_hand(world: int, *, shares: Sequence[float] = (), micro_batches_first: b
         micros = [_gradients(model, step, m, sizes[m], shares or sizes[m]) for m in range(2)]
         for index, parameter in enumerate(model.parameters()):
             of = [[micros[m][rank][index] for rank in range(world)] for m in range(2)]
-            if micro_batches_first:
-                total = _sum([of[0][rank] + of[1][rank] for rank in range(world)])
-            else:
-                total = _sum(of[0]) + _sum(of[1])
+            total = sum_of_micro_batches(of, micro_batches_first=micro_batches_first)
             weight = 1 if shares else sum(map(sum, SIZES[:world]))
             parameter.grad = total / weight
         optimizer.step()

@@ -32,6 +32,7 @@ from torch import nn
 
 from tests.fuzz.optimizers import make_optimizer
 from tests.fuzz.program import Program, experts_apart, num_leaves
+from tests.support.sums import sum_in_order, sum_in_tree
 
 __all__ = ["DECAY", "DTYPES", "ByHand", "ByLeaves"]
 
@@ -133,7 +134,7 @@ class ByHand:
             if self.sync:
                 self._reduce_partial()
             return
-        grads = {name: _summed(each) for name, each in brought.items()}
+        grads = {name: sum_in_order(each) for name, each in brought.items()}
         if self.first == "node":
             self._reduce_between(grads)
         else:
@@ -175,7 +176,7 @@ class ByHand:
                 each = [answer[name].float() if name in answer else zeros for answer in holders]
                 size = self.program.node_size or self.program.world
                 out[name] = [
-                    _tree_sum(each[start : start + size]) for start in range(0, len(each), size)
+                    sum_in_tree(each[start : start + size]) for start in range(0, len(each), size)
                 ]
         return out
 
@@ -188,7 +189,7 @@ class ByHand:
 
     @staticmethod
     def _over_nodes(sums: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        return {name: _tree_sum(nodes) for name, nodes in sums.items()}
+        return {name: sum_in_tree(nodes) for name, nodes in sums.items()}
 
     def _add(self, sums: dict[str, torch.Tensor]) -> None:
         for name, total in sums.items():
@@ -371,9 +372,9 @@ class ByLeaves(ByHand):
         levels = [int(size) for size in (self.program.leaves or "").split("x")]
         if len(levels) > 1:
             for size in reversed(levels):  # from the leaves up: a chain of each node's children
-                each = [_summed(each[at : at + size]) for at in range(0, len(each), size)]
+                each = [sum_in_order(each[at : at + size]) for at in range(0, len(each), size)]
             return each[0]
-        return _tree_sum(each)
+        return sum_in_tree(each)
 
     def backward(
         self, loss: torch.Tensor, *, retain_graph: bool = False, weights: Sequence[float] = ()
@@ -383,7 +384,7 @@ class ByLeaves(ByHand):
             self.weights.append(weight)
         (loss.float() * self.scale if self.scale != 1.0 else loss).backward()
         brought, self.brought = self.brought, {}
-        self.of_leaves.append({name: _summed(each) for name, each in brought.items()})
+        self.of_leaves.append({name: sum_in_order(each) for name, each in brought.items()})
 
     def _divide(self) -> None:
         for total in () if self.divided else self.totals.values():
@@ -399,20 +400,3 @@ def _squares(total: torch.Tensor) -> list[float]:
         half = blocks.shape[1] // 2
         blocks = blocks[:, :half] + blocks[:, half:]
     return [float(one) for one in blocks[:, 0]]
-
-
-def _summed(parts: list[torch.Tensor]) -> torch.Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-def _tree_sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum by a binary tree, cut at powers of two."""
-    if len(parts) == 1:
-        return parts[0]
-    half = 1
-    while 2 * half < len(parts):
-        half *= 2
-    return _tree_sum(parts[:half]) + _tree_sum(parts[half:])

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.sums import sum_in_tree
 from zeroshard.comm.ordered import CHUNK_NUMEL, ordered_sum
 
 
@@ -21,17 +22,7 @@ def naive_sum(
     """Sum as the docstring says, one operation at a time, with real zeros."""
     whole = [torch.zeros(numel) if c is None else c.float() for c in contributions]
     size = len(whole) if node_size is None else node_size
-    return _halved([_halved(whole[at : at + size]) for at in range(0, len(whole), size)])
-
-
-def _halved(numbers: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum by a tree that is cut at the largest power of two below the number of them."""
-    if len(numbers) == 1:
-        return numbers[0]
-    middle = 1
-    while 2 * middle < len(numbers):
-        middle *= 2
-    return _halved(numbers[:middle]) + _halved(numbers[middle:])
+    return sum_in_tree([sum_in_tree(whole[at : at + size]) for at in range(0, len(whole), size)])
 
 
 def contribution(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
