@@ -230,8 +230,7 @@ class StateAccess:
         first_along = self._context.axes.place.first_along
         return {
             name: (part, part.counts(alike, first_along))
-            for unit in self._weights.units
-            for segment in unit.segments
+            for segment in self._weights.segments
             for name, part in zip(segment.names, segment.parts, strict=True)
         }
 

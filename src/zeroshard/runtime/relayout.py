@@ -87,7 +87,7 @@ def segments_of(parts: Parts, averages: Sequence[list[torch.Tensor]]) -> dict[st
     tiles: dict[str, list[Tile]] = {}
     for tile in () if sharded is None else sharded.tiles:
         tiles.setdefault(tile.segment.key, []).append(tile)
-    for segment in (segment for unit in parts.weights.units for segment in unit.segments):
+    for segment in parts.weights.segments:
         cut, optimizer = tiles.get(segment.key, ()), None if sharded is None else sharded.states
         out[segment.key] = SegmentStates(segment, cut, optimizer, averages, number)
         number += segment.master is not None
@@ -116,7 +116,7 @@ def release_parameters(parts: Parts) -> None:
     dtypes and strides that shard() found. The old hooks stay: where the move does not come to its
     end they refuse a use of the module.
     """
-    for segment in (segment for unit in parts.weights.units for segment in unit.segments):
+    for segment in parts.weights.segments:
         members = zip(segment.parameters, segment.flat.strides, segment.given, strict=True)
         for parameter, stride, dtype in members:
             restore_classes((parameter,))

@@ -135,7 +135,7 @@ class Rest:
                 if segment.grad is not None:
                     segment.grad.reset_residual()  # of gradients of other weights
         self.publish(frozen=True)
-        if any(segment.keeps_writes for unit in self._weights.units for segment in unit.segments):
+        if any(segment.keeps_writes for segment in self._weights.segments):
             self.before_writing()  # before anybody writes to these, everybody has read them
         self._faults.agree()
 

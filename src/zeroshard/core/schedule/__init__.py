@@ -256,7 +256,7 @@ class Schedule:
         self.num_gathered += 1
         if self._reads:
             yield from self._advance()
-        if self.reduces.started and phase == "forward":  # left of a backward before
+        if self.reduces.under_way and phase == "forward":  # left of a backward before
             yield from self.reduces.make_room(self.rules.prefetch_bytes - self._ahead_bytes)
         for index in self._expected(unit, phase) if size else ():
             if size := self._sizes[index]:

@@ -17,22 +17,18 @@ class Reduces:
 
     def __init__(self, rules: Rules, room: Allowance) -> None:
         self._rules, self._room = rules, room
-        self.started: dict[Key, bool] = {}  # under way; whether the sum rests on another tier
-
-    @property
-    def under_way(self) -> list[Key]:
-        """The reduces under way, oldest first."""
-        return list(self.started)
+        # oldest first; whether the sum rests on another tier
+        self.under_way: dict[Key, bool] = {}
 
     def make_room(self, num_bytes: int) -> Commands:
         """Wait for reduces under way, oldest first, until `num_bytes` fit the budget."""
         rules = self._rules
-        if self.started and rules.waits_for_room and rules.budget_bytes:
+        if self.under_way and rules.waits_for_room and rules.budget_bytes:
             return self._oldest_until_fits(num_bytes)
         return ()
 
     def _oldest_until_fits(self, num_bytes: int) -> Commands:
-        for key in list(self.started):
+        for key in list(self.under_way):
             if num_bytes <= self._room.left:
                 return
             yield Command(Op.WAIT_REDUCE, *key)
@@ -40,17 +36,17 @@ class Reduces:
 
     def before(self, key: Key) -> Commands:
         """Wait for the reduce of the same segment that is under way: they complete in order."""
-        if key in self.started:
+        if key in self.under_way:
             yield Command(Op.WAIT_REDUCE, *key)
             self.over(key)
 
     def start(self, key: Key, *, off_device: bool = False) -> None:
         """A reduce has been started; `off_device`: its sum rests on another tier."""
-        self.started[key] = off_device
+        self.under_way[key] = off_device
 
     def over(self, key: Key) -> None:
         """A reduce is over, and its bucket is free."""
-        self.started.pop(key, None)
+        self.under_way.pop(key, None)
 
     def handed_over(self) -> Commands:
         """The gradients of a unit have been handed over: note which sums are over.
@@ -60,26 +56,26 @@ class Reduces:
         gives a buffer back, and what fits beside it is gathered ahead on every rank or on none.
         """
         if not self._rules.ordered:
-            for key in list(self.started):
+            for key in list(self.under_way):
                 yield Command(Op.POLL_REDUCE, *key)
             return
         op = Op.WAIT_REDUCE if self._rules.waits_for_room else Op.POLL_REDUCE
-        leaving = [key for key, off_device in self.started.items() if off_device]
+        leaving = [key for key, off_device in self.under_way.items() if off_device]
         for key in leaving[:-MAX_FLUSHING]:
             yield Command(op, *key)
             if op is Op.WAIT_REDUCE:
                 self.over(key)
-            elif key in self.started:
+            elif key in self.under_way:
                 return  # its other parts have not come, perhaps, and nobody waits for them
 
     def finish(self) -> Commands:
         """Wait for every reduce under way, in the order in which they were started: the last wait
         then covers those before it.
         """
-        for key in list(self.started):
+        for key in list(self.under_way):
             yield Command(Op.WAIT_REDUCE, *key)
             self.over(key)
 
     def reset(self) -> None:
         """Nothing is under way."""
-        self.started.clear()
+        self.under_way.clear()
