@@ -39,6 +39,7 @@ from tests.device.compositions import (
     Shrunk,
     shared_folder,
 )
+from tests.gpu.chosen import HAS_CUDA
 from tests.support import pipelines, tensor_parallel
 from tests.support.adversary import disturbed
 from tests.support.experts import Listed
@@ -60,7 +61,7 @@ __all__ = [
     "Schedule", "cases_of", "compare", "measure", "set_schedule", "trained",
 ]  # fmt: skip
 
-DEVICE = "cuda:0" if torch.cuda.is_available() else "zsim:0"
+DEVICE = "cuda:0" if HAS_CUDA else "zsim:0"
 STEPS = 3
 UNIT = 33_216  # elements of a block
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -348,7 +349,7 @@ _map_pages = host_pages.map_pages
 
 @contextmanager
 def _registered_pages() -> Iterator[None]:
-    if DEVICE != "zsim:0":  # CUDA registers pages itself
+    if HAS_CUDA:  # CUDA registers pages itself
         yield
         return
     from tests.device import zsim
@@ -658,20 +659,20 @@ class Outcome:
 def compare(rank: int, world: int, name: str, schedules: Sequence[Schedule]) -> Outcome:
     """Train in order, then in each of `schedules`, and without an engine where that is promised."""
     case, outcome = CASES[name], Outcome()
-    torch.use_deterministic_algorithms(DEVICE != "zsim:0", warn_only=True)
+    torch.use_deterministic_algorithms(HAS_CUDA, warn_only=True)
     began = time.process_time()
     expected = trained(case.program, rank, world, FIFO)
     for schedule in schedules:
         run = trained(case.program, rank, world, schedule)
         outcome.found += [f"{schedule}: {line}" for line in run.differs_from(expected)]
     is_plain = case.is_plain and world <= 2  # a sum of two has one order
-    if DEVICE != "zsim:0" and world > 1:  # over gloo, whose sums are not rounded to half precision
+    if HAS_CUDA and world > 1:  # over gloo, whose sums are not rounded to half precision
         is_plain = is_plain and case.program.precision == "fp32"
     if is_plain:
         set_schedule(FIFO)
         plain = case.program.train_plainly(DEVICE, rank=rank)
         outcome.found += expected.differs_from(plain)
-    is_as_on_cpu = case.is_as_on_cpu and world <= 2 and DEVICE == "zsim:0"
+    is_as_on_cpu = case.is_as_on_cpu and world <= 2 and not HAS_CUDA
     if is_as_on_cpu:
         outcome.found += expected.differs_from(_in_folder(case.program, "cpu", rank))
     outcome.num_runs = 1 + len(schedules) + is_plain + is_as_on_cpu
@@ -698,7 +699,7 @@ def _waits(rank: int, world: int, name: str, steps: int) -> Counter[str]:
 
 def set_schedule(schedule: Schedule) -> None:
     """Let the pretended device of this process run in that order."""
-    if DEVICE != "zsim:0":
+    if HAS_CUDA:
         return
     from tests.device import zsim  # registers the device, which is not for pytest's own process
 
@@ -708,9 +709,8 @@ def set_schedule(schedule: Schedule) -> None:
 def trained(program: Program, rank: int, world: int, schedule: Schedule) -> Run:
     """Train under `schedule`."""
     set_schedule(schedule)
-    late = _LATE.get(schedule[0])
-    disturbance = nullcontext() if late is None or DEVICE == "zsim:0" else disturbed(DEVICE, late)
-    with disturbance:
+    late = _LATE.get(schedule[0]) if HAS_CUDA else None
+    with nullcontext() if late is None else disturbed(DEVICE, late):
         return _in_folder(program, DEVICE, rank)
 
 
