@@ -74,7 +74,7 @@ SIZES = {
         Size("large", layers=16, width=1024, heads=16, vocabulary=4096, batch=1, alive=2),  # 209.9M
         # 1313M, for a GPU: 23 GB of bf16 weights, gradients and fp32 states in one process
         Size("1.3b", 24, width=2048, heads=16, vocabulary=24576, context=2048, batch=1, alive=2),
-        # 1477M in few wide layers: what a GPU computes takes longer than its launches
+        # 1485M in few wide layers: what a GPU computes takes longer than its launches
         Size("wide", 7, width=4096, heads=32, vocabulary=8192, context=2048, batch=2, alive=2),
     )
 }

@@ -33,6 +33,7 @@ from tests.support.harness import run_ranks
 from tests.support.training import Net, batch, take_steps, two_groups
 from zeroshard import memory
 from zeroshard.core.placement import Tier
+from zeroshard.memory.heap import return_freed_memory
 from zeroshard.optim.copies import TileOptimizer
 from zeroshard.optim.shards import StepMethod
 from zeroshard.runtime.engine import states_of
@@ -226,12 +227,13 @@ def test_what_the_host_holds_is_what_the_engine_counts() -> None:
     model = _net(LARGE)
     torch.cuda.synchronize()
     gc.collect()  # the engines before
+    return_freed_memory()  # shard() does it, too
     before = _resident_bytes()
     engine = zs.shard(model, two_groups(model), stage=3, offload=_offload({"weight": "host"}, None))
     counted = engine.memory().tiers["weight"]["host"]
     grown = _resident_bytes() - before
     print(f"counted {counted >> 20} MiB, resident {grown >> 20} MiB more")
-    assert 0.98 * counted <= grown < 1.05 * counted + (32 << 20)
+    assert counted <= grown < 1.05 * counted + (32 << 20)
     for storage in getattr(inside.stores(engine).get(Tier.HOST), "storages", []):
         there = torch.frombuffer(storage._memory, dtype=torch.uint8)
         assert there.is_pinned() and there.numel() == storage.num_bytes, storage.key
