@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The codecs (comm/codec.py) and the canonical sum (comm/ordered.py) as Triton kernels: one pass
-from source to encoding, and back; one pass over what all ranks have sent. Bits are those of the
-torch code.
+"""The codecs (comm/codec.py), the canonical sum (comm/ordered.py) and the sum of squares
+(state/reduction.py) as Triton kernels: one pass from source to encoding, and back; one pass over
+what all ranks have sent; one over a gradient. Bits are those of the torch code.
 
 Same bits, because every step is one IEEE operation: division rounds to nearest (``div_rn``;
 Triton's ``/`` does not), products and sums are not contracted (``enable_fp_fusion=False``),
@@ -12,10 +12,12 @@ same order, and NaN is the largest.
 
 A program of a codec takes a `tile`: so many blocks, and the power of 2 that their bytes span. A
 program of the sum takes a run of elements and loops over ranks, of which the number of bits of
-their number is compiled in: a binary counter holds a sum for each. Elements are counted in 64 bits,
-and rows by moving the pointer. Under ``TRITON_INTERPRET=1`` the kernels run on the CPU:
-tests/unit/comm/test_codec_kernels.py, test_sum_kernel.py. Importing this file needs Triton;
-comm/codec.py and comm/ordered.py do without (comm/compat.py).
+their number is compiled in: a binary counter holds a sum for each. A program of squares takes some
+blocks of 64 elements, and adds the integers of all blocks with one exponent at once. Elements are
+counted in 64 bits, and rows by moving the pointer. Under ``TRITON_INTERPRET=1`` the kernels run on
+the CPU: tests/unit/comm/test_codec_kernels.py, test_sum_kernel.py, state/test_squares_kernel.py.
+Importing this file needs Triton; comm/codec.py, comm/ordered.py and state/reduction.py do without
+(comm/compat.py).
 """
 
 from __future__ import annotations
@@ -27,12 +29,25 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["MOST", "OPTIONS", "Coded", "decode", "encode", "sum_rows", "tile_of"]
+__all__ = [
+    "COPIES",
+    "MOST",
+    "OPTIONS",
+    "Coded",
+    "add_squares",
+    "decode",
+    "encode",
+    "sum_rows",
+    "tile_of",
+]
 
 OPTIONS = {"enable_fp_fusion": False}  # of every launch
 _ELEMENTS = 4096  # per program of a codec, about
 # elements per program of the sum: with 4 warps, 16 bytes of bf16 per thread and load
 _RUN = tl.constexpr(1024)
+COPIES = 16  # of the bins of squares: programs that add to one address wait for one another
+_COPIES = tl.constexpr(COPIES)
+_ROWS = tl.constexpr(64)  # blocks per program of the squares
 MOST = 255  # ranks of a node, and nodes, of a sum: eight bits
 
 
@@ -292,6 +307,61 @@ def sum_rows(rows: torch.Tensor, out: torch.Tensor, *, node_size: int, accumulat
         _sum[(triton.cdiv(numel, _RUN.value),)](
             _bits_of_bf16(rows), _bits_of_bf16(out), numel, rows.stride(0), num_nodes, node_size,
             how=(node_size.bit_length(), num_nodes.bit_length(), accumulate), **OPTIONS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _halve(x, rows: tl.constexpr, width: tl.constexpr):
+    """Add element i of the first half of each row to element i of the second."""
+    return tl.sum(tl.reshape(x, [rows, 2, width]), axis=1)
+
+
+@triton.jit
+def _squares(numbers, bins, numel, strides, least, last, low: tl.constexpr):
+    """`strides`: between copies of the bins, and between their lower and higher parts; `least`: the
+    exponent of bin 0; `last`: the bin of infinity; `low`: bits of the lower part.
+    """
+    copies, parts = strides
+    row = tl.program_id(0).to(tl.int64) * _ROWS + tl.arange(0, _ROWS)
+    at = row[:, None] * 64 + tl.arange(0, 64)[None, :]
+    x = _load(numbers, at, at < numel).to(tl.float64)
+    x = x * x
+    x = _halve(x, _ROWS, 32)
+    x = _halve(x, _ROWS, 16)
+    x = _halve(x, _ROWS, 8)
+    x = _halve(x, _ROWS, 4)
+    x = _halve(x, _ROWS, 2)
+    bits = tl.sum(x, axis=1).to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF  # NaN may have a sign
+    place = tl.minimum(tl.maximum((bits >> 52) - least, 0), last)
+    place += tl.where(bits > 0x7FF0000000000000, 1, 0)
+    first = bits & ((1 << low) - 1)
+    second = ((bits >> low) & ((1 << (52 - low)) - 1)) | (1 << (52 - low))
+    bins += (tl.program_id(0) % _COPIES) * copies
+    there = row * 64 < numel
+    highest = tl.max(tl.where(there, place, -1), axis=0)
+    while highest >= 0:  # exponents: a few
+        here = there & (place == highest)
+        tl.atomic_add(bins + highest, tl.sum(tl.where(here, first, 0), axis=0), sem="relaxed")
+        tl.atomic_add(
+            bins + parts + highest, tl.sum(tl.where(here, second, 0), axis=0), sem="relaxed"
+        )
+        there = there & (place != highest)
+        highest = tl.max(tl.where(there, place, -1), axis=0)
+
+
+def add_squares(
+    numbers: torch.Tensor, bins: torch.Tensor, *, least: int, last: int, low: int
+) -> None:
+    """Add the sums of squares of the blocks of `numbers` [n] to `bins`, int64 [COPIES, 2, places]:
+    the lower `low` bits of each to the first, the rest to the second, at the place of its exponent;
+    to which copy is of no matter (state/reduction.py).
+    """
+    if numbers.numel() == 0:
+        return
+    with _current(numbers):
+        _squares[(triton.cdiv(numbers.numel(), 64 * _ROWS.value),)](
+            _bits_of_bf16(numbers), bins, numbers.numel(), bins.stride()[:2], least, last, low=low,
+            **OPTIONS,
         )  # fmt: skip
 
 

@@ -226,8 +226,11 @@ class Finalizer:
         """Read once what is to be known of averages on an accelerator: their `squares`, or whether
         they are finite. Return whether there was anything.
         """
-        accumulators = [bucket.accumulator for bucket in self._backward.buckets]
-        unread = [one for each in accumulators for one in each.unread(squares=squares)]
+        unread = [
+            request
+            for bucket in self._backward.buckets
+            for request in bucket.accumulator.unread(bucket.in_norm, squares=squares)
+        ]
         if unread:
             read_squares(unread, exactly=squares)
         return bool(unread)

@@ -250,25 +250,38 @@ class Accumulator:
 
     # ------------------------------------------------------------------ where parameters lie
 
-    def unread(self, *, squares: bool = True) -> list[SquaresRequest]:
+    def unread(self, used: Sequence[bool], *, squares: bool = True) -> list[SquaresRequest]:
         """Return what the host has yet to read of an accelerator to know their squares, and whether
-        the averages are finite; nothing of the CPU.
+        the averages are finite; nothing of the CPU. Where all parameters are `used`, a rank's
+        averages are one request.
         """
         resting = self.resting()
-        return [] if resting is None else resting.unread(self._ranges, squares=squares)
+        if resting is None:
+            return []
+        every = self._groups.values() if all(used) else [(span,) for _, _, span in self._spans]
+        return resting.unread(every, squares=squares)
 
     def add_squares(self, used: Sequence[bool], to: SquaresSum, *, of_all: bool) -> None:
         """Add the squares of this rank's averages (`of_all`: of all that are here) `to` a sum; not
         of parameters that are not `used`: their gradients were cleared elsewhere.
         """
         resting = self.resting()
-        if resting is not None:
-            spans = [
-                span
-                for rank, index, span in self._spans
-                if used[index] and (of_all or rank == self.rank)
-            ]
-            resting.add_squares(spans, to)
+        if resting is None:
+            return
+        ranks = self.members if of_all else [self.rank]
+        if all(used):
+            groups = [self._groups[rank] for rank in ranks if rank in self._groups]
+        else:
+            groups = [(span,) for rank, index, span in self._spans if used[index] and rank in ranks]
+        resting.add_squares(groups, to)
+
+    @cached_property
+    def _groups(self) -> dict[int, tuple[Range, ...]]:
+        """The places of each rank's averages; the padding between them is zero."""
+        groups: dict[int, tuple[Range, ...]] = {}
+        for rank, _, span in self._spans:
+            groups[rank] = (*groups.get(rank, ()), span)
+        return groups
 
     @cached_property
     def _spans(self) -> list[tuple[int, int, Range]]:
@@ -282,10 +295,6 @@ class Accumulator:
                 span = (base + piece.shard_start, base + piece.shard_stop)
                 spans.append((rank, piece.index, span))
         return spans
-
-    @cached_property
-    def _ranges(self) -> list[Range]:
-        return [span for _, _, span in self._spans]
 
     def first_bad(self) -> str | None:
         """Return the name of the first parameter here whose averaged gradient is not finite."""

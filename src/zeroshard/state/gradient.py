@@ -91,9 +91,9 @@ class Gradient:
         self._note = note
         self._divided_by = 0.0  # the ranks and the loss scale, once averaged; 0 while it is a sum
         self._weight = 0.0  # part of that: the sum of weights, once divided by it
-        # of ranges on an accelerator: sums of squares that the host has read
-        self._squares: dict[Range, ExactSum] = {}
-        self._finite: dict[Range, bool] = {}  # of others: whether they are finite
+        # of groups of ranges on an accelerator: sums of squares that the host has read
+        self._squares: dict[tuple[Range, ...], ExactSum] = {}
+        self._finite: dict[tuple[Range, ...], bool] = {}  # of others: whether they are finite
         self._wait: Callable[[], None] | None = None  # for a step that may be reading it
         self._flushing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
         # sums on their way to the host, to be added there
@@ -333,40 +333,44 @@ class Gradient:
 
     # ------------------------------------------------------------------ its norm
 
-    def unread(self, ranges: Iterable[Range], *, squares: bool) -> list[SquaresRequest]:
+    def unread(self, groups: Iterable[tuple[Range, ...]], *, squares: bool) -> list[SquaresRequest]:
         """Return what the host has yet to read of an accelerator (state/reduction.py) to know the
-        `squares` of `ranges`, or whether the average is finite; nothing of the CPU.
+        `squares` of each group of ranges, or whether they are finite; nothing of the CPU. Between
+        the ranges of a group lie zeros.
         """
         if not self.on_device or not reads_wait(self.numbers.whole):
             return self._passed.unread()
         known: Any = self._squares if squares else self._finite
         return [
-            SquaresRequest(self.numbers.whole[slice(*span)], partial(known.__setitem__, span))
-            for span in ranges
-            if span not in known and span not in self._squares
+            SquaresRequest(
+                self.numbers.whole[group[0][0] : group[-1][1]], partial(known.__setitem__, group)
+            )
+            for group in groups
+            if group not in known and group not in self._squares
         ]
 
-    def add_squares(self, ranges: Iterable[Range], to: SquaresSum) -> None:
-        """Add the squares of `ranges`, each from the beginning of a block on
+    def add_squares(self, groups: Iterable[tuple[Range, ...]], to: SquaresSum) -> None:
+        """Add the squares of groups of ranges, each from the beginning of a block on
         (state/reduction.py), `to` a sum: NaN of a lost one.
         """
         try:
-            for span in ranges:
-                if span in self._squares:
-                    to.add_known(self._squares[span])
+            for group in groups:
+                if group in self._squares:
+                    to.add_known(self._squares[group])
                     continue
-                for _, block in self.blocks(*span):
-                    to.add(block)
+                for span in group:
+                    for _, block in self.blocks(*span):
+                        to.add(block)
         except StorageError as error:
             self._fail(error)
             to.add_known(ExactSum.of(math.nan))
 
     def is_finite(self, start: int, stop: int) -> bool:
         """Whether a range holds neither NaN nor infinity."""
-        if (start, stop) in self._squares:
-            return self._squares[start, stop].is_finite
-        if (start, stop) in self._finite:
-            return self._finite[start, stop]
+        known = {group: one.is_finite for group, one in self._squares.items()} | self._finite
+        for group, finite in known.items():
+            if (start, stop) in group and (finite or len(group) == 1):
+                return finite
         try:
             return all(bool(torch.isfinite(block).all()) for _, block in self.blocks(start, stop))
         except StorageError as error:

@@ -21,7 +21,9 @@ the sums of 2^30 blocks. Squares of fp32 numbers lie between 2^-298 and 2^262: 1
 No square of a finite number in fp32 overflows in fp64, so the same table says whether all of them
 are finite and what the norm is. A read waits for all work that is queued on the device, which is
 why there is one per step. The host reads its own memory for nothing, so that nothing is collected
-on the CPU. Scratch is one chunk in fp64, and a quarter of it for each of five vectors of integers.
+on the CPU. Where Triton serves the device, a slice is one kernel (comm/kernels.py: add_squares), which
+needs no scratch; elsewhere scratch is one chunk in fp64, and a quarter of it for each of five vectors
+of integers.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroshard.comm.compat import kernels_for
 from zeroshard.core.exact_sum import ExactSum
 from zeroshard.core.layout import ALIGN
 from zeroshard.memory import reads_wait
@@ -48,7 +51,7 @@ __all__ = [
 
 _CHUNK = 1 << 17  # elements: a chunk of fp32 stays in a core's own cache
 # blocks that are halved together, by whether the host waits for reads of them: few kernels there
-_BLOCKS = {False: _CHUNK // ALIGN, True: 1 << 14}
+_BLOCKS = {False: _CHUNK // ALIGN, True: 1 << 18}
 _BATCH = 16  # chunks whose blocks are added to the bins together
 
 _MANTISSA = 52  # stored bits, of fp64
@@ -138,6 +141,13 @@ class _BlockSums:
 
     def __init__(self, like: torch.Tensor, num_sums: int = 1, most: int = 1 << 62) -> None:
         """Of `num_sums` numbers on the device of `like`, of at most so many blocks."""
+        self._kernels = kernels_for(like)
+        # lower and higher parts, by row and exponent
+        shape = (self._kernels.COPIES if self._kernels else 1, 2, num_sums, _ODD + 2)
+        self._bins = torch.zeros(shape, dtype=torch.int64, device=like.device)
+        self._filled = self._summed = 0
+        if self._kernels:
+            return
         size = max(min(most, _BLOCKS[reads_wait(like)]), 1)
         self._wide = torch.empty(size, ALIGN, dtype=torch.float64, device=like.device)
         self._flat = self._wide.view(-1)
@@ -145,14 +155,14 @@ class _BlockSums:
         self._sums = self._flat.new_empty(min(max(most, 1), _BATCH * size))
         # of each sum of a block: its row
         self._rows = torch.zeros_like(self._sums, dtype=torch.int64) if num_sums > 1 else None
-        # lower and higher parts, by row and exponent
-        shape = (2, num_sums * (_ODD + 2))
-        self._bins = torch.zeros(shape, dtype=torch.int64, device=like.device)
-        self._filled = self._summed = 0
 
     def add(self, numbers: torch.Tensor, row: int = 0) -> None:
         """Add the squares of `numbers` [n] to those of `row`."""
         assert numbers.dtype is not torch.float64, "its squares are not exact"
+        if self._kernels:
+            bins, least = self._bins[:, :, row], _LEAST - _WIDTH
+            self._kernels.add_squares(numbers, bins, least=least, last=_ODD, low=_LOW)
+            return
         for part in torch.split(numbers, len(self._flat)):
             blocks, numel = _num_blocks(part), part.numel()
             if self._filled + blocks > len(self._wide):
@@ -189,19 +199,21 @@ class _BlockSums:
         if self._rows is not None:
             place.add_(self._rows[: self._summed], alpha=_ODD + 2)
             self._rows.zero_()
-        self._bins[0].index_add_(0, place, bits & (1 << _LOW) - 1)
+        lower, higher = self._bins.view(2, -1)
+        lower.index_add_(0, place, bits & (1 << _LOW) - 1)
         high = _MANTISSA - _LOW
         bits.bitwise_right_shift_(_LOW).bitwise_and_((1 << high) - 1).bitwise_or_(1 << high)
-        self._bins[1].index_add_(0, place, bits)
+        higher.index_add_(0, place, bits)
         self._summed = 0
 
     def table(self) -> torch.Tensor:
         """Return the bins of all that was added, int64 [num_sums, bins + 2]; the last two are
         positive where there was infinity or NaN.
         """
-        self._halve()
-        self._collect()
-        parts = self._bins.view(2, -1, _ODD + 2)
+        if not self._kernels:
+            self._halve()
+            self._collect()
+        parts = self._bins.sum(0)
         table = parts.new_zeros(parts.shape[1], _BINS + 2)
         finite = parts[:, :, _WIDTH:_ODD].reshape(2, len(table), -1, _WIDTH)
         low, high = (finite << torch.arange(_WIDTH, device=finite.device)).sum(3)

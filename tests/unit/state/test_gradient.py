@@ -94,7 +94,7 @@ def test_sums_are_added_averaged_once_and_scaled_wherever_they_rest(
     assert torch.equal(gradient.fetch(5, 71), expected[5:71])
     for start, stop in (OWN, (5, 71), (36, 38), (50, 50)):
         squares = SquaresSum()
-        gradient.add_squares([(start, stop)], squares)
+        gradient.add_squares([((start, stop),)], squares)
         assert float(squares.read()) == pytest.approx(
             float((expected[start:stop].double() ** 2).sum()), rel=1e-12
         )

@@ -115,20 +115,21 @@ def test_gradients_are_divided_scaled_and_zeroed_without_a_read_and_then_read_to
         accumulators, gradients = [one for one, _ in made], [one for _, one in made]
         for one in gradients:
             assert one.average(4.0), "nothing is known of it yet"
-        asked = [each for one in accumulators for each in one.unread()]
+        asked = [each for one in accumulators for each in one.unread([True, False])]
         assert (reads.numbers, reads.vectors) == (0, [])
         reduction.read_squares(asked)
         assert reads.vectors == [4]
-        assert [one.unread() for one in accumulators] == [[], []]
+        assert [one.unread([True, False]) for one in accumulators] == [[], []]
         for one, squares in zip(gradients, expected, strict=True):
             for span, value in zip(spans, squares, strict=True):
                 total = SquaresSum()
-                one.add_squares([span], total)
+                one.add_squares([(span,)], total)
                 assert float(total.read()) == pytest.approx(value, rel=1e-12)
                 assert one.is_finite(*span)
         gradients[0].scale(0.5)
         accumulators[1].zero({0})
-        assert [len(one.unread()) for one in accumulators] == [2, 2], "they have changed"
+        asked = [one.unread([True, False]) for one in accumulators]
+        assert list(map(len, asked)) == [2, 2], "they have changed"
     assert (reads.numbers, reads.vectors) == (0, [4])
 
 
@@ -138,9 +139,30 @@ def test_what_is_not_finite_is_known_once_it_has_been_read() -> None:
     with on_an_accelerator():
         accumulator, one = gradient_of(numbers, [40, 60])
         assert one.average(2.0)
-        reduction.read_squares(accumulator.unread())
+        reduction.read_squares(accumulator.unread([True, False]))
         assert not one.average(2.0)
         assert one.is_finite(0, 40) and not one.is_finite(40, 100)
+
+
+def test_a_unit_of_used_parameters_is_one_slice_and_a_number_that_is_not_finite_has_its_place() -> (
+    None
+):
+    numbers = torch.randn(100)
+    expected = float((numbers.double() / 2).square().sum())
+    with on_an_accelerator() as reads:
+        accumulator, one = gradient_of(numbers, [40, 60])
+        one.average(2.0)
+        reduction.read_squares(accumulator.unread([True, True]))
+        total = SquaresSum()
+        accumulator.add_squares([True, True], total, of_all=False)
+        assert reads.vectors == [1] and float(total.read()) == pytest.approx(expected, rel=1e-12)
+        assert one.is_finite(0, 40) and one.is_finite(40, 100)
+        one.numbers.whole[50] = float("nan")
+        one.scale(0.5)
+        reduction.read_squares(accumulator.unread([True, True]))
+        assert not one.average(2.0)
+        assert one.is_finite(0, 40) and not one.is_finite(40, 100)
+    assert reads.vectors == [1, 1]
 
 
 def _reads_of_steps(rank: int, world: int, row: str) -> dict[str, Any]:
