@@ -192,7 +192,7 @@ def _show(options: Options, contenders: list[Contender], *, as_json: bool) -> in
     table = grid(title, ("way", "s / step", "MB read", "MB written"), rows)
     spread = f"[{min(ratios):.2f}, {max(ratios):.2f}]"
     note = f"accumulate is {statistics.median(ratios):.2f} times faster {spread}"
-    return publish(report, table, [note], out=None, as_json=as_json)
+    return publish(report, [table], [note], out=None, as_json=as_json)
 
 
 def main(arguments: list[str] | None = None) -> int:

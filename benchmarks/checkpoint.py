@@ -229,4 +229,4 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
         [each.row(size) for each in comparisons],
         num_text=2,
     )
-    return publish(report, table, (), out=out, as_json=as_json)
+    return publish(report, [table], (), out=out, as_json=as_json)

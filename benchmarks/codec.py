@@ -158,7 +158,7 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
         "torch": torch.__version__,
     }
     report = {"machine": machine, **facts, "rows": rows}
-    return publish(report, _table(options, rows), (), out=out, as_json=as_json)
+    return publish(report, [_table(options, rows)], (), out=out, as_json=as_json)
 
 
 def _table(options: Options, rows: list[dict[str, Any]]) -> Table:

@@ -110,6 +110,8 @@ _WHAT = (
     Option("--alive N", "contenders whose processes live at the same time; 2 is strictly A B A B"
            " (default: by size)", count(2)),
     _DEVICE,
+    Option("--max-norm NORM", "to which every contender clips (default: 1; inf: nothing is clipped,"
+           " and losses of exact contenders have the same bits)", float, 1.0),
     Option("--deepspeed-python PATH", "interpreter for the DeepSpeed contenders, where theirs is"
            " another one"),
 )  # fmt: skip
@@ -193,6 +195,13 @@ _LEAVES = (
     Option("--transport", choices=("auto", "shared_memory", "gloo", "nccl"), default="auto"),
     _OUT, _JSON,
 )  # fmt: skip
+_KERNELS = (
+    Option("FILE ...", "traces of bench step --traces DIR", type=Path, dest="files"),
+    Option("--steps N", "steps of a trace (default: 3)", count(1), 3),
+    Option("--gap-us US", "gaps longer than this are shown (default: 50)", float, 50.0),
+    Option("--top N", "kernels and gaps that are shown (default: 12)", count(1), 12),
+    _OUT, _JSON,
+)  # fmt: skip
 _RESULTS = (
     Option("FILE ...", type=Path, dest="files"),
     replace(JSON, help="print medians, intervals and verdicts as JSON instead"),
@@ -239,6 +248,10 @@ COMMANDS = (
         "leaves",
         "the tree over leaves beside plain accumulation: time, bytes on the wire, sums held",
         "zeroshard bench leaves --nproc 2 --leaves 8", _LEAVES, _measured("leaves"),
+    ),
+    Subcommand(
+        "kernels", "kernels by name and gaps of a GPU's step, from traces of bench step",
+        "zeroshard bench kernels traces/*.json.gz", _KERNELS, _measured("kernels"),
     ),
     Subcommand(
         "report", "print saved results as markdown", "zeroshard bench report results.json",

@@ -131,6 +131,7 @@ def _run_sizes(
                 profile=arguments.profile,
                 traces=None if arguments.traces is None else str(arguments.traces),
                 disk_path=disk_path,
+                max_norm=arguments.max_norm,
             )
             keep = partial(_keep, result, arguments.out, len(result.runs))
             _measured(f"{size.name} {precision}", size, precision, comparisons, options, keep)

@@ -2,26 +2,30 @@
 and nothing shared but the model.
 
 Each builder gets the same freshly initialised fp32 model and gives back a :class:`Trainee`. All use
-torch's fused AdamW with the same learning rate, no clipping, and in bf16 weights in bf16 with an
-fp32 master, except where a builder's docstring says what its library does instead. Nothing is tuned
+torch's fused AdamW with the same learning rate, clip gradients to the same norm, as training does,
+and in bf16 have weights in bf16 with an fp32 master, except where a builder's docstring says what
+its library does instead. Nothing is tuned
 for this library's sake: where a peer has a faster or leaner setting that keeps the numbers, it is
 used and named.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
-from benchmarks.model import GPT
+from benchmarks.model import GPT, Llama
 from benchmarks.plan import CONTENDERS, OFFLOAD_CONTENDERS, OFFLOADS, Size, fake_ranks
 
 __all__ = ["LEARNING_RATE", "Builder", "Missing", "Setup", "Trainee", "adamw", "builder_for"]
@@ -43,6 +47,7 @@ class Setup:
     precision: str  # "fp32" or "bf16"
     device: torch.device
     disk_path: str | None = None  # a directory for what rests on disk
+    max_norm: float = 1.0  # to which gradients are clipped
 
     @property
     def bf16(self) -> bool:
@@ -67,6 +72,25 @@ Builder = Callable[[nn.Module, Setup], Trainee]
 def adamw(parameters: Iterable[Tensor]) -> torch.optim.AdamW:
     """The optimizer of every contender."""
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+
+
+def _updating(
+    optimizer: torch.optim.Optimizer, clip: Callable[[float], object], setup: Setup
+) -> Callable[[], None]:
+    """Return the end of a step: clip, step, drop the gradients."""
+
+    def update() -> None:
+        clip(setup.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def _clipping(model: nn.Module, setup: Setup) -> Callable[[], None]:
+    """Return that with torch's AdamW and clip over the parameters of `model`."""
+    parameters = list(model.parameters())
+    return _updating(adamw(parameters), partial(clip_grad_norm_, parameters), setup)
 
 
 def builder_for(name: str) -> Builder:
@@ -122,11 +146,7 @@ def _zeroshard(row: str, transport: str, tiers: dict[str, Any]) -> Builder:
             comm=zs.Comm.model_validate({"transport": transport}),
             offload=zs.Offload(disk_path=path, **tiers),
         )
-
-        def update() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
+        update = _updating(optimizer, engine.clip_grad_norm_, setup)
         return Trainee(model, Tensor.backward, update, engine=engine)
 
     return build
@@ -156,8 +176,13 @@ class _Master:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], rank: int = 0, num_shards: int = 1
+        self,
+        parameters: Iterable[nn.Parameter],
+        setup: Setup,
+        rank: int = 0,
+        num_shards: int = 1,
     ) -> None:
+        self.max_norm = setup.max_norm
         self.slices: list[tuple[nn.Parameter, int, int]] = []
         self.working: list[Tensor] = []
         self.masters: list[nn.Parameter] = []
@@ -180,6 +205,7 @@ class _Master:
                 "every parameter of this model takes part in every step"
             )
             master.grad = parameter.grad.view(-1)[begin:end].float()
+        clip_grad_norm_(self.masters, self.max_norm)
         self.optimizer.step()
         with torch.no_grad():
             for working, master in zip(self.working, self.masters, strict=True):
@@ -193,14 +219,8 @@ def _plain(model: nn.Module, setup: Setup) -> Trainee:
     """Plain PyTorch on every rank by itself."""
     model = model.bfloat16() if setup.bf16 else model
     if setup.bf16:
-        return Trainee(model, Tensor.backward, _Master(model.parameters()).update)
-    optimizer = adamw(model.parameters())
-
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Trainee(model, Tensor.backward, update)
+        return Trainee(model, Tensor.backward, _Master(model.parameters(), setup).update)
+    return Trainee(model, Tensor.backward, _clipping(model, setup))
 
 
 def _compute(model: nn.Module, setup: Setup) -> Trainee:
@@ -210,7 +230,7 @@ def _compute(model: nn.Module, setup: Setup) -> Trainee:
     The ranks drift apart, so its losses mean nothing.
     """
     model = model.bfloat16() if setup.bf16 else model
-    master = _Master(model.parameters(), dist.get_rank(), dist.get_world_size())
+    master = _Master(model.parameters(), setup, dist.get_rank(), dist.get_world_size())
     return Trainee(model, Tensor.backward, master.update, facts={"trains": False})
 
 
@@ -225,14 +245,8 @@ def _torch_ddp(*, views: bool) -> Builder:
         model = model.bfloat16() if setup.bf16 else model
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
         if setup.bf16:
-            return Trainee(wrapped, Tensor.backward, _Master(model.parameters()).update)
-        optimizer = adamw(model.parameters())
-
-        def update() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return Trainee(wrapped, Tensor.backward, update)
+            return Trainee(wrapped, Tensor.backward, _Master(model.parameters(), setup).update)
+        return Trainee(wrapped, Tensor.backward, _clipping(model, setup))
 
     return build
 
@@ -259,10 +273,7 @@ def _torch_zero1() -> Builder:
                 assert isinstance(loss, Tensor)
                 return loss
 
-        def update() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
+        update = _updating(optimizer, partial(clip_grad_norm_, list(model.parameters())), setup)
         return Trainee(forward, Tensor.backward, update)
 
     return build
@@ -285,7 +296,7 @@ def _fsdp2(*, reshard: bool, host: bool) -> Builder:
     )
 
     def build(model: nn.Module, setup: Setup) -> Trainee:
-        assert isinstance(model, GPT)
+        assert isinstance(model, (GPT, Llama))
         mesh = init_device_mesh(setup.device.type, (dist.get_world_size(),))
         policy = (
             MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -303,20 +314,15 @@ def _fsdp2(*, reshard: bool, host: bool) -> Builder:
                 reshard_after_forward=reshard,
                 offload_policy=offload,
             )
-        optimizer = adamw(model.parameters())
-
-        def update() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return Trainee(model, Tensor.backward, update, facts={"units": len(model.blocks) + 1})
+        facts = {"units": len(model.blocks) + 1}
+        return Trainee(model, Tensor.backward, _clipping(model, setup), facts=facts)
 
     return build
 
 
 def _deepspeed(stage: int, *, reshard: bool, offload: str) -> Builder:
-    """DeepSpeed with torch's fused AdamW as client optimizer, clipping off (it clips at 1.0 by
-    itself) and buckets fit for this size.
+    """DeepSpeed with torch's fused AdamW as client optimizer and buckets fit for this size; it
+    clips in its step.
 
     With `offload` ("host", "weights" or "disk") its host step is that same AdamW, which on a CPU is
     as fast as its own compiled one.
@@ -366,7 +372,7 @@ def _deepspeed(stage: int, *, reshard: bool, offload: str) -> Builder:
         config = {
             "train_micro_batch_size_per_gpu": setup.size.batch,
             "gradient_accumulation_steps": 1,
-            "gradient_clipping": 0.0,
+            "gradient_clipping": setup.max_norm if math.isfinite(setup.max_norm) else 0.0,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": zero,

@@ -250,7 +250,7 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
     measured = list(rows.values())
     report = _report(options, measured, fio, direct=store.direct)
     table = _table(options, measured, direct=store.direct)
-    return publish(report, table, [fio.name or fio.missing], out=out, as_json=as_json)
+    return publish(report, [table], [fio.name or fio.missing], out=out, as_json=as_json)
 
 
 def _report(options: Options, rows: list[Row], fio: _Fio, *, direct: bool) -> dict[str, Any]:

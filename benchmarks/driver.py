@@ -1,7 +1,7 @@
 """Runs contenders in turn: starts their processes, gives one of them at a time the machine, and
 writes down what came back.
 
-Life of a block (see `plan.blocks`): every contender of it is started and warmed up, one after
+Life of a block (see `plan.blocks`): all its contenders are started, and warmed up one after
 another; then the turns, A B A B ..., as many rounds as the block's most demanding comparison wants
 pairs; then its processes end and the next block begins. What a contender holds and sends is
 measured in the first block it appears in, in steps that nobody times.
@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class Options:
     deepspeed_python: str = sys.executable
     profile: bool = False
     traces: str | None = None  # a directory for a trace of each contender
+    max_norm: float = 1.0  # to which every contender clips
     disk_path: str | None = None  # for contenders that put something on disk
     deferred: bool = False  # the model is built in no memory
     device_bytes: int | None = None  # of the accelerator, for each rank; None: all of it
@@ -85,6 +87,7 @@ class Group:
             "files": list(options.files),
             "disk_path": None if self.disk is None else self.disk.name,
             "deferred": options.deferred,
+            "max_norm": options.max_norm,
             "device_bytes": options.device_bytes,
             "path": PATH,
             "python": options.deepspeed_python if name.startswith("deepspeed") else sys.executable,
@@ -95,16 +98,20 @@ class Group:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
         )
-        try:
-            self.started = self._answer()
-        except BaseException:
-            self.close()
-            raise
+
+    @cached_property
+    def started(self) -> dict[str, Any]:
+        """What every rank answers once it has imported its library; waits for it."""
+        return self._answer()
+
+    def wait(self) -> bool:
+        """Wait for an answer, or the end of the processes; return whether either came in time."""
+        assert self.process.stdout is not None
+        return bool(select.select([self.process.stdout], [], [], self.options.timeout_s)[0])
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], self.options.timeout_s)
-        if not ready:
+        if not self.wait():
             raise ContenderError(
                 f"{self.name}: no answer within {self.options.timeout_s:.0f} s{self._log_end()}",
                 failed=True,
@@ -127,7 +134,7 @@ class Group:
 
     def do(self, command: str, *, sample: bool = False, **arguments: Any) -> dict[str, Any]:
         """Have every rank do `command`; raises ContenderError when one cannot."""
-        assert self.process.stdin is not None
+        assert self.process.stdin is not None and self.started
         self.process.stdin.write(json.dumps({"do": command, "sample": sample, **arguments}) + "\n")
         self.process.stdin.flush()
         return self._answer()
@@ -219,19 +226,20 @@ def measure(
         groups: dict[str, Group] = {}
         try:
             for name in members:
-                result = results.setdefault(name, ContenderResult(name))
-                run.contenders = list(results.values())
-                if result.skipped:
-                    continue
+                if not results.setdefault(name, ContenderResult(name)).skipped:
+                    groups[name] = Group(name, size, precision, options)
+            for group in groups.values():  # nobody imports while another is warmed up
+                group.wait()
+            for name in list(groups):
+                result = results[name]
+                run.contenders += [] if result in run.contenders else [result]
                 advance(f"starting {name}")
                 try:
-                    groups[name] = Group(name, size, precision, options)
                     introduce(groups[name], result, run, options)
                 except ContenderError as error:
                     result.skipped, result.failed = str(error).splitlines()[0], error.failed
                     say(f"{'FAILED' if error.failed else 'skipped'} {error}")
-                    if name in groups:
-                        groups.pop(name).close()
+                    groups.pop(name).close()
                 keep(run)
             run.comparisons += take_turns(groups, inside, results, options, say, advance)
             keep(run)

@@ -232,4 +232,4 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
         for name, interval in own.items()
     ]
     table = grid(title, ("contender", "µs per unit and step", "95% interval"), rows)
-    return publish(facts, table, (), out=out, as_json=as_json)
+    return publish(facts, [table], (), out=out, as_json=as_json)

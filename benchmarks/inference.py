@@ -320,7 +320,7 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
         "beside_the_better_peer": ratios,
         "targets": {"beside_the_better_peer": TARGET, "disk_share": DISK_TARGET},
     }
-    return publish(report, _table(rows, options, 4 * numel), notes, out=out, as_json=as_json)
+    return publish(report, [_table(rows, options, 4 * numel)], notes, out=out, as_json=as_json)
 
 
 # --------------------------------------------------------------------------------------- printing

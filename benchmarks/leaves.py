@@ -270,7 +270,7 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
         "options": asdict(options),
         "rows": [asdict(row) for row in rows],
     }
-    return publish(report, _table(options, rows), _notes(rows), out=out, as_json=as_json)
+    return publish(report, [_table(options, rows)], _notes(rows), out=out, as_json=as_json)
 
 
 def _table(options: Options, rows: Sequence[Row]) -> Table:

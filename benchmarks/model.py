@@ -1,5 +1,5 @@
-"""The model that every contender trains: a decoder-only GPT, pre-norm, no biases in its
-matrices, SDPA attention, and its data.
+"""The models that every contender trains, and their data: a decoder-only GPT, pre-norm, no
+biases in its matrices, SDPA attention; and a Llama of Transformers.
 
 Numbers depend on the seed alone: every contender starts from the same weights and sees the same
 batches, so that the losses of the exact ones are equal and those of the others comparable.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.plan import Size
 
-__all__ = ["GPT", "Batches", "Block"]
+__all__ = ["GPT", "Batches", "Block", "Llama", "build"]
 
 
 class Block(nn.Module):
@@ -67,6 +67,48 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
+
+
+class Llama(nn.Module):
+    """Transformers' own Llama with random weights: tokens and targets in, mean cross entropy out.
+
+    Key and value heads are a quarter of the heads, the MLP is 3.5 times as wide, as in Llama 3.
+    """
+
+    def __init__(self, size: Size) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds
+
+        super().__init__()
+        self.llama = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=size.vocabulary,
+                hidden_size=size.width,
+                intermediate_size=size.width * 7 // 2,
+                num_hidden_layers=size.layers,
+                num_attention_heads=size.heads,
+                num_key_value_heads=max(1, size.heads // 4),
+                max_position_embeddings=size.context,
+                use_cache=False,
+                attn_implementation="sdpa",
+            )
+        )
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The decoder layers."""
+        layers = self.llama.model.layers
+        assert isinstance(layers, nn.ModuleList)
+        return layers
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss in nats over [batch, time]."""
+        logits: Tensor = self.llama(tokens).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def build(size: Size) -> GPT | Llama:
+    """Return the model of `size` with new weights."""
+    return Llama(size) if size.family == "llama" else GPT(size)
 
 
 class Batches:

@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Size:
-    """A decoder-only GPT and what one rank feeds it in a step."""
+    """A decoder-only model and what one rank feeds it in a step."""
 
     name: str
     layers: int
@@ -52,10 +52,15 @@ class Size:
     context: int = 128
     batch: int = 1  # sequences per rank and step
     alive: int = 4  # contenders that fit into 24 GiB together
+    family: str = "gpt"  # or "llama": class in model.py
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of `model.GPT` of this size."""
+        """Number of parameters of the model of this size."""
+        if self.family == "llama":  # fewer heads of keys and values, an MLP of three matrices
+            kv = self.width // self.heads * max(1, self.heads // 4)
+            block = (2 * self.width + 2 * kv + 3 * (self.width * 7 // 2) + 2) * self.width
+            return self.layers * block + (2 * self.vocabulary + 1) * self.width
         block = 12 * self.width**2 + 4 * self.width
         return self.layers * block + (2 * self.vocabulary + self.context + 2) * self.width
 
@@ -69,11 +74,16 @@ SIZES = {
     size.name: size
     for size in (
         Size("tiny", layers=2, width=32, heads=2, vocabulary=256, context=16, batch=2),
+        Size(
+            "tiny-llama", 2, width=32, heads=4, vocabulary=256, context=16, batch=2, family="llama"
+        ),
         Size("small", layers=6, width=384, heads=6, vocabulary=960, batch=4, alive=8),  # 11.4M
         Size("medium", layers=10, width=640, heads=10, vocabulary=512, batch=2),  # 49.9M
         Size("large", layers=16, width=1024, heads=16, vocabulary=4096, batch=1, alive=2),  # 209.9M
         # 1313M, for a GPU: 23 GB of bf16 weights, gradients and fp32 states in one process
         Size("1.3b", 24, width=2048, heads=16, vocabulary=24576, context=2048, batch=1, alive=2),
+        # 1353M: layers of Llama-3-8B, as many as let two contenders share 78 GiB
+        Size("llama", 5, 4096, 32, vocabulary=32000, context=4096, alive=2, family="llama"),
         # 1485M in few wide layers: what a GPU computes takes longer than its launches
         Size("wide", 7, width=4096, heads=32, vocabulary=8192, context=2048, batch=2, alive=2),
     )

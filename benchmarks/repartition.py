@@ -146,7 +146,7 @@ def main() -> int:
         for row in rows
     ]  # fmt: skip
     table = grid("", ("", "repartition", "save, shard, load", "ratio"), cells)
-    return publish(report, table, (), out=None, as_json=arguments.json)
+    return publish(report, [table], (), out=None, as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -28,15 +28,20 @@ TIERS = ("device", "host", "disk")
 
 
 def publish(
-    report: dict[str, Any], table: Table, notes: Iterable[str], *, out: Path | None, as_json: bool
+    report: dict[str, Any],
+    tables: Iterable[Table],
+    notes: Iterable[str],
+    *,
+    out: Path | None,
+    as_json: bool,
 ) -> int:
-    """Save a report as JSON where `out` says, and print it, or its table; return the exit code."""
+    """Save a report as JSON where `out` says, and print it, or its tables; return the exit code."""
     if out is not None:
         out.write_text(json.dumps(report, indent=1))
     if as_json:
         print_json(report)
     else:
-        show([table], notes)
+        show(tables, notes)
     return 0
 
 

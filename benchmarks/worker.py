@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from benchmarks.contenders import Builder, Missing, Setup, Trainee, adamw, builder_for
 from benchmarks.fake_world import fake_group
-from benchmarks.model import GPT, Batches
+from benchmarks.model import Batches, build
 from benchmarks.plan import Size, fake_ranks
 from zeroshard.nn.deferred import deferred_init
 
@@ -93,6 +93,7 @@ class Worker:
             specification["precision"],
             device,
             specification["disk_path"],
+            specification["max_norm"],
         )
         self.deferred: bool = specification["deferred"]
         self.device_bytes: int | None = specification["device_bytes"]
@@ -125,7 +126,7 @@ class Worker:
             deferred_init() if self.deferred else nullcontext(),
             self.setup.device,  # a large model's random numbers take minutes on a CPU
         ):
-            model = GPT(self.setup.size)
+            model = build(self.setup.size)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         assert num_parameters == self.setup.size.num_parameters, (
             num_parameters,

@@ -49,6 +49,8 @@ def tiny(
         "2",
         "--threads",
         "1",
+        "--max-norm",
+        "inf",
         "--out",
         str(out),
     )

@@ -32,14 +32,18 @@ class Stage:
 def pretend(stage: Stage) -> type:
     class Group:
         def __init__(self, name: str, *_: Any) -> None:
-            if name == stage.missing:
-                raise ContenderError(f"{name}: not installed\n    | where it was", failed=False)
             self.name, self.num_turns = name, 0
             self.started = {"own_network": True, "replies": [{"versions": {"torch": "2"}}]}
             stage.alive.append(name)
             stage.most_alive = max(stage.most_alive, len(stage.alive))
 
+        def wait(self) -> None:
+            pass
+
         def do(self, command: str, **arguments: Any) -> dict[str, Any]:
+            if self.name == stage.missing:
+                text = f"{self.name}: not installed\n    | where it was"
+                raise ContenderError(text, failed=False)
             train = {"losses": [1.0] * arguments.get("steps", 0), "step_s": [0.1], "total_s": 0.1}
             rest = {"live_after_backward": 16, "live_after_update": 12}
             reply = {"build": {}, "train": train, "rest": rest}[command]
@@ -157,6 +161,7 @@ def arguments(**changes: Any) -> argparse.Namespace:
         "warmup": 8,
         "alive": None,
         "device": "cpu",
+        "max_norm": 1.0,
         "data": [],
         "deepspeed_python": None,
         "profile": False,
