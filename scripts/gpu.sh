@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in parts whose results are saved one by one.
 #
-#   scripts/gpu.sh [--wheels DIR] [--device cpu] OUT [PART or SET ...]      (default: first to fourth)
+#   scripts/gpu.sh [--wheels DIR] [--device cpu] OUT [PART or SET ...]      (default: first to sixth)
 #   scripts/gpu.sh --list                                                   (parts, their seconds, their sets)
 #
 # A set takes at most nine minutes, also where every part runs into its time limit. OUT/PART.txt holds what a part printed, OUT/parts.txt
@@ -31,6 +31,18 @@ tiers    150  third   tests of host and disk tiers; overlap, printed
 matrix   350  fourth  every program of the pretended device: late lanes, late compute, poison
 wide      95  fourth  speed, 1.5B in few wide layers, which keep the device busy: beside plain PyTorch
 wide2     95  fourth  the same over NCCL beside FSDP2
+norm         35  fifth   the kernel of the norm: its integers are the CPU's
+wide-plain   60  fifth   speed with a clip, 12 pairs: 1.5B in few wide layers beside plain PyTorch
+wide-fsdp2   60  fifth   the same over NCCL beside FSDP2
+deep-plain   55  fifth   1.3B in 24 layers beside plain PyTorch
+deep-fsdp2   55  fifth   the same over NCCL beside FSDP2
+llama-plain  65  fifth   five layers of Llama-3-8B from Transformers beside plain PyTorch
+llama-fsdp2  65  fifth   the same over NCCL beside FSDP2
+kernels      20  fifth   kernels by name, and gaps, of the traces of all of these
+hosted      120  fifth   1.3B with states on the host beside FSDP2's
+rest        300  sixth   programs of the pretended device that no run has reached
+coded        60  sixth   codec kernels, GB/s
+most        100  sixth   the largest model on a card of 8 GiB
 END
 }
 
@@ -38,6 +50,10 @@ usage() { sed -n 's/^# \{0,1\}//; 2,10p' "$0" >&2; exit 2; }
 
 bench() { # NAME ARGUMENTS...: `zeroshard bench` on the device, results in OUT/NAME.json
     "$python" -m zeroshard bench "${@:2}" --device "$device" --out "$out/$1.json"
+}
+
+pairs12() { # NAME SIZE CONTENDERS: twelve pairs, A B A B, traces of three steps
+    bench "$1" step --nproc 1 --sizes "$2" --precision bf16 --contenders "$3" --alive 2 --pairs 12 --steps 5 --traces "$out/traces/$1"
 }
 
 speed() { # NAME SIZE CONTENDERS [HOW MANY AT A TIME]: whole steps
@@ -71,6 +87,21 @@ run_part() {
         matrix) tests $("$python" -c "import xdist; print('-n', 8)" 2>/dev/null) tests/gpu/test_matrix_cuda.py ;;
         wide) speed wide "$wide" zero3,plain ;;
         wide2) speed wide2 "$wide" zero3@nccl,fsdp2 ;;
+        norm) tests tests/unit/state/test_squares_kernel.py ;;
+        wide-plain) pairs12 wide-plain "$wide" zero3,plain ;;
+        wide-fsdp2) pairs12 wide-fsdp2 "$wide" zero3@nccl,fsdp2 ;;
+        deep-plain) pairs12 deep-plain "$large" zero3,plain ;;
+        deep-fsdp2) pairs12 deep-fsdp2 "$large" zero3@nccl,fsdp2 ;;
+        llama-plain) pairs12 llama-plain "$llama" zero3,plain ;;
+        llama-fsdp2) pairs12 llama-fsdp2 "$llama" zero3@nccl,fsdp2 ;;
+        kernels) [[ $device != cuda ]] || "$python" -m zeroshard bench kernels "$out"/traces/*/*.json.gz --out "$out/kernels.json" ;;
+        hosted) bench hosted offload --parts steps --sizes "$large" --precision bf16 --contenders zero3+host,fsdp2+host \
+            --nproc 1 --alive 2 --pairs 3 --steps 2 --disk-path "$disk" ;;
+        rest) # the last of them: runs before were cut off, and compared some in another way
+            mapfile -t programs < <("$python" -m pytest --collect-only -q tests/gpu/test_matrix_cuda.py | grep :: | tail -n 86)
+            tests -n 8 "${programs[@]}" ;;
+        coded) bench coded codec --elements "$elements" ;;
+        most) bench most offload --parts largest --precision bf16 --card-gib 8 --largest-s 30 --disk-path "$disk" ;;
         tiers) tests tests/gpu/test_tiers_device.py tests/gpu/test_overlap_cuda.py ;;
     esac
 }
@@ -93,7 +124,7 @@ done
 [[ $# -ge 1 ]] || usage
 mkdir -p "$1" && out=$(realpath -- "$1") && shift
 chosen=()
-for word in "${@:-first second third fourth}"; do
+for word in "${@:-first second third fourth fifth sixth}"; do
     for name in $word; do
         found=$(parts | awk -v name="$name" '$1 == name || $3 == name { print $1 }')
         [[ $found ]] || { echo "no part or set is called $name: see scripts/gpu.sh --list" >&2; exit 2; }
@@ -102,8 +133,8 @@ for word in "${@:-first second third fourth}"; do
 done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3} disk=${DISK:-${TMPDIR:-/tmp}}
-large=1.3b medium=medium wide=wide elements=67108864
-[[ $device == cuda ]] || large=tiny medium=tiny wide=tiny elements=65536
+large=1.3b medium=medium wide=wide llama=llama elements=67108864
+[[ $device == cuda ]] || large=tiny medium=tiny wide=tiny llama=tiny-llama elements=65536
 export PYTHONPATH=$PWD/src:$PWD PYTHONUNBUFFERED=1
 
 lacking=$(missing)
@@ -120,8 +151,8 @@ failed=0
 for part in "${chosen[@]}"; do
     seconds=$(parts | awk -v part="$part" '$1 == part { print $2 }') begin=$SECONDS
     echo "== $part: at most $seconds s"
-    export -f run_part bench speed tests
-    export part device out python disk large medium wide elements
+    export -f run_part bench speed pairs12 tests
+    export part device out python disk large medium wide llama elements
     timeout --kill-after 2 "$seconds" bash -c run_part 2>&1 | tee "$out/$part.txt"
     code=${PIPESTATUS[0]}
     echo "$part: exit code $code, $((SECONDS - begin)) s" | tee -a "$out/parts.txt"
