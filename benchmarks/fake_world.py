@@ -3,8 +3,9 @@
 
 One process is rank 0 of a process group whose collectives only copy (torch's fake backend), so a
 step is Python, dispatch and next to no arithmetic: 50 units of 8 parameters, one thread, the NCCL
-transport on CPU tensors. Plain PyTorch, stage 3 and FSDP2 train the same model in turn (A B A B); a
-contender's time is its CPU time less plain PyTorch's in the same round, divided by units and steps.
+transport on CPU tensors, gradients clipped. Plain PyTorch, stage 3 and FSDP2 train the same model
+in turn (A B A B); a contender's time is its CPU time less plain PyTorch's in the same round,
+divided by units and steps.
 
 Invariant: each round times all three on the same machine. What it does not do: measure
 communication, or devices.
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import ReduceScatterOptions
+from torch.nn.utils import clip_grad_norm_
 
 import zeroshard as zs
 from benchmarks.contenders import adamw
@@ -183,12 +186,15 @@ def _trainee(name: str, options: Options) -> Callable[[], None]:
         for part in (*model, model):
             fully_shard(part, mesh=mesh)
     optimizer = adamw(model.parameters())
+    clip: Callable[[float], object] = partial(clip_grad_norm_, list(model.parameters()))
     if name == "zero3":
-        zs.shard(model, optimizer, stage=3, units=[_Block], comm=zs.Comm(transport="nccl"))
+        comm = zs.Comm(transport="nccl")
+        clip = zs.shard(model, optimizer, stage=3, units=[_Block], comm=comm).clip_grad_norm_
     data = torch.randn(4, _WIDTH)
 
     def step() -> None:
         model(data).pow(2).mean().backward()
+        clip(1.0)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -21,9 +21,9 @@ the sums of 2^30 blocks. Squares of fp32 numbers lie between 2^-298 and 2^262: 1
 No square of a finite number in fp32 overflows in fp64, so the same table says whether all of them
 are finite and what the norm is. A read waits for all work that is queued on the device, which is
 why there is one per step. The host reads its own memory for nothing, so that nothing is collected
-on the CPU. Where Triton serves the device, a slice is one kernel (comm/kernels.py: add_squares), which
-needs no scratch; elsewhere scratch is one chunk in fp64, and a quarter of it for each of five vectors
-of integers.
+on the CPU. Where Triton serves the device, a slice is one kernel (comm/kernels.py: add_squares) and
+needs no scratch; elsewhere scratch is one chunk in fp64, and a quarter of it for each of five
+vectors of integers.
 """
 
 from __future__ import annotations

@@ -165,6 +165,27 @@ def test_a_unit_of_used_parameters_is_one_slice_and_a_number_that_is_not_finite_
     assert reads.vectors == [1, 1]
 
 
+class Launches(TorchDispatchMode):
+    """Counts what an accelerator would launch a kernel for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += not (func.is_view or "empty" in func.name() or "split" in func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_without_triton_a_norm_takes_few_kernels_for_a_billion_elements() -> None:
+    slices = [torch.empty(125_000_000, device="meta") for _ in range(8)]
+    with mock.patch.object(reduction, "reads_wait", lambda tensor: True), Launches() as seen:
+        SQUARES_OF(slices)
+    assert 0 < seen.count < 700  # with chunks of 2^20 elements: 9,385
+
+
 def _reads_of_steps(rank: int, world: int, row: str) -> dict[str, Any]:
     def run(accelerated: bool) -> dict[str, Any]:
         model = make_model()
