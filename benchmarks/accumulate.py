@@ -130,6 +130,7 @@ class _Trained:
         batches = [self._batches[first + micro] for micro in range(self._micro_batches)]
         before, began = dict(counted.bytes), time.perf_counter()
         losses = self._gradients(batches)
+        self._engine.clip_grad_norm_(1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
         states_of(self._engine).join_step()  # it would go on into the other's step

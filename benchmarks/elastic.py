@@ -57,6 +57,7 @@ def _measure(size: Size, pairs: int, steps: int, directory: Path) -> dict[str, A
         nonlocal number
         number += 1
         engine.backward(model(*batches[number]))
+        engine.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -137,6 +137,7 @@ class _Contender:
             with context:
                 self.engine.backward(self._model(*self._batches[first + leaf]))
             after()
+        self.engine.clip_grad_norm_(1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._number += 1

@@ -152,6 +152,7 @@ class _Contender:
         for inputs, targets in batches:
             loss = self.model(inputs[self._part], targets[self._part])
             self.engine.backward(loss)
+            self.engine.clip_grad_norm_(1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
             losses.append(loss.detach() * self._share)
