@@ -15,7 +15,8 @@ The decoder is model.GPT with queries, keys and values of their own, since tenso
 each by heads. Four micro-batches to a step of a pipeline; a step of the others takes as many
 sequences at once.
 
-What it does not do: measure memory or bytes on the wire, or GPUs.
+What it does not do: clip (torch's own knows no norm over several meshes), measure memory or bytes
+on the wire, or GPUs.
 """
 
 from __future__ import annotations
