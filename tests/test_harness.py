@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -27,6 +28,20 @@ def _rank_and_sum(rank: int, world_size: int, offset: int) -> tuple[int, float]:
     value = torch.tensor([float(rank + offset)])
     dist.all_reduce(value)
     return rank, value.item()
+
+
+def _sleep(rank: int, world_size: int, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def _spin_on(rank: int, world_size: int, core: set[int]) -> float:
+    """Return for how long this rank waited while it needed the core for half a second."""
+    os.sched_setaffinity(0, core)
+    this = [SimpleNamespace(process=SimpleNamespace(pid=os.getpid()))]
+    before, begin = harness._kept_waiting_s(this), time.process_time()
+    while time.process_time() - begin < 0.5:
+        pass
+    return harness._kept_waiting_s(this) - before
 
 
 def _has_imported(rank: int, world_size: int, name: str) -> bool:
@@ -179,7 +194,7 @@ def test_a_pool_dies_with_the_process_that_started_it() -> None:
         pids = [int(pid) for pid in owner.stdout.readline().split()]
         assert len(pids) == 2 and all(map(is_running, pids))
         owner.kill()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 300
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -207,6 +222,23 @@ def test_neighbours_order_their_sets_as_separate_interpreters_do() -> None:
     fresh = [process.result for process in spawn_ranks(2, _seed_and_pid, init_group=False)]
     assert [seed for seed, _ in fresh] == [first, second]
     assert not any(is_running(pid) for _, pid in fresh)
+
+
+def test_time_that_others_have_the_cores_counts_against_no_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept_waiting_s = iter([10.0, 40.0, 40.0])  # when it begins, at the limit, at the next one
+    monkeypatch.setattr(harness, "_kept_waiting_s", lambda workers: next(kept_waiting_s))
+    assert spawn_ranks(1, _sleep, 1.0, timeout=0.1, init_group=False)[0].exitcode == 0
+    kept_waiting_s = iter([10.0, 10.5, 10.5])
+    (late,) = spawn_ranks(1, _sleep, 600.0, timeout=0.1, init_group=False)
+    assert late.exitcode == -signal.SIGKILL
+
+
+def test_a_process_that_shares_a_core_is_kept_waiting() -> None:
+    core = {min(os.sched_getaffinity(0))}
+    ranks = spawn_ranks(2, _spin_on, core, init_group=False)
+    assert [rank.result > 0.05 for rank in ranks] == [True, True]
 
 
 def test_libraries_that_start_threads_are_left_to_the_ranks(
