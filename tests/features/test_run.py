@@ -504,6 +504,19 @@ def test_a_group_that_is_started_again_says_why_and_may_succeed(launch: Launch) 
     assert "failed first" not in stderr
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_job_runs_where_standard_streams_are_closed(tmp_path: Path, closed: str) -> None:
+    (tmp_path / "script.py").write_text(HELLO + "print('out')\nprint('err', file=sys.stderr)\n")
+    line = [PROGRAM, "run", "--nproc", "2", str(tmp_path / "script.py")]
+    shell = ["bash", "-c", f'exec "$@" {closed}', "bash", *line]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert all((tmp_path / f"pid-{rank}").exists() for rank in range(2))
+    # those that are open have what the ranks have written, and no other
+    assert done.stdout == ("" if ">&-" in closed.split() else "out\n" * 2)
+    assert done.stderr.count("err\n") == (0 if "2>&-" in closed else 2)
+
+
 @pytest.mark.slow
 def test_modules_and_programs_run_too(launch: Launch) -> None:
     assert subprocess.run(
