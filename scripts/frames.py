@@ -105,7 +105,7 @@ class Watch:
                 self._count(frame.f_back, self.frames)
         elif event == "call" and file.startswith(SOURCE):
             self.files.add(file)
-            if "/comm/" not in file or file.endswith(BESIDE):
+            if not file.startswith(f"{SOURCE}/comm/") or file.endswith(BESIDE):
                 return
             self._count(frame, self.deepest, serves=True)
             if name in SERVING and frame.f_back is not None:

@@ -11,7 +11,6 @@ from scripts import frames
 from tests.support.harness import run_ranks
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", frames.CASES)
 def test_no_way_to_the_wire_and_no_step_is_longer_than_its_limit(name: str) -> None:
     world_size, options = frames.CASES[name]

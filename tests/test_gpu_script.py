@@ -31,7 +31,7 @@ def _gpu(*arguments: str, python: str = sys.executable) -> subprocess.CompletedP
         env={**os.environ, "PYTHON": python},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
     )
 
 

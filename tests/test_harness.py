@@ -7,19 +7,45 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import zeroshard
+from tests.device import omission
 from tests.support import harness
 from tests.support.harness import RankError, is_running, run_ranks, spawn_ranks
+from tests.support.pretended_device import site_of_caller
+from tests.support.sync_census import Census
 
 
 def _rank_and_sum(rank: int, world_size: int, offset: int) -> tuple[int, float]:
     value = torch.tensor([float(rank + offset)])
     dist.all_reduce(value)
     return rank, value.item()
+
+
+def _sleep(rank: int, world_size: int, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def _spin_on(rank: int, world_size: int, core: set[int]) -> float:
+    """Return for how long this rank waited while it needed the core for half a second."""
+    os.sched_setaffinity(0, core)
+    this = [SimpleNamespace(process=SimpleNamespace(pid=os.getpid()))]
+    before, begin = harness._kept_waiting_s(this), time.process_time()
+    while time.process_time() - begin < 0.5:
+        pass
+    return harness._kept_waiting_s(this) - before
+
+
+def _has_imported(rank: int, world_size: int, name: str) -> bool:
+    return name in sys.modules
 
 
 def _pid(rank: int, world_size: int) -> int:
@@ -168,7 +194,7 @@ def test_a_pool_dies_with_the_process_that_started_it() -> None:
         pids = [int(pid) for pid in owner.stdout.readline().split()]
         assert len(pids) == 2 and all(map(is_running, pids))
         owner.kill()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 300
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -196,6 +222,62 @@ def test_neighbours_order_their_sets_as_separate_interpreters_do() -> None:
     fresh = [process.result for process in spawn_ranks(2, _seed_and_pid, init_group=False)]
     assert [seed for seed, _ in fresh] == [first, second]
     assert not any(is_running(pid) for _, pid in fresh)
+
+
+def test_time_that_others_have_the_cores_counts_against_no_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept_waiting_s = iter([10.0, 40.0, 40.0])  # when it begins, at the limit, at the next one
+    monkeypatch.setattr(harness, "_kept_waiting_s", lambda workers: next(kept_waiting_s))
+    assert spawn_ranks(1, _sleep, 1.0, timeout=0.1, init_group=False)[0].exitcode == 0
+    kept_waiting_s = iter([10.0, 10.5, 10.5])
+    (late,) = spawn_ranks(1, _sleep, 600.0, timeout=0.1, init_group=False)
+    assert late.exitcode == -signal.SIGKILL
+
+
+def test_a_process_that_shares_a_core_is_kept_waiting() -> None:
+    core = {min(os.sched_getaffinity(0))}
+    ranks = spawn_ranks(2, _spin_on, core, init_group=False)
+    assert [rank.result > 0.05 for rank in ranks] == [True, True]
+
+
+def test_libraries_that_start_threads_are_left_to_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pyarrow does, beside Transformers, and a fork would lose its thread."""
+    library = tmp_path / "accelerate.py"
+    library.write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    monkeypatch.setattr(harness, "_zygotes", [])
+    monkeypatch.setattr(harness, "_shared", [None])
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    monkeypatch.setenv("PYTHONPATH", path)
+    (rank,) = spawn_ranks(1, _has_imported, "accelerate", init_group=False)
+    (zygote,) = harness._zygotes
+    zygote.close()
+    assert rank.result is False
+
+
+@pytest.mark.parametrize("above", ["tests/zeroshard", "zeroshard/tests", "torch"])
+def test_the_name_of_a_folder_above_decides_nothing(above: str) -> None:
+    """`git clone` makes a folder named zeroshard, and .venv lies in it."""
+    library = f"{Path(str(zeroshard.__file__)).parent}/runtime/of_this_test.py"
+    foreign = f"/home/{above}/.venv/lib/site-packages/of_this_test.py"
+
+    def calling(name: str, file: str, function: Callable[[], str]) -> Callable[[], str]:
+        names: dict[str, Any] = {"function": function}
+        exec(compile(f"def {name}(): return function()", file, "exec"), names)
+        return cast("Callable[[], str]", names[name])
+
+    def noted() -> str:
+        (found := Census()).note("waits")
+        return found.waits[0]
+
+    foreign_call = calling("foreign", foreign, lambda: omission._site())
+    assert calling("engine", library, foreign_call)() == "engine"
+    assert calling("foreign", foreign, site_of_caller)() == "foreign"
+    assert " foreign < " in calling("foreign", foreign, noted)()
 
 
 def test_fresh_processes_that_hang_are_killed() -> None:

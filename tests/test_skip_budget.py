@@ -74,7 +74,7 @@ def test_without_a_compiler_tests_of_a_device_are_skipped_and_count(
         env={**os.environ, "PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout[-2000:]

@@ -83,7 +83,6 @@ def test_an_unknown_contender_is_a_usage_error(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_all_contenders_train_in_turn_from_one_loss() -> None:
     line = [sys.executable, "-m", "benchmarks.composed", "--size", "tiny", "--json"]
     done = subprocess.run(

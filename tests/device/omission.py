@@ -27,6 +27,7 @@ from unittest import mock
 
 import torch
 
+import zeroshard
 from zeroshard.memory import Mark
 from zeroshard.runtime.streams import AcceleratorStreams
 
@@ -34,18 +35,20 @@ __all__ = ["Omission"]
 
 _LARGEST = {dtype: torch.iinfo(dtype).max for dtype in (torch.uint8, torch.int32, torch.int64)}
 _LARGEST |= {torch.bool: 1}
+_PACKAGE = f"{Path(str(zeroshard.__file__)).parent}/"
+_TESTS = f"{Path(__file__).parents[1]}/"
 # whose frames do not say who waits
-_BETWEEN = ("zeroshard/memory/", "zeroshard/core/work.py", "zeroshard/system/")
+_BETWEEN = tuple(_PACKAGE + part for part in ("memory/", "core/work.py", "system/"))
 
 
 def _site() -> str:
     """Return the function of the library that calls."""
     frame: Any = sys._getframe(2)
     while frame is not None:
-        file = Path(frame.f_code.co_filename).as_posix()
-        if "/tests/" in file and "omission" not in file:
+        file = frame.f_code.co_filename
+        if file.startswith(_TESTS) and file != __file__:
             return "?"
-        if "/zeroshard/" in file and not any(part in file for part in _BETWEEN):
+        if file.startswith(_PACKAGE) and not file.startswith(_BETWEEN):
             return str(frame.f_code.co_qualname)
         frame = frame.f_back
     return "?"

@@ -177,7 +177,6 @@ def _forks_and_joins(rank: int, world: int) -> tuple[list[str], list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_each_fork_and_join_but_a_covered_one_changes_a_number() -> None:
     """A join of the reduce lane that a later one covers, before anybody reads the sum, is none."""
     ((waits, unmet),) = run_ranks(1, _forks_and_joins, device=_DEVICE, timeout=500)

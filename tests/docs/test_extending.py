@@ -92,7 +92,6 @@ def _check_console(block: Block, tree: Path) -> None:
             assert re.search(shown, printed), f"{line!r} is not in\n{printed}"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_diff_applies_and_does_what_the_page_shows(section: str, tmp_path: Path) -> None:
     _patched(tmp_path, _diff(section))

@@ -36,7 +36,7 @@ def _run(axes: str, *arguments: str, steps: int = STEPS) -> dict[int, float]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -77,7 +77,6 @@ def test_two_stages_have_the_losses_of_one_process(expected: dict[int, float]) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("axes", "options"),
     [

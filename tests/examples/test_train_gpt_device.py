@@ -49,7 +49,7 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

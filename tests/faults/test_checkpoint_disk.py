@@ -298,7 +298,7 @@ def test_a_small_disk_fills_up_and_is_emptied(tmp_path: Path) -> None:
         [unshare, "-rm", "sh", "-c", inside],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]

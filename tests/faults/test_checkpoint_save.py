@@ -169,7 +169,6 @@ def _faults(rank: int, world: int, folder: Path, background: bool, failing: int)
     return told
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("background", "failing"),
     [
@@ -211,7 +210,6 @@ def _closes_badly(rank: int, world: int, folder: Path, background: bool) -> str:
     return str(error.value)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("background", [False, True])
 def test_a_clean_up_that_fails_too_hides_no_error_from_the_other_ranks(
     tmp_path: Path, background: bool
@@ -289,7 +287,6 @@ def _gone(rank: int, world: int, folder: Path, failing: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("world", "failing"), [(1, 0), (2, 0), (2, 1)])
 def test_a_background_save_whose_directory_vanishes_is_told_at_once(
     tmp_path: Path, world: int, failing: int
@@ -328,7 +325,6 @@ def _no_note(rank: int, world: int, folder: Path, failing: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_rank_that_can_leave_no_note_is_heard_at_the_next_call(
     tmp_path: Path, failing: int
@@ -357,7 +353,6 @@ def _no_copy(rank: int, world: int, folder: Path, failing: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_without_memory_for_the_copy_is_told_on_all(tmp_path: Path, failing: int) -> None:
     for text in run_ranks(2, _no_copy, tmp_path, failing):

@@ -185,7 +185,7 @@ def _rank_after(directory: Path, world: int, rank: int, step: int) -> int:
     def is_there() -> bool:
         return any(one.step >= step for one in of(events(directory), "kept", world))
 
-    wait_until(is_there, 200)
+    wait_until(is_there)
     (pid,) = {one.pid for one in of(events(directory), "begin", world) if one.rank == rank}
     return pid
 
@@ -271,10 +271,10 @@ def test_a_rank_whose_script_fails_is_dead_and_the_last_ones_code_is_the_jobs(
 
 def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
     def kill(process: subprocess.Popen[str]) -> None:
-        wait_until(lambda: bool(of(events(tmp_path), "kept", 2)), 60)
+        wait_until(lambda: bool(of(events(tmp_path), "kept", 2)))
         ranks = descendants(process.pid)
         process.kill()
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), 10)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
 
     run(tmp_path, Plan(steps=1000, pause_s=0.05), "--elastic", "--nproc", "2", meanwhile=kill)
 
@@ -311,7 +311,7 @@ def test_a_signal_between_a_death_and_the_next_start_ends_the_job_with_its_numbe
     assert process.stderr is not None
     next(line for line in process.stderr if "go on" in line)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == code and f"ended by {number.name}" in said, said
 
 
@@ -436,13 +436,12 @@ def _lost_and_back(directory: Path, gone: int, until: Callable[[], bool]) -> Non
     guard = _guard_of(_rank_after(directory, 2, gone, 3))
     refuses.touch()
     os.kill(guard, signal.SIGKILL)
-    wait_until(lambda: len({one.step for one in of(events(directory), "kept", 1)}) >= 2, 60)
+    wait_until(lambda: len({one.step for one in of(events(directory), "kept", 1)}) >= 2)
     refuses.unlink()
-    wait_until(until, 60)
+    wait_until(until)
     (directory / "open").touch()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("gone", "saves"), [(0, False), (1, True)])
 def test_a_host_that_comes_back_takes_part_again_and_the_weights_are_the_undisturbed_ones(
     gone: int, saves: bool, tmp_path: Path
@@ -466,20 +465,19 @@ def test_a_host_that_comes_back_takes_part_again_and_the_weights_are_the_undistu
     check_came_back(done, host, said, steps=30, leaves=6)
 
 
-@pytest.mark.timeout(120)
 def test_a_job_that_keeps_nothing_is_not_stopped_for_a_host_that_is_back(tmp_path: Path) -> None:
     options = _hosts(tmp_path, "127.0.0.2 slots=1\n127.0.0.3 slots=1\n")
     plan = Plan(steps=30, gate=25, keeps=False, save_every=1, pause_s=0.05)
 
     def disturb(process: subprocess.Popen[str]) -> None:
         refuses = tmp_path / "ssh.without-127.0.0.3"
-        wait_until(lambda: bool(of(events(tmp_path), "step", 2)), 60)
+        wait_until(lambda: bool(of(events(tmp_path), "step", 2)))
         (pid,) = {one.pid for one in of(events(tmp_path), "begin", 2) if one.rank == 1}
         refuses.touch()
         os.kill(_guard_of(pid), signal.SIGKILL)
-        wait_until(lambda: bool(of(events(tmp_path), "step", 1)), 60)
+        wait_until(lambda: bool(of(events(tmp_path), "step", 1)))
         refuses.unlink()
-        wait_until(lambda: _num_guards(process.pid) == 2, 30)  # it waits for orders
+        wait_until(lambda: _num_guards(process.pid) == 2)  # it waits for orders
         time.sleep(2.5)
         (tmp_path / "open").touch()
 

@@ -70,7 +70,7 @@ def _train_until(
     try:
         pids = job.ranks(ranks)
         everyone = descendants(job.process.pid) | set(pids)
-        code, _, stderr = job.end(timeout=100)
+        code, _, stderr = job.end()
         ended_at = time.monotonic()
     finally:
         job.process.kill()
@@ -106,7 +106,6 @@ def test_a_rank_killed_at_twenty_random_points_of_training_is_named_and_ends_the
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_when_the_launcher_is_killed_its_ranks_are_gone_in_two_seconds(tmp_path: Path) -> None:
     print()
     seconds = []
@@ -118,16 +117,15 @@ def test_when_the_launcher_is_killed_its_ranks_are_gone_in_two_seconds(tmp_path:
         everyone = descendants(job.process.pid) | set(pids)
         begin = time.monotonic()
         job.process.kill()
-        wait_until(lambda pids=pids: not any(map(is_running, pids)), 10)
+        wait_until(lambda pids=pids: not any(map(is_running, pids)))
         seconds.append(time.monotonic() - begin)
         assert job.end()[0] != 0
-        wait_until(lambda everyone=everyone: not any(map(is_running, everyone)), 10)
+        wait_until(lambda everyone=everyone: not any(map(is_running, everyone)))
     print(f"F2: ranks gone in {max(seconds):.2f} s at most, 10 launchers killed")
     assert max(seconds) <= 2.0, seconds
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_ten_pairs_started_at_once_beside_a_taken_port_all_start(tmp_path: Path) -> None:
     jobs, taken = [], socket.socket()
     with taken:
@@ -143,7 +141,7 @@ def test_ten_pairs_started_at_once_beside_a_taken_port_all_start(tmp_path: Path)
             text = "import socket\nsocket.create_connection((os.environ['MASTER_ADDR'],"
             text += " int(os.environ['MASTER_PORT']))).close()\nprint('started')\n"
             jobs.append(Job(directory, HELLO + text, "--nproc", "2"))
-        ends = [job.end(timeout=250) for job in jobs]
+        ends = [job.end() for job in jobs]
     started = sum(stdout.count("started") for _, stdout, _ in ends)
     print(f"\nF12: {started} of 20 ranks started")
     assert [code for code, _, _ in ends] == [0] * 10 and started == 20, ends
@@ -157,7 +155,7 @@ def test_a_pinned_port_that_is_taken_is_named_at_once() -> None:
             [PROGRAM, "run", f"--master-port={port}", __file__],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         took = time.monotonic() - begin
     assert answer.returncode == 2 and f"--master-port {port} cannot be used" in answer.stderr

@@ -404,7 +404,7 @@ def _fault(
     states_of(engine).finish_step()
     seen.differs = Run(losses, engine.full_state_dict(rank0_only=False)).differs_from(expected)
     engine.close()
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 300
     while (
         left := [thread for thread in threading.enumerate() if thread.ident not in threads]
     ) and time.monotonic() < deadline:
@@ -597,7 +597,7 @@ def _at_shard(rank: int, world: int, transport: str, what: str, path: str) -> st
 
 
 def _joined(threads: set[threading.Thread]) -> None:
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 300
     while (
         left := [thread for thread in threading.enumerate() if thread not in threads]
     ) and time.monotonic() < deadline:
@@ -703,7 +703,7 @@ def test_a_disk_that_fills_up_in_a_step_is_told_and_training_goes_on_once_there_
         ["unshare", "-rm", "sh", "-c", command],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env=environment,
         check=False,
     )

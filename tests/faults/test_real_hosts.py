@@ -96,7 +96,7 @@ def test_a_killed_rank_is_named_with_its_host_and_nobody_is_left(start: Start) -
     assert code == 137, stderr
     last = stderr.splitlines()[-1]
     assert last.startswith(f"zeroshard run: rank 2 on {ADDRESSES[1]} failed first, "), stderr
-    wait_until(lambda: not any(map(is_running, everyone)), 5)
+    wait_until(lambda: not any(map(is_running, everyone)))
 
 
 @pytest.mark.parametrize("what", ["connection", "everything"])
@@ -115,7 +115,7 @@ def test_a_killed_host_is_named_and_nobody_is_left(start: Start, what: str) -> N
     assert code == 74, stderr
     last = stderr.splitlines()[-1]
     assert last.startswith(f"zeroshard run: {ADDRESSES[1]} was lost, its connection ended"), stderr
-    wait_until(lambda: not any(map(is_running, everyone)), 5)
+    wait_until(lambda: not any(map(is_running, everyone)))
 
 
 def test_when_the_launcher_is_killed_both_hosts_end_their_ranks(start: Start) -> None:
@@ -124,7 +124,7 @@ def test_when_the_launcher_is_killed_both_hosts_end_their_ranks(start: Start) ->
     everyone = _on_hosts(pids) | descendants(job.process.pid)
     os.kill(job.process.pid, signal.SIGKILL)
     begin = time.monotonic()
-    wait_until(lambda: not any(map(is_running, everyone)), 10)
+    wait_until(lambda: not any(map(is_running, everyone)))
     assert time.monotonic() - begin < 3
 
 
@@ -136,7 +136,7 @@ def test_a_host_without_sshd_is_named(start: Start, hosts: TwoHosts, tmp_path: P
         answer = subprocess.run(
             [*hosts.inside(0), PROGRAM, "run", "--hostfile", str(tmp_path / "nobody"), "--ssh", ssh,
              str(tmp_path / "script.py")],
-            capture_output=True, text=True, timeout=100,
+            capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert answer.returncode == 74, answer.stderr
         assert "could not be reached" in answer.stderr and why in answer.stderr, answer.stderr
@@ -155,10 +155,10 @@ def test_a_host_whose_sshd_answers_again_takes_part_again(hosts: TwoHosts, tmp_p
         hosts.close(1)
         try:
             os.kill(guard, signal.SIGKILL)
-            wait_until(lambda: len(of(events(tmp_path), "kept", 1)) >= 2, 60)
+            wait_until(lambda: len(of(events(tmp_path), "kept", 1)) >= 2)
         finally:
             hosts.open(1)
-        wait_until(lambda: len(of(events(tmp_path), "loaded", 2)) == 2, 60)
+        wait_until(lambda: len(of(events(tmp_path), "loaded", 2)) == 2)
         (tmp_path / "open").touch()
 
     done = run(

@@ -267,7 +267,7 @@ def _one_elsewhere(rank: int, world: int, transport: str, where: str, row: str) 
     as if the step had not been.
     """
     expected = _plain(rank, [0, 2])
-    model, optimizer, engine = _made(row, transport, stall_timeout_s=60)
+    model, optimizer, engine = _made(row, transport, stall_timeout_s=600)
     losses = take_steps(rank, 1, model, optimizer)
     handle = None
     if rank == 1 and where == "forward":
@@ -288,7 +288,7 @@ def _one_elsewhere(rank: int, world: int, transport: str, where: str, row: str) 
     assert rank == 1 or "rank(s) [1] gave up this step after an exception" in str(caught.value), (
         caught.value
     )
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 300
     engine.reset()
     losses += take_steps(rank, [2], model, optimizer)
     differs = Run(losses, engine.full_state_dict(rank0_only=False)).differs_from(expected)
@@ -356,7 +356,7 @@ def _left_behind(rank: int, world: int) -> list[int]:
         handle.remove()
     take_steps(rank, 1, model, optimizer)
     engine.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while _waiting_threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     return [*counts, _waiting_threads()]

@@ -53,7 +53,7 @@ def test_training_works_where_dev_shm_is_small(stage: int, tmp_path: Path) -> No
         [unshare, "--mount", "sh", "-c", inside],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]

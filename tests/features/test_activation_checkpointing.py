@@ -399,7 +399,7 @@ def test_between_forward_and_backward_the_device_holds_no_input(
         assert census.alive == depth and growth.bytes == depth * one + ours
         return
     store = activation_store_for(Tier(tier), CPU, where(tier).get("disk_path"))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 300
     while census.alive and time.monotonic() < deadline:
         store.poll()
     assert census.alive == 0 and growth.bytes == ours, "all of it is away"
@@ -805,7 +805,7 @@ x = torch.randn(32, 64, requires_grad=True) * 2
 y = zs.nn.checkpoint(torch.tanh, x, tier="disk", disk_path={str(tmp_path)!r})
 import os; assert os.listdir({str(tmp_path)!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert not list(tmp_path.iterdir())
 

@@ -70,7 +70,6 @@ def _check(results: dict[str, Any], run: str) -> None:
         assert apart < (1e-5 if precision == "fp32" else 2e-2), (run, name, apart)
 
 
-@pytest.mark.timeout(300)
 def test_an_unmodified_trainer_script_trains_as_on_one_process(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     sharded = ["llama:1:none:fp32", "loaded:3:cpu:fp32"]
@@ -168,7 +167,7 @@ def test_what_the_stand_in_lacks_is_named_with_what_to_use() -> None:
     ]
     done = subprocess.run(
         [sys.executable, "-c", f"LINES = {lines!r}\n{_PROBES}"],
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
@@ -203,7 +202,7 @@ def test_another_launcher_runs_a_script_through_the_module(tmp_path: Path) -> No
         "import sys, deepspeed\nprint(__name__, sys.argv[1:], deepspeed.__version__)\n"
     )
     line = [sys.executable, "-m", "zeroshard.integrations.deepspeed", str(script), "--deepspeed"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout == f"__main__ ['--deepspeed'] {names.VERSION}\n", done.stderr
 
 
@@ -236,7 +235,7 @@ def test_every_python_process_of_a_command_finds_the_stand_in(tmp_path: Path, ho
     line = {"as-deepspeed": ["as-deepspeed", sys.executable], "run": ["run", "--as-deepspeed"]}[how]
     done = subprocess.run(
         [sys.executable, "-m", "zeroshard", *line, str(script)],
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = [names.VERSION, "deepspeed.comm Init", "deepspeed", ".deepspeed_env"]

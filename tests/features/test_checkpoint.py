@@ -413,7 +413,7 @@ def _background(rank: int, world: int, folder: Path, row: str, transport: str) -
     real = saving.write_shard
 
     def slow(*args: Any, **options: Any) -> Any:
-        assert gate.wait(20)
+        assert gate.wait(300)
         return real(*args, **options)
 
     saving.write_shard = slow

@@ -110,7 +110,6 @@ ONCE = ["dp 4", "tp 4", "pp 2, dp 2", "dp 2, tp 2"]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("row", "options", "names"),
     [("zero1", {}, EACH), ("zero3", {}, EACH), ("zero3", OFFLOADED, ONCE)],
@@ -124,7 +123,6 @@ def test_every_layout_of_a_llama_reads_every_other(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ["uneven", "empty"])
 def test_uneven_and_empty_parts_are_saved_and_loaded(tmp_path: Path, name: str) -> None:
     layouts = [Layout.of(dp=4), Layout.of(dp=1, tp=4), Layout.of("zero1", dp=2, tp=2)]

@@ -44,7 +44,6 @@ def _write_checkpoint(directory: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_building_sharding_and_loading_700m_parameters_stays_within_shards_and_two_units(
     tmp_path: Path,
 ) -> None:

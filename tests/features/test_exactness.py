@@ -56,7 +56,6 @@ def test_sockets_give_the_same_bits(world: int, steps: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "single"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [2, 4])

@@ -361,7 +361,7 @@ def test_two_ranks_share_the_prompts_and_the_first_prints(tmp_path: Path) -> Non
         [*start, "generate", str(tmp_path), *words, *options],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},

@@ -559,3 +559,44 @@ def test_parameters_with_gaps_and_with_shared_elements_train_as_dense_ones() -> 
     engine.close()
     for name, value in models[0].state_dict().items():
         torch.testing.assert_close(models[1].state_dict()[name], value)
+
+
+LONG = "层" * 120  # 360 bytes in UTF-8
+
+
+class LongNames(nn.Module):
+    """A net below wrappers with long names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict(
+            {LONG: nn.ModuleDict({"_checkpoint_wrapped" * 20: make_model()})}
+        )
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.inner[LONG]["_checkpoint_wrapped" * 20](*args)
+
+
+def _long_names(rank: int, world: int, folder: Path, transport: str) -> None:
+    models, losses = [make_model(), LongNames()], []
+    for model in models:
+        tiers = {"offload": zs.Offload(optimizer="disk", disk_path=str(folder))}
+        engine = zs.shard(
+            model,
+            optimizer := two_groups(model),
+            comm=zs.Comm(transport=transport),
+            stage=3,
+            **(tiers if model is models[1] else {}),
+        )
+        losses.append(take_steps(rank, 2, model, optimizer, engine))
+        zs.save(folder / type(model).__name__, engine, step=2)
+        losses[-1] += take_steps(rank, [2], model, optimizer, engine)
+        zs.load(folder / type(model).__name__, engine)
+        losses[-1] += take_steps(rank, [2], model, optimizer, engine)
+        engine.close()
+    assert losses[0] == losses[1] and losses[0][2] == losses[0][3]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory", "nccl"])
+def test_the_path_of_a_parameter_may_have_any_length(transport: str, tmp_path: Path) -> None:
+    run_ranks(2, _long_names, tmp_path, transport)

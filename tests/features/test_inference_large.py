@@ -36,7 +36,7 @@ def _generate(*arguments: object) -> subprocess.CompletedProcess[str]:
         [sys.executable, str(script), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=300,
         check=False,
         env=os.environ | _ENVIRONMENT,
     )

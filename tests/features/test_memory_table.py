@@ -189,7 +189,7 @@ def _run(script: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "zeroshard", "run", "--nproc", "1", str(script)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         cwd=ROOT,
     )
 

@@ -334,7 +334,6 @@ def _large(rank: int, world: int, path: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_model_of_4_gb_of_states_trains_in_1200_mb(tmp_path: Path) -> None:
     (seen,) = spawn_ranks(1, _large, str(tmp_path), timeout=500, init_group=False)
     assert seen.error is None, seen.stderr

@@ -99,14 +99,12 @@ def test_every_row_trains_the_model_of_one_process(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_rows_that_reduce_every_micro_batch_have_the_same_bits(name: str) -> None:
     _check_rows(name, 4, 3, no_sync=False)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("micro_batches", [2, 6])
 def test_every_schedule_trains_the_model_of_one_process(name: str, micro_batches: int) -> None:
@@ -114,7 +112,6 @@ def test_every_schedule_trains_the_model_of_one_process(name: str, micro_batches
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "LoopedBFS", "ZBVZeroBubble"])
 def test_an_odd_number_of_micro_batches_is_no_matter(name: str) -> None:
     _check_rows(name, 5, 3, no_sync=True)
@@ -127,7 +124,6 @@ def _long(rank: int, world: int, name: str, row: str, steps: int) -> tuple[Any, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "row"), [("1F1B", "zero3"), ("Interleaved1F1B", "zero3"), ("ZBVZeroBubble", "zero1")]
 )

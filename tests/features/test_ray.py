@@ -29,7 +29,6 @@ def _python() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_workers_of_ray_train_as_ddp_does_and_go_on_after_one_is_killed(tmp_path: Path) -> None:
     line = [_python(), str(ROOT / "tests" / "support" / "ray_runs.py"), str(tmp_path)]
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])

@@ -338,7 +338,7 @@ def test_an_interrupt_of_one_rank_is_told(launch: Launch) -> None:
     pids = job.ranks(2)
     job.wait_for("deep-1")
     os.kill(pids[1], signal.SIGINT)
-    code, _, stderr = job.end(timeout=30)
+    code, _, stderr = job.end()
     assert code == 128 + signal.SIGINT
     assert "rank 1 failed first" in stderr and stderr.splitlines()[-1] == "KeyboardInterrupt", (
         stderr
@@ -347,7 +347,7 @@ def test_an_interrupt_of_one_rank_is_told(launch: Launch) -> None:
 
 def test_when_all_ranks_hang_the_job_ends_with_the_stacks_of_every_rank(launch: Launch) -> None:
     job = launch(HELLO + STUCK + "stuck()\n", "--nproc", "2", "--stall-timeout=1.5")
-    code, _, stderr = job.end(timeout=60)
+    code, _, stderr = job.end()
     assert code == 71
     assert stderr.splitlines()[-1].startswith("zeroshard run: no rank has made progress for "), (
         stderr
@@ -362,7 +362,7 @@ def test_when_all_ranks_hang_the_job_ends_with_the_stacks_of_every_rank(launch: 
 
 def test_ranks_that_compute_before_their_first_heartbeat_have_not_stalled(launch: Launch) -> None:
     busy = "end = time.monotonic() + 5\nwhile time.monotonic() < end:\n    pass\n"
-    code, _, stderr = launch(HELLO + busy, "--nproc", "2", "--stall-timeout=1.5").end(timeout=60)
+    code, _, stderr = launch(HELLO + busy, "--nproc", "2", "--stall-timeout=1.5").end()
     assert code == 0, stderr
 
 
@@ -372,7 +372,7 @@ def test_a_rank_that_gave_up_waiting_is_told_with_the_stacks_of_the_others(launc
         "  pass\n    raise StallError('x did not come')"
     )
     job = launch(HELLO + STUCK + f"if rank == 0:\n    {raising}\nstuck()\n", "--nproc", "2")
-    code, _, stderr = job.end(timeout=60)
+    code, _, stderr = job.end()
     assert code == 71
     assert "rank 1 was here when rank 0 gave up:\n" in stderr and "in stuck" in stderr, stderr
     assert stderr.splitlines()[-1] == "zeroshard.errors.StallError: x did not come"
@@ -380,14 +380,14 @@ def test_a_rank_that_gave_up_waiting_is_told_with_the_stacks_of_the_others(launc
 
 def test_what_a_failing_rank_has_started_ends_with_it(launch: Launch) -> None:
     job = launch(HELLO + CHILD + "if rank == 1:\n    raise ValueError\n" + WAIT, "--nproc", "2")
-    assert job.end(timeout=60)[0] == 1
+    assert job.end()[0] == 1
     children = [
         int((job.directory / f"child-{rank}").read_text())
         for rank in range(2)
         if (job.directory / f"child-{rank}").exists()
     ]
     assert children
-    wait_until(lambda: not any(map(is_running, children)), 5)
+    wait_until(lambda: not any(map(is_running, children)))
 
 
 def test_when_the_launcher_is_killed_nothing_is_left_of_the_job(
@@ -408,7 +408,7 @@ def test_when_the_launcher_is_killed_nothing_is_left_of_the_job(
     assert [path.name.startswith("zeroshard-run-") for path in temporary.iterdir()] == [True]
     job.process.kill()
     wait_until(
-        lambda: not any(map(is_running, [*pids, *children])) and not list(temporary.iterdir()), 10
+        lambda: not any(map(is_running, [*pids, *children])) and not list(temporary.iterdir())
     )
 
 
@@ -471,7 +471,7 @@ def test_when_the_launcher_is_killed_the_ranks_die(launch: Launch, stop: bool) -
     if stop:
         os.kill(pids[0], signal.SIGSTOP)
     job.process.kill()
-    wait_until(lambda: not any(map(is_running, pids)), 20)
+    wait_until(lambda: not any(map(is_running, pids)))
     assert job.end()[0] == -signal.SIGKILL
 
 
@@ -504,13 +504,29 @@ def test_a_group_that_is_started_again_says_why_and_may_succeed(launch: Launch) 
     assert "failed first" not in stderr
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_job_runs_where_standard_streams_are_closed(tmp_path: Path, closed: str) -> None:
+    (tmp_path / "script.py").write_text(HELLO + "print('out')\nprint('err', file=sys.stderr)\n")
+    line = [PROGRAM, "run", "--nproc", "2", str(tmp_path / "script.py")]
+    shell = ["bash", "-c", f'exec "$@" {closed}', "bash", *line]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert all((tmp_path / f"pid-{rank}").exists() for rank in range(2))
+    # those that are open have what the ranks have written, and no other
+    assert done.stdout == ("" if ">&-" in closed.split() else "out\n" * 2)
+    assert done.stderr.count("err\n") == (0 if "2>&-" in closed else 2)
+
+
 @pytest.mark.slow
 def test_modules_and_programs_run_too(launch: Launch) -> None:
     assert subprocess.run(
-        [PROGRAM, "run", "-m", "json.tool", "--help"], capture_output=True, text=True, timeout=60
+        [PROGRAM, "run", "-m", "json.tool", "--help"], capture_output=True, text=True, timeout=300
     ).stdout.startswith("usage:")
     echo = subprocess.run(
-        [PROGRAM, "run", "--no-python", "echo", "$a  b"], capture_output=True, text=True, timeout=60
+        [PROGRAM, "run", "--no-python", "echo", "$a  b"],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert (echo.returncode, echo.stdout) == (0, "$a  b\n")
 
@@ -526,6 +542,6 @@ def test_launchers_started_at_once_all_get_ports_of_their_own(launch: Launch, co
         "time.sleep(1)\n"
     )
     jobs = [launch(script, "--nproc", "1") for _ in range(count)]
-    ends = [job.end(timeout=300) for job in jobs]
+    ends = [job.end() for job in jobs]
     assert [end[0] for end in ends] == [0] * count, [end[2] for end in ends]
     assert len({end[1] for end in ends}) == count

@@ -82,7 +82,6 @@ def test_rows_with_nodes_give_the_bits_of_equal_shares() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo", "nccl"])
 @pytest.mark.parametrize("node_size", [None, 2])
 def test_the_whole_matrix_gives_the_bits_of_equal_shares(

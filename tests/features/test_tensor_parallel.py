@@ -63,7 +63,6 @@ def test_tensor_parallelism_alone_trains_as_one_process_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_fifty_steps_in_every_row_have_the_same_bits(name: str) -> None:
     run_ranks(4, _as_alone, name, ROWS, 2, 50, timeout=500)
@@ -99,7 +98,6 @@ def _nodes(rank: int, world: int, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["llama", "uneven", "empty"])
 def test_rows_with_nodes_train_beside_tp_with_the_same_bits(name: str) -> None:
     run_ranks(8, _nodes, name, timeout=400)
@@ -499,7 +497,6 @@ _SIZES = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_the_tp_plan_of_transformers_trains_as_one_process_does(

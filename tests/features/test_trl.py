@@ -17,7 +17,7 @@ SCRIPT = str(ROOT / "tests" / "support" / "trl_runs.py")
 
 def _run(*command: str) -> list[float]:
     line = [sys.executable, *command]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     found = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
     losses: list[float] = json.loads(found[0])["losses"] if found else []

@@ -38,6 +38,7 @@ here = pathlib.Path(__file__).parent
 """
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 WAIT = "time.sleep(600)\n"
+PATIENCE_S = 300.0  # a loaded machine takes its time
 # What sshd does with a command: a shell of the user's, in another session, in another directory,
 # with an environment of its own, that outlives ssh until it looks at its input.
 STUB_SSH = """#!/bin/bash
@@ -123,21 +124,19 @@ class Job:
     def ranks(self, count: int) -> list[int]:
         """The process ids of the ranks, once they have announced themselves."""
         paths = [self.directory / f"pid-{rank}" for rank in range(count)]
-        wait_until(
-            lambda: all(path.exists() for path in paths) or self.process.poll() is not None, 60
-        )
+        wait_until(lambda: all(path.exists() for path in paths) or self.process.poll() is not None)
         return [int(path.read_text()) for path in paths]
 
     def wait_for(self, name: str) -> None:
-        wait_until((self.directory / name).exists, 60)
+        wait_until((self.directory / name).exists)
 
-    def end(self, timeout: float = 60.0) -> tuple[int, str, str]:
+    def end(self, timeout: float = PATIENCE_S) -> tuple[int, str, str]:
         stdout, stderr = self.process.communicate(timeout=timeout)
         return self.process.returncode, stdout, stderr
 
 
-def wait_until(condition: Callable[[], bool], timeout: float) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     begin = time.monotonic()
     while not condition():
-        assert time.monotonic() - begin < timeout, f"not within {timeout} s"
+        assert time.monotonic() - begin < PATIENCE_S, f"not within {PATIENCE_S} s"
         time.sleep(0.01)

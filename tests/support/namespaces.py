@@ -110,6 +110,6 @@ def _serve(inside: list[str], directory: Path, address: str) -> subprocess.Popen
     start = f"mount -t tmpfs none /run && mkdir -m 755 /run/sshd && exec {SSHD} -D -e -f {settings}"
     with log.open("wb") as file:
         server = subprocess.Popen([*inside, "sh", "-c", start], stdout=file, stderr=file)
-    wait_until(lambda: b"Server listening" in log.read_bytes() or server.poll() is not None, 20)
+    wait_until(lambda: b"Server listening" in log.read_bytes() or server.poll() is not None)
     assert server.poll() is None, log.read_text()
     return server

@@ -9,6 +9,7 @@ thread comes after what a lane does only once it has waited for it.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -17,20 +18,26 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
+import zeroshard
 from tests.support.lane_clocks import Clock, LaneClocks
 
 __all__ = ["PretendedDevice", "Timeline", "site_of_caller"]
 
 # whose frames do not say who waits
-_BETWEEN = ("tests/support/", "zeroshard/memory/", "core/work.py", "contextlib.py", "torch/")
+_PACKAGE, _TORCH = (Path(str(module.__file__)).parent for module in (zeroshard, torch))
+_BETWEEN = (
+    *(f"{folder}/" for folder in (Path(__file__).parent, _PACKAGE / "memory", _TORCH)),
+    *(str(_PACKAGE / "core" / "work.py"), contextlib.__file__),
+)
 
 
 def site_of_caller() -> str:
     """Return the function of the library that calls, through whatever helpers."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        file = Path(frame.f_code.co_filename).as_posix()
-        if not any(part in file for part in _BETWEEN):
+        if not frame.f_code.co_filename.startswith(_BETWEEN):
             return str(frame.f_code.co_qualname)
         frame = frame.f_back
     return "?"

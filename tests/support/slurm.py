@@ -88,14 +88,14 @@ def _start(command: list[str], environ: dict[str, str]) -> None:
     program = _program(command[0])
     assert program is not None
     line = [program, *command[1:]]
-    subprocess.run(line, env={**os.environ, **environ}, check=True, timeout=30)
+    subprocess.run(line, env={**os.environ, **environ}, check=True, timeout=300)
 
 
 def _wait_until_idle(environ: dict[str, str]) -> None:
     end, line = time.monotonic() + 30, ["sinfo", "-h", "-o", "%t"]
     while time.monotonic() < end:
         env = {**os.environ, **environ}
-        said = subprocess.run(line, env=env, capture_output=True, text=True, timeout=30)
+        said = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
         if said.stdout.strip() == "idle":
             return
         time.sleep(0.2)

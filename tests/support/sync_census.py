@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ import torch
 __all__ = ["Census", "census"]
 
 REPORTED = "called a synchronizing CUDA operation"
+TORCH = f"{Path(torch.__file__).parent}/"
 BETWEEN = ("/sync_census.py", "/warnings.py", "/contextlib.py")  # the wait and us
 NUM_FRAMES = 4  # of a stack, those nearest to the wait
 
@@ -40,7 +42,7 @@ class Census:
         ours = [
             f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}"
             for frame in traceback.extract_stack()
-            if "/torch/" not in frame.filename and not frame.filename.endswith(BETWEEN)
+            if not frame.filename.startswith(TORCH) and not frame.filename.endswith(BETWEEN)
         ]
         self.waits.append(f"{what}: {' < '.join(reversed(ours[-NUM_FRAMES:]))}")
 

@@ -15,5 +15,5 @@ def run_here(module: str, call: str, **environment: str) -> subprocess.Completed
     """Run the function `call` of `module`, and return what it printed."""
     command = [sys.executable, "-c", f"from {module} import {call}; {call}()"]
     return subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=110
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300
     )

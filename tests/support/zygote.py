@@ -40,6 +40,7 @@ _OURS = ("zeroshard.sharding.api", "zeroshard.checkpoint", "tests.support.harnes
 # a second for each rank that trains a model of theirs; where they are not installed, tests skip.
 # Beside a GPU they find libraries that start threads.
 _MODELS = () if Path("/dev/nvidiactl").exists() else ("transformers.trainer", "accelerate")
+_THREADS_STARTED = 75  # the exit code of a process that has imported them, and has threads since
 
 
 class Forked:
@@ -154,15 +155,29 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
+def _threads() -> list[str]:
+    return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+
+
 def _import_all() -> None:
+    """Import what ranks use; a process that has done so without starting a thread returns."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # `datasets` brings pyarrow
     for name in (*_LIBRARIES, *_OURS):
         __import__(name)
-    with contextlib.suppress(ImportError):
-        for name in _MODELS:
-            __import__(name)
-    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    assert len(threads) == 1, f"{threads}: threads, which a fork would lose"
+    assert len(_threads()) == 1, f"{_threads()}: threads, which a fork would lose"
+    # A child tries the rest, and goes on with it. Where that has started threads, this process
+    # goes on without, and ranks import what they use.
+    if (child := os.fork()) != 0:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code != _THREADS_STARTED:
+            os._exit(abs(code))
+    else:
+        with contextlib.suppress(ImportError):
+            for name in _MODELS:
+                __import__(name)
+        if len(_threads()) > 1:
+            os._exit(_THREADS_STARTED)
     gc.collect()
     gc.freeze()  # else each rank's first collection would copy all of it
 

@@ -457,11 +457,11 @@ def test_no_value_in_a_box_breaks_the_reader(place: tuple[Any, ...]) -> None:
 
 def test_many_boxes_are_checked_in_little_time() -> None:
     grid = {((row, row + 1), (0, 1)) for row in range(100_000)}
-    begin = time.monotonic()
+    begin = time.process_time()
     check_boxes((100_000, 1), grid, "the boxes")
     with pytest.raises(ValueError, match="leave a hole"):
         check_boxes((100_000, 2), grid | {((0, 1), (1, 2))}, "the boxes")
-    assert time.monotonic() - begin < 20
+    assert time.process_time() - begin < 20
 
 
 def test_the_same_tensor_twice_is_refused() -> None:

@@ -31,9 +31,9 @@ def _together(size: int, make: Callable[[int, Exchange], R], body: Callable[[R],
     def one(rank: int) -> Any:
         def exchange(payload: bytes, call: str) -> list[bytes]:
             table[rank] = payload
-            barrier.wait(10)
+            barrier.wait(300)
             answers = list(table)
-            barrier.wait(10)
+            barrier.wait(300)
             return answers
 
         try:

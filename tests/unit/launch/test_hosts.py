@@ -66,7 +66,7 @@ def test_arguments_environment_and_directory_reach_a_host_as_they_are_and_nothin
         input=orders,
         stdout=subprocess.PIPE,
         check=True,
-        timeout=60,
+        timeout=300,
         cwd=tmp_path,
     )
     assert json.loads(seen.stdout.splitlines()[-1]) == [arguments, environment, str(directory)]

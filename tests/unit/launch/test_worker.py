@@ -60,7 +60,7 @@ def _run(tmp_path: Path, *argv: str, cwd: Path | None = None, writable: bool = T
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=300,
     )
     try:
         events = [json.loads(line) for line in os.read(fifo, 1 << 16).splitlines()]
@@ -243,7 +243,7 @@ def test_a_worker_whose_launcher_is_gone_does_not_start(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=300,
     )
     assert (process.returncode, process.stdout) == (137, "")
 

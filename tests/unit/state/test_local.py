@@ -43,7 +43,7 @@ def test_dtensors_are_not_imported_where_there_are_none() -> None:
         "import sys, torch; from zeroshard.state.local import is_dtensor, local_of;"
         " local_of(torch.ones(1)); assert 'torch.distributed.tensor' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def _parts(rank: int, world: int) -> None:

@@ -46,7 +46,7 @@ from zeroshard.tier.transfer import TierTransfer
 CPU = torch.device("cpu")
 NUMEL = 3 << 18  # 3 MiB of fp32
 KEY = "blocks.3:fp32 exp_avg"
-MAX_SECONDS = 10.0
+MAX_SECONDS = 300.0
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def run_python(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env=environment(),
     )
 

@@ -243,6 +243,7 @@ class Transfer:
                 work.wait(_FOREVER)
             except RuntimeError as failure:
                 error = _lost(self.what, self._members[peer], failure)
+            del work  # it holds the tensor; who is told below may release that, or measure
             with self._lock:
                 self._unfinished.remove(peer)
                 if receives and error is None:

@@ -51,6 +51,7 @@ __all__ = [
 MAX_TAIL = 32 * 1024
 _HEADER = struct.Struct("<BIQQQQ")  # kind, generation, a, b, c, d
 _ZEROS = (0, 0, 0, 0)
+_LENGTH = struct.Struct("<H")  # of the name of a call, in bytes
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _RECORD_BYTES = _HEADER.size + MAX_TAIL
 
@@ -414,9 +415,8 @@ def given_up(ranks: Sequence[int], what: str) -> StateError:
 
 def framed(call: str, payload: bytes) -> bytes:
     """Return `payload` with the name of its call in front."""
-    name = call.encode()
-    assert len(name) < 256, call
-    return bytes([len(name)]) + name + payload
+    name = call.encode()  # it may have a parameter's path in it, which has any length
+    return _LENGTH.pack(len(name)) + name + payload
 
 
 def unframed(frames: Sequence[bytes], members: Sequence[int]) -> list[bytes]:
@@ -426,12 +426,13 @@ def unframed(frames: Sequence[bytes], members: Sequence[int]) -> list[bytes]:
     calls = [_call_of(frame) for frame in frames]
     if len(set(calls)) > 1:
         raise _different_calls(dict(zip(members, calls, strict=True)))
-    return [frame[1 + frame[0] :] for frame in frames]
+    return [frame[_LENGTH.size + _LENGTH.unpack_from(frame)[0] :] for frame in frames]
 
 
 def _call_of(frame: bytes | bytearray) -> str:
     """Return the name of the call in the first bytes of a frame."""
-    return bytes(frame[1 : 1 + frame[0]]).decode()
+    (length,) = _LENGTH.unpack_from(frame)
+    return bytes(frame[_LENGTH.size : _LENGTH.size + length]).decode()
 
 
 def _different_calls(calls: Mapping[int, str]) -> PlanMismatch:
