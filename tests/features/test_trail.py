@@ -45,6 +45,7 @@ def _runs(tmp_path: Path) -> dict[str, tuple[int, Run]]:
     return {
         "zero3, 2 ranks": (2, Run({"stage": 3})),
         "zero3, 3 ranks": (3, Run({"stage": 3})),
+        "zero3, 3 ranks over sockets": (3, Run({"stage": 3, "comm": {"transport": "gloo"}})),
         "ddp, 3 ranks": (3, Run({"stage": 0})),
         "zero1, 2 ranks": (2, Run({"stage": 1})),
         "zero2, 3 ranks": (3, Run({"stage": 2})),
@@ -55,6 +56,13 @@ def _runs(tmp_path: Path) -> dict[str, tuple[int, Run]]:
         "disk": (2, Run({"stage": 3, "offload": on_disk})),
         "uneven": (3, Run({"stage": 3}, uneven="shares", shares=(1, 2, 3))),
         "uneven leaves": (3, Run({"stage": 1}, uneven="batch_shares", shares=(1, 2, 3))),
+        "uneven leaves over sockets": (
+            3,
+            Run(
+                {"stage": 2, "comm": {"transport": "gloo"}}, uneven="batch_shares", shares=(1, 2, 5)
+            ),
+        ),
+        "hfsdp, idle ranks": (6, Run({"policy": "hfsdp"} | nodes)),
     }
 
 
