@@ -498,7 +498,8 @@ class Engine(Assembly):
         self._states.check_open()
         if self._offloaded is not None:
             return self._offloaded.num_bytes
-        self._loop.check_between_steps("offload_states()")
+        with self._states.peers.together("engine.offload_states()"):
+            self._loop.check_between_steps("offload_states()")
         self._backward.reductions.wait()
         self._states.join_step()
         self._weights.end_pass()
@@ -512,8 +513,8 @@ class Engine(Assembly):
 
     def reload_states(self) -> None:
         """Bring back what `offload_states` took away, bit for bit. Collective."""
-        self._states.check_open()
         if self._offloaded is not None:
+            self._states.peers.exchange(b"", "engine.reload_states()")
             self._offloaded.end()
             self._offloaded = None
 
@@ -592,7 +593,7 @@ class Engine(Assembly):
         if self._weights.availability.is_given_up:
             self._leave()
             return
-        self._states.check_open()
+        self._states.peers.exchange(b"", "engine.close()")
         told = self._context.faults.refusal if self._context.faults.is_lost else None
         self.reload_states()
         self._states.check_open(trained=True)
