@@ -186,6 +186,18 @@ CASES = [
         lambda r: (r.optimizer.param_groups[0].update(lr=0.1 + r.rank), r.step()),
         "option 'lr' of optimizer param group 0 differs",
     ),
+    Unlike(
+        "Engine.trail",
+        lambda r: _enter(r.engine.trail(r.path)) if r.rank else r.step(),
+        r"in different calls: .*engine.trail\(\)",
+        leaves=4,
+    ),
+    Unlike(
+        "Engine.trail(every)",
+        lambda r: _enter(r.engine.trail(r.path, every=1 + r.rank)),
+        "about 'every'",
+        leaves=4,
+    ),
     # ------------------------------------------------------------------ averages
     Unlike("EMA(decay)", lambda r: (r.averaged(0.5 + 0.1 * r.rank), r.step()), f"{_EMA}.*0.6"),
     Unlike("EMA.update", lambda r: (r.averaged(last=r.rank == 0), r.step()), _EMA),
@@ -402,7 +414,7 @@ ALIKE = {
     "Engine.no_sync": "features/test_agreement.py",
     "Engine.repartition(mesh dp)": "features/test_repartition.py",
     "Engine.trace(directory)": "each rank's own file; nothing is sent",
-    "Engine.trail(directory every)": "each rank's own file; compare takes steps that all have",
+    "Engine.trail(directory)": "each rank's own file",
     "EMA(engine) Saver(engine) ParameterStates(engine) OptimizerStates(engine)": "the subject",
     "OptimizerStates.get OptimizerStates.items OptimizerStates.keys": "nothing is sent",
     "OptimizerStates.values": "nothing is sent",

@@ -478,9 +478,10 @@ class Engine(Assembly):
         (docs/replay.md). Lines are added to a file that is there. Bits, order and traffic of the
         steps do not change. Enter it between steps, and anew after ``engine.repartition()``.
 
-        Not collective, but ``zeroshard compare`` needs the files of all ranks. Raises ConfigError
-        without `leaves`, or where the mesh has axes beside the data parallel one; StorageError
-        where the directory cannot be written: at once, or at the end.
+        Collective. Raises ConfigError without `leaves`, or where the mesh has axes beside the data
+        parallel one; PlanMismatch where ranks differ about `every`; StorageError where the
+        directory cannot be written, or a file there is a link or no regular one: at once, on every
+        rank, or at the end.
         """
         self._states.check_open()
         return trailing(
