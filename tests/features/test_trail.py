@@ -5,6 +5,7 @@ rank, leaf or unit is named by step, phase, unit and rank.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def _runs(tmp_path: Path) -> dict[str, tuple[int, Run]]:
     return {
         "zero3, 2 ranks": (2, Run({"stage": 3})),
         "zero3, 3 ranks": (3, Run({"stage": 3})),
+        "zero3, 3 ranks over sockets": (3, Run({"stage": 3, "comm": {"transport": "gloo"}})),
         "ddp, 3 ranks": (3, Run({"stage": 0})),
         "zero1, 2 ranks": (2, Run({"stage": 1})),
         "zero2, 3 ranks": (3, Run({"stage": 2})),
@@ -55,6 +57,13 @@ def _runs(tmp_path: Path) -> dict[str, tuple[int, Run]]:
         "disk": (2, Run({"stage": 3, "offload": on_disk})),
         "uneven": (3, Run({"stage": 3}, uneven="shares", shares=(1, 2, 3))),
         "uneven leaves": (3, Run({"stage": 1}, uneven="batch_shares", shares=(1, 2, 3))),
+        "uneven leaves over sockets": (
+            3,
+            Run(
+                {"stage": 2, "comm": {"transport": "gloo"}}, uneven="batch_shares", shares=(1, 2, 5)
+            ),
+        ),
+        "hfsdp, idle ranks": (6, Run({"policy": "hfsdp"} | nodes)),
     }
 
 
@@ -188,11 +197,22 @@ def _opened(rank: int, world: int, options: dict[str, Any], path: Path, every: i
         pass
 
 
+def _is_at(descriptor: str, directory: Path) -> bool:
+    """Whether a file below `directory` is open there."""
+    try:
+        return str(directory) in os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return False
+
+
 def _full(rank: int, world: int, path: Path) -> tuple[str, int]:
     """Train with a trail that cannot be written; return what is raised, and when."""
     training, step = Training(Run()), 0
     try:
         with training.engine.trail(path, every=1):
+            (number,) = (fd for fd in os.listdir("/proc/self/fd") if _is_at(fd, path))
+            with open("/dev/full", "r+b") as full:
+                os.dup2(full.fileno(), int(number))
             for step in range(2):
                 training.step(step)
     except zs.StorageError as error:
@@ -203,6 +223,39 @@ def _full(rank: int, world: int, path: Path) -> tuple[str, int]:
 
 
 def test_a_full_disk_ends_the_trail_and_not_the_training(tmp_path: Path) -> None:
-    (tmp_path / "rank-00000.jsonl").symlink_to("/dev/full")
     said, step = run_ranks(1, _full, tmp_path)[0]
     assert "cannot write it (No space left on device)" in said and step == 1
+
+
+def _beside(rank: int, world: int, path: Path) -> list[str]:
+    """Return what this rank is told of each directory that somebody has prepared."""
+    said, training = [], Training(Run({"stage": 3}))
+    for name in ("link", "pipe", "directory", "request", "own"):
+        told = "nothing"
+        try:
+            with training.engine.trail(path / name, every=1):
+                training.step(len(said))
+        except zs.StorageError as error:
+            told = str(error)
+        said.append(told)
+    training.engine.close()
+    return said
+
+
+def test_a_trail_follows_no_link_waits_for_no_pipe_and_obeys_nobodys_request(
+    tmp_path: Path,
+) -> None:
+    for name in ("link", "pipe", "directory", "request", "own"):
+        (tmp_path / name).mkdir()
+    (precious := tmp_path / "precious").write_text("precious")
+    (tmp_path / "link" / "rank-00000.jsonl").symlink_to(precious)
+    os.mkfifo(tmp_path / "pipe" / "rank-00001.jsonl")
+    (tmp_path / "directory" / "rank-00001.jsonl").mkdir()
+    (tmp_path / "request" / "replay.json").write_text('{"step": 3, "leaf": 0, "stepped": 1}')
+    (tmp_path / "own" / "rank-00000.jsonl").write_text("")
+    for said in run_ranks(2, _beside, tmp_path):
+        assert "it is a symbolic link, which is not followed" in said[0]
+        assert "rank-00001.jsonl: cannot write it (it is not a regular file)" in said[1]
+        assert "rank-00001.jsonl: cannot write it (Is a directory)" in said[2]
+        assert said[3:] == ["nothing", "nothing"]
+    assert precious.read_text() == "precious"

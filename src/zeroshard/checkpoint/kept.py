@@ -182,7 +182,7 @@ class Keeping:
             )
         self._directory = directory
         self._engine = engine
-        self._redundancy = redundancy
+        self.redundancy = redundancy
         self._memory: _KeptMemory | None = None
         self._found_by: MeshRanks | None = None  # the ranks that have looked for it
 
@@ -259,7 +259,7 @@ class Keeping:
                 _log.info("saver.keep() keeps nothing without `zeroshard run --elastic`")
             return None
         memory = _KeptMemory(keeper, os.path.realpath(self._directory), answers[0][1], homes)
-        if self._redundancy:
+        if self.redundancy:
             self._find_partners(memory)
         return memory
 

@@ -104,7 +104,13 @@ def load(
     states_of(engine).begin_load()
     elsewhere = names_elsewhere(engine, "zs.load()")
     wanted = Wanted(dict(states or {}), elsewhere, frozen, generators)
-    candidates = _candidates(directory, engine, step)
+    asked = {
+        "step": step, "states": sorted(wanted.states), "frozen": frozen, "generators": generators,
+        "fallback": fallback,
+    }  # fmt: skip
+    candidates = _candidates(
+        directory, engine, step, {name: str(one) for name, one in asked.items()}
+    )
     damaged: list[str] = []
     while True:
         candidate = candidates.pop()
@@ -156,12 +162,15 @@ class _Candidate:
             self.kept.fetch(self.held, ranks.rank, partial(copies_of, engine), together)
 
 
-def _candidates(directory: Path, engine: Engine, step: int | None) -> list[_Candidate]:
+def _candidates(
+    directory: Path, engine: Engine, step: int | None, asked: Mapping[str, str]
+) -> list[_Candidate]:
     """Return the steps to try, first choice last. Rank 0's list of those on disk counts: others
-    may see a prune.
+    may see a prune. Raises PlanMismatch where ranks have `asked` for different things.
     """
     ranks, what = states_of(engine).everyone, f"{directory} cannot be listed"
     with ranks.together("zs.load()", what, refusal=CheckpointError) as meeting:
+        meeting.compare(asked)
         held = asdict(Holdings.of(directory))
         meeting.give([list(list_steps(directory)) if ranks.rank == 0 else [], held])
     all_held = [_HOLDINGS.validate_python(one) for _, one in meeting.answers]

@@ -47,6 +47,7 @@ from zeroshard.checkpoint.steps import (
 )
 from zeroshard.comm.mesh_ranks import MeshRanks
 from zeroshard.comm.ranks import Meeting
+from zeroshard.core.digest import holders
 from zeroshard.errors import (
     CheckpointError,
     ConfigError,
@@ -56,6 +57,7 @@ from zeroshard.errors import (
     StorageError,
 )
 from zeroshard.memory import Pages
+from zeroshard.runtime.ema import EMA, updates_of
 from zeroshard.runtime.engine import Engine, states_of
 
 __all__ = ["Saver", "end_saves", "save"]
@@ -266,15 +268,43 @@ class Saver:
     # ------------------------------------------------------------------ together
 
     def _agree_on(self, step: int, call: str) -> None:
-        """Raise PlanMismatch if the ranks save different steps, ConfigError for an invalid one."""
-        steps = self._ranks.share(repr(step), call)
+        """Raise PlanMismatch if the ranks save different steps, or those with the same parameters
+        different things; ConfigError for an invalid step.
+        """
+        answers = self._ranks.share([repr(step), self._ranks.stage, self._options()], call)
+        steps = [one for one, _, _ in answers]
         if len(set(steps)) > 1:
             said = ", ".join(f"rank {rank} step={text}" for rank, text in enumerate(steps))
             raise PlanMismatch(
                 f"{call} is called with different steps: {said}. Give every rank the same step"
             )
+        asked = {
+            rank: options
+            for rank, (_, stage, options) in enumerate(answers)
+            if stage == self._ranks.stage
+        }
+        for name in self._options():
+            values = [options[name] for options in asked.values()]
+            if len(set(values)) > 1:
+                raise PlanMismatch(
+                    f"{call}: {name} differs between ranks ({holders(values, list(asked))}): give"
+                    " every rank the same"
+                )
         if type(step) is not int or step < 0:
             raise ConfigError(f"step={step!r} is not a number of steps")
+
+    def _options(self) -> dict[str, str]:
+        """Return what ranks with the same parameters have to save alike."""
+        averages = {n: one for n, one in self._states.items() if isinstance(one, EMA)}
+        return {
+            "states": ", ".join(sorted(self._states)),
+            "frozen": str(self._frozen),
+            "background": str(self._background),
+            "redundancy": str(self._keeping.redundancy),
+            "update of zs.EMA": ", ".join(
+                f"{n}: {updates_of(averages[n])}" for n in sorted(averages)
+            ),
+        }
 
     def _together(self, call: str, what: str = "") -> AbstractContextManager[Meeting]:
         return self._ranks.together(call, what, refusal=CheckpointError)

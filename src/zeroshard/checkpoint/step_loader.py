@@ -58,6 +58,7 @@ class StepLoader:
         self._rank = rank_there(engine, saved.manifest.world, saved.manifest.places)
         # (to, from): masters, weights, averages
         self._copies: list[tuple[RestingPiece, Callable[[], torch.Tensor]]] = []
+        self._averages: dict[str, EMA] = {}
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._optimizer_states: dict[int, Callable[[], dict[str, Any]]] = {}  # by id of the piece
         # by id of the piece: the state that the optimizer would keep of it, of a few elements
@@ -99,7 +100,7 @@ class StepLoader:
             ) from error
 
     def _read_pieces(self) -> None:
-        averages = {
+        averages = self._averages = {
             name: state
             for name, state in self._states.items()
             if isinstance(state, EMA) and self._match.averages(name)
@@ -223,6 +224,8 @@ class StepLoader:
                     del numbers
                     self._saved.release_memory()
             states_of(engine).overwritten(self._match.there)
+            for ema in self._averages.values():
+                ema.num_updates = 0  # the same on every rank, whatever they had done
             for buffer, value in self._buffers:
                 buffer.copy_(value)
             if engine.optimizer is not None and self._match.groups is not None:

@@ -1,4 +1,6 @@
-"""What ``zeroshard replay`` asks of the run that it starts: a file in the directory of its trail.
+"""What ``zeroshard replay`` asks of the run that it starts: a file in the directory of its trail,
+which `REPLAY_VARIABLE` of the run's environment names; a file of this name that others have put
+beside a trail asks for nothing.
 
     {"step": 120, "leaf": 5, "stepped": [{PARAMETER: [START, STOP]}, ...], "summed": [...]}
 
@@ -22,9 +24,10 @@ from typing import Any
 from zeroshard.core.layout import Range
 from zeroshard.core.trail import Header, ranges_in
 
-__all__ = ["REPLAY_FILE", "Replay"]
+__all__ = ["REPLAY_FILE", "REPLAY_VARIABLE", "Replay"]
 
 REPLAY_FILE = "replay.json"
+REPLAY_VARIABLE = "ZEROSHARD_REPLAY"
 
 
 @dataclass(frozen=True)

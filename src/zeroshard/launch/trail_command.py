@@ -32,7 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from zeroshard.core.replay import REPLAY_FILE, Replay
+from zeroshard.core.replay import REPLAY_FILE, REPLAY_VARIABLE, Replay
 from zeroshard.core.trail import Trail
 from zeroshard.core.trail_compare import Comparison, Difference, compare
 from zeroshard.core.tree import Tree
@@ -249,7 +249,11 @@ def _run(script: Sequence[str], nproc: int, work: Path, step: int, threads: str)
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *launcher, *script],
-            env={**os.environ, "OMP_NUM_THREADS": threads},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": threads,
+                REPLAY_VARIABLE: str((work / "trail" / REPLAY_FILE).resolve()),
+            },
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -113,6 +113,10 @@ class StateAccess:
         """Refuse everything from here on."""
         self.is_closed = True
 
+    def decided(self, name: str, value: str) -> None:
+        """Take note of what every rank has to decide alike; the next step compares it."""
+        self._backward.decisions.note(name, value)
+
     def check_idle(self, call: str) -> None:
         """Raise StateError, naming the `call`, inside a forward or a backward."""
         if self._backward.running or self._weights.schedule.running:

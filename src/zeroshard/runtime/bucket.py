@@ -276,7 +276,7 @@ class Bucket:
         rank's own leaves.
         """
         own = self._own
-        for listener in leaves.handed_over:
+        for listener in leaves.handed_over if leaves.own is not None else ():  # else it adds zeros
             listener(self.key, (lambda: self.buffer) if own is None else own.leaf)
         if own is None:
             return True

@@ -23,9 +23,10 @@ import torch
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.engine import Engine, states_of
 
-__all__ = ["EMA", "averages_of"]
+__all__ = ["EMA", "averages_of", "updates_of"]
 
 _CHUNK = 1 << 17  # elements swapped at a time
+_ALIKE = "Call update() at the same places, with the same decay, on every rank"
 # by engine, in the order in which they were made
 _OF: WeakKeyDictionary[Engine, list[weakref.ref[EMA]]] = WeakKeyDictionary()
 
@@ -33,6 +34,11 @@ _OF: WeakKeyDictionary[Engine, list[weakref.ref[EMA]]] = WeakKeyDictionary()
 def averages_of(engine: Engine) -> list[EMA]:
     """Return the averages of `engine` that are alive, in the order in which they were made."""
     return [ema for ref in _OF.get(engine, ()) if (ema := ref()) is not None]
+
+
+def updates_of(average: EMA) -> str:
+    """Return how often an average has been updated, and its decay, as text that ranks compare."""
+    return f"number {average.num_updates} with decay {average.decay}"
 
 
 class EMA:
@@ -54,6 +60,7 @@ class EMA:
         self.decay = decay
         self._engine = engine
         self.averages = [master.clone() for master in self._masters()]
+        self.num_updates = 0  # since it was made, loaded or laid out anew; the same on every rank
         _OF.setdefault(engine, []).append(weakref.ref(self))
 
     @property
@@ -64,9 +71,11 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the weights; call it after ``optimizer.step()``. Nothing is
-        sent.
+        sent: the next step raises PlanMismatch where ranks have not all done so.
         """
         torch._foreach_lerp_(self.averages, self._masters(), 1.0 - self.decay)
+        self.num_updates += 1
+        states_of(self._engine).decided("update of zs.EMA", updates_of(self))
 
     def _masters(self) -> list[torch.Tensor]:
         """Return the masters that the averages follow, once no step is under way."""
@@ -89,6 +98,7 @@ class EMA:
         states = states_of(self._engine)
         states.check_open()
         states.check_idle("EMA.swapped()")  # half of it would compute with other numbers
+        states.peers.agree({"update of zs.EMA": updates_of(self)}, "EMA.swapped()", remedy=_ALIKE)
         states.join_step()
         with states.rest.swapped(self._exchange):
             yield

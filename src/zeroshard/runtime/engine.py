@@ -478,9 +478,10 @@ class Engine(Assembly):
         (docs/replay.md). Lines are added to a file that is there. Bits, order and traffic of the
         steps do not change. Enter it between steps, and anew after ``engine.repartition()``.
 
-        Not collective, but ``zeroshard compare`` needs the files of all ranks. Raises ConfigError
-        without `leaves`, or where the mesh has axes beside the data parallel one; StorageError
-        where the directory cannot be written: at once, or at the end.
+        Collective. Raises ConfigError without `leaves`, or where the mesh has axes beside the data
+        parallel one; PlanMismatch where ranks differ about `every`; StorageError where the
+        directory cannot be written, or a file there is a link or no regular one: at once, on every
+        rank, or at the end.
         """
         self._states.check_open()
         return trailing(
@@ -498,7 +499,8 @@ class Engine(Assembly):
         self._states.check_open()
         if self._offloaded is not None:
             return self._offloaded.num_bytes
-        self._loop.check_between_steps("offload_states()")
+        with self._states.peers.together("engine.offload_states()"):
+            self._loop.check_between_steps("offload_states()")
         self._backward.reductions.wait()
         self._states.join_step()
         self._weights.end_pass()
@@ -512,8 +514,8 @@ class Engine(Assembly):
 
     def reload_states(self) -> None:
         """Bring back what `offload_states` took away, bit for bit. Collective."""
-        self._states.check_open()
         if self._offloaded is not None:
+            self._states.peers.exchange(b"", "engine.reload_states()")
             self._offloaded.end()
             self._offloaded = None
 
@@ -592,7 +594,7 @@ class Engine(Assembly):
         if self._weights.availability.is_given_up:
             self._leave()
             return
-        self._states.check_open()
+        self._states.peers.exchange(b"", "engine.close()")
         told = self._context.faults.refusal if self._context.faults.is_lost else None
         self.reload_states()
         self._states.check_open(trained=True)

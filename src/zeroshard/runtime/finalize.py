@@ -42,7 +42,7 @@ from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import UNKNOWN, Weight, total_weight
 from zeroshard.runtime.context import Context
-from zeroshard.runtime.trainable import AssignedGradients
+from zeroshard.runtime.trainable import AssignedGradients, names_of
 from zeroshard.state.reduction import SquaresSum, read_squares
 
 __all__ = ["Finalizer"]
@@ -158,6 +158,8 @@ class Finalizer:
         if self._assigned.take():
             self._assigned.replace_sums()
             backward.accumulation.assign(scaled=self._scaler is not None)
+        if frozen := backward.parameters.frozen():
+            backward.decisions.note_once("parameters frozen after shard()", names_of(frozen))
         divisor = self._divisor()
         with self._axes.together(_STEP) as meeting:
             answers = self._average_and_compare(divisor, norm)

@@ -54,7 +54,7 @@ class LeafLoop(Iterator[int]):
                 "engine.accumulate() was given leaves of another engine, or of which some have run:"
                 " give it engine.leaves(step) itself"
             )
-        _check_new(self._loop)
+        _begin_step(self._loop, self._step, self._seed)
         self._walk = iter(())
         seeds = [seed_of(self._seed, self._step, leaf) for leaf in leaves.of_rank]
         return Draws(self._device, seeds)
@@ -89,7 +89,7 @@ def _walked(
     """Yield this rank's leaves of `step`, with generators seeded; in rounds in which it has none,
     shadow the others. Raises StateError where gradients of an earlier step are there.
     """
-    _check_new(loop)
+    _begin_step(loop, step, seed)
     backward, events, schedule = loop.backward, loop.events, loop.weights.schedule
     for begun in events.before_leaves:
         begun(step, seed)
@@ -110,14 +110,18 @@ def _walked(
         ended()
 
 
-def _check_new(loop: Loop) -> None:
-    """Raise StateError where gradients are there before a step's first leaf."""
+def _begin_step(loop: Loop, step: int, seed: int) -> None:
+    """The ranks compare `step` and `seed` when they step. Raise StateError where gradients are
+    there before the step's first leaf.
+    """
     loop.backward.collect_dropped()
     if loop.backward.accumulation.has_gradient:
         raise StateError(
             "gradients rest here from before this step: call optimizer.zero_grad() before the loop"
             " over engine.leaves()"
         )
+    loop.backward.decisions.note("step of engine.leaves()", str(step))
+    loop.backward.decisions.note("seed of engine.leaves()", str(seed))
 
 
 def seed_of(seed: int, step: int, leaf: int) -> int:

@@ -19,6 +19,7 @@ from math import prod
 import torch
 from torch import nn
 
+from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.shards import ParamShard
@@ -42,13 +43,15 @@ class ParameterStates:
     """
 
     def __init__(self, engine: Engine, param: nn.Parameter) -> None:
-        if all(param is not one for one in engine.module.parameters()):
+        named = engine.module.named_parameters()
+        name = next((name for name, one in named if one is param), None)
+        if name is None:
             raise ConfigError(
                 f"a parameter of shape {tuple(param.shape)} is none of this engine's: take one of"
                 " engine.module.parameters()"
             )
         self._engine = engine
-        self._param = param
+        self._param, self._name = param, name
 
     @property
     def _states(self) -> StateAccess:
@@ -60,7 +63,7 @@ class ParameterStates:
     def master(self, *, local: bool = False) -> torch.Tensor:
         """Return the fp32 master."""
         self._states.finish_step()
-        value = self._read(self._masters(), local)
+        value = self._read("the master", self._masters(), local)
         assert value is not None
         return value
 
@@ -83,7 +86,7 @@ class ParameterStates:
         """
         self._states.finish_step()
         moments = [self._states.optimizer_states(shard)[0].get(key) for shard in self._shards()]
-        return self._read([piece for piece in moments if piece is not None], local)
+        return self._read(f"state {key!r}", [one for one in moments if one is not None], local)
 
     # ------------------------------------------------------------------ writing
 
@@ -92,6 +95,7 @@ class ParameterStates:
         whole.
         """
         part = self._parts(value, local)
+        self._compare("the master", value, local)
         self._states.finish_step()
         with torch.no_grad(), self._states.rewriting():
             for piece in self._masters():
@@ -114,6 +118,7 @@ class ParameterStates:
                 " backward that uses it first"
             )
         part = self._parts(value, local)
+        self._compare("the gradient", value, local)
         for shard in self._shards():
             shard.set_grad(part(shard.piece.start, shard.piece.stop))
 
@@ -124,6 +129,7 @@ class ParameterStates:
         optimizer, part = self._engine.optimizer, self._parts(value, local)
         if optimizer is None:
             raise StateError("this engine has no optimizer, and so no optimizer state")
+        self._compare(f"state {key!r}", value, local)
         self._states.finish_step()
         self._check_key(optimizer, key)
 
@@ -155,16 +161,28 @@ class ParameterStates:
                     f" {', '.join(map(repr, held)) or 'none before its first step'}"
                 )
 
-    def _read(self, pieces: Sequence[RestingPiece], local: bool) -> torch.Tensor | None:
+    def _compare(self, what: str, value: torch.Tensor, local: bool) -> None:
+        """Raise PlanMismatch where ranks set another state, or other numbers where these are whole.
+        Collective.
+        """
+        # groups of ranks that hold other experts set other numbers
+        alike = not local and not self._states.own_places
+        asked = {"parameter": self._name, "set": what}
+        if alike:
+            asked["the numbers"] = digest_of(local_of(value.detach()).float())
+        self._states.peers.agree(asked, _CALL)
+
+    def _read(self, what: str, pieces: Sequence[RestingPiece], local: bool) -> torch.Tensor | None:
         numbers = [_copied(piece) for piece in pieces]
-        return _joined(numbers) if local else self._whole(pieces, numbers)
+        return _joined(numbers) if local else self._whole(what, pieces, numbers)
 
     def _whole(
-        self, pieces: Sequence[RestingPiece], numbers: Sequence[torch.Tensor]
+        self, what: str, pieces: Sequence[RestingPiece], numbers: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
         """Return the whole tensor that the ranks' `pieces` are; None where no rank has any."""
         ranges = [(piece.start, piece.stop) for piece in pieces]
-        everyone = self._states.peers.share(ranges, _CALL)
+        asked = {"parameter": self._name, "read": what}
+        everyone = self._states.peers.agree(asked, _CALL, value=ranges)
         if not any(everyone):
             return None
         param, local = self._param, local_of(self._param)

@@ -17,6 +17,7 @@ import torch
 
 from zeroshard.core.sliced_digest import MASK, BlockTotals
 from zeroshard.errors import StorageError
+from zeroshard.system.safe_files import open_to_add
 
 __all__ = ["StepHashes", "TrailFile"]
 
@@ -84,7 +85,7 @@ class TrailFile:
         self.failure: StorageError | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = path.open("a+b")
+            self._file: BinaryIO = open_to_add(path)
             if self._file.tell():
                 self._file.seek(-1, 2)
                 if self._file.read(1) != b"\n":  # a process was killed in the middle of a line

@@ -19,14 +19,15 @@ step that is recorded one pass of xxh3 over what units pass on and over the grad
 and about six of the slower sums over this rank's slice; of the others a call for each event that
 looks whether there is anything to do. A step that would go on by itself (offload) is waited for.
 
-A file that ``zeroshard replay`` has put into the directory (core/replay.py) asks for the hashes of
-the slices of other ranks, and may ask for one leaf alone: after it the process ends.
+A file that ``zeroshard replay`` has put into the directory of its run (core/replay.py) asks for
+the hashes of the slices of other ranks, and may ask for one leaf alone: after it the process ends.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from numbers import Real
 from pathlib import Path
@@ -37,11 +38,11 @@ import xxhash
 
 from zeroshard.core.layout import Piece, Range
 from zeroshard.core.placement import Scope
-from zeroshard.core.replay import REPLAY_FILE, Replay
+from zeroshard.core.replay import REPLAY_FILE, REPLAY_VARIABLE, Replay
 from zeroshard.core.sliced_digest import digest_at, place_of, whole_digest
 from zeroshard.core.split import tiles
 from zeroshard.core.trail import FORMAT
-from zeroshard.errors import ConfigError
+from zeroshard.errors import ConfigError, StorageError
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.curve import curve_of
@@ -309,10 +310,14 @@ def trailing(
             " parameters with a mesh of their own"
         )
     rank = context.transport.rank
-    file = TrailFile(Path(directory) / f"rank-{rank:05d}.jsonl")
+    with ExitStack() as stack:
+        with states.peers.together("engine.trail()", refusal=StorageError) as meeting:
+            meeting.compare({"every": str(every)})
+            file = TrailFile(Path(directory) / f"rank-{rank:05d}.jsonl")
+            stack.callback(file.close)
+            replay = _asked(Path(directory) / REPLAY_FILE)
+        stack.pop_all()
     file.write(_header(context, loop.weights.units, states, every=every, row=row))
-    asked = Path(directory) / REPLAY_FILE
-    replay = Replay.parse(read_json(asked)) if asked.is_file() else None
     writer = TrailWriter(loop, states, leaves, every=every, rank=rank, file=file, replay=replay)
     leaves.handed_over.append(writer.handed_over)
     failed = True
@@ -325,6 +330,18 @@ def trailing(
         file.close()
         if file.failure is not None and not failed:
             raise file.failure
+
+
+def _asked(file: Path) -> Replay | None:
+    """Return what ``zeroshard replay`` asks for in `file`, if it has put it there. Raises
+    StorageError.
+    """
+    if os.environ.get(REPLAY_VARIABLE) != str(file.resolve()):
+        return None
+    try:
+        return Replay.parse(read_json(file))
+    except (ValueError, TypeError, LookupError) as error:
+        raise StorageError(f"{file} is no request of zeroshard replay: {error}") from None
 
 
 def _header(

@@ -153,6 +153,11 @@ class TrainableParameters(list[Leaf]):
                 if grad is not None and (assigned or type(grad) is SealedGrad):
                     leaf.parameter.grad = None
 
+    def frozen(self) -> list[Leaf]:
+        """Return those that the user has frozen since shard()."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [leaf for leaf in self if not leaf.parameter.requires_grad]
+
     def scale_assigned(self, factor: float) -> None:
         """Multiply the gradients that the user has assigned by `factor`, in place."""
         if factor != 1.0:

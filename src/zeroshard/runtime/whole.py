@@ -75,6 +75,9 @@ class Whole:
         raise StateError at the end. Edits without it are lost and raise where they are seen.
         """
         units = self._units_of(params)
+        if writeback or self._is_sharded:
+            asked = {"writeback": str(writeback)} | {f"unit {one.name}": "whole" for one in units}
+            self._transports.main.flat.control.agree(asked, "engine.gathered()")
         with self._held(units):
             for segment in (segment for unit in units for segment in unit.segments):
                 segment.flat.buffer.mark_user_views()
@@ -95,6 +98,11 @@ class Whole:
             for unit, tensors in zip(units, copies, strict=True):
                 self.store_unit(unit, tensors, edited, refresh=False)
             self._weights.refresh(units)
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether ranks meet where weights are gathered."""
+        return any(unit.cells.weight.is_sharded for unit in self._weights.units)
 
     @contextmanager
     def _held(self, units: Sequence[Unit]) -> Iterator[None]:
@@ -292,7 +300,8 @@ class Whole:
             for name, buffer in module._buffers.items() if not trained else ():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     state[dot + name] = buffer
-        if names is None and not trained:
+        is_all = names is None and not trained
+        if is_all and not self._is_sharded:
             return state
         patterns = [names] if isinstance(names, str) else list(names or ("*",))
         unmatched = [one for one in patterns if not fnmatch.filter(state, one)]
@@ -360,6 +369,9 @@ class Whole:
         if not bucket.used[index]:
             return None
         flat = segment.flat
+        if not self._steps_whole(segment):
+            asked = {"parameter": segment.names[index]}
+            self._transports.main.flat.control.agree(asked, "engine.full_grad()")
         resting = bucket.accumulator.resting()
         numel = flat.stepped[1] - flat.stepped[0]
         dtype, device = bucket.precision.accumulate, flat.full.device
@@ -414,13 +426,17 @@ class Whole:
         """Return every rank's slice of what `local`, of the range that this rank steps, is here;
         `local` itself where that is everything.
         """
-        layout, start = segment.flat.layout, segment.flat.stepped[0]
-        assert segment.grad is not None, segment.key
-        # not as many elements: one rank may own all of them
-        if len(segment.grad.accumulator.members) == layout.num_shards:
+        if self._steps_whole(segment):
             return local
+        start = segment.flat.stepped[0]
         low, high = segment.flat.own_span
         return self._gather_own(key, segment, local[low - start : high - start])
+
+    def _steps_whole(self, segment: Segment) -> bool:
+        """Whether every rank steps all of a segment."""
+        assert segment.grad is not None, segment.key
+        # not as many elements: one rank may own all of them
+        return len(segment.grad.accumulator.members) == segment.flat.layout.num_shards
 
     def _gather_own(self, key: str, segment: Segment, own: torch.Tensor) -> torch.Tensor:
         """Return [numel] of all ranks' slices, of which `own` is this one's."""

@@ -46,7 +46,7 @@ from zeroshard.errors import (
 )
 from zeroshard.hetero import resolved
 from zeroshard.runtime.build import Context, PlannedUnits, build_units, plan_units
-from zeroshard.runtime.ema import averages_of
+from zeroshard.runtime.ema import averages_of, updates_of
 from zeroshard.runtime.engine import Engine, parts_of, relaid, states_of
 from zeroshard.runtime.parts import Parts
 from zeroshard.runtime.relayout import Facts, Move, facts_of, release_parameters, segments_of
@@ -118,6 +118,8 @@ class Repartition:
         if ready is not None:
             self._request, self._mesh_axes = ready.request, ready.mesh_axes
         relayout.end()
+        for average in averages_of(engine):
+            average.num_updates = 0  # a rank that comes back has not counted
 
     # ------------------------------------------------------------------ the old ranks
 
@@ -134,7 +136,8 @@ class Repartition:
         ranks = Ranks() if self._is_away else states_of(engine).peers
         with ranks.together(_CALL) as meeting:
             self._check_call(engine, changes)
-            meeting.compare({"mesh": str(new_ranks)})
+            updates = [] if self._is_away else list(map(updates_of, averages_of(engine)))
+            meeting.compare({"mesh": str(new_ranks), "updates of zs.EMA": str(updates)})
         if not self._is_away:
             states_of(engine).finish_step()
 

@@ -16,6 +16,7 @@ file that the link points to.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -28,7 +29,7 @@ from typing import Any, BinaryIO
 
 __all__ = [
     "DEPTH", "NotReadable", "check_depth", "from_json", "is_deeper", "open_descriptor", "open_file",
-    "printable", "read_file", "read_json", "replacing",
+    "open_to_add", "printable", "read_file", "read_json", "replacing",
 ]  # fmt: skip
 
 DEPTH = 100
@@ -63,6 +64,24 @@ def open_descriptor(path: str | Path, *, follow: bool = True) -> int:
         raise NotReadable(error.strerror or str(error)) from error
     except ValueError as error:  # a path with a zero in it
         raise NotReadable(str(error)) from None
+
+
+def open_to_add(path: str | Path) -> BinaryIO:
+    """Open a regular file, or a new one, to read it and add bytes to it; not through a link. Raises
+    OSError.
+    """
+    # a pipe does not make it wait
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return os.fdopen(descriptor, "a+b")
 
 
 def open_file(path: str | Path) -> BinaryIO:
