@@ -166,6 +166,65 @@ def test_ranks_that_leave_between_the_steps_change_no_bit(expected: str) -> None
     assert run_ranks(3, _fewer, ["zero3", "zero1", "zero2"])[0] == expected
 
 
+class Boom(Exception):
+    pass
+
+
+def _interrupted(rank: int, world: int, options: dict[str, Any], where: str) -> str:
+    """Rank 0 raises in step 1 where `where` says, the others wherever they hear of it; all reset
+    and run the step again.
+    """
+    training = Training(Run(options, leaves=5, weighted=where == "weighted"))
+    engine, model = training.engine, training.model
+    training.step(0)
+    kept = engine.leaves(1)  # a loop that somebody holds while the next one runs
+
+    def boom(*args: Any) -> None:
+        raise Boom
+
+    def fails() -> None:
+        if where == "before":
+            time.sleep(0.5)  # the others have reduced what they have, and wait
+            boom()
+        for leaf in kept:
+            fails_now = leaf >= 2
+            block = model.blocks[1]
+            hook = block.register_forward_hook(boom) if where == "forward" and fails_now else None
+            try:
+                loss = training.loss(1, leaf)
+            finally:
+                if hook is not None:
+                    hook.remove()
+            if where in ("backward", "weighted") and fails_now:
+                loss.register_hook(boom)
+            engine.backward(loss, weight=training.weight(leaf))
+        boom()  # before the step
+
+    before = torch.get_rng_state()
+    with pytest.raises((Boom, zs.StateError)):
+        training.step(1) if rank else fails()
+    engine.reset()
+    assert torch.equal(torch.get_rng_state(), before)
+    training.norms[1:] = []
+    training.step(1)
+    del kept
+    training.step(2)
+    return training.end()
+
+
+@pytest.mark.parametrize("where", ["before", "forward", "backward", "weighted", "after"])
+def test_reset_in_any_phase_of_a_step_with_leaves_brings_its_curve_back(where: str) -> None:
+    alone = hashes(1, [Run(leaves=5, weighted=where == "weighted")])[0]
+    for options in (
+        {"stage": 3},
+        {"stage": 1},
+        {"stage": 3, "comm": {"transport": "gloo"}},
+        {"policy": "hpz", "comm": {"node_size": 1, "transport": "gloo"}},
+    ):
+        found = run_ranks(2, _interrupted, options, where)[0]
+        assert found == alone, options
+
+
 def _beside_tp(rank: int, world: int, stage: int) -> str:
     """Train the blocks cut over two ranks along 'tp'."""
     mesh = mesh_of(dp=world // 2, tp=2)
