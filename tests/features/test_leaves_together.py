@@ -177,27 +177,31 @@ def _interrupted(rank: int, world: int, options: dict[str, Any], where: str) -> 
     training = Training(Run(options, leaves=5, weighted=where == "weighted"))
     engine, model = training.engine, training.model
     training.step(0)
-    kept = engine.leaves(1)  # a loop that somebody holds while the next one runs
+    kept = [engine.leaves(1)]  # a loop that somebody holds while the next one runs
 
     def boom(*args: Any) -> None:
         raise Boom
+
+    def in_backward(block: Any) -> Any:  # some gradients of its unit have come
+        return block[2].register_forward_hook(lambda *args: args[-1].register_hook(boom) and None)
+
+    phases = {
+        "forward": lambda block: block.register_forward_hook(boom),
+        "backward": in_backward,
+        "weighted": in_backward,
+    }
 
     def fails() -> None:
         if where == "before":
             time.sleep(0.5)  # the others have reduced what they have, and wait
             boom()
-        for leaf in kept:
-            fails_now = leaf >= 2
-            block = model.blocks[1]
-            hook = block.register_forward_hook(boom) if where == "forward" and fails_now else None
+        for leaf in kept[0] if where == "forward" else engine.leaves(1):
+            hook = phases[where](model.blocks[1]) if leaf >= 2 and where in phases else None
             try:
-                loss = training.loss(1, leaf)
+                engine.backward(training.loss(1, leaf), weight=training.weight(leaf))
             finally:
                 if hook is not None:
                     hook.remove()
-            if where in ("backward", "weighted") and fails_now:
-                loss.register_hook(boom)
-            engine.backward(loss, weight=training.weight(leaf))
         boom()  # before the step
 
     before = torch.get_rng_state()
@@ -207,7 +211,7 @@ def _interrupted(rank: int, world: int, options: dict[str, Any], where: str) -> 
     assert torch.equal(torch.get_rng_state(), before)
     training.norms[1:] = []
     training.step(1)
-    del kept
+    kept.clear()
     training.step(2)
     return training.end()
 
