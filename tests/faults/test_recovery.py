@@ -422,3 +422,39 @@ def _late(rank: int, world: int) -> None:
 
 def test_reset_waits_for_ranks_that_come_after_their_own_stall_timeout() -> None:
     run_ranks(2, _late)
+
+
+def _right_after(rank: int, world: int, transport: str, rows: list[tuple[str, int]]) -> list[str]:
+    """All reset after a step that rank 0 is still publishing; return what differs from the run in
+    which nobody did.
+    """
+    out = []
+    for row, node_size in rows:
+        weights = []
+        for resets in (False, True):
+            comm = zs.Comm.model_validate({"transport": transport, "node_size": node_size})
+            model, optimizer, engine = make_sharded(row, comm=comm)
+            take_steps(rank, [0], model, optimizer)
+            with inside.slow_publishes(0.03 * (rank == 0)) if resets else contextlib.nullcontext():
+                take_steps(rank, [1], model, optimizer)
+            if resets:
+                engine.reset()
+            weights.append(engine.full_state_dict(rank0_only=False))
+            engine.close()
+        out += differences(weights[1], weights[0], f"{row}, nodes of {node_size}", "no reset")
+    return out
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("world", "rows"),
+    [
+        (2, [("hfsdp", 1), ("hpz", 1), ("zero1", 1), ("zero3", 1), ("zero2", 2), ("zero3", 2)]),
+        (4, [("hfsdp", 2), ("mics", 2)]),
+    ],
+)
+def test_reset_right_after_a_step_keeps_the_step_on_every_rank(
+    world: int, rows: list[tuple[str, int]], transport: str
+) -> None:
+    for differs in run_ranks(world, _right_after, transport, rows):
+        assert not differs

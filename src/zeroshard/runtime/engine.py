@@ -575,6 +575,8 @@ class Engine(Assembly):
         self._finalizer.abandon()
         self._context.faults.reset()
         self._recovery.meet(self._sharded, "engine.reset()")
+        if self._offloaded is None:  # else everything had arrived before
+            self._states.rest.publish_again()
 
     def close(self) -> None:
         """Give back a plain module, in the dtypes it came with (trained parameters with their
