@@ -68,6 +68,7 @@ class Run:
     weighted: bool = False
     skips: bool = False  # leaves 0, 3, 6 do not run the second block
     again: bool = False  # train Again
+    counted: bool = False  # the engine counts the steps
     leaves: int | str = LEAVES
     family: str = ""  # in place of Model
     steps: int = 3
@@ -126,12 +127,11 @@ class Training:
     def step(self, step: int) -> None:
         run, engine = self.run, self.engine
         before = torch.get_rng_state()
+        leaves = engine.leaves(None if run.counted else step)
         if run.accumulate:
             with engine.no_sync() if run.no_sync else nullcontext():
-                engine.accumulate(
-                    engine.leaves(step), partial(self.weighed, step), tier=run.accumulate
-                )
-        for leaf in () if run.accumulate else engine.leaves(step):
+                engine.accumulate(leaves, partial(self.weighed, step), tier=run.accumulate)
+        for leaf in () if run.accumulate else leaves:
             loss, weight = self.loss(step, leaf), self.weight(leaf)
             if run.no_sync:
                 with engine.no_sync():

@@ -229,6 +229,44 @@ def test_reset_in_any_phase_of_a_step_with_leaves_brings_its_curve_back(where: s
         assert found == alone, options
 
 
+def _recounted(rank: int, world: int, path: Path, how: str) -> str:
+    """Train three steps that the engine numbers, and between them do what `how` says."""
+    run = Run({"stage": 3, "precision": "fp16"}, counted=True)
+    training = Training(run)
+    for step in range(3):
+        if step and how == "reset":
+            training.engine.reset()
+        elif step and how == "abandoned":
+            for leaf in training.engine.leaves():
+                training.engine.backward(training.loss(step, leaf))
+                break
+            training.engine.reset()
+        elif step and how in ("load", "resume", "back"):
+            zs.save(path, training.engine, step=step, states={"scheduler": training.scheduler})
+            if how == "back":
+                training.step(step)
+                training.norms.pop()
+            elif how == "resume":
+                norms = training.norms
+                training.engine.close()
+                training = Training(run)
+                training.norms = norms
+            zs.load(path, training.engine, states={"scheduler": training.scheduler})
+        elif step and how == "repartition":
+            training.engine.repartition(stage=step)
+        training.step(step)
+    return training.end()
+
+
+def test_steps_that_the_engine_counts_are_numbered_on_after_a_load_and_a_reset(
+    tmp_path: Path,
+) -> None:
+    whole = run_ranks(2, _recounted, tmp_path, "")[0]
+    ways = ("reset", "abandoned", "load", "resume", "back", "repartition")
+    for how in ways:
+        assert run_ranks(2, _recounted, tmp_path / how, how)[0] == whole, how
+
+
 def _beside_tp(rank: int, world: int, stage: int) -> str:
     """Train the blocks cut over two ranks along 'tp'."""
     mesh = mesh_of(dp=world // 2, tp=2)
