@@ -59,18 +59,19 @@ class Again(Model):
 
 
 class Tied(Model):
-    """Its head has the embedding's weight, and a bias in a unit with the layer before it, so that
-    two modules in a row need one unit, and another one between them.
+    """Its head has the embedding's weight, in the unit of the model itself, and a bias in that of
+    the layer before: two modules in a row need one unit, and one that is here between them.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.ones(24))
         self.before = nn.Linear(24, 24)
         self.head = nn.Linear(24, 31)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor, *, both: bool = True) -> torch.Tensor:
-        hidden = self.embed(tokens)
+        hidden = self.embed(tokens) * self.scale
         for block in self.blocks if both else self.blocks[:1]:
             hidden = hidden + self.dropout(block(hidden))
         logits = self.head(self.before(hidden))
