@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from tests.support.training import (
     train_with_ddp,
     two_groups,
 )
-from zeroshard.errors import CheckpointError, StallError, StateError
+from zeroshard.errors import CheckpointError, StallError, StateError, StorageError
 
 
 class OutOfMemory(torch.OutOfMemoryError):
@@ -422,3 +423,72 @@ def _late(rank: int, world: int) -> None:
 
 def test_reset_waits_for_ranks_that_come_after_their_own_stall_timeout() -> None:
     run_ranks(2, _late)
+
+
+def _right_after(rank: int, world: int, transport: str, rows: list[tuple[str, int]]) -> list[str]:
+    """All reset after a step that rank 0 is still publishing; return what differs from the run in
+    which nobody did.
+    """
+    out = []
+    for row, node_size in rows:
+        weights = []
+        for resets in (False, True):
+            comm = zs.Comm.model_validate({"transport": transport, "node_size": node_size})
+            model, optimizer, engine = make_sharded(row, comm=comm)
+            take_steps(rank, [0], model, optimizer)
+            with inside.slow_publishes(0.03 * (rank == 0)) if resets else contextlib.nullcontext():
+                take_steps(rank, [1], model, optimizer)
+            if resets:
+                engine.reset()
+            weights.append(engine.full_state_dict(rank0_only=False))
+            engine.close()
+        out += differences(weights[1], weights[0], f"{row}, nodes of {node_size}", "no reset")
+    return out
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("world", "rows"),
+    [
+        (2, [("hfsdp", 1), ("hpz", 1), ("zero1", 1), ("zero3", 1), ("zero2", 2), ("zero3", 2)]),
+        (4, [("hfsdp", 2), ("mics", 2)]),
+    ],
+)
+def test_reset_right_after_a_step_keeps_the_step_on_every_rank(
+    world: int, rows: list[tuple[str, int]], transport: str
+) -> None:
+    for differs in run_ranks(world, _right_after, transport, rows):
+        assert not differs
+
+
+def _signalled(rank: int, world: int, transport: str) -> int:
+    """A signal's handler raises on both ranks as soon as gloo returns to Python, at a message of
+    its own each time; return how often.
+    """
+    model, optimizer, engine = _made("zero3", transport)
+    take_steps(rank, [0], model, optimizer)
+
+    def boom(frame: Any, event: str, argument: Any) -> None:
+        nonlocal left
+        if event == "c_return" and frame.f_code.co_name == "_add":
+            left -= 1
+            if not left:
+                sys.setprofile(None)
+                raise ZeroDivisionError
+
+    for number in range(1, 13):
+        left = number + 2 * rank
+        sys.setprofile(boom)
+        with pytest.raises((ZeroDivisionError, StateError)):
+            for step in range(9):
+                take_steps(rank, [step], model, optimizer)
+        sys.setprofile(None)
+        engine.reset()
+    with contextlib.suppress(StorageError):
+        take_steps(rank, [1], model, optimizer)
+    engine.close()
+    return number
+
+
+def test_reset_over_gloo_brings_the_engine_back_after_a_signals_handler_has_raised() -> None:
+    assert run_ranks(2, _signalled, "gloo") == [12, 12]

@@ -58,6 +58,26 @@ class Again(Model):
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
+class Tied(Model):
+    """Its head has the embedding's weight, in the unit of the model itself, and a bias in that of
+    the layer before: two modules in a row need one unit, and one that is here between them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(24))
+        self.before = nn.Linear(24, 24)
+        self.head = nn.Linear(24, 31)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor, *, both: bool = True) -> torch.Tensor:
+        hidden = self.embed(tokens) * self.scale
+        for block in self.blocks if both else self.blocks[:1]:
+            hidden = hidden + self.dropout(block(hidden))
+        logits = self.head(self.before(hidden))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
 @dataclass(frozen=True)
 class Run:
     """One way to train."""
@@ -67,7 +87,9 @@ class Run:
     accumulate: str = ""  # the tier of engine.accumulate(), in place of the loop
     weighted: bool = False
     skips: bool = False  # leaves 0, 3, 6 do not run the second block
-    again: bool = False  # train Again
+    own: type[Model] = Model  # what is trained, unless it is a family
+    frozen: bool = False  # the first block is not trained
+    counted: bool = False  # the engine counts the steps
     leaves: int | str = LEAVES
     family: str = ""  # in place of Model
     steps: int = 3
@@ -96,10 +118,11 @@ class Training:
         torch.manual_seed(0)
         family = FAMILIES[run.family] if run.family else None
         self.run, self.family = run, family
-        own = Again if run.again else Model
-        self.model = own() if family is None else family.model(TINY)
+        self.model = run.own() if family is None else family.model(TINY)
         if family is not None:  # engine.accumulate() would fill a cache twice
             self.model.config.use_cache = False
+        if run.frozen:
+            self.model.blocks[0].requires_grad_(False)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
         self.optimizer = optimizer
@@ -126,12 +149,11 @@ class Training:
     def step(self, step: int) -> None:
         run, engine = self.run, self.engine
         before = torch.get_rng_state()
+        leaves = engine.leaves(None if run.counted else step)
         if run.accumulate:
             with engine.no_sync() if run.no_sync else nullcontext():
-                engine.accumulate(
-                    engine.leaves(step), partial(self.weighed, step), tier=run.accumulate
-                )
-        for leaf in () if run.accumulate else engine.leaves(step):
+                engine.accumulate(leaves, partial(self.weighed, step), tier=run.accumulate)
+        for leaf in () if run.accumulate else leaves:
             loss, weight = self.loss(step, leaf), self.weight(leaf)
             if run.no_sync:
                 with engine.no_sync():
@@ -270,6 +292,28 @@ def test_a_rank_without_a_leaf_hands_a_tied_head_over_when_the_others_do(tmp_pat
     assert hashes(3, leaves[:1]) == hashes(1, leaves[1:])
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_rank_without_a_leaf_follows_tied_units_wherever_gathers_are_collective(
+    frozen: bool, tmp_path: Path
+) -> None:
+    kind = Run(own=Tied, frozen=frozen, weighted=True, leaves=5)
+    disk = _tiers("disk", disk_path=str(tmp_path))
+    ways = [
+        Run({"stage": 3, "comm": {"transport": "gloo"}}),
+        Run({"stage": 3, "units": [nn.Linear, nn.Embedding], "comm": {"transport": "gloo"}}),
+        Run({"policy": "zero3-keep", "comm": {"transport": "gloo"}}),
+        *(_nodes(1, policy=row) for row in ("hpz", "mics", "hfsdp")),
+        Run({"stage": 3} | disk),
+        Run({"stage": 3, "accumulation_budget": 40_000} | _tiers("host")),
+    ]
+    alone = hashes(1, [kind])[0]
+    runs = [replace(kind, options=way.options) for way in ways]
+    assert set(hashes(2, runs)) == {alone}
+    # one rank shadows several rounds
+    runs = [replace(run, uneven="batch_shares", shares=(3, 1)) for run in runs[:4]]
+    assert set(hashes(2, runs)) == {alone}
+
+
 @pytest.mark.parametrize(
     ("world", "stage"),
     # a subtree for each rank, and whole gradients that wait for it; slices of uneven ranks
@@ -294,7 +338,7 @@ def test_weights_of_losses_units_that_leaves_skip_and_bf16_do_not_part_worlds(
 
 def test_parts_of_a_leafs_gradient_are_added_before_leaves_are() -> None:
     for options in ({}, {"precision": "bf16"}):
-        runs = [Run({"stage": stage} | options, again=True) for stage in (0, 1, 3)]
+        runs = [Run({"stage": stage} | options, own=Again) for stage in (0, 1, 3)]
         assert len(set(hashes(2, runs))) == 1, options
 
 

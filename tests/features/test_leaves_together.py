@@ -166,6 +166,107 @@ def test_ranks_that_leave_between_the_steps_change_no_bit(expected: str) -> None
     assert run_ranks(3, _fewer, ["zero3", "zero1", "zero2"])[0] == expected
 
 
+class Boom(Exception):
+    pass
+
+
+def _interrupted(rank: int, world: int, options: dict[str, Any], where: str) -> str:
+    """Rank 0 raises in step 1 where `where` says, the others wherever they hear of it; all reset
+    and run the step again.
+    """
+    training = Training(Run(options, leaves=5, weighted=where == "weighted"))
+    engine, model = training.engine, training.model
+    training.step(0)
+    kept = [engine.leaves(1)]  # a loop that somebody holds while the next one runs
+
+    def boom(*args: Any) -> None:
+        raise Boom
+
+    def in_backward(block: Any) -> Any:  # some gradients of its unit have come
+        return block[2].register_forward_hook(lambda *args: args[-1].register_hook(boom) and None)
+
+    phases = {
+        "forward": lambda block: block.register_forward_hook(boom),
+        "backward": in_backward,
+        "weighted": in_backward,
+    }
+
+    def fails() -> None:
+        if where == "before":
+            time.sleep(0.5)  # the others have reduced what they have, and wait
+            boom()
+        for leaf in kept[0] if where == "forward" else engine.leaves(1):
+            hook = phases[where](model.blocks[1]) if leaf >= 2 and where in phases else None
+            try:
+                engine.backward(training.loss(1, leaf), weight=training.weight(leaf))
+            finally:
+                if hook is not None:
+                    hook.remove()
+        boom()  # before the step
+
+    before = torch.get_rng_state()
+    with pytest.raises((Boom, zs.StateError)):
+        training.step(1) if rank else fails()
+    engine.reset()
+    assert torch.equal(torch.get_rng_state(), before)
+    training.norms[1:] = []
+    training.step(1)
+    kept.clear()
+    training.step(2)
+    return training.end()
+
+
+@pytest.mark.parametrize("where", ["before", "forward", "backward", "weighted", "after"])
+def test_reset_in_any_phase_of_a_step_with_leaves_brings_its_curve_back(where: str) -> None:
+    alone = hashes(1, [Run(leaves=5, weighted=where == "weighted")])[0]
+    for options in (
+        {"stage": 3},
+        {"stage": 1},
+        {"stage": 3, "comm": {"transport": "gloo"}},
+        {"policy": "hpz", "comm": {"node_size": 1, "transport": "gloo"}},
+    ):
+        found = run_ranks(2, _interrupted, options, where)[0]
+        assert found == alone, options
+
+
+def _recounted(rank: int, world: int, path: Path, how: str) -> str:
+    """Train three steps that the engine numbers, and between them do what `how` says."""
+    run = Run({"stage": 3, "precision": "fp16"}, counted=True)
+    training = Training(run)
+    for step in range(3):
+        if step and how == "reset":
+            training.engine.reset()
+        elif step and how == "abandoned":
+            for leaf in training.engine.leaves():
+                training.engine.backward(training.loss(step, leaf))
+                break
+            training.engine.reset()
+        elif step and how in ("load", "resume", "back"):
+            zs.save(path, training.engine, step=step, states={"scheduler": training.scheduler})
+            if how == "back":
+                training.step(step)
+                training.norms.pop()
+            elif how == "resume":
+                norms = training.norms
+                training.engine.close()
+                training = Training(run)
+                training.norms = norms
+            zs.load(path, training.engine, states={"scheduler": training.scheduler})
+        elif step and how == "repartition":
+            training.engine.repartition(stage=step)
+        training.step(step)
+    return training.end()
+
+
+def test_steps_that_the_engine_counts_are_numbered_on_after_a_load_and_a_reset(
+    tmp_path: Path,
+) -> None:
+    whole = run_ranks(2, _recounted, tmp_path, "")[0]
+    ways = ("reset", "abandoned", "load", "resume", "back", "repartition")
+    for how in ways:
+        assert run_ranks(2, _recounted, tmp_path / how, how)[0] == whole, how
+
+
 def _beside_tp(rank: int, world: int, stage: int) -> str:
     """Train the blocks cut over two ranks along 'tp'."""
     mesh = mesh_of(dp=world // 2, tp=2)

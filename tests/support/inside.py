@@ -29,6 +29,7 @@ from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.engine import states_of
+from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.own_sums import MicroBatchSum
 from zeroshard.runtime.reductions import Reductions
@@ -513,6 +514,16 @@ def is_balanced(engine: zs.Engine) -> bool:
 def transport(engine: zs.Engine) -> Transport:
     """Return what moves bytes between the ranks."""
     return engine._context.transport
+
+
+def slow_publishes(delay_s: float) -> Any:
+    """Return a context in which this rank takes so long before it publishes a segment's weights."""
+
+    def publish(original: Callable[[FlatWeights], None], flat: FlatWeights) -> None:
+        time.sleep(delay_s)
+        original(flat)
+
+    return _replaced(FlatWeights, "publish", publish)
 
 
 def wait_published(engine: zs.Engine) -> None:

@@ -39,6 +39,7 @@ from zeroshard.runtime.weights import Weights
 __all__ = ["StateAccess"]
 
 _DELAYED = "delayed_steps"
+_STEPS = "steps"  # by which engine.leaves() numbers them
 
 
 class StateAccess:
@@ -250,11 +251,13 @@ class StateAccess:
 
     def scaler_state(self) -> dict[str, float]:
         """Return the fp16 loss scaler's state, empty in other precisions, and how many steps
-        `delayed_update` has counted.
+        `delayed_update` and a run with leaves have counted.
         """
         state = {} if self._scaler is None else self._scaler.state_dict()
         if self._sharded is not None and self._context.tiering.delayed_update is not None:
             state[_DELAYED] = self._sharded.runner.num_steps
+        if self._context.leaves is not None:
+            state[_STEPS] = self._finalizer.step
         return state
 
     def begin_load(self) -> None:
@@ -273,9 +276,10 @@ class StateAccess:
     def check_restored(self, scaler: Mapping[str, object]) -> None:
         """Raise ConfigError for what `restored` could not take over."""
         numbers = dict(scaler)
-        late = numbers.pop(_DELAYED, 0)
-        if type(late) is not int or late < 0:
-            raise ConfigError(f"{_DELAYED} is {late!r}, not a number of steps")
+        for name in (_DELAYED, _STEPS):
+            count = numbers.pop(name, 0)
+            if type(count) is not int or count < 0:
+                raise ConfigError(f"{name} is {count!r}, not a number of steps")
         if self._scaler is not None and numbers:
             replace(self._scaler).load_state_dict(numbers)
 
@@ -286,9 +290,11 @@ class StateAccess:
         self._backward.abandon()
         self._finalizer.abandon()
         numbers = dict(scaler)
-        late = numbers.pop(_DELAYED, None)
+        late, steps = numbers.pop(_DELAYED, None), numbers.pop(_STEPS, None)
         if self._sharded is not None and late is not None:
             self._sharded.runner.count_from(int(late))
+        if steps is not None:
+            self._finalizer.continue_from(int(steps), self._finalizer.skipped)
         if self._scaler is not None and numbers:
             self._scaler.load_state_dict(numbers)
 

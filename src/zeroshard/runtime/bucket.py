@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zeroshard.comm.levels import Step
-from zeroshard.comm.transport import ReduceRequest, Transport, Work
+from zeroshard.comm.transport import ReduceRequest, Work
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.recording import Operation
@@ -105,6 +105,7 @@ class Bucket:
         self.views: list[torch.Tensor] = []
         self.filled = none.copy()
         self.loan: Loan | None = None  # None where the gradient is summed where it rests
+        self._lender = flat.lender  # of the buffer that is open
         self.reduction: Reduction | None = None
         self._micro_batches, self._own = micro_batches, own_leaves
         self._sum = micro_batches if own_leaves is None else own_leaves  # the one in use
@@ -207,19 +208,14 @@ class Bucket:
         numel, device = self.flat.layout.numel, self.flat.full.device
         wire = self._request.dtype
         if self._codec is None:
-            lender = self.flat.lender if self._leaves is None else self._lender
-            self.buffer = lender.grad_buffer(self.key, numel, wire, device)
+            if self._leaves is not None:  # a leaf's sums may go flat where others go in two levels
+                flat = self._context.levels.flat
+                self._lender = flat if self._leaves.sums else self.flat.lender
+            self.buffer = self._lender.grad_buffer(self.key, numel, wire, device)
         else:
             self.buffer = self._memory.empty(numel, wire)
         self.loan = self._meter.lend(self.buffer, self.buffer.nbytes)
         self.views = self.flat.buffer.views_of(self.buffer)
-
-    @property
-    def _lender(self) -> Transport:
-        """The transport of the buffers of the next reduce."""
-        if self._leaves is not None and self._leaves.sums:
-            return self._context.levels.flat
-        return self.flat.lender
 
     def _close(self) -> None:
         """Let the next gradient open another buffer."""

@@ -249,9 +249,9 @@ class Engine(Assembly):
         (or by the sum of their weights), does not. Inside, the default generators of the CPU and of
         the engine's device are seeded with (`seed`, `step`, leaf), and afterwards they are as they
         were; take the data of a leaf from (step, leaf), too. `step` (None: the engine's count of
-        steps) is the number of the step. Clip and step follow after the loop, and ``zero_grad()``.
-        Collective; raises ConfigError without `leaves`, StateError where a leaf has no backward,
-        or gradients of an earlier step are there.
+        steps, which a checkpoint holds) is the number of the step. Clip and step follow after the
+        loop, and ``zero_grad()``. Collective; raises ConfigError without `leaves`, StateError where
+        a leaf has no backward, or gradients of an earlier step are there.
         """
         self._states.check_open(trained=True)
         if self._backward.leaves is None:
@@ -577,6 +577,8 @@ class Engine(Assembly):
         self._finalizer.abandon()
         self._context.faults.reset()
         self._recovery.meet(self._sharded, "engine.reset()")
+        if self._offloaded is None:  # else everything had arrived before
+            self._states.rest.publish_again()
 
     def close(self) -> None:
         """Give back a plain module, in the dtypes it came with (trained parameters with their

@@ -506,7 +506,7 @@ class Finalizer:
         self.clipped = False
         self._backward.decisions.reset()
         self._assigned.abandon()
-        self._digest.advance()
+        self._digest.advance(self._digest.step)  # a step that was not taken does not count
 
 
 def _union(answers: Sequence[_Answer]) -> int:

@@ -5,7 +5,7 @@ random numbers of leaves.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -34,9 +34,9 @@ class LeafLoop(Iterator[int]):
 
     def __next__(self) -> int:
         if self._walk is None:
-            self._walk = _walked(
-                self._loop, self.leaves, self._device, step=self._step, seed=self._seed
-            )
+            walk = _walked(self._loop, self.leaves, self._device, step=self._step, seed=self._seed)
+            self.leaves.follow(walk)
+            self._walk = walk
         return next(self._walk)
 
     def begin_all(self, leaves: Leaves) -> Draws:
@@ -85,7 +85,7 @@ class Draws:
 
 def _walked(
     loop: Loop, leaves: Leaves, device: torch.device, *, step: int, seed: int
-) -> Iterator[int]:
+) -> Generator[int]:
     """Yield this rank's leaves of `step`, with generators seeded; in rounds in which it has none,
     shadow the others. Raises StateError where gradients of an earlier step are there.
     """

@@ -20,7 +20,8 @@ one; or all rounds are one backward, unit after unit (runtime/leaf_turns.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,10 +46,20 @@ class Leaves:
         # has none
         self.handed_over: list[Callable[[str, Callable[[], torch.Tensor | None]], None]] = []
         self.keep: Callable[[Any, torch.Tensor], bool] = _keep_none  # see at_once
+        self._walk: Callable[[], Generator[int] | None] = lambda: None
         self.abandon()
+
+    def follow(self, walk: Generator[int] | None) -> None:
+        """Let `walk` be the loop over the leaves of a step. The one before ends, and puts the
+        random generators back, now: not when whoever still holds it lets go.
+        """
+        if (before := self._walk()) is not None:
+            before.close()
+        self._walk = (lambda: None) if walk is None else weakref.ref(walk)
 
     def abandon(self) -> None:
         """No step is under way, and nothing of one is left."""
+        self.follow(None)
         self._number: int | None = None
         self._has_backward = False
         self.is_partial = False  # some leaves of the step are there, and others to come

@@ -302,6 +302,8 @@ class Weights:
                 self.unshard(unit, phase)
                 yield unit
                 self.after_backward(unit) if phase == "backward" else self.after_forward(unit)
+                # where it comes next in the order, another unit was needed between the two
+                self.run(self.schedule.release_idle(torch.is_grad_enabled()))
         self.end_pass()
 
     @property

@@ -381,13 +381,11 @@ class Collectives(Plane):
         while self._stuck:
             self.matching.relieve(self._stuck.pop())
 
-    def reset(self) -> list[Transfer]:
+    def reset(self) -> None:
         """Leave everything under way, but not yet the slots, which peers may still read."""
-        left = [transfer for transfer, _ in self._arriving]
         self._arriving = []
         self._stuck.clear()
         self.matching.reset()
-        return left
 
     def restart(self) -> None:
         self.slots.reset()

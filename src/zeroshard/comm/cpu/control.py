@@ -47,9 +47,8 @@ class Plane:
     def relieve(self) -> None:
         """This rank is blocked: help the peers that are stuck on it."""
 
-    def reset(self) -> Sequence[Transfer]:
-        """Leave everything under way; return its transfers."""
-        return ()
+    def reset(self) -> None:
+        """Leave everything under way."""
 
     def restart(self) -> None:
         """Every rank has called `reset`."""
@@ -308,7 +307,9 @@ class PeerControl(Ranks):
         if self._has_given_up:
             return
         self._has_given_up = True
-        self.messages.abandon([left for plane in self._planes for left in plane.reset()])
+        for plane in self._planes:
+            plane.reset()
+        self.messages.abandon()
         self.dispatcher.reset()
         self.dispatcher.send(MessageKind.ABANDON)
         if self._far_notices is not None:

@@ -27,6 +27,10 @@ waited for, without a time limit, by a thread that does nothing else; the caller
 thread reports. Then `done` is true, a stall leaves the connection whole, and no order of arrival
 can block another.
 
+[Note: works that are gone] Gloo reads nothing more from a peer whose message meets a receive that
+nobody holds any more. A signal's handler may raise wherever Python runs (a caught Ctrl-C): so a
+transfer is held before it begins, and the work that gloo returns is put away by the same call in C.
+
 [Note: hanging up] A thread that waits for a message which never comes is ended by closing the
 connections, and gloo closes all of a group where one wait times out. So `renew` closes them, and
 the end of the interpreter: a thread that comes back from C++ after that is unwound there, and
@@ -197,6 +201,7 @@ class Transfer:
         self._unfinished: list[int] = []  # peers, once per message
         self._receiving: list[int] = []  # of these, the messages that come from them
         self.on_receive: Callable[[int], None] = lambda peer: None
+        self.on_finish: Callable[[Transfer], None] = lambda transfer: None
         self._lock = threading.Lock()
         self._alive: list[torch.Tensor] = []  # gloo reads and writes these until the works are done
         self._arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []  # (device tensor, host copy)
@@ -217,15 +222,15 @@ class Transfer:
         self._add(peer, host, connections.recv, tag, receives=True)
 
     def _add(self, peer: int, host: torch.Tensor, call: Any, tag: int, *, receives: bool) -> None:
-        try:
-            work = call([host], peer, tag)
-        except RuntimeError as error:
-            self.error = _lost(self.what, self._members[peer], error)
-            return
         self._alive.append(host)
         self._unfinished.append(peer)
         self._receiving += [peer] * receives
-        self._todo.append((peer, work, receives))
+        begun = map(call, ([host],), (peer,), (tag,))
+        try:
+            # [Note: works that are gone]
+            self._todo.extend(zip((peer,), begun, (receives,), strict=True))
+        except RuntimeError as error:
+            self.error = _lost(self.what, self._members[peer], error)
 
     def start(self) -> None:
         """Have a thread wait for what was added."""
@@ -283,6 +288,7 @@ class Transfer:
         for tensor, host in self._arrivals:
             tensor.copy_(host)
         self._alive, self._arrivals = [], []
+        self.on_finish(self)
 
 
 def _lost(what: str, peer: int, error: Exception) -> PeerLostError:
@@ -402,7 +408,10 @@ class GlooPeers:
         self._generation = 0
         self._key_ids: dict[str, int] = {}
         self._hashed: dict[int, str] = {}
-        self._abandoned: list[Transfer] = []  # gloo may still write into their tensors
+        # those under way ([Note: works that are gone]), and those left behind: gloo may still write
+        # into their tensors
+        self._posted: set[Transfer] = set()
+        self._abandoned: list[Transfer] = []
         # of the next exchange, by peer, where we listen for it
         self._heads: dict[int, tuple[Transfer, torch.Tensor]] = {}
         # messages to each peer in this generation, exchanges aside
@@ -446,6 +455,8 @@ class GlooPeers:
         for device in {tensor.device for tensor in (*sends.values(), *receives.values())}:
             drain(device)
         transfer = Transfer(what, self._waiters, self._wake, self._members)
+        self._posted.add(transfer)
+        transfer.on_finish = self._posted.discard
         if tag != self._tag(0, CONTROL):
             transfer.on_receive = partial(_count, self._received, self._lock)
             self._sent.update(peer for peer, tensor in sends.items() if tensor.numel())
@@ -516,11 +527,12 @@ class GlooPeers:
                 if _HEAD.unpack(_to_bytes(head[: _HEAD.size]))[1] == self._received[peer]
             }
 
-    def abandon(self, transfers: Sequence[Transfer]) -> None:
-        """Leave `transfers` behind: what is sent from now on meets nothing sent before. All
+    def abandon(self) -> None:
+        """Leave behind what is under way: what is sent from now on meets nothing sent before. All
         ranks must call it, and `renew` when they have met.
         """
-        self._abandoned.extend([*transfers, *(transfer for transfer, _ in self._heads.values())])
+        self._abandoned.extend(self._posted)
+        self._posted.clear()
         self._heads = {}
         with self._lock:
             self._sent, self._received = Counter(), Counter()
@@ -544,6 +556,7 @@ class GlooPeers:
         if self._connections is not None and (self._abandoned or self._heads):
             self._connections.close()
         self._connections = None
+        self._posted.clear()
 
 
 def _count(received: Counter[int], lock: threading.Lock, peer: int) -> None:

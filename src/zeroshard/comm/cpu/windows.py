@@ -244,13 +244,11 @@ class Windows(Plane):
     def progress(self) -> None:
         self._gathers = [work for work in self._gathers if not work.advance()]
 
-    def reset(self) -> list[Transfer]:
-        left = [work.transfer for work in self._gathers if work.transfer is not None]
+    def reset(self) -> None:
         self._gathers, self._num_writes = [], 0
         self._epochs, self._reads = {}, {}
         for window in self._windows.values():
             window.epoch = 0
-        return left
 
     def remove(self, window: PairedWindow) -> None:
         """Stop tracking a window that is closed."""
