@@ -266,6 +266,8 @@ class StateAccess:
         """
         self._weights.availability.check_trained()
         self.end_step()
+        for segment in self._weights.segments:
+            segment.forget_overwritten()
         with suppress(StorageError):
             self._faults.agree()
         with suppress(StorageError):  # all groups of the mesh come here

@@ -63,6 +63,8 @@ class Segment:
         self.lags = False  # whether the weights may be a step behind the master
         self.step = threading.Event()  # set while no step on another tier is under way
         self.step.set()
+        # by range: masters that edits have overwritten since the last step, as the step left them
+        self._overwritten: dict[tuple[int, int], torch.Tensor] = {}
         # weights on their way back from a step on another tier, and what they are copied from
         self.uploads: list[tuple[Work, object]] = []
         # what the user sees
@@ -142,11 +144,9 @@ class Segment:
         assert self.master is not None
         move(self.weight, self.master, self.aliased)
 
-    def store(
-        self, values: Sequence[torch.Tensor], *, masters: Sequence[bool] | None = None
-    ) -> None:
+    def store(self, values: Sequence[torch.Tensor], *, edits: bool = False) -> None:
         """Write `values` (one per parameter, any float dtype) into the weights at rest and the
-        master; `masters`: which of them into the master.
+        master, or bring them into the master as `edits` of the weights.
         """
         with torch.no_grad():
             if self.flat.replicated:
@@ -157,12 +157,29 @@ class Segment:
             else:
                 _fill(self.flat.rest, self.flat.layout.pieces_in(self.flat.rest_span), values)
             if self.own_master is not None:
-                pieces = (
-                    self.stepped_pieces
-                    if masters is None
-                    else [piece for piece in self.stepped_pieces if masters[piece.index]]
-                )
-                _fill(self.own_master, pieces, values, keeps=len(pieces) < len(self.stepped_pieces))
+                if edits:
+                    self._edit_master(self.own_master, values)
+                else:
+                    _fill(self.own_master, self.stepped_pieces, values)
+
+    def _edit_master(self, master: State, weights: Sequence[torch.Tensor]) -> None:
+        """Let the master follow edited `weights`: see [Note: masters of edited weights] in
+        docs/design/writes.md.
+        """
+        for piece in self.stepped_pieces:
+            own = flatten(weights[piece.index])[piece.start : piece.stop]
+            for low, high in tiles(piece.shard_start, piece.shard_stop, _TILE):
+                with master.borrowed(low, high, write=False) as held:
+                    new = own[low - piece.shard_start : high - piece.shard_start].to(held.device)
+                    is_same = held.to(new.dtype) == new
+                    if is_same.all():
+                        continue
+                    left = self._overwritten.get((low, high))
+                    if left is None:  # by the last step
+                        left = self._overwritten[low, high] = held.clone()
+                    put_back = torch.where(left.to(new.dtype) == new, left, new.to(held.dtype))
+                    edited = torch.where(is_same, held, put_back)
+                master.put(low, high, edited)
 
     def publish(self, *, everything: bool = True) -> None:
         """Cast the master into the weights at rest and let the peers read them.
@@ -276,9 +293,17 @@ class Segment:
         return self.flat.gather(raw)
 
     def invalidate(self, *, frozen: bool) -> None:
-        """Trained weights have been rewritten, and `frozen` ones."""
+        """Trained weights have been rewritten by a step, or they and `frozen` ones by a writeback
+        or a load.
+        """
         self.flat.release_column()
         self.rewritten |= frozen
+        if not frozen:
+            self.forget_overwritten()
+
+    def forget_overwritten(self) -> None:
+        """Let go of the masters that edits have overwritten."""
+        self._overwritten.clear()
 
     def close(self) -> None:
         """Give back the memory of weights and masters, which rest elsewhere now; the parameters
@@ -298,11 +323,9 @@ class Segment:
         self.user_view.heal()
 
 
-def _fill(
-    state: State, pieces: Sequence[Piece], values: Sequence[torch.Tensor], *, keeps: bool = False
-) -> None:
+def _fill(state: State, pieces: Sequence[Piece], values: Sequence[torch.Tensor]) -> None:
     """Write the `pieces` of `values` into a state at rest, a tile at a time where that is
-    another tier; `keeps` what lies beside them.
+    another tier.
     """
     if state.on_device:
         for piece in pieces:
@@ -312,9 +335,6 @@ def _fill(
         return
     for start, stop in tiles(0, state.numel, round_up(_TILE, state.align)):
         target = torch.zeros(stop - start, dtype=state.dtype)
-        if keeps:
-            with state.borrowed(start, stop, write=False) as numbers:
-                target.copy_(numbers)
         for piece in pieces:
             low, high = max(piece.shard_start, start), min(piece.shard_stop, stop)
             if low < high:

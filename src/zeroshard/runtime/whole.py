@@ -94,9 +94,9 @@ class Whole:
                 values = _by_parameter(units, copies)
                 before = [digest_of(value) for value in values.values()]
                 yield
-                edited = self._agreed_edits(units, values, before)
+                self._agree_on_edits(units, values, before)
             for unit, tensors in zip(units, copies, strict=True):
-                self.store_unit(unit, tensors, edited, refresh=False)
+                self.store_unit(unit, tensors, refresh=False)
             self._weights.refresh(units)
 
     @property
@@ -178,15 +178,16 @@ class Whole:
                     edits[name] = not all(edited)
         return edits
 
-    def _agreed_edits(
+    def _agree_on_edits(
         self, units: Sequence[Unit], values: dict[str, torch.Tensor], before: list[str]
-    ) -> set[str]:
-        """Return the names of `_keep_edits`, which replicas along the mesh have edited alike.
+    ) -> None:
+        """`_keep_edits`, and raise where replicas along the mesh have not edited alike.
 
         Where other ranks have other parameters, groups edit on their own and are not asked.
         """
         if not self._has_replicas:
-            return set(self._keep_edits(units, values, before))
+            self._keep_edits(units, values, before)
+            return
         parts = _parts_of(units)
         with self._axes.together(_CALL) as meeting:
             edits = self._keep_edits(units, values, before)
@@ -204,7 +205,6 @@ class Whole:
                     f"parameter {name!r} is a DTensor and was edited on one rank alone, which has a"
                     " part of it: edit it on every rank"
                 )
-        return set(edits)
 
     def load_unit(self, unit: Unit, copies: list[torch.Tensor]) -> None:
         """Write what ``load_state_dict()`` has left in `copies`; raises PlanMismatch on every rank
@@ -227,26 +227,17 @@ class Whole:
             meeting.compare(alike, axes.replicas)
         self.store_unit(unit, copies)
 
-    def store_unit(
-        self,
-        unit: Unit,
-        copies: list[torch.Tensor],
-        edited: set[str] | None = None,
-        *,
-        refresh: bool = True,
-    ) -> None:
-        """Write copies into the weights at rest and the masters, on every rank; raises
-        StorageError on every rank.
+    def store_unit(self, unit: Unit, copies: list[torch.Tensor], *, refresh: bool = True) -> None:
+        """Write copies of the weights, which the user has edited, into the weights at rest and the
+        masters, on every rank; raises StorageError on every rank.
 
-        Masters of parameters that are not among the `edited` ones (default: all) keep the digits
-        that the copies do not have.
+        Elements that have not been edited keep the digits of their masters.
         """
         self._join_step()
         self._transports.begin_write()
         for segment, copy in zip(unit.segments, copies, strict=True):
             with self._faults.noted(lost=True):
-                masters = None if edited is None else [name in edited for name in segment.names]
-                segment.store(segment.flat.buffer.views_of(copy), masters=masters)
+                segment.store(segment.flat.buffer.views_of(copy), edits=True)
             segment.flat.publish()
         self._faults.agree()
         if refresh:

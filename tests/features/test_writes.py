@@ -1,0 +1,221 @@
+"""Weights that are written between steps: what their masters learn of it, and what plain torch
+would have made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from tests.support.harness import run_ranks
+from tests.support.training import State, make_model, take_steps, two_groups
+from zeroshard.deepspeed import held_parameters
+from zeroshard.deepspeed.zero import GatheredParameters
+from zeroshard.runtime.engine import states_of
+
+# ---------------------------------------------------------------- edits and masters
+
+LOW = ("bf16", "fp16")
+
+
+def _gathered(engine: zs.Engine, model: nn.Module) -> AbstractContextManager[Any]:
+    return engine.gathered(writeback=True)
+
+
+@contextmanager
+def _stand_in(engine: zs.Engine, model: nn.Module) -> Iterator[None]:
+    held_parameters.own(engine, engine.close)
+    try:
+        with GatheredParameters(model.parameters(), modifier_rank=0):
+            yield
+    finally:
+        held_parameters.release(engine)
+
+
+class _Loaded:
+    """A ``load_state_dict()`` of what the body has made of the model's state."""
+
+    def __init__(self, engine: zs.Engine, model: nn.Module) -> None:
+        self._model = model
+        with engine.gathered():
+            self._state = {name: one.clone() for name, one in model.state_dict().items()}
+
+    def __enter__(self) -> State:
+        return self._state
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._model.load_state_dict(self._state)
+
+
+WAYS: dict[str, Callable[[zs.Engine, nn.Module], AbstractContextManager[Any]]] = {
+    "gathered": _gathered,
+    "stand-in": _stand_in,
+    "load_state_dict": _Loaded,
+}
+
+
+def _masters(engine: zs.Engine) -> State:
+    """Return what this rank has of the masters, by parameter and first element."""
+    found = {}
+    for piece in states_of(engine).resting_pieces():
+        with piece.borrowed() as numbers:
+            found[f"{piece.name}[{piece.start}]"] = numbers.clone()
+    return found
+
+
+def _changed(before: State, after: State) -> list[str]:
+    """Return the elements that differ, by parameter and number."""
+    out = []
+    for key, numbers in before.items():
+        name, first = key.rstrip("]").split("[")
+        places = (numbers != after[key]).nonzero().flatten().tolist()
+        out += [f"{name}[{int(first) + place}]" for place in places]
+    return out
+
+
+def _edit(
+    way: str, engine: zs.Engine, model: nn.Module, change: Callable[[str, torch.Tensor], object]
+) -> None:
+    with WAYS[way](engine, model) as state, torch.no_grad():
+        weights: Iterable[tuple[str, torch.Tensor]] = (
+            state.items() if way == "load_state_dict" else model.named_parameters()
+        )
+        for name, weight in weights:
+            change(name, weight)
+
+
+def _engine(
+    stage: int, precision: str, offload: zs.Offload | None = None
+) -> tuple[Any, Any, zs.Engine]:
+    model = make_model()
+    optimizer = two_groups(model)
+    engine = zs.shard(
+        model, optimizer, stage=stage, precision=precision, offload=offload or zs.Offload()
+    )
+    return model, optimizer, engine
+
+
+def _set_one(name: str, weight: torch.Tensor) -> None:
+    if name == "head.weight":
+        weight[1, 2] = 3.0
+
+
+def _one_element(rank: int, world: int, stage: int, precision: str) -> list[str]:
+    wrong = []
+    for offload in (zs.Offload(), zs.Offload(optimizer="host")):
+        for way in WAYS:
+            model, optimizer, engine = _engine(stage, precision, offload)
+            take_steps(rank, 1, model, optimizer, engine=engine)
+            before = _masters(engine)
+            _edit(way, engine, model, _set_one)
+            changed = _changed(before, _masters(engine))
+            if not set(changed) <= {"head.weight[21]"}:
+                wrong.append(f"{way}, {offload.optimizer}: {len(changed)} masters changed")
+            master = zs.ParameterStates(engine, model.head.weight).master()
+            if master[1, 2] != 3.0:
+                wrong.append(f"{way}, {offload.optimizer}: the edit is not in the master")
+            engine.close()
+    return wrong
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_edit_of_one_element_leaves_the_masters_of_all_others(
+    stage: int, precision: str
+) -> None:
+    assert run_ranks(2, _one_element, stage, precision) == [[], []]
+
+
+def _there_and_back(rank: int, world: int, stage: int, precision: str) -> list[str]:
+    """A climb and a return, as SAM and an average swapped by hand do; with one element that the
+    return leaves changed.
+    """
+    wrong = []
+    for way in WAYS:
+        model, optimizer, engine = _engine(stage, precision)
+        take_steps(rank, 1, model, optimizer, engine=engine)
+        before = _masters(engine)
+        saved: State = {}
+
+        def climb(name: str, weight: torch.Tensor, saved: State = saved) -> None:
+            saved.setdefault(name, weight.clone())
+            weight.add_(0.5)
+
+        def go_back(name: str, weight: torch.Tensor, saved: State = saved) -> None:
+            weight.copy_(saved[name])
+            _set_one(name, weight)
+
+        _edit(way, engine, model, climb)
+        _edit(way, engine, model, climb)
+        climbed = _changed(before, _masters(engine))
+        _edit(way, engine, model, go_back)
+        changed = _changed(before, _masters(engine))
+        if not climbed or not set(changed) <= {"head.weight[21]"}:
+            wrong.append(f"{way}: {len(climbed)} masters climbed, {len(changed)} are not back")
+        # the next step leaves other masters: what was overwritten before is forgotten
+        take_steps(rank, [1], model, optimizer, engine=engine)
+        stepped = _masters(engine)
+        _edit(way, engine, model, lambda name, weight: weight.fill_(0.25))
+        if any((one != 0.25).any() for one in _masters(engine).values()):
+            wrong.append(f"{way}: an edit is not in the masters")
+        _edit(way, engine, model, go_back)
+        after = _masters(engine)
+        low = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        for key, left in before.items():
+            came_back = (after[key] == left) & (left.to(low).float() != left)
+            same = stepped[key].to(low) == left.to(low)
+            if (came_back & ~same).any():
+                wrong.append(f"{way}: {key} has digits of two steps ago")
+        engine.close()
+    return wrong
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_block_that_puts_weights_back_gives_their_masters_all_digits_again(
+    stage: int, precision: str
+) -> None:
+    assert run_ranks(2, _there_and_back, stage, precision) == [[], []]
+
+
+def _edits_and_others(rank: int, world: int) -> None:
+    """Between an edit and the block that puts it back: an average in the weights' place, a master
+    that was set, a repartition.
+    """
+    model, optimizer, engine = _engine(3, "bf16")
+    take_steps(rank, 1, model, optimizer, engine=engine)
+    ema = zs.EMA(engine, 0.9)
+    before = _masters(engine)
+    saved: State = {}
+    with engine.gathered(writeback=True), torch.no_grad():
+        for name, weight in model.named_parameters():
+            saved[name] = weight.clone()
+            weight.mul_(2)
+    with ema.swapped():
+        engine.full_state_dict()
+    exact = torch.full((19,), 1 / 3)
+    zs.ParameterStates(engine, model.norm.bias).set_master(exact)
+    with engine.gathered(writeback=True), torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name != "norm.bias":
+                weight.copy_(saved[name])
+    changed = _changed(before, _masters(engine))
+    assert {one.split("[")[0] for one in changed} <= {"norm.bias"}
+    assert torch.equal(zs.ParameterStates(engine, model.norm.bias).master(), exact)
+    with engine.gathered(writeback=True), torch.no_grad():
+        _set_one("head.weight", model.head.weight)
+    expected = zs.ParameterStates(engine, model.head.weight).master()
+    engine.repartition(stage=1)
+    assert torch.equal(zs.ParameterStates(engine, model.head.weight).master(), expected)
+    engine.close()
+
+
+def test_masters_keep_their_digits_with_averages_set_masters_and_repartitions_between() -> None:
+    run_ranks(2, _edits_and_others)
