@@ -113,6 +113,10 @@ class StateAccess:
         """Refuse everything from here on."""
         self.is_closed = True
 
+    def tell(self, what: str, argument: object) -> None:
+        """Inside ``engine.join()``, tell ranks without data what comes, which they do, too."""
+        self._backward.tell(what, argument)
+
     def check_idle(self, call: str) -> None:
         """Raise StateError, naming the `call`, inside a forward or a backward."""
         if self._backward.running or self._weights.schedule.running:

@@ -16,23 +16,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
 
 import torch
 
 from zeroshard.errors import ConfigError
-from zeroshard.runtime.engine import Engine, states_of
+from zeroshard.runtime.engine import Engine, averages_in, states_of
+from zeroshard.runtime.join import Average
 
 __all__ = ["EMA", "averages_of"]
 
 _CHUNK = 1 << 17  # elements swapped at a time
-# by engine, in the order in which they were made
-_OF: WeakKeyDictionary[Engine, list[weakref.ref[EMA]]] = WeakKeyDictionary()
 
 
-def averages_of(engine: Engine) -> list[EMA]:
+def averages_of(engine: Engine) -> list[Average]:
     """Return the averages of `engine` that are alive, in the order in which they were made."""
-    return [ema for ref in _OF.get(engine, ()) if (ema := ref()) is not None]
+    return [average for ref in averages_in(engine) if (average := ref()) is not None]
 
 
 class EMA:
@@ -54,7 +52,8 @@ class EMA:
         self.decay = decay
         self._engine = engine
         self.averages = [master.clone() for master in self._masters()]
-        _OF.setdefault(engine, []).append(weakref.ref(self))
+        self._number = len(averages_in(engine))  # the same on every rank
+        averages_in(engine).append(weakref.ref(self))
 
     @property
     def bytes(self) -> int:
@@ -64,9 +63,11 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the weights; call it after ``optimizer.step()``. Nothing is
-        sent.
+        sent, but inside ``engine.join()``, where ranks without data follow.
         """
-        torch._foreach_lerp_(self.averages, self._masters(), 1.0 - self.decay)
+        masters = self._masters()
+        states_of(self._engine).tell("average", self._number)
+        torch._foreach_lerp_(self.averages, masters, 1.0 - self.decay)
 
     def _masters(self) -> list[torch.Tensor]:
         """Return the masters that the averages follow, once no step is under way."""
