@@ -306,11 +306,11 @@ class Engine(Assembly):
 
         Inside, all ranks with data must do the same: forwards of the module, backwards,
         ``clip_grad_norm_``, steps (with ``zero_grad()`` after each), updates of a ``zs.EMA``, and
-        nothing else that is collective. Gradients are divided by the number of all ranks. Ranks along 'tp' end together;
-        'pp' is refused. Needs an optimizer. A learning rate scheduler that is stepped in the loop
-        falls behind on a rank whose loop has ended: step it after the context, or load its state
-        from a rank with the most batches. Collective; raises PlanMismatch where ranks with data do
-        different things.
+        nothing else that is collective. Gradients are divided by the number of all ranks. Ranks
+        along 'tp' end together; 'pp' is refused. Needs an optimizer. A learning rate scheduler that
+        is stepped in the loop falls behind on a rank whose loop has ended: step it after the
+        context, or load its state from a rank with the most batches. Collective; raises
+        PlanMismatch where ranks with data do different things.
         """
         self._states.check_open(trained=True)
         refuse_leaves(self._backward.leaves, "join")
@@ -419,7 +419,7 @@ class Engine(Assembly):
         frozen where these are trained. Collective; ConfigError for a pattern that matches nothing,
         PlanMismatch where ranks ask for different names.
         """
-        self._states.check_readable()
+        self._states.check_readable(ends_graphs=True)
         return self._whole.full_state_dict(rank0_only=rank0_only, names=names, trained=trained)
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
