@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,21 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 sys.addaudithook(_audit)  # it stays for the life of the process, and looks away unless told to look
 
 
+def _opened(
+    really: Any, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+) -> int:
+    """Stand in for os.open(): of a file in an open folder, the event above has the name alone."""
+    global _watched
+    if dir_fd is None or _watched is None:
+        return int(really(path, flags, mode, dir_fd=dir_fd))
+    assert flags & os.O_NOFOLLOW, path
+    seen, _watched = _watched, None
+    try:
+        return int(really(path, flags, mode, dir_fd=dir_fd))
+    finally:
+        _watched = [*seen, ("open", str(Path(f"/proc/self/fd/{dir_fd}").resolve() / path))]
+
+
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
     """Fail where a pickle is read, a program run, or a file opened that does not lie in
@@ -100,6 +116,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
             (torch, "load"),
         ):
             patch.setattr(owner, name, forbidden)
+        patch.setattr(os, "open", partial(_opened, os.open))
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before, _watched = _memory("VmRSS"), []
         try:
@@ -239,7 +256,7 @@ def test_what_is_no_file_is_never_opened(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "link").symlink_to("/dev/null")
     flags, real = [], os.open
     monkeypatch.setattr(
-        os, "open", lambda path, flag, *rest: flags.append(flag) or real(path, flag, *rest)
+        os, "open", lambda path, flag, **more: flags.append(flag) or real(path, flag, **more)
     )  # type: ignore[func-returns-value]
     for path in (tmp_path / "pipe", tmp_path / "link", Path("/dev/null")):
         with pytest.raises(CheckpointError, match=f"{path} cannot be read: it is"):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import logging
 import random
+import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ from tests.support.training import (
     two_groups,
 )
 from zeroshard import CheckpointError, ConfigError
+from zeroshard.checkpoint.shard_files import OpenShards, ShardReader
+from zeroshard.checkpoint.steps import StepFiles, list_steps, saved_order
 
 
 def _state(engine: zs.Engine) -> dict[str, torch.Tensor]:
@@ -499,3 +504,128 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_nothing(
     tmp_path: Path, background: bool
 ) -> None:
     run_ranks(2, _failing, tmp_path, background)
+
+
+# ------------------------------------------------------------------------ a run that has gone back
+
+
+def _went_back(rank: int, world: int, folder: Path, background: bool) -> list[str]:
+    """Save steps 1 to 6, go back to 2, and save 3 to 5 again."""
+    made = make_sharded()
+    engine = made[2]
+    options: Any = {"background": background, "keep_last": 3, "keep_every": 2}
+    with capture() as lines:
+        with zs.Saver(folder, engine, **options) as saver:
+            for number in range(1, 7):
+                take_steps(rank, [number], *made)
+                saver.save(number)
+        assert not lines, "a run that goes on says nothing"
+        zs.load(folder, engine, step=2)
+        with zs.Saver(folder, engine, **options) as saver:
+            for number in (3, 4, 5):
+                take_steps(rank, [number + 10], *made)
+                saver.save(number)
+    saved_last = _state(engine)
+    assert list(list_steps(folder)) == [2, 3, 4, 5, 6], "what is divided stays, and the newest"
+    assert zs.latest_step(folder) == 5
+    take_steps(rank, [20], *made)
+    assert zs.load(folder, engine).step == 5 and equal(_state(engine), saved_last)
+    assert zs.load(folder, engine, step=6).step == 6 and not equal(_state(engine), saved_last)
+    if rank == 0:
+        (folder / "step-0000000005" / "manifest.json").write_text("torn")
+    inside.exchange(engine, b"")
+    with pytest.raises(CheckpointError, match=r"5/manifest\.json is damaged"):
+        zs.load(folder, engine)
+    assert zs.load(folder, engine, fallback="previous").step == 4, "not 6, of the other branch"
+    zs.save(folder, engine, step=1, keep_last=1)  # back again
+    assert zs.latest_step(folder) == 1 and list(list_steps(folder)) == [1]
+    zs.save(folder, engine, step=1)
+    zs.save(folder, engine, step=2)
+    assert zs.latest_step(folder) == 2
+    engine.close()
+    return lines
+
+
+@contextmanager
+def capture() -> Iterator[list[str]]:
+    """Yield the lines that are logged inside."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroshard").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("zeroshard").removeHandler(handler)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_run_that_has_gone_back_resumes_what_it_has_saved_last(
+    tmp_path: Path, background: bool
+) -> None:
+    (line,), others = run_ranks(2, _went_back, tmp_path / "run", background)
+    assert "step 3 is saved after step 6" in line and "what was saved last" in line
+    assert not others, "rank 0 says it"
+
+
+def test_steps_from_before_there_were_branches_are_in_the_order_of_their_numbers(
+    tmp_path: Path,
+) -> None:
+    engine = make_sharded()[2]
+    for number in (1, 2, 10):
+        path = zs.save(tmp_path, engine, step=number)
+        assert b"branch" not in (path / "manifest.json").read_bytes(), "as it was before"
+    assert zs.latest_step(tmp_path) == 10
+    zs.save(tmp_path, engine, step=3)
+    assert saved_order(tmp_path) == [(0, 1), (0, 2), (0, 10), (1, 3)]
+    engine.close()
+
+
+# ------------------------------------------------------------------------ a reader beside a writer
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("change", ["replaced", "removed"])
+@pytest.mark.parametrize(
+    "when", ["before the manifest", "before the list", "before the pieces", "between pieces"]
+)
+def test_a_step_that_changes_while_it_is_read_is_one_save_or_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, change: str, verify: bool
+) -> None:
+    model, optimizer, engine = make_sharded()
+    zs.save(tmp_path, engine, step=1)
+    first = _state(engine)
+    take_steps(0, [0], model, optimizer, engine)
+    second = _state(engine)
+    names = {
+        "before the manifest": ("manifest", StepFiles),
+        "before the list": ("check", StepFiles),
+        "before the pieces": ("read", OpenShards),
+        "between pieces": ("read", ShardReader),
+    }
+    name, owner = names[when]
+    really, calls = getattr(owner, name), []
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        calls.append(self)
+        if len(calls) == (3 if when == "between pieces" else 1):
+            if change == "replaced":
+                with engine.gathered(writeback=True), torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.copy_(second[names_of[id(parameter)]])
+                zs.save(tmp_path, engine, step=1)
+            else:
+                shutil.rmtree(tmp_path / "step-0000000001")
+        return really(self, *args)
+
+    names_of = {id(parameter): key for key, parameter in model.named_parameters()}
+    monkeypatch.setattr(owner, name, interrupted)
+    try:
+        zs.load(tmp_path, engine, verify=verify)
+    except CheckpointError as error:
+        assert f"was {change}" in str(error) and "damaged" not in str(error)
+        assert when != "between pieces", "the file is open"
+    else:
+        assert equal(_state(engine), first), "one save, whole"
+        assert when == "between pieces"
+    engine.close()

@@ -34,6 +34,7 @@ from tests.support.elastic_runs import (
 )
 from tests.support.harness import RankError, run_ranks
 from tests.support.launched import PROGRAM
+from tests.support.training import equal
 from zeroshard.checkpoint import kept as kept_steps
 from zeroshard.launch.connection import HostLoss
 from zeroshard.launch.elastic import (
@@ -44,6 +45,7 @@ from zeroshard.launch.elastic import (
     loss_of,
     source,
     visible_devices,
+    whole_steps,
 )
 from zeroshard.launch.hostfile import Host
 from zeroshard.launch.keeper import KeeperServer
@@ -70,11 +72,13 @@ def test_the_newest_save_is_the_last_one_that_every_rank_has_finished() -> None:
     older = [replace(PART, nonce="a", rank=rank) for rank in range(2)]
     newer = [replace(PART, nonce="b", step=8, rank=rank) for rank in range(2)]
     assert newest([]) is None
-    assert newest([*older, newer[1]]) == (7, "a", 2)  # rank 0 died before it had finished step 8
-    assert newest([*newer, older[1]]) == (8, "b", 2)  # and here in step 9
+    assert newest([*older, newer[1]]) == (0, 7, "a", 2)  # rank 0 died before it had finished step 8
+    assert newest([*newer, older[1]]) == (0, 8, "b", 2)  # and here in step 9
     again = [replace(PART, nonce="c", rank=0)]  # another save of step 7, of which a part is missing
     assert newest([older[0], *again]) is None
-    assert newest([*newer, *newer]) == (8, "b", 2)  # each on two hosts
+    assert newest([*newer, *newer]) == (0, 8, "b", 2)  # each on two hosts
+    gone_back = [replace(one, nonce="d", step=3, branch=1) for one in older]
+    assert newest([*newer, *gone_back]) == (1, 3, "d", 2)
 
 
 @pytest.mark.parametrize(
@@ -142,11 +146,13 @@ def test_the_launcher_says_from_where_the_ranks_go_on() -> None:
     halves = [{"parts": [part], "saved": {}} for part in parts]
     assert source(halves) == "from memory (step 7)"
     assert source(halves[:1]) == "from the start: no step is saved"
-    on_disk: dict[str, Any] = {"parts": [], "saved": {"/runs/gpt": 8}}
+    on_disk: dict[str, Any] = {"parts": [], "saved": {"/runs/gpt": [0, 8]}}
     assert source([*halves, on_disk]) == "from checkpoint (step 8)"
     assert source([halves[0], on_disk]) == "from checkpoint (step 8)"
-    older: dict[str, Any] = {"parts": [], "saved": {"/runs/gpt": 6}}
+    older: dict[str, Any] = {"parts": [], "saved": {"/runs/gpt": [0, 6]}}
     assert source([older, on_disk]) == source([on_disk, older]) == "from checkpoint (step 8)"
+    gone_back: dict[str, Any] = {"parts": [], "saved": {"/runs/gpt": [1, 2]}}
+    assert source([*halves, on_disk, gone_back]) == "from checkpoint (step 2)"
 
 
 @dataclass
@@ -176,7 +182,7 @@ def test_a_job_grows_by_the_hosts_that_are_back_unless_one_was_lost_meanwhile(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     part = asdict(KeptPart("/run", "w", "n", 7, 1, 0, 0))
-    there = _Host(Host("a", (0, 1), 2), kept={"parts": [part], "saved": {"/run": 3}})
+    there = _Host(Host("a", (0, 1), 2), kept={"parts": [part], "saved": {"/run": [0, 3]}})
     back = _Host(Host("b", (0,), 1))
     job: Any = [there]
     new: Any = [back]
@@ -185,7 +191,7 @@ def test_a_job_grows_by_the_hosts_that_are_back_unless_one_was_lost_meanwhile(
         "zeroshard run: b came back: 3 rank(s) go on, from memory (step 7)\n"
     )
     # latest_step() on the new host must know of the step, too
-    assert there.kept["whole"] == back.kept["whole"] == {"/run": 7}
+    assert there.kept["whole"] == back.kept["whole"] == {"/run": [0, 7]}
     assert back.came_back and not there.came_back
     assert grow(job, []) is None
     there.loss = HostLoss(1.0, "a was lost", 74)
@@ -251,7 +257,7 @@ def test_what_is_kept_goes_on_as_a_checkpoint_does_on_any_number_of_ranks(
     with servers(1) as (server,):
         homes = [server.address] * 3
         run_ranks(before, _train, homes, tmp_path / "run", 3, 0)
-        server.whole = {str(tmp_path / "run"): 3}  # as the launcher says when it starts again
+        server.whole = {str(tmp_path / "run"): [0, 3]}  # as the launcher says when it starts again
         assert run_ranks(after, _train, homes, tmp_path / "run", 6, 0) == expected
         parts = server.summary()["parts"]
     # of the ranks before nothing is left, of these two saves
@@ -268,7 +274,7 @@ def test_with_redundancy_a_host_that_is_gone_takes_nothing_with_it(tmp_path: Pat
         run_ranks(3, _train, [one.address, one.address, other.address], tmp_path / "run", 3, 1)
         # the first host is gone, the second has a new rank beside it, on a host of its own
         homes = [other.address, third.address]
-        other.whole = third.whole = {str(tmp_path / "run"): 3}
+        other.whole = third.whole = {str(tmp_path / "run"): [0, 3]}
         assert run_ranks(2, _train, homes, tmp_path / "run", 5, 1) == expected
 
 
@@ -405,7 +411,7 @@ def test_redundancy_is_one_other_host_or_none(tmp_path: Path) -> None:
 def test_strangers_and_nonsense_change_nothing_in_a_keeper() -> None:
     with servers(1) as (server,):
         keeper = Keeper(server.address)
-        keeper.saved("/runs", 3)
+        keeper.saved("/runs", 0, 3)
         deep, huge = b"[" * 60000, b'{"saved": "/runs", "step": 1e400}'
         short = b'{"put": ["a", "b"]}'
         for nonsense in (b"", b"no JSON", b"[]", short, b'{"open": 99}', deep, huge):
@@ -414,7 +420,41 @@ def test_strangers_and_nonsense_change_nothing_in_a_keeper() -> None:
                 client.connect("\0" + server.address)
                 client.send(nonsense)
                 assert client.recv(100) == b""
-        assert server.summary() == {"parts": [], "saved": {"/runs": 3}}
+        assert server.summary() == {"parts": [], "saved": {"/runs": [0, 3]}}
+
+
+def _keep_after_going_back(rank: int, world: int, address: str, directory: Path) -> None:
+    with kept_at(address):
+        model, optimizer, engine = make()
+        with zs.Saver(directory, engine, background=False) as saver:
+            for number in range(1, 7):
+                step_once(model, optimizer, number, rank, world)
+                saver.save(number) if number < 5 else saver.keep(number)
+            for number in (6, 5, 2, 3):  # beside one of the same number, and below those on disk
+                zs.load(directory, engine, step=min(number, 4))
+                step_once(model, optimizer, 10 + number, rank, world)
+                saver.keep(number)
+                expected = engine.full_state_dict(rank0_only=False)
+                step_once(model, optimizer, 20, rank, world)
+                restored = zs.load(directory, engine)
+                assert (restored.step, restored.from_memory) == (number, True)
+                assert equal(engine.full_state_dict(rank0_only=False), expected), number
+            saver.save(3)  # memory is taken of two equal ones
+            saver.save(4)
+            restored = zs.load(directory, engine)
+            assert (restored.step, restored.from_memory) == (4, False)
+        engine.close()
+
+
+def test_a_run_that_has_gone_back_resumes_the_step_that_it_has_kept_last(tmp_path: Path) -> None:
+    with servers(1) as (server,):
+        run_ranks(2, _keep_after_going_back, server.address, tmp_path)
+        found = whole_steps([server.summary()])
+        assert server.summary()["saved"] == {str(tmp_path): [3, 4]}
+        assert found == {str(tmp_path): [3, 3]}
+        server.whole = found
+        with kept_at(server.address):
+            assert zs.latest_step(tmp_path) == 4
 
 
 def _alternate(rank: int, world: int, homes: list[str], directory: Path, redundancy: int) -> None:
@@ -547,7 +587,7 @@ if child == 0:  # a rank
             put(rank)
     except CheckpointError as error:
         print(rank, error)
-    keeper.saved("/runs", 3)  # takes no more files
+    keeper.saved("/runs", 0, 3)  # takes no more files
     keeper.drop("/runs", but="nobody")
     os.write(done[1], b"x")
     os.read(address[0], 1)
@@ -570,7 +610,7 @@ for fd in opened:
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 os.write(address[1], b"x")
 assert os.waitpid(child, 0)[1] == 0
-assert server.summary()["saved"] == {"/runs": 3}
+assert server.summary()["saved"] == {"/runs": [0, 3]}
 server.close()
 """
 

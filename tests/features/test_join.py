@@ -80,6 +80,46 @@ def test_uneven_batches_end_with_the_weights_of_ddp_and_its_join(
     run_ranks(2, _same_as_ddp, transport, steps)
 
 
+def _averaged(rank: int, world: int, transport: str, steps: list[int]) -> None:
+    """Compare the averages of a loop of uneven lengths with a plain loop over all batches."""
+    decays, plain = (0.5, 0.9), make_model()
+    expected = [{k: p.detach().clone() for k, p in plain.named_parameters()} for _ in decays]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(max(steps)):
+        for other in (one for one in range(world) if step < steps[one]):
+            (plain(*batch(other, step)) / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for average, decay in zip(expected, decays, strict=True):
+            for name, parameter in plain.named_parameters():
+                average[name].lerp_(parameter.detach(), 1 - decay)
+    comm = zs.Comm.model_validate({"transport": transport})
+    for row in ROWS:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = zs.shard(model, optimizer, policy=row, comm=comm)
+        zs.EMA(engine, 0.1)  # is dropped at once, perhaps later on another rank
+        averages = [zs.EMA(engine, decay) for decay in decays]
+        with engine.join():
+            for step in range(steps[rank]):
+                model(*batch(rank, step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                for ema in averages:
+                    ema.update()
+        for ema, average in zip(averages, expected, strict=True):
+            with ema.swapped():
+                ours = engine.full_state_dict(rank0_only=False)
+            for name, value in average.items():
+                torch.testing.assert_close(ours[name], value, msg=f"{row}, {name}")
+        engine.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_averages_follow_the_steps_that_a_rank_without_data_shadows(transport: str) -> None:
+    run_ranks(2, _averaged, transport, [5, 2])
+
+
 def _same_rows(rank: int, world: int, transport: str, options: dict[str, Any]) -> None:
     first = _train(rank, "zero2", transport, [1, 4, 2, 3], **options)
     for row in ("zero3", "zero3-keep"):

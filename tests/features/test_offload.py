@@ -147,8 +147,8 @@ def _late(
 
 
 def _reference(steps: int, start: int) -> dict[str, torch.Tensor]:
-    """Train on the batches of both ranks in one process; from step `start` on, weights lack the
-    newest update.
+    """Train on the batches of both ranks in one process; from step `start` on, the passes compute
+    without the newest update. Return the weights with all of them.
     """
     master, model = make_model(), make_model()
     optimizer = two_groups(master)
@@ -180,6 +180,8 @@ def _reference(steps: int, start: int) -> dict[str, torch.Tensor]:
             apply(grads)
         else:
             pending = grads
+    if pending is not None:
+        apply(pending)
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -197,6 +199,62 @@ def test_a_delayed_update_is_the_reference_one_step_late(
 ) -> None:
     for apart in run_ranks(2, _late, row, start, tiers, str(tmp_path), timeout=60):
         assert max(apart.values()) == 0.0, apart
+
+
+def _read_late(rank: int, world: int, row: str, tiers: tuple[str, str, str], path: str) -> None:
+    """Read whole weights after each step, and within each, beside runs that do not."""
+    late = offload(*tiers, path, delayed_update=1)
+
+    def run(where: str, **options: Any) -> list[dict[str, torch.Tensor]]:
+        model = make_model()
+        optimizer = two_groups(model)
+        engine = zs.shard(model, optimizer, policy=row, **options)
+        seen = []
+
+        def read(here: str) -> None:
+            if here != where:
+                return
+            with engine.gathered():
+                inside = {name: p.detach().clone() for name, p in model.named_parameters()}
+            # which ends the graph of a forward that no backward follows
+            seen.append(inside if here == "forward" else engine.full_state_dict(rank0_only=False))
+            assert all(torch.equal(seen[-1][name], value) for name, value in inside.items())
+
+        for step in range(4):
+            for micro in range(2):
+                loss = model(*batch(rank, 2 * step + micro))
+                read("forward")
+                engine.backward(loss)
+                read(f"backward {micro}")
+            optimizer.step()
+            optimizer.zero_grad()
+            read("step")
+        if where == "end":
+            model(*batch(rank, 9))  # and no backward
+            seen.append(engine.full_state_dict(rank0_only=False))
+        engine.close()
+        return [*seen, {name: p.detach().clone() for name, p in model.named_parameters()}]
+
+    def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+    exact, delayed = run("step"), run("", offload=late)
+    for ours, theirs in zip(run("step", offload=late), exact, strict=True):
+        assert same(ours, theirs), "a read between steps has the last one, and so has the next"
+    for where in ("forward", "backward 0", "backward 1"):
+        assert same(run(where, offload=late)[-1], delayed[-1]), "a read within a step moves nothing"
+    exported, closed = run("end", offload=late)
+    assert same(exported, closed), "an export has what close() gives back"
+
+
+@pytest.mark.parametrize(
+    ("row", "tiers"),
+    [("zero2", ("device", "host", "host")), ("zero3", ("disk", "host", "disk"))],
+)
+def test_whole_weights_have_the_last_step_also_where_it_is_taken_late(
+    row: str, tiers: tuple[str, str, str], tmp_path: Any
+) -> None:
+    run_ranks(2, _read_late, row, tiers, str(tmp_path), timeout=300)
 
 
 def _kept(rank: int, world: int, path: str) -> dict[str, list[str]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import zeroshard as zs
 from tests.support.training import Net, take_steps, two_groups
 from zeroshard.checkpoint.manifest import digest
 from zeroshard.checkpoint.shard_files import ShardReader, as_bytes
-from zeroshard.checkpoint.steps import check_files, list_steps, read_manifest
+from zeroshard.checkpoint.steps import StepFiles, list_steps
 from zeroshard.runtime.engine import states_of
 
 
@@ -124,8 +125,10 @@ def check_everything(directory: Path) -> list[str]:
     """
     damaged = []
     for path in list_steps(directory).values():
-        manifest = read_manifest(path)
-        check_files(path, manifest)
+        with ExitStack() as stack:
+            files = StepFiles(path, stack)
+            manifest, _ = files.manifest()
+            files.check(manifest)
         for number, file in enumerate(manifest.files):
             with ShardReader(path / file.name, file, chunk_bytes=manifest.chunk_bytes) as opened:
                 damaged += [

@@ -38,7 +38,7 @@ from zeroshard.checkpoint.manifest import Manifest, digest, shard_name
 from zeroshard.checkpoint.pipeline_stages import unite
 from zeroshard.checkpoint.rank_part import Stateful, collect, divide
 from zeroshard.checkpoint.shard_files import write_shard
-from zeroshard.checkpoint.steps import os_errors
+from zeroshard.checkpoint.steps import os_errors, saved_order
 from zeroshard.comm import memfd
 from zeroshard.comm.launched import keeper_address
 from zeroshard.comm.mesh_ranks import MeshRanks
@@ -46,10 +46,19 @@ from zeroshard.comm.peer_copies import Copies
 from zeroshard.comm.ranks import Meeting
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.runtime.engine import Engine, states_of
-from zeroshard.system.keeper_client import Keeper, KeptPart, newest, note_of, partners, read_note
+from zeroshard.system.keeper_client import (
+    Keeper,
+    KeptPart,
+    KeptSave,
+    newest,
+    note_of,
+    partners,
+    read_note,
+)
 
 __all__ = [
     "Holdings", "Keeping", "KeptStep", "copies_of", "local_keeper", "newest_kept_step",
+    "next_branch",
     "tell_saved", "telling_keeper",
 ]  # fmt: skip
 
@@ -65,11 +74,32 @@ def local_keeper() -> Keeper | None:
     return None if address is None else Keeper(address)
 
 
-def tell_saved(directory: Path, step: int) -> None:
+def tell_saved(directory: Path, branch: int, step: int) -> None:
     """Tell the launcher that `step` of `directory` is complete on disk. Raises CheckpointError."""
     keeper = local_keeper()
     if keeper is not None:
-        keeper.saved(os.path.realpath(directory), step)
+        keeper.saved(os.path.realpath(directory), branch, step)
+
+
+def next_branch(directory: Path, step: int, *, in_memory: bool = False) -> int:
+    """Return the branch on which `step` is newer than all that is in `directory` and in the memory
+    of this host, and log where the run has gone back. `in_memory`: the step is kept there, perhaps
+    beside an older one of the same number.
+    """
+    keeper = local_keeper()
+    parts = [] if keeper is None else keeper.parts(os.path.realpath(directory))
+    kept = [(part.branch, part.step) for _, part in parts]
+    newest_one = max([*saved_order(directory)[-1:], *kept], default=(0, step))
+    if step < newest_one[1]:
+        _log.warning(
+            "step %d is saved after step %d of %s: the run has gone back, and zs.load() takes what"
+            " was saved last",
+            step,
+            newest_one[1],
+            directory,
+        )
+    is_lower = step < newest_one[1] or (in_memory and (newest_one[0], step) in kept)
+    return newest_one[0] + is_lower
 
 
 @contextmanager
@@ -208,13 +238,15 @@ class Keeping:
         """
         memory = self._memory
         assert memory is not None
+        rank, world, branch = self._ranks.rank, self._ranks.size, 0
         with self._together(f"step {step} cannot be collected"):
             self._refuse_other_engine(memory.directory)
+            if rank == 0:
+                branch = next_branch(self._directory, step, in_memory=True)
             part = collect(self._engine, states, extra, frozen=frozen)
         unite(self._engine, part)
         divide(self._engine, part)
-        nonce = self._ranks.share(secrets.token_hex(8), _CALL)[0]
-        rank, world = self._ranks.rank, self._ranks.size
+        nonce, branch = self._ranks.share([secrets.token_hex(8), branch], _CALL)[0]
         note = b""
         with self._together(f"step {step} cannot be kept"):
             slot = memory.slot(rank)
@@ -223,9 +255,9 @@ class Keeping:
             file, tensors = write_shard(name, rank, part.stored, metadata, write=slot.write)
             index = part.index(file, tensors)
             if rank == 0:
-                index["heading"] = part.heading(self._engine, step)
+                index["heading"] = part.heading(self._engine, step, branch)
             place = (memory.directory, memory.writer, nonce, step, world, rank, file.bytes)
-            note = note_of(KeptPart(*place), json.dumps(index).encode())
+            note = note_of(KeptPart(*place, branch=branch), json.dumps(index).encode())
             if memory.copies is None:
                 slot.seal(note)
         if memory.copies is not None:
@@ -302,9 +334,9 @@ class Keeping:
 # ------------------------------------------------------------------ zs.load
 
 
-def newest_kept_step(directory: Path) -> int | None:
-    """Return the newest step of `directory` that was in memory when the ranks were started. No
-    host knows by itself what lies on others; the launcher did.
+def newest_kept_step(directory: Path) -> tuple[int, int] | None:
+    """Return branch and number of the newest step of `directory` that was in memory when the ranks
+    were started. No host knows by itself what lies on others; the launcher did.
     """
     keeper = local_keeper()
     return None if keeper is None else keeper.whole_step(os.path.realpath(directory))
@@ -330,8 +362,8 @@ class Holdings:
 class KeptStep:
     """The newest save of `directory` in memory that is whole."""
 
-    def __init__(self, directory: Path, keeper: Keeper, save: tuple[int, str, int]) -> None:
-        self.step, self._nonce, self._world = save
+    def __init__(self, directory: Path, keeper: Keeper, save: KeptSave) -> None:
+        self.branch, self.step, self._nonce, self._world = save
         self.path = directory / f"step-{self.step:010d} in memory"
         self._directory = os.path.realpath(directory)
         self._keeper = keeper
@@ -408,7 +440,7 @@ class KeptStep:
         return out
 
     def _is_of(self, part: KeptPart) -> bool:
-        return part.save == (self.step, self._nonce, self._world)
+        return part.save == (self.branch, self.step, self._nonce, self._world)
 
     def _at_home(self) -> dict[int, int]:
         parts = self._keeper.parts(self._directory)

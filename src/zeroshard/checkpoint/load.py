@@ -34,7 +34,7 @@ from zeroshard.checkpoint.pipeline_stages import names_elsewhere
 from zeroshard.checkpoint.rank_part import RNG, Stateful, check_arguments
 from zeroshard.checkpoint.step_loader import StepLoader
 from zeroshard.checkpoint.step_reader import StepReader
-from zeroshard.checkpoint.steps import list_steps, remember_steps
+from zeroshard.checkpoint.steps import list_steps, remember_steps, saved_order
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
 from zeroshard.runtime.curve import curve_of, departures
 from zeroshard.runtime.engine import Engine, states_of
@@ -61,11 +61,12 @@ class Restored:
 
 
 def latest_step(directory: str | Path) -> int | None:
-    """Return the newest complete step in `directory`, or None. Where the launcher has started the
-    ranks again, one that ``Saver.keep`` had left in memory counts.
+    """Return the complete step in `directory` that was saved last, or None: the highest number,
+    unless the run has gone back to a lower one. Where the launcher has started the ranks again, one
+    that ``Saver.keep`` had left in memory counts.
     """
-    steps = [*list_steps(Path(directory)), newest_kept_step(Path(directory))]
-    return max((step for step in steps if step is not None), default=None)
+    steps = [*saved_order(Path(directory)), newest_kept_step(Path(directory))]
+    return max((step for step in steps if step is not None), default=(0, None))[1]
 
 
 def load(
@@ -80,7 +81,8 @@ def load(
     frozen: bool = True,
     generators: bool = True,
 ) -> Restored:
-    """Read the newest checkpoint in `directory`, or that of `step`, into `engine`. Collective.
+    """Read the checkpoint that was saved last in `directory`, or that of `step`, into `engine`.
+    Collective.
 
     A step that ``Saver.keep`` has copied into memory counts, too; of two equal ones it is taken.
 
@@ -91,8 +93,9 @@ def load(
     ``Restored.skipped`` and logged. Without `strict`,
     whatever does not fit (missing, unexpected and reshaped parameters, param groups, states) is
     left out and named in ``Restored.skipped``. ``fallback="previous"`` replaces a damaged step by
-    the one before it. `verify` off reads without comparing hashes. Without `frozen` the engine's
-    frozen parameters stay as they are, without `generators` the random generators.
+    the one that was saved before it, with a lower number. `verify` off reads without comparing
+    hashes. Without `frozen` the engine's frozen parameters stay as they are, without `generators`
+    the random generators.
 
     Raises CheckpointError on every rank, with nothing changed: if ``load_state_dict()`` of one of
     `states` fails, all get their former ``state_dict()`` back, and one that refuses it is named.
@@ -137,6 +140,7 @@ class _Candidate:
     """A step that may be loaded: on disk, or kept in memory."""
 
     directory: Path
+    branch: int
     step: int
     kept: KeptStep | None = None
     held: list[Holdings] = field(default_factory=list)  # what each rank's host has in memory
@@ -149,7 +153,7 @@ class _Candidate:
         if path is None:
             raise CheckpointError(
                 f"{self.directory} holds no step {self.step} that this rank can see: is it on"
-                " storage that all ranks share?"
+                " storage that all ranks share, and was the step not removed meanwhile?"
             )
         return path
 
@@ -172,18 +176,20 @@ def _candidates(
     with ranks.together("zs.load()", what, refusal=CheckpointError) as meeting:
         meeting.compare(asked)
         held = asdict(Holdings.of(directory))
-        meeting.give([list(list_steps(directory)) if ranks.rank == 0 else [], held])
+        meeting.give([saved_order(directory) if ranks.rank == 0 else [], held])
     all_held = [_HOLDINGS.validate_python(one) for _, one in meeting.answers]
-    found = [_Candidate(directory, number) for number in meeting.answers[0][0]]
+    found = [_Candidate(directory, *place) for place in meeting.answers[0][0]]
     kept = KeptStep.find(directory, all_held)
     if kept is not None:
-        found.append(_Candidate(directory, kept.step, kept, all_held))
-        found.sort(key=lambda one: (one.step, one.kept is not None))
+        found.append(_Candidate(directory, kept.branch, kept.step, kept, all_held))
+        found.sort(key=lambda one: (one.branch, one.step, one.kept is not None))
     if not found:
         raise CheckpointError(f"{directory} holds no checkpoint")
     if step is not None and step not in (one.step for one in found):
         raise _NoSuchStep(f"{directory} holds no step {step}; its newest is {found[-1].step}")
-    return [one for one in found if step is None or one.step <= step]
+    while step is not None and found[-1].step != step:
+        found.pop()
+    return [one for one in found if one.step <= found[-1].step]
 
 
 def _load_step(
@@ -213,7 +219,7 @@ def _load_step(
         if len(set(meeting.answers)) > 1:
             raise CheckpointError(
                 f"the ranks see different checkpoints under {directory}: is it on storage that all"
-                " ranks share?"
+                " ranks share, and was the step not replaced by another save meanwhile?"
             )
         with ranks.together("zs.load()", refusal=StorageError):  # where a tier fails on any
             reading.apply()
@@ -247,7 +253,7 @@ def _note(candidate: _Candidate) -> None:
         _log.info("step %d of %s is loaded from %s", candidate.step, candidate.directory, where)
         if candidate.kept is None:
             with telling_keeper():
-                tell_saved(candidate.directory, candidate.step)
+                tell_saved(candidate.directory, candidate.branch, candidate.step)
 
 
 def _tell_differing(candidate: _Candidate, differed: list[str], world: int) -> None:

@@ -42,9 +42,9 @@ from zeroshard.errors import CheckpointError
 from zeroshard.system.safe_files import is_deeper
 
 __all__ = [
-    "BUFFER", "CHUNK_BYTES", "FORMAT", "ITEMSIZE", "SHARD_NAME", "STATE", "VALUE", "VERSION",
-    "Entries", "Manifest", "ParameterEntry", "ShardEntry", "TensorEntry", "digest", "num_chunks",
-    "row_stride", "shard_name",
+    "BUFFER", "CHUNK_BYTES", "FORMAT", "HEAD_BYTES", "ITEMSIZE", "SHARD_NAME", "STATE", "VALUE",
+    "VERSION", "Entries", "Manifest", "ParameterEntry", "ShardEntry", "TensorEntry", "digest",
+    "num_chunks", "row_stride", "shard_name",
 ]  # fmt: skip
 
 FORMAT = "zeroshard checkpoint"
@@ -65,6 +65,10 @@ ITEMSIZE = {  # by safetensors' names
 
 SHARD_NAME = re.compile(r"rank-\d{5,9}-of-\d{5,9}\.safetensors")
 _TAIL = re.compile(r'\n "hash": "([0-9a-f]{32})"\n\}\n')
+_HEAD = re.compile(
+    rb'\{\n "format": "[^"]*",\n "version": \d+,\n "step": \d+,\n(?: "branch": (\d{1,18}),)?'
+)
+HEAD_BYTES = 256
 _TAIL_BYTES = len('\n "hash": ""\n}\n') + 32
 
 
@@ -235,6 +239,9 @@ class Manifest:
     # of a run with leaves: what its bits depend on (runtime/curve.py)
     curve: dict[_Text, _Text] = field(default_factory=dict)
     model_config: _Text = ""  # of a Transformers model: the text of its config.json
+    # how often the run had gone back below a step that was there: of two steps, that of the later
+    # branch was saved last, and on one branch the one with the higher number
+    branch: _Whole = 0
 
     def pieces(self) -> dict[tuple[str, str], list[TensorEntry]]:
         """Return the pieces by (parameter, kind), in the order of their boxes and ranges."""
@@ -258,11 +265,14 @@ class Manifest:
         """Return the text of the manifest, its hash in the last line."""
         tables = ("files", "parameters", "tensors")  # the last keys
         plain = {name: value for name, value in vars(self).items() if name not in tables}
-        for name in ("places", "curve", "model_config"):
+        for name in ("places", "curve", "model_config", "branch"):
             if not plain[name]:
                 del plain[name]
         version = VERSION if any(entry.box for entry in self.tensors) else 1
-        data = {"format": FORMAT, "version": version, **plain}
+        head = ("step", "branch")  # which `branch_of` reads
+        data = {"format": FORMAT, "version": version}
+        data |= {name: plain.pop(name) for name in head if name in plain}
+        data |= plain
         data["files"] = [vars(file) for file in self.files]
         data["parameters"] = {
             name: {k: v for k, v in vars(entry).items() if v != ()} | {"shape": entry.shape}
@@ -295,6 +305,14 @@ class Manifest:
             )
         with _no_collection():
             return _parse(data, where)
+
+    @staticmethod
+    def branch_of(text: bytes) -> int | None:
+        """Return the branch that the first `HEAD_BYTES` of a manifest say, whose hash is not looked
+        at; None where they are not those of a manifest.
+        """
+        found = _HEAD.match(text)
+        return None if found is None else int(found[1] or 0)
 
     @classmethod
     def of_ranks(cls, heading: dict[str, Any], indices: Sequence[dict[str, Any]]) -> Manifest:

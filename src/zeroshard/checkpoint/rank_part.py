@@ -97,7 +97,7 @@ class RankPart:
             "scalars": self.scalars,
         }
 
-    def heading(self, engine: Engine, step: int) -> dict[str, Any]:
+    def heading(self, engine: Engine, step: int, branch: int) -> dict[str, Any]:
         """Return the part of the manifest that is the same on all ranks."""
         optimizer = None
         if engine.optimizer is not None:
@@ -105,6 +105,7 @@ class RankPart:
         everyone = states_of(engine).everyone
         return {
             "step": step,
+            "branch": branch,
             "world": everyone.size,
             "written_by": WRITTEN_BY,
             "policy": engine.policy.name,

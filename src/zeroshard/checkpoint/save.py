@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.kept import Keeping, tell_saved
+from zeroshard.checkpoint.kept import Keeping, next_branch, tell_saved
 from zeroshard.checkpoint.manifest import Manifest, shard_name
 from zeroshard.checkpoint.pipeline_stages import unite
 from zeroshard.checkpoint.rank_part import RankPart, Stateful, check_arguments, collect, divide
@@ -87,7 +87,8 @@ def save(
     `states` are objects with ``state_dict()`` by name (LR scheduler, data loader, ``zs.EMA``),
     `extra` anything of numbers, text, lists, dictionaries and tensors. Random generators and the
     loss scaler are always saved; gradients are not: save after ``optimizer.step()``. With
-    `keep_last` only the newest so many steps stay, and those that `keep_every` divides. With
+    `keep_last` only the newest so many steps stay, and those that `keep_every` divides; the newest
+    is the one that was saved last, also where a run that has gone back saves lower numbers. With
     ``offload.delayed_update`` a save waits for the pending update and applies it, so its run
     continues with the bits of a run that loads, not of one that does not save. Without `frozen`
     no frozen parameter is saved: an adapter's checkpoint stays small, and ``zs.load(frozen=False)``
@@ -342,17 +343,19 @@ class Saver:
         rank, num_ranks = self._ranks.rank, self._ranks.size
         metadata = {"format": "zeroshard", "rank": str(rank), "step": str(step)}
         num_bytes = sum(self._ranks.share(shard_bytes(part.stored, metadata), "zs.save()"))
+        branch = 0  # on rank 0 the one that counts
         with ExitStack() as stack:
             with self._together("zs.save()", f"step {step} cannot be begun") as meeting:
                 if rank == 0:
                     nonce = secrets.token_hex(4)
                     with os_errors(f"{self.directory} cannot be written"):
                         stack.enter_context(begin_step(self.directory, step, nonce, num_bytes))
+                    branch = next_branch(self.directory, step)
                     meeting.give(nonce)
             path = working_path(self.directory, step, meeting.answers[0])
             background = self._background and not self._rests_on_disk()
             return _SaveJob(
-                step, rank, num_ranks, background, part, metadata, path, stack.pop_all()
+                step, branch, rank, num_ranks, background, part, metadata, path, stack.pop_all()
             )
 
     def _rests_on_disk(self) -> bool:
@@ -470,7 +473,8 @@ class Saver:
     def _commit(self, job: _SaveJob) -> None:
         """On rank 0: wait for every rank's file, write the manifest, make the step visible."""
         indices = self._gather(job)
-        manifest = Manifest.of_ranks(job.part.heading(self._engine, job.step), indices)
+        heading = job.part.heading(self._engine, job.step, job.branch)
+        manifest = Manifest.of_ranks(heading, indices)
         with os_errors(f"{job.path / MANIFEST} cannot be written"):
             for rank in range(1, job.num_ranks):
                 (job.path / f"rank-{rank}.json").unlink()
@@ -478,7 +482,7 @@ class Saver:
         older = commit(job.path, self.directory, job.step)
         job.visible = True
         settle(self.directory, older)
-        tell_saved(self.directory, job.step)
+        tell_saved(self.directory, job.branch, job.step)
         prune(self.directory, **self._keep, written=job.step)
 
     def _await(self, job: _SaveJob, rank: int) -> dict[str, Any]:
@@ -510,6 +514,7 @@ class _SaveJob:
     """One save on this rank."""
 
     step: int
+    branch: int
     rank: int  # of so many as save it
     num_ranks: int
     background: bool

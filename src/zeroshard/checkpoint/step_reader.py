@@ -19,7 +19,7 @@ from zeroshard.checkpoint.kept import KeptStep
 from zeroshard.checkpoint.manifest import TensorEntry, digest
 from zeroshard.checkpoint.shard_files import OpenShards
 from zeroshard.checkpoint.spans import read_span
-from zeroshard.checkpoint.steps import MANIFEST, check_files, read_manifest
+from zeroshard.checkpoint.steps import StepFiles
 from zeroshard.core.boxes import Span
 from zeroshard.memory.heap import Trimmer
 
@@ -41,9 +41,11 @@ class StepReader:
             self.path, self.manifest, self.text_hash = step.path, *step.manifest()
             options["open_file"] = step.open_file
         else:
-            self.path, self.manifest = step, read_manifest(step)
-            self.text_hash = digest((step / MANIFEST).read_bytes())
-            check_files(step, self.manifest)
+            self.path, files = step, StepFiles(step, stack)
+            self.manifest, text = files.manifest()
+            self.text_hash = digest(text)
+            files.check(self.manifest)
+            options["open_file"] = files.open
         self.pieces = self.manifest.pieces()  # by parameter and kind
         self.loose = self.manifest.loose()
         self._shards = OpenShards(self.path, self.manifest, stack, **options)

@@ -19,15 +19,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from zeroshard.checkpoint.manifest import MAX_BYTES, SHARD_NAME, Manifest
+from zeroshard.checkpoint.manifest import HEAD_BYTES, MAX_BYTES, SHARD_NAME, Manifest
 from zeroshard.errors import CheckpointError
 from zeroshard.system.safe_files import NotReadable, open_descriptor
 
 __all__ = [
-    "MANIFEST", "SLACK_BYTES", "STEP_NAME", "begin_step", "check_files", "commit", "list_steps",
-    "lock", "make_directory", "open_regular", "os_errors", "prune", "read_manifest",
-    "remember_steps", "remove_tree", "require_space", "settle", "step_path", "sync_directory",
-    "working_path",
+    "MANIFEST", "SLACK_BYTES", "STEP_NAME", "StepFiles", "StepGone", "begin_step", "commit",
+    "list_steps", "lock", "make_directory", "open_regular", "os_errors", "prune", "read_manifest",
+    "remember_steps", "remove_tree", "require_space", "saved_order", "settle", "step_path",
+    "sync_directory", "working_path",
 ]  # fmt: skip
 
 MANIFEST = "manifest.json"
@@ -55,7 +55,7 @@ def step_path(directory: Path, step: int) -> Path:
 
 
 def list_steps(directory: Path) -> dict[int, Path]:
-    """Return the steps in `directory`, oldest first; damage is found only by reading them."""
+    """Return the steps in `directory` by number; damage is found only by reading them."""
     found: dict[int, Path] = {}
     entries: list[os.DirEntry[str]] = []
     with os_errors(f"{directory} cannot be read"), suppress(FileNotFoundError):
@@ -71,6 +71,38 @@ def list_steps(directory: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def saved_order(directory: Path) -> list[tuple[int, int]]:
+    """Return branch and number of the steps in `directory`, the one that was saved last at the end.
+
+    A run that has gone back to an earlier step saves on a branch of its own from there on. Where
+    damage hides the branch of a step, it is that of the folder which was changed before: a load
+    must not pass over the step unheard.
+    """
+    steps, found, branch = list_steps(directory), [], 0
+    for step in sorted(steps, key=lambda one: _changed_at(steps[one])):
+        known = _branch(steps[step])
+        branch = branch if known is None else known
+        found.append((branch, step))
+    return sorted(found)
+
+
+def _changed_at(path: Path) -> int:
+    with suppress(OSError):
+        return os.stat(path, follow_symlinks=False).st_mtime_ns
+    return 0
+
+
+def _branch(path: Path) -> int | None:
+    """Return the branch of a step; None where its manifest cannot be read."""
+    try:
+        with ExitStack() as stack:
+            files = StepFiles(path, stack)
+            with os.fdopen(files.open(path / MANIFEST), "rb") as opened:
+                return Manifest.branch_of(opened.read(HEAD_BYTES))
+    except (CheckpointError, OSError):
+        return None
+
+
 def open_regular(path: Path) -> int:
     """Open a regular file to read. Raises CheckpointError for links, pipes and devices."""
     try:
@@ -79,39 +111,86 @@ def open_regular(path: Path) -> int:
         raise CheckpointError(f"{path} cannot be read: {error}") from error.__cause__
 
 
+class StepGone(CheckpointError):
+    """A step was replaced or removed while it was read: it is not damaged."""
+
+
+class StepFiles:
+    """The files of the step in the folder `path`: those of one save, also where another one takes
+    its name meanwhile. `stack` closes the folder. Raises CheckpointError.
+    """
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        if path.is_symlink():
+            raise CheckpointError(
+                f"{path} cannot be read: it is a symbolic link, which is not followed"
+            )
+        with os_errors(f"{path / MANIFEST} cannot be read"):
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._folder = os.open(path, flags)
+        stack.callback(os.close, self._folder)
+
+    def open(self, path: Path) -> int:
+        """Open the file with the name of `path` to read. Raises CheckpointError for links, pipes
+        and devices.
+        """
+        try:
+            return open_descriptor(path.name, follow=False, folder=self._folder)
+        except NotReadable as error:
+            self._require_there(error)
+            raise CheckpointError(f"{path} cannot be read: {error}") from error.__cause__
+
+    def _require_there(self, error: Exception) -> None:
+        """Raise CheckpointError where another step, or none, has the name of this one by now."""
+        here, there = os.fstat(self._folder), None
+        with suppress(OSError):
+            there = os.stat(self.path, follow_symlinks=False)
+        if there is None or (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
+            how = "removed" if there is None else "replaced by another save"
+            raise StepGone(f"{self.path} was {how} while it was read: read it again") from error
+
+    def manifest(self) -> tuple[Manifest, bytes]:
+        """Return the manifest, and its text. Raises CheckpointError."""
+        file = self.path / MANIFEST
+        with os.fdopen(self.open(file), "rb") as opened, os_errors(f"{file} cannot be read"):
+            size = os.fstat(opened.fileno()).st_size
+            if size > MAX_BYTES:
+                raise CheckpointError(
+                    f"{file} has {size} bytes, more than the {MAX_BYTES} that a manifest may have"
+                )
+            text = opened.read()
+        manifest = Manifest.parse(text, str(file))
+        match = STEP_NAME.fullmatch(self.path.name) or _REPLACED.fullmatch(self.path.name)
+        if match and int(match[1]) != manifest.step:
+            raise CheckpointError(
+                f"{file} is that of step {manifest.step}, and its directory says {int(match[1])}"
+            )
+        return manifest, text
+
+    def names(self) -> list[str]:
+        """Return the names of all files that are there."""
+        with os_errors(f"{self.path} cannot be read"):
+            return sorted(os.listdir(self._folder))
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise CheckpointError for files of pieces that are missing or not the manifest's."""
+        there = set(filter(SHARD_NAME.fullmatch, self.names()))
+        expected = {entry.name for entry in manifest.files}
+        for name in sorted(expected - there):
+            missing = CheckpointError(f"{self.path / name} is missing")
+            self._require_there(missing)
+            raise missing
+        for name in sorted(there - expected):
+            raise CheckpointError(
+                f"{self.path / name} is not of this checkpoint: its manifest does not know it"
+            )
+
+
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest of one step; raises CheckpointError."""
-    if path.is_symlink():
-        raise CheckpointError(
-            f"{path} cannot be read: it is a symbolic link, which is not followed"
-        )
-    file = path / MANIFEST
-    with os.fdopen(open_regular(file), "rb") as opened, os_errors(f"{file} cannot be read"):
-        size = os.fstat(opened.fileno()).st_size
-        if size > MAX_BYTES:
-            raise CheckpointError(
-                f"{file} has {size} bytes, more than the {MAX_BYTES} that a manifest may have"
-            )
-        manifest = Manifest.parse(opened.read(), str(file))
-    match = STEP_NAME.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
-    if match and int(match[1]) != manifest.step:
-        raise CheckpointError(
-            f"{file} is that of step {manifest.step}, and its directory says {int(match[1])}"
-        )
-    return manifest
-
-
-def check_files(path: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError for files of pieces that are missing or not the manifest's."""
-    with os_errors(f"{path} cannot be read"):
-        there = {name for name in os.listdir(path) if SHARD_NAME.fullmatch(name)}
-    expected = {entry.name for entry in manifest.files}
-    for name in sorted(expected - there):
-        raise CheckpointError(f"{path / name} is missing")
-    for name in sorted(there - expected):
-        raise CheckpointError(
-            f"{path / name} is not of this checkpoint: its manifest does not know it"
-        )
+    with ExitStack() as stack:
+        return StepFiles(path, stack).manifest()[0]
 
 
 def working_path(directory: Path, step: int, nonce: str) -> Path:
@@ -307,7 +386,8 @@ def _remove_leftovers(directory: Path) -> None:
 def prune(
     directory: Path, *, keep_last: int | None, keep_every: int | None, written: int
 ) -> list[int]:
-    """Remove all steps but the newest `keep_last`, multiples of `keep_every`, and `written`.
+    """Remove all steps but those that were saved last, `keep_last` of them, multiples of
+    `keep_every`, and `written`.
 
     Returns the steps that were removed. None keeps all.
     """
@@ -316,7 +396,7 @@ def prune(
     steps = list_steps(directory)
     gone = [
         step
-        for step in list(steps)[:-keep_last]
+        for _, step in saved_order(directory)[:-keep_last]
         if step != written and (keep_every is None or step % keep_every)
     ]
     for step in gone:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from zeroshard.checkpoint.manifest import Manifest, ShardEntry, TensorEntry
 from zeroshard.checkpoint.shard_files import ShardReader, describe_range
-from zeroshard.checkpoint.steps import MANIFEST, read_manifest
+from zeroshard.checkpoint.steps import MANIFEST, StepFiles, StepGone
 from zeroshard.errors import CheckpointError
 
 __all__ = ["Damage", "verify"]
@@ -34,46 +36,53 @@ class Damage:
 
 
 def verify(step: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> list[Damage]:
-    """Return everything wrong with a step, by file; `progress(n)` is called after n bytes."""
-    try:
-        manifest = read_manifest(step)
-    except CheckpointError as error:
-        return [Damage(MANIFEST, str(error), unreadable=_refused(error))]
-    found: list[Damage] = []
-    tensors: dict[int, list[TensorEntry]] = {}
-    for entry in manifest.tensors:
-        tensors.setdefault(entry.file, []).append(entry)
-    for number, file in enumerate(manifest.files):
-        found += _check_file(step / file.name, file, tensors.get(number, []), manifest, progress)
-    expected = {MANIFEST, *(file.name for file in manifest.files)}
-    found += [
-        Damage(path.name, f"{path} does not belong to the checkpoint")
-        for path in sorted(step.iterdir())
-        if path.name not in expected
-    ]
-    return found
+    """Return everything wrong with a step, by file; `progress(n)` is called after n bytes. Raises
+    StepGone where another save has taken its place.
+    """
+    with ExitStack() as stack:
+        try:
+            files = StepFiles(step, stack)
+            manifest, _ = files.manifest()
+        except StepGone:
+            raise
+        except CheckpointError as error:
+            return [Damage(MANIFEST, str(error), unreadable=_refused(error))]
+        found: list[Damage] = []
+        tensors: dict[int, list[TensorEntry]] = {}
+        for entry in manifest.tensors:
+            tensors.setdefault(entry.file, []).append(entry)
+        for number, file in enumerate(manifest.files):
+            found += _check_file(files, file, tensors.get(number, []), manifest, progress)
+        expected = {MANIFEST, *(file.name for file in manifest.files)}
+        found += [
+            Damage(name, f"{step / name} does not belong to the checkpoint")
+            for name in files.names()
+            if name not in expected
+        ]
+        return found
 
 
 def _check_file(
-    path: Path,
+    files: StepFiles,
     file: ShardEntry,
     tensors: list[TensorEntry],
     manifest: Manifest,
     progress: Callable[[int], None],
 ) -> Iterator[Damage]:
     """Yield the damage of one file; after a wrong size or header still check each tensor."""
-    size = file.bytes
+    path, size = files.path / file.name, file.bytes
+    options: Any = {"chunk_bytes": manifest.chunk_bytes, "open_file": files.open}
     try:
-        with ShardReader(path, file, chunk_bytes=manifest.chunk_bytes):
+        with ShardReader(path, file, **options):
             pass
+    except StepGone:
+        raise
     except CheckpointError as error:
         yield Damage(file.name, str(error), unreadable=_refused(error))
         if error.__cause__ is not None or path.is_symlink() or not path.is_file():
             return
         size = path.stat().st_size
-    with ShardReader(
-        path, replace(file, bytes=size), chunk_bytes=manifest.chunk_bytes, verify=False
-    ) as reader:
+    with ShardReader(path, replace(file, bytes=size), verify=False, **options) as reader:
         for entry in tensors:
             yield from _check_tensor(reader, entry, size - file.header_bytes)
             progress(entry.num_bytes)

@@ -28,6 +28,7 @@ import torch
 from safetensors import SafetensorError
 
 from zeroshard.checkpoint.atomic_files import write_new
+from zeroshard.checkpoint.kept import next_branch
 from zeroshard.checkpoint.manifest import Manifest, shard_name
 from zeroshard.checkpoint.shard_files import WRITTEN_BY, write_shard
 from zeroshard.checkpoint.steps import (
@@ -142,6 +143,7 @@ def _write(importer: Importer, directory: Path, step: int, format: str) -> tuple
                 tensors=tuple(tensors),
                 optimizer=importer.optimizer,
                 model_config=importer.model_config,
+                branch=next_branch(directory, step),
             )
             text = manifest.dump()
             Manifest.parse(text, "what was imported")

@@ -37,7 +37,7 @@ from zeroshard.checkpoint.manifest import (
 )
 from zeroshard.checkpoint.shard_files import DTYPES, OpenShards, as_bytes, dtype_code, header_of
 from zeroshard.checkpoint.spans import copy_common, stored_span
-from zeroshard.checkpoint.steps import read_manifest
+from zeroshard.checkpoint.steps import StepFiles
 from zeroshard.checkpoint.values import decode
 from zeroshard.core.boxes import Span, part_at
 from zeroshard.core.part import Part
@@ -128,10 +128,11 @@ class _ExportedStep:
         progress: Callable[[int], None],
     ) -> None:
         self.path = path
-        self.manifest: Manifest = read_manifest(path)
+        files = StepFiles(path, stack)
+        self.manifest: Manifest = files.manifest()[0]
         self._dtype = dtype
         self._progress = progress
-        self._shards = OpenShards(path, self.manifest, stack)
+        self._shards = OpenShards(path, self.manifest, stack, open_file=files.open)
         self._pieces = self.manifest.pieces()
 
     def items(self) -> list[_Item]:

@@ -36,7 +36,7 @@ def _size(text: str) -> int:
 
 def _choose(source: Path, step: int | None) -> Path:
     """Return the directory of the step that is meant."""
-    from zeroshard.checkpoint.steps import list_steps
+    from zeroshard.checkpoint.steps import list_steps, saved_order
     from zeroshard.checkpoint.summary import is_step
 
     source.stat()  # a missing or closed directory is an error of the system's, and it says which
@@ -51,7 +51,7 @@ def _choose(source: Path, step: int | None) -> Path:
         raise CheckpointError(f"{source} holds no checkpoint")
     if step is not None and step not in steps:
         raise UsageError(f"{source} holds no step {step}; it has {_numbers(list(steps))}")
-    return steps[max(steps) if step is None else step]
+    return steps[saved_order(source)[-1][1] if step is None else step]
 
 
 def _numbers(steps: list[int]) -> str:
@@ -231,7 +231,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 # ------------------------------------------------------------------ the commands
 
-_STEP = Option("--step N", "which step (default: the newest)", count(0))
+_STEP = Option("--step N", "which step (default: the one saved last)", count(0))
 _DIR = Option("DIR", "a directory of checkpoints, or one step in it", Path, dest="source")
 
 _SHOW = Subcommand(

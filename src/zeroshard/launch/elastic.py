@@ -128,9 +128,9 @@ def _how_they_died(first: Failure, dead: Iterable[int]) -> str:
     return f"{first.name}{more} died, {first.how}{hint}"
 
 
-def _say_again(loss: Loss, summaries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def _say_again(loss: Loss, summaries: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     """Say who has died, who goes on, and from where, by what the keepers of all hosts hold; return
-    the newest step in memory of each directory.
+    branch and number of the newest step in memory of each directory.
     """
     line = f"{loss.reason}: {loss.left} of {loss.of} rank(s) go on, {source(summaries)}"
     say("\n".join(filter(None, [line, loss.details.rstrip()])))
@@ -145,27 +145,29 @@ def _say_too_few(loss: Loss, least: int) -> None:
 
 def source(summaries: Sequence[Mapping[str, Any]]) -> str:
     """Return from where the ranks will go on, from what the keepers of all hosts say."""
-    kept, saved = whole_steps(summaries), dict[str, int]()
+    kept, saved = whole_steps(summaries), dict[str, list[int]]()
     for summary in summaries:
         for directory, step in summary["saved"].items():  # hosts heard of different saves
             saved[directory] = max(step, saved.get(directory, step))
     found = []
     for directory in sorted({*saved, *kept}):
-        if kept.get(directory, -1) >= saved.get(directory, -1):
-            found.append(f"memory (step {kept[directory]})")
+        if kept.get(directory, []) >= saved.get(directory, []):
+            found.append(f"memory (step {kept[directory][-1]})")
         else:
-            found.append(f"checkpoint (step {saved[directory]})")
+            found.append(f"checkpoint (step {saved[directory][-1]})")
     return f"from {', '.join(found)}" if found else "from the start: no step is saved"
 
 
-def whole_steps(summaries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return, by directory, the newest step that is whole in the memory of all hosts together."""
+def whole_steps(summaries: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return, by directory, branch and number of the newest step that is whole in the memory of all
+    hosts together.
+    """
     by_directory: dict[str, list[KeptPart]] = {}
     for summary in summaries:
         for raw in summary["parts"]:
             by_directory.setdefault(raw["directory"], []).append(KeptPart(**raw))
     found = {directory: newest(parts) for directory, parts in by_directory.items()}
-    return {directory: save[0] for directory, save in found.items() if save is not None}
+    return {directory: [*save[:2]] for directory, save in found.items() if save is not None}
 
 
 def go_on(

@@ -59,9 +59,10 @@ class KeeperServer:
 
     def __init__(self) -> None:
         self.address = f"zeroshard-keeper-{secrets.token_hex(16)}"
-        # by directory: the newest step that was whole on all hosts when the ranks were started
-        self.whole: dict[str, int] = {}
-        self._saved: dict[str, int] = {}  # by directory: the newest step that is known on disk
+        # by directory: branch and number of the newest step that was whole on all hosts when the
+        # ranks were started
+        self.whole: dict[str, list[int]] = {}
+        self._saved: dict[str, list[int]] = {}  # of the newest step that is known on disk
         self._files: dict[tuple[Any, ...], _PartFiles] = {}  # by slot
         self._count = 0
         self._lock = threading.Lock()
@@ -151,7 +152,7 @@ class KeeperServer:
         elif "drop" in request:
             self._drop(request["drop"], request["but"])
         elif "saved" in request:
-            self._saved[request["saved"]] = int(request["step"])
+            self._saved[request["saved"]] = [int(number) for number in request["step"]]
         elif "open" in request:
             found = {one.number: one for one in self._files.values()}[request["open"]]
             return [found.file, found.note]

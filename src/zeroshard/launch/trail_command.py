@@ -206,18 +206,19 @@ def _checkpoint_before(directory: Path | None, step: int, out: Path) -> int | No
     """Let the newest checkpoint at or before `step` be the only one in `out`; return its step,
     None where there is none.
     """
-    from zeroshard.checkpoint.steps import list_steps
+    from zeroshard.checkpoint.steps import list_steps, saved_order
 
     if directory is None:
         return None
     if not directory.is_dir():
         raise UsageError(f"replay: {directory} is not a directory")
-    saved = {number: path for number, path in list_steps(directory).items() if number <= step}
+    saved = [number for _, number in saved_order(directory) if number <= step]
     out.mkdir()
     if not saved:
         return None
-    newest = max(saved)
-    shutil.copytree(saved[newest], out / saved[newest].name, symlinks=True, copy_function=_link)
+    newest = saved[-1]
+    found = list_steps(directory)[newest]
+    shutil.copytree(found, out / found.name, symlinks=True, copy_function=_link)
     return newest
 
 

@@ -21,6 +21,7 @@ from zeroshard.comm.mesh_ranks import MeshRanks
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.part import Part
 from zeroshard.core.placement import Tier
+from zeroshard.core.residency import Use
 from zeroshard.core.tree import Tree
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.memory.heap import Trimmer
@@ -117,6 +118,10 @@ class StateAccess:
     def decided(self, name: str, value: str) -> None:
         """Take note of what every rank has to decide alike; the next step compares it."""
         self._backward.decisions.note(name, value)
+
+    def tell(self, what: str, argument: object) -> None:
+        """Inside ``engine.join()``, tell ranks without data what comes, which they do, too."""
+        self._backward.tell(what, argument)
 
     def check_idle(self, call: str) -> None:
         """Raise StateError, naming the `call`, inside a forward or a backward."""
@@ -341,12 +346,24 @@ class StateAccess:
         with suppress(Exception):
             self._join_step()
 
-    def check_readable(self) -> None:
+    def check_readable(self, *, ends_graphs: bool = False) -> None:
         """Refuse to show what is lost. Raises StorageError where that is heard of only now, of a
         step that went on by itself. Collective.
+
+        A step that was taken late is brought into the weights, but within the next one, which has
+        begun to compute without it. `ends_graphs`: also where a forward has left a graph, which
+        may be one that no backward follows.
         """
         self.check_open()
         self._faults.check(passes=False)
+        if self._context.tiering.delayed_update is not None:
+            running = self._backward.running or self._weights.schedule.running > 0
+            uses = [unit.residency for unit in self._weights.units]
+            graph = any(use.is_held or use.has(Use.FOLLOWED) for use in uses) and not ends_graphs
+            within = running or graph or self.has_pending_gradients
+            # ranks may have run other modules
+            if not any(self.peers.share(within, "a read of whole weights")):
+                self.finish_step()
         if self._steps_go_on:
             self._join_step()  # averages may be in the place of what is trained
             self._faults.agree()

@@ -16,27 +16,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
 
 import torch
 
 from zeroshard.errors import ConfigError
-from zeroshard.runtime.engine import Engine, states_of
+from zeroshard.runtime.engine import Engine, averages_in, states_of
+from zeroshard.runtime.join import Average
 
 __all__ = ["EMA", "averages_of", "updates_of"]
 
 _CHUNK = 1 << 17  # elements swapped at a time
 _ALIKE = "Call update() at the same places, with the same decay, on every rank"
-# by engine, in the order in which they were made
-_OF: WeakKeyDictionary[Engine, list[weakref.ref[EMA]]] = WeakKeyDictionary()
 
 
-def averages_of(engine: Engine) -> list[EMA]:
+def averages_of(engine: Engine) -> list[Average]:
     """Return the averages of `engine` that are alive, in the order in which they were made."""
-    return [ema for ref in _OF.get(engine, ()) if (ema := ref()) is not None]
+    return [average for ref in averages_in(engine) if (average := ref()) is not None]
 
 
-def updates_of(average: EMA) -> str:
+def updates_of(average: Average) -> str:
     """Return how often an average has been updated, and its decay, as text that ranks compare."""
     return f"number {average.num_updates} with decay {average.decay}"
 
@@ -61,7 +59,8 @@ class EMA:
         self._engine = engine
         self.averages = [master.clone() for master in self._masters()]
         self.num_updates = 0  # since it was made, loaded or laid out anew; the same on every rank
-        _OF.setdefault(engine, []).append(weakref.ref(self))
+        self._number = len(averages_in(engine))  # the same on every rank
+        averages_in(engine).append(weakref.ref(self))
 
     @property
     def bytes(self) -> int:
@@ -71,11 +70,14 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the weights; call it after ``optimizer.step()``. Nothing is
-        sent: the next step raises PlanMismatch where ranks have not all done so.
+        sent, but inside ``engine.join()``, where ranks without data follow: the next step raises
+        PlanMismatch where ranks have not all done so.
         """
-        torch._foreach_lerp_(self.averages, self._masters(), 1.0 - self.decay)
+        masters, states = self._masters(), states_of(self._engine)
+        states.tell("average", self._number)
+        torch._foreach_lerp_(self.averages, masters, 1.0 - self.decay)
         self.num_updates += 1
-        states_of(self._engine).decided("update of zs.EMA", updates_of(self))
+        states.decided("update of zs.EMA", updates_of(self))
 
     def _masters(self) -> list[torch.Tensor]:
         """Return the masters that the averages follow, once no step is under way."""

@@ -30,7 +30,7 @@ from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.accumulate import Accumulate, Accumulated, LossFn, check_accumulate
 from zeroshard.runtime.assembly import Assembly
 from zeroshard.runtime.build import Context, GivenValues, build_units, make_master, plan_units
-from zeroshard.runtime.join import Join
+from zeroshard.runtime.join import Average, Join
 from zeroshard.runtime.leaf_loop import LeafLoop, refuse_leaves
 from zeroshard.runtime.offload_states import OffloadedStates
 from zeroshard.runtime.parts import Parts, step_settings
@@ -84,6 +84,11 @@ def states_of(engine: Engine) -> StateAccess:
     return engine._states
 
 
+def averages_in(engine: Engine) -> list[weakref.ref[Average]]:
+    """Return the averages that have been made of `engine`, in order; dead ones keep their place."""
+    return engine._averages
+
+
 def parts_of(engine: Engine) -> Parts:
     """Return the parts that hold the states of `engine`. They are others after each repartition."""
     return Parts(engine._context, engine._loop, engine._finalizer, engine._watch, engine._sharded)
@@ -124,6 +129,7 @@ class Engine(Assembly):
         super().__init__(module)
         self._repartition = repartition
         self._offloaded: OffloadedStates | None = None
+        self._averages: list[weakref.ref[Average]] = []
         units = build_units(plans, context, plan_units(plans, context), GivenValues(context))
         self._put_together(units, plans, context, prefetch_bytes)
         context.faults.agree()  # that the weights have been written to where they rest
@@ -299,12 +305,12 @@ class Engine(Assembly):
         shadows the others until theirs has ended.
 
         Inside, all ranks with data must do the same: forwards of the module, backwards,
-        ``clip_grad_norm_``, steps (with ``zero_grad()`` after each), and nothing else that is
-        collective. Gradients are divided by the number of all ranks. Ranks along 'tp' end together;
-        'pp' is refused. Needs an optimizer. A learning rate scheduler that is stepped in the loop
-        falls behind on a rank whose loop has ended: step it after the context, or load its state
-        from a rank with the most batches. Collective; raises PlanMismatch where ranks with data do
-        different things.
+        ``clip_grad_norm_``, steps (with ``zero_grad()`` after each), updates of a ``zs.EMA``, and
+        nothing else that is collective. Gradients are divided by the number of all ranks. Ranks
+        along 'tp' end together; 'pp' is refused. Needs an optimizer. A learning rate scheduler that
+        is stepped in the loop falls behind on a rank whose loop has ended: step it after the
+        context, or load its state from a rank with the most batches. Collective; raises
+        PlanMismatch where ranks with data do different things.
         """
         self._states.check_open(trained=True)
         refuse_leaves(self._backward.leaves, "join")
@@ -325,7 +331,9 @@ class Engine(Assembly):
                 f"join() shadows data parallel ranks, and this mesh has {stages[0]!r}, along which"
                 " ranks have other parameters: run as many batches on every rank"
             )
-        join = Join(self._loop, self._finalizer, self._sharded, self._context.transport)
+        join = Join(
+            self._loop, self._finalizer, self._sharded, self._context.transport, self._averages
+        )
         with self._backward.running_as(joined=True), join.joined():
             yield
 
@@ -411,7 +419,7 @@ class Engine(Assembly):
         frozen where these are trained. Collective; ConfigError for a pattern that matches nothing,
         PlanMismatch where ranks ask for different names.
         """
-        self._states.check_readable()
+        self._states.check_readable(ends_graphs=True)
         return self._whole.full_state_dict(rank0_only=rank0_only, names=names, trained=trained)
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:

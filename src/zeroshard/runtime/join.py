@@ -2,8 +2,8 @@
 ended too.
 
 As torch's ``Join`` does for DDP, with one difference: a rank here owns a part of the optimizer, so
-it cannot sit out the steps. Before every forward, backward, clip and step the ranks tell each other
-what comes; a rank without data answers "ended" and does its share of it::
+it cannot sit out the steps. Before every forward, backward, clip, step and update of an average the
+ranks tell each other what comes; a rank without data answers "ended" and does its share of it::
 
     rank 0   F forward   B backward   S step   F forward        B backward     S step         ended
     rank 1   F forward   B backward   S step   ended: gathers   ended: zeros   ended: steps   ended
@@ -19,9 +19,10 @@ rank. Cost: one small exchange per event.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,9 +33,19 @@ from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.loop import Loop
 
-__all__ = ["Join"]
+__all__ = ["Average", "Join"]
 
 _ENDED = "ended"
+
+
+class Average(Protocol):
+    """An average of the weights, which the training loop updates (``zs.EMA``)."""
+
+    averages: list[torch.Tensor]
+    num_updates: int
+    decay: float
+
+    def update(self) -> None: ...
 
 
 class Join:
@@ -46,12 +57,14 @@ class Join:
         finalizer: Finalizer,
         optimizer: ShardedOptimizer,
         transport: Transport,
+        averages: Sequence[weakref.ref[Average]],
     ) -> None:
         self._loop = loop
         self._backward = loop.backward
         self._finalizer = finalizer
         self._optimizer = optimizer
         self._transport = transport
+        self._averages = averages  # in the order in which every rank has made them
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -96,6 +109,9 @@ class Join:
             self._backward.shadow(**argument)
         elif what == "clip":
             self._finalizer.clip(argument)
+        elif what == "average":
+            if (average := self._averages[argument]()) is not None:
+                average.update()
         else:
             assert what == "step", what
             optimizer.step()

@@ -29,12 +29,24 @@ import xxhash
 
 from zeroshard.errors import CheckpointError
 
-__all__ = ["MAX_RECORD", "Keeper", "KeptPart", "newest", "note_of", "partners", "read_note"]
+__all__ = [
+    "MAX_RECORD",
+    "Keeper",
+    "KeptPart",
+    "KeptSave",
+    "newest",
+    "note_of",
+    "partners",
+    "read_note",
+]
 
 MAX_RECORD = 1 << 16
 _TIMEOUT_S = 60.0
 _HOLDER = "the launcher that keeps this job's memory"
 _HASH_BYTES = 32
+
+
+KeptSave = tuple[int, int, str, int]  # branch, step, nonce, number of ranks: in order of saves
 
 
 @dataclass(frozen=True)
@@ -49,11 +61,12 @@ class KeptPart:
     rank: int
     file_bytes: int
     note_bytes: int = 0  # known once it is written
+    branch: int = 0  # the later one was kept last (`Manifest.branch`)
 
     @property
-    def save(self) -> tuple[int, str, int]:
+    def save(self) -> KeptSave:
         """The save that it is a part of."""
-        return self.step, self.nonce, self.world
+        return self.branch, self.step, self.nonce, self.world
 
 
 class Keeper:
@@ -81,15 +94,16 @@ class Keeper:
         """Give up what other writers than `but` have put for `directory`."""
         self._ask({"drop": directory, "but": but})
 
-    def saved(self, directory: str, step: int) -> None:
-        """Tell that `step` is complete on disk."""
-        self._ask({"saved": directory, "step": step})
+    def saved(self, directory: str, branch: int, step: int) -> None:
+        """Tell that `step` of `branch` is complete on disk."""
+        self._ask({"saved": directory, "step": [branch, step]})
 
-    def whole_step(self, directory: str) -> int | None:
-        """Return the newest whole step of `directory` when the ranks were started, on all hosts."""
+    def whole_step(self, directory: str) -> tuple[int, int] | None:
+        """Return branch and number of the newest whole step of `directory` when the ranks were
+        started, on all hosts.
+        """
         answer, _ = self._ask({"whole": directory})
-        step: int | None = answer["step"]
-        return step
+        return None if answer["step"] is None else (answer["step"][0], answer["step"][1])
 
     def _ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> tuple[Any, list[int]]:
         """Send a request with `files`; return the answer, and its descriptors. Raises
@@ -132,15 +146,15 @@ def read_note(note: bytes) -> tuple[KeptPart, bytes] | None:
     return KeptPart(**{**json.loads(head), "note_bytes": len(note)}), index
 
 
-def newest(parts: Iterable[KeptPart]) -> tuple[int, str, int] | None:
-    """Return step, nonce and number of ranks of the newest save that is whole; None: there is none.
+def newest(parts: Iterable[KeptPart]) -> KeptSave | None:
+    """Return the newest save that is whole; None: there is none.
 
     A part may be there several times, on several hosts.
     """
-    ranks: dict[tuple[int, str, int], set[int]] = {}
+    ranks: dict[KeptSave, set[int]] = {}
     for part in parts:
         ranks.setdefault(part.save, set()).add(part.rank)
-    return max((save for save, found in ranks.items() if len(found) == save[2]), default=None)
+    return max((save for save, found in ranks.items() if len(found) == save[-1]), default=None)
 
 
 def partners(homes: list[str]) -> list[int | None]:

@@ -42,14 +42,16 @@ class NotReadable(ValueError):
     """A file that cannot be read, or holds something else; its text is the reason."""
 
 
-def open_descriptor(path: str | Path, *, follow: bool = True) -> int:
-    """Open a regular file to read; without `follow` not through a link. Raises NotReadable.
+def open_descriptor(path: str | Path, *, follow: bool = True, folder: int | None = None) -> int:
+    """Open a regular file to read, in the `folder` with this descriptor if one is given; without
+    `follow` not through a link. Raises NotReadable.
 
     The file is checked through a descriptor that opens nothing (O_PATH): opening a device may
     already act on it.
     """
     try:
-        found = os.open(path, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+        flags = os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+        found = os.open(path, flags, dir_fd=folder)
         try:
             mode = os.fstat(found).st_mode
             if stat.S_ISLNK(mode):
