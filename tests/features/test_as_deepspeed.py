@@ -72,8 +72,8 @@ def _check(results: dict[str, Any], run: str) -> None:
 
 def test_an_unmodified_trainer_script_trains_as_on_one_process(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    sharded = ["llama:1:none:fp32", "loaded:3:cpu:fp32"]
-    plain = ["llama:plain:none:fp32"]
+    sharded = ["llama:1:none:fp32", "loaded:3:cpu:fp32", "resized:3:none:fp32"]
+    plain = ["llama:plain:none:fp32", "resized:plain:none:fp32"]
     results = _run(tmp_path, sharded, plain)
     for run in sharded:
         _check(results, run)

@@ -223,6 +223,55 @@ def test_an_overflow_moves_neither_the_weights_nor_the_schedule() -> None:
     run_ranks(2, _skips)
 
 
+def _sets_gradients(rank: int, world: int, keys: dict[str, Any]) -> None:
+    stage = keys["zero_optimization"]["stage"]
+    _, engine = made(stage, gradient_accumulation_steps=1, **keys)
+    inner, weight = engine.engine, engine.module.head.weight
+    weights = [engine.module_state_dict()]
+    for step, bad in enumerate((math.nan, None, "local", "mended", "clipped")):
+        loss = engine(*batch(rank, step))
+        engine.backward(loss * (math.inf if bad == "mended" and rank == 0 else 1.0))
+        whole = torch.full(weight.shape, 1e-3)
+        if bad == "mended":  # it was found, and is there no longer
+            for parameter in engine.module.parameters():
+                states.safe_set_full_grad(parameter, torch.full(parameter.shape, 1e-3))
+        elif bad == "local":  # of one rank's part, in the last element of all
+            part = states.safe_get_local_grad(weight)
+            assert part is not None
+            part[-1:] = math.inf if rank == world - 1 else part[-1:]
+            states.safe_set_local_grad(weight, part)
+        else:
+            if bad == "clipped":
+                inner.clip_grad_norm_(0.05)
+            states.safe_set_full_grad(weight, whole * (1.0 if bad is None else math.nan))
+            assert states.safe_get_full_grad(weight) is not None  # which does not look
+        engine.step()
+        weights.append(engine.module_state_dict())
+        moved = not torch.equal(weights[-1]["head.weight"], weights[-2]["head.weight"])
+        assert moved == engine.was_step_applied() == (bad in (None, "mended")), (bad, keys)
+        assert all(one.isfinite().all() for one in weights[-1].values())
+    assert engine.skipped_steps == inner.steps_skipped == 3 and engine.global_steps == 5
+    for third in (False, True) if "bf16" in keys else ():
+        engine.backward(engine(*batch(rank, 0)))
+        states.safe_set_full_grad(weight, torch.full(weight.shape, math.nan))
+        told = pytest.raises(zs.StateError, match=r"3 steps in a row.*'head.weight'")
+        with told if third else contextlib.nullcontext():
+            engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("device", ["none", "cpu"])
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_a_step_is_skipped_where_a_gradient_is_set_that_is_not_finite(
+    half: str, device: str
+) -> None:
+    for stage in (1, 2, 3):
+        zero = {"stage": stage, "offload_optimizer": {"device": device}}
+        precision = {half: {"enabled": True}}
+        keys = {"zero_optimization": zero, **precision, "scheduler": None}
+        run_ranks(2, _sets_gradients, keys)
+
+
 def _saves(rank: int, world: int, path: str) -> None:
     _, engine = made(1)
     one_step(engine, rank, 0)

@@ -4,6 +4,7 @@ it rests, edits of gathered parameters, and ``initialize()`` inside ``zero.Init(
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.support.harness import run_ranks
 from tests.support.training import batch, make_model
 from zeroshard.deepspeed import held_parameters as states
 from zeroshard.deepspeed import zero
+from zeroshard.deepspeed.small import logger
 from zeroshard.integrations import deepspeed
 
 
@@ -134,15 +136,51 @@ def _write(weight: torch.Tensor, how: str) -> None:
             weight.data = weight.data * 2
 
 
-def _edits(rank: int, world: int) -> None:
+WAYS = ("in place", "through data", "in other memory")
+
+
+def _drops(rank: int, world: int) -> list[str]:
+    told, handler = list[str](), logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    zero._told.clear()
     with zero.Init():
         deferred = nn.Linear(4, 4, bias=False)
-    shown = r"modification of a parameter of shape \(4, 4\)"
-    with pytest.raises(zs.StateError, match=shown), zero.GatheredParameters(deferred.weight):
-        deferred.weight.data.zero_()
+    with zero.GatheredParameters([deferred.weight, None]):
+        values = deferred.weight.tolist()
     for stage in (0, 1, 2, 3):
-        for how in ("in place", "through data", "in other memory"):
-            engine = _made(stage)
+        engine = _made(stage)
+        _step(engine, rank, 0)
+        before = engine.module_state_dict()
+        weights = [engine.module.head.weight, engine.module.blocks[0].up.weight]
+        for how in WAYS:
+            with zero.GatheredParameters([*weights, deferred.weight, engine.module.head.bias]):
+                if rank == 0 or how == "in place":
+                    _write(weights[0], how)
+                    _write(deferred.weight, how)
+                with zero.GatheredParameters(weights[1], modifier_rank=0):
+                    pass
+            assert deferred.weight.tolist() == values
+            torch.testing.assert_close(engine.module_state_dict(), before, rtol=0, atol=0)
+        _step(engine, rank, 1)
+        engine.destroy()
+    logger.removeHandler(handler)
+    return [line for line in told if "modifier_rank" in line]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_edit_of_gathered_parameters_without_a_modifier_is_dropped_and_told_once(
+    world: int,
+) -> None:
+    lines, *others = run_ranks(world, _drops)
+    assert others == [[]] * (world - 1)
+    assert len(lines) == 1 and "was changed inside GatheredParameters without" in lines[0]
+
+
+def _edits(rank: int, world: int) -> None:
+    for stage in (0, 1, 2, 3):
+        for how in WAYS:
+            engine = _made(stage, enable_sanity_checks=True)
             weights = [engine.module.head.weight, engine.module.blocks[0].up.weight]
             for modifier in (None, 0):
                 with zero.GatheredParameters(weights, modifier_rank=modifier):
@@ -160,7 +198,7 @@ def _edits(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_an_edit_of_gathered_parameters_without_a_modifier_is_an_error_on_every_rank(
+def test_under_sanity_checks_an_edit_without_a_modifier_is_an_error_on_every_rank(
     world: int,
 ) -> None:
     run_ranks(world, _edits)

@@ -96,6 +96,90 @@ def test_writeback_leaves_the_masters_of_what_was_not_edited(
     engine.close()
 
 
+def _edit(model: Any, rank: int) -> None:
+    """Every rank its own edits, in every way."""
+    with torch.no_grad():
+        model.head.weight.mul_(rank + 2.0)
+        model.embed.weight.data.add_(0.5)  # counts no version
+        model.norm.bias.data = model.norm.bias.data + rank  # other memory
+        model.blocks[0].load_state_dict(model.blocks[1].state_dict())
+
+
+def _discarded(rank: int, world: int, transport: str, row: str, options: dict[str, Any]) -> None:
+    losses = []
+    for edits in (False, True):
+        model, optimizer, engine = make_sharded(row, transport, **options)
+        for step in range(3):
+            before = engine.full_state_dict(rank0_only=False)
+            loss = model(*batch(rank, step))
+            if edits:  # between the forward and the backward, which reads the weights
+                with engine.gathered([model.head.weight], discard=True):
+                    model.head.weight.data.zero_()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            after = engine.full_state_dict(rank0_only=False)
+            if edits:
+                with engine.gathered(discard=True):
+                    _edit(model, rank)
+                    head = model.head.weight.clone()
+                    assert not torch.equal(model.norm.bias, after["norm.bias"]) or rank == 0
+                    with torch.no_grad():
+                        model(*batch(rank, step))  # generates with them
+                    with engine.gathered(model.embed.weight, discard=True), torch.no_grad():
+                        model.embed.weight.zero_()
+                    assert torch.equal(model.head.weight, head), "beside another such context"
+                _same_state(engine, after)
+            assert not equal(before, after)
+        engine.close()
+    assert losses[:3] == losses[3:]
+
+
+def _same_state(engine: zs.Engine, expected: dict[str, torch.Tensor]) -> None:
+    assert equal(engine.full_state_dict(rank0_only=False), expected)
+
+
+DISCARDS: list[tuple[str, dict[str, Any]]] = [
+    ("zero1", {}), ("zero1", {"precision": "bf16"}), ("zero2", {"precision": "bf16"}),
+    ("zero3", {}), ("zero3", {"precision": "bf16"}), ("zero3-keep", {}), ("ddp", {}),
+    ("zero3", {"offload": zs.Offload(weight="host", optimizer="host")}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_edits_inside_gathered_with_discard_are_each_ranks_own_and_end_with_it(
+    world: int, transport: str
+) -> None:
+    for row, options in DISCARDS:
+        run_ranks(world, _discarded, transport, row, options)
+
+
+def _kept_beside_discarded(rank: int, world: int, transport: str, row: str) -> None:
+    model, _, engine = make_sharded(row, transport)
+    expected = engine.full_state_dict(rank0_only=False)
+    with engine.gathered(discard=True), torch.no_grad():
+        model.norm.bias.fill_(float(rank))
+        model.head.weight.zero_()
+        with engine.gathered(model.head.weight, writeback=True):
+            assert torch.equal(model.head.weight, expected["head.weight"])
+            if rank == 0:
+                model.head.weight.fill_(3.0)
+        assert (model.head.weight == 3.0).all(), "the numbers that were kept"
+        model.head.weight.fill_(4.0)
+    _same_state(engine, {**expected, "head.weight": torch.full_like(model.head.weight, 3.0)})
+    with pytest.raises(zs.ConfigError, match="kept, or dropped"):
+        engine.gathered(writeback=True, discard=True)
+    engine.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_writeback_inside_discard_keeps_its_own_edits_alone(transport: str) -> None:
+    for row in ("zero1", "zero3"):
+        run_ranks(2, _kept_beside_discarded, transport, row)
+
+
 def test_users_hooks_run_inside_gathered_and_ours_come_back_after_it() -> None:
     model, optimizer, engine = make_sharded()
     seen: list[str] = []

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import sysconfig
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ def _model(family: str, folder: Path) -> Any:
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         return LlamaForCausalLM.from_pretrained(seed, dtype=torch.float32)
+    if family == "resized":  # with more tokens, whose rows are zero
+        zero3 = torch.distributed.is_initialized()
+        model = _model("loaded" if zero3 else "llama", folder)
+        model.resize_token_embeddings(136)
+        for weight in (model.get_input_embeddings().weight, model.lm_head.weight):
+            with _gathered(weight) if zero3 else nullcontext(), torch.no_grad():
+                weight[128:] = 0.0
+        return model
     if family == "lora":
         lora = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, task_type="CAUSAL_LM")
         return get_peft_model(_model("llama", folder), lora)
@@ -84,6 +93,12 @@ def _model(family: str, folder: Path) -> Any:
             decoder_start_token_id=0,
         )
     )
+
+
+def _gathered(weight: torch.Tensor) -> Any:
+    import deepspeed  # type: ignore[import-not-found]
+
+    return deepspeed.zero.GatheredParameters([weight], modifier_rank=0)
 
 
 def _config(stage: str, device: str) -> dict[str, Any]:

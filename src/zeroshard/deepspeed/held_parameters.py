@@ -29,8 +29,8 @@ from zeroshard.deepspeed.engine_names import remedy
 from zeroshard.deepspeed.names import SAFE
 
 __all__ = [
-    "ZeroParamStatus", "ZeroParamType", "destroy", "engine_of", "in_one_order", "mark",
-    "name_of", "own", "release",
+    "ZeroParamStatus", "ZeroParamType", "checks_edits", "destroy", "engine_of", "in_one_order",
+    "mark", "name_of", "own", "release",
     "safe_update_full_grad_vectorized", "unmark", "was_used",
 ]  # fmt: skip
 
@@ -80,6 +80,12 @@ def engine_of(parameter: object) -> zs.Engine | None:
     return next((engine for engine, held in _owners.items() if id(parameter) in held), None)
 
 
+def checks_edits(engine: zs.Engine) -> bool:
+    """Whether the configuration of `engine` asks for DeepSpeed's sanity checks."""
+    close = _closers[engine]() if engine in _closers else None
+    return bool(close is not None and close.__self__.is_sanity_checks_enabled())
+
+
 def name_of(parameter: nn.Parameter) -> str:
     """Return how to speak of a parameter: by its name, or the shape of a plain one."""
     engine = engine_of(parameter)
@@ -88,8 +94,9 @@ def name_of(parameter: nn.Parameter) -> str:
     return f"parameter {found}" if found else f"a parameter of shape {tuple(parameter.shape)}"
 
 
-def in_one_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return each parameter once, in an order that is the same on every rank.
+def in_one_order(parameters: Iterable[nn.Parameter | None]) -> list[nn.Parameter]:
+    """Return each parameter once, in an order that is the same on every rank, without None, which
+    stands for a layer's missing bias.
 
     Transformers gathers a set, whose order is each rank's own. Plain parameters of one shape keep
     the order in which they come: a set may exchange them until initialize() takes rank 0's values.
@@ -100,7 +107,8 @@ def in_one_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         place = next((place for place in places if place is not None), -1)
         return tuple(parameter.shape), str(parameter.dtype), place
 
-    return sorted({id(parameter): parameter for parameter in parameters}.values(), key=key)
+    given = {id(parameter): parameter for parameter in parameters if parameter is not None}
+    return sorted(given.values(), key=key)
 
 
 class _NoShard:

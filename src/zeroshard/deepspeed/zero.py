@@ -29,11 +29,13 @@ from zeroshard.deepspeed.engine_names import remedy
 from zeroshard.deepspeed.held_parameters import (
     ZeroParamStatus,
     ZeroParamType,
+    checks_edits,
     engine_of,
     in_one_order,
     mark,
     name_of,
 )
+from zeroshard.deepspeed.small import logger as _log
 
 __all__ = [
     "GatheredParameters", "Init", "MiCS_Init", "OnDevice", "TiledLinear", "ZeroParamStatus",
@@ -169,13 +171,15 @@ def _built(dtype: torch.dtype | None, context: AbstractContextManager[Any]) -> I
 class GatheredParameters(_Wrapper):
     """Hold whole parameters inside; with `modifier_rank`, that rank's edits reach all. Collective.
 
-    Other numbers without `modifier_rank` are a StateError, on every rank. `fwd_module` needs
-    nothing: a module's parameters are gathered whenever its forward asks for them.
+    Without it edits are this rank's own and are dropped at the end, as an adapter that is merged to
+    generate with; the log says so, once. With ``enable_sanity_checks`` they are a StateError, on
+    every rank. `fwd_module` needs nothing: a module's parameters are gathered whenever its forward
+    asks for them.
     """
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter] | nn.Parameter | None,
+        params: Iterable[nn.Parameter | None] | nn.Parameter | None,
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
@@ -184,43 +188,66 @@ class GatheredParameters(_Wrapper):
         self._context = _gathered(in_one_order(given), modifier_rank) if enabled else nullcontext()
 
 
+_told: list[str] = []  # the parameter, in the line about edits that are dropped
+
+
 @contextmanager
 def _gathered(params: list[Any], modifier_rank: int | None) -> Iterator[None]:
     by_engine: dict[zs.Engine | None, list[Any]] = {}
     for parameter in params:
         by_engine.setdefault(engine_of(parameter), []).append(parameter)
-    edited: list[str] = []
-    try:
-        with ExitStack() as stack:
-            for engine, held in by_engine.items():
-                marked = [one for one in held if hasattr(one, "ds_status")]
-                if engine is None:
-                    deferred = [one for one in held if zs.nn.is_deferred(one)]
-                    zs.materialize(*deferred)
-                    _broadcast(deferred, 0)
-                else:
-                    writeback = modifier_rank is not None
-                    stack.enter_context(engine.gathered(held, writeback=writeback))
-                    for one in marked:
-                        stack.callback(setattr, one, "ds_status", ZeroParamStatus.NOT_AVAILABLE)
-                for one in marked:
-                    one.ds_status = ZeroParamStatus.AVAILABLE  # for good, if plain
-            if modifier_rank is not None:
-                yield
-                _broadcast(params, modifier_rank)
+    keeps = modifier_rank is not None
+    with ExitStack() as stack:
+        for engine, held in by_engine.items():
+            marked = [one for one in held if hasattr(one, "ds_status")]
+            if engine is None:
+                deferred = [one for one in held if zs.nn.is_deferred(one)]
+                zs.materialize(*deferred)
+                _broadcast(deferred, 0)
+                for one in () if keeps else marked:
+                    stack.callback(setattr, one, "data", one.detach().clone())
             else:
-                sharded = [one for one in params if engine_of(one) or hasattr(one, "ds_status")]
-                before = [(one.device, digest_of(one)) for one in sharded]
-                yield
-                edited = _edited(sharded, before)
-    except zs.StateError:  # a written parameter, as the engine calls it
-        if not edited:
-            raise
-    if edited:
-        raise zs.StateError(
-            f"in-place modification of {', '.join(edited[:3])} inside GatheredParameters without"
-            " modifier_rank, where edits do not last: give modifier_rank= the rank that edits"
-        )
+                stack.enter_context(engine.gathered(held, writeback=keeps, discard=not keeps))
+                for one in marked:
+                    stack.callback(setattr, one, "ds_status", ZeroParamStatus.NOT_AVAILABLE)
+            for one in marked:
+                one.ds_status = ZeroParamStatus.AVAILABLE  # for good, if plain
+        if modifier_rank is not None:
+            yield
+            _broadcast(params, modifier_rank)
+            return
+        checked = [one for engine in by_engine if engine and checks_edits(engine)
+                   for one in by_engine[engine]]  # fmt: skip
+        dropped = [one for one in params if engine_of(one) or hasattr(one, "ds_status")]
+        digests = [(one.device, digest_of(one)) for one in checked]
+        samples = [] if _told else [_sample(one) for one in dropped]
+        yield
+        if edited := _edited(checked, digests):
+            raise zs.StateError(
+                f"in-place modification of {', '.join(edited[:3])} inside GatheredParameters"
+                " without modifier_rank, where edits do not last: give modifier_rank= the rank that"
+                " edits"
+            )
+        pairs = zip(dropped, samples, strict=False)
+        changed = next((one for one, seen in pairs if not _is_as(one, seen)), None)
+        if changed is not None and comm.get_rank() == 0 and not _told:
+            _told.append(name_of(changed))
+            _log.warning(
+                "%s was changed inside GatheredParameters without modifier_rank: such changes are"
+                " dropped at its end; give modifier_rank= the rank that edits to keep them",
+                *_told,
+            )
+
+
+def _sample(parameter: torch.Tensor) -> tuple[int, int, torch.Tensor]:
+    """Return what tells most edits of a parameter: where it is, its version, 64 elements."""
+    flat = parameter.detach().reshape(-1)
+    return parameter.data_ptr(), parameter._version, flat[:: flat.numel() // 64 + 1].clone()
+
+
+def _is_as(parameter: torch.Tensor, seen: tuple[int, int, torch.Tensor]) -> bool:
+    now = _sample(parameter)
+    return now[:2] == seen[:2] and torch.equal(now[2], seen[2])
 
 
 def _edited(params: list[Any], before: list[tuple[torch.device, str]]) -> list[str]:

@@ -250,6 +250,10 @@ class StateAccess:
         self._backward.collect_dropped()
         return self._finalizer.pending
 
+    def gradient_set(self) -> None:
+        """Called on every rank when averaged gradients were set."""
+        self._finalizer.averages_set()
+
     def param_groups(self) -> list[list[nn.Parameter]]:
         """Return the model's parameters of each of the optimizer's param groups."""
         return [] if self._sharded is None else [list(group) for group in self._sharded.parameters]

@@ -387,21 +387,26 @@ class Engine(Assembly):
         params: Iterable[nn.Parameter] | nn.Parameter | None = None,
         *,
         writeback: bool = False,
+        discard: bool = False,
     ) -> AbstractContextManager[None]:
         """Return a context that holds full parameters (default: all) readable inside, collectively.
 
         A DTensor is one inside, too, whole over the data parallel ranks: ``full_tensor()``, on
         every rank, is all of it. With `writeback`, edits inside are kept: those of rank 0, or the
         same on every rank (of DTensors, and beside 'tp', on every rank); others raise StateError,
-        or PlanMismatch, at the end. Edits without it are lost and raise where they are seen.
+        or PlanMismatch, at the end. With `discard`, edits are this rank's own, and are dropped at
+        the end: an adapter that is merged to generate with. Edits without either are lost and raise
+        where they are seen.
 
         An array or a view that is kept of a sharded weight (``.numpy()``, ``detach()``) keeps its
         numbers from before the next step, and the memory of the weight's unit as long as it lives.
         """
         self._states.check_readable()
+        if writeback and discard:
+            raise ConfigError("gathered(writeback=True, discard=True): edits are kept, or dropped")
         if writeback:
             self._states.finish_step()
-        return self._whole.gathered(params, writeback=writeback)
+        return self._whole.gathered(params, writeback=writeback, discard=discard)
 
     def full_state_dict(
         self,

@@ -17,6 +17,9 @@ rank, its masters and moments untouched.
 Where the mesh has other axes, each data parallel group agrees so and then tells the others, who add
 its sum of squares to theirs and skip what it has to skip (comm/mesh_ranks.py).
 
+Averages that were set by hand since (``ParameterStates.set_grad``) are looked at once more by the
+norm or the step, and the ranks agree again upon whether all are finite.
+
 Invariant: idempotent until the next backward. Cost: one small exchange per step, one more for a
 norm, one more after steps whose backwards all ran inside ``no_sync``; the first two once more along
 the other axes.
@@ -123,6 +126,7 @@ class Finalizer:
         self._bad_in_a_row = 0
         # whether all averages are finite, as the ranks have agreed; None: not yet
         self._finite: bool | None = None
+        self._set = False  # whether averages were set by hand since
         self._assigned = AssignedGradients(
             backward.parameters, backward.decisions, context.transport.control
         )
@@ -152,6 +156,8 @@ class Finalizer:
                 " over engine.leaves() end before gradients are read, clipped or stepped"
             )
         if self._finite is not None and not backward.accumulation.changed:
+            if self._set and only is None:
+                self._look_again()
             if self._finite:
                 self._take_late(only)
             return self._finite
@@ -181,8 +187,29 @@ class Finalizer:
             backward.seal()
         self._count_bad(culprits)
         backward.accumulation.finalized()
-        self._finite = not culprits
+        self._finite, self._set = not culprits, False
         return self._finite
+
+    def averages_set(self) -> None:
+        """Called on every rank when averages were set by hand."""
+        self._set = True
+
+    def _look_again(self) -> None:
+        """Agree again upon whether all averages are finite: some were set since."""
+        self._set = False
+        if not self._finite:  # it counts once, if it is one still
+            self.skipped -= 1
+            self._bad_in_a_row -= 1
+        gradients = self._backward.gradients
+        bad = [one.key for one in gradients if not one.average(1.0)]  # divided already
+        if self._read(squares=False):
+            bad += [one.key for one in gradients if not one.average(1.0)]
+        with self._axes.together(_STEP) as meeting:
+            found = next(filter(None, self._transport.control.share((bad or [""])[0], _STEP)), "")
+            meeting.give(self._axes.name(found) if found else "")
+        culprits = [bad for bad in meeting.answers if bad]
+        self._count_bad(culprits)
+        self._finite = not culprits
 
     def _take_late(self, only: nn.Parameter | None) -> None:
         """Take what was assigned since the gradients were averaged; the ranks compare it in the
@@ -377,7 +404,6 @@ class Finalizer:
 
     def _count_bad(self, culprits: Sequence[str]) -> None:
         if not culprits:
-            self._bad_in_a_row = 0
             return
         self.skipped += 1
         self._bad_in_a_row += 1
@@ -484,6 +510,8 @@ class Finalizer:
             if self._scaler.scale != before:
                 for bucket in self._backward.buckets:
                     bucket.reset_residual()  # it was of gradients in another scale
+        if self._finite:
+            self._bad_in_a_row = 0
         self._digest.advance()
         self._finite = None
         self.clipped = False

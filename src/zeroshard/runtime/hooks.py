@@ -386,8 +386,8 @@ class Hooks:
                     state[prefix + name] = part_within(parameter, value)
             for unit in units:
                 if unit.index not in self._loads:
-                    if unit.residency.has(Use.EDIT):
-                        continue  # gathered(writeback=True) keeps what is loaded into its copies
+                    if unit.is_lent:
+                        continue  # gathered() keeps, or drops, what is loaded into its copies
                     unit.residency.acquire(Use.USER)
                     self.loop.weights.unshard(unit, "forward")
                     context = unit.writable()

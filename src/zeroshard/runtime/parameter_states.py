@@ -102,8 +102,9 @@ class ParameterStates:
                 piece.write(part(piece.start, piece.stop))
 
     def set_grad(self, value: torch.Tensor, *, local: bool = False) -> None:
-        """Set the averaged gradient. Raises StateError without one, and where the user has assigned
-        ``.grad``, which the step takes.
+        """Set the averaged gradient. One that is not finite skips the step, as one of a backward
+        does. Raises StateError without one, and where the user has assigned ``.grad``, which the
+        step takes.
         """
         with torch._C.DisableTorchFunctionSubclass():
             grad = self._param.grad
@@ -121,6 +122,7 @@ class ParameterStates:
         self._compare("the gradient", value, local)
         for shard in self._shards():
             shard.set_grad(part(shard.piece.start, shard.piece.stop))
+        self._states.gradient_set()
 
     def set_state(self, key: str, value: torch.Tensor, *, local: bool = False) -> None:
         """Set state `key` of the optimizer. Raises StateError before the first step, and for a key

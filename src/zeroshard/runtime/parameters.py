@@ -60,17 +60,19 @@ class Parameters:
         self._released_at = [tensor.data_ptr() for tensor in self._released]
         self._attached: Sequence[torch.Tensor] = self._released  # what ``data`` is now
         self._versions: list[int] = [p._version for p in parameters]
+        self.lent: Sequence[torch.Tensor] | None = None  # what ``data`` is instead
 
     def attach(self, views: Sequence[torch.Tensor]) -> None:
         """Point the parameters at `views`, of the gathered buffer."""
         restore_classes(self.parameters)
         for local, view in zip(self._locals, views, strict=True):
             local.data = view
-        self._attached = views
+        self._attached, self.lent = views, None
         self._versions = list(map(_VERSION, self.parameters))
 
     def lend(self, views: Sequence[torch.Tensor]) -> None:
         """Point attached parameters at `views` until they are attached again."""
+        self.lent = views
         for local, view in zip(self._locals, views, strict=True):
             local.data = view
 
@@ -91,7 +93,7 @@ class Parameters:
             for local, released in zip(self._locals, self._released, strict=True):
                 local.data = released
             self._versions = list(map(_VERSION, self.parameters))
-        self._attached = self._released
+        self._attached, self.lent = self._released, None
         release_classes(self.parameters)
 
     def leave_memory(self) -> None:

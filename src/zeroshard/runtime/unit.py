@@ -267,21 +267,38 @@ class Unit:
         self.expected = 0
         self.arrived = {}
 
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether nobody finds what is gathered next, once it is released: nothing rests there,
+        and no backward is to come.
+        """
+        is_resting = self.residency.state is UnitState.RESTING
+        return is_resting and all(segment.flat.buffer.is_forgotten for segment in self.segments)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether its parameters are at copies that the user may edit."""
+        return any(segment.user_view.lent is not None for segment in self.segments)
+
     @contextmanager
-    def writable(self) -> Iterator[list[torch.Tensor]]:
+    def writable(
+        self, use: Use = Use.EDIT, *, is_private: bool = False
+    ) -> Iterator[list[torch.Tensor]]:
         """Point the parameters of a FULL unit at private copies that may be edited; yields the
-        copies, one flat tensor per segment.
+        copies, one flat tensor per segment. `is_private`: what was gathered is released at the end,
+        and edited itself.
         """
         if self.residency.state is not UnitState.FULL:
             raise self._cannot("be edited")
-        copies = [segment.flat.full.clone() for segment in self.segments]
+        whole = [segment.flat.full for segment in self.segments]
+        copies = whole if is_private else [tensor.clone() for tensor in whole]
         for segment, copy in zip(self.segments, copies, strict=True):
             segment.user_view.lend(segment.flat.buffer.views_of(copy))
-        self.residency.acquire(Use.EDIT)
+        self.residency.acquire(use)
         try:
             yield copies
         finally:
-            self.residency.release(Use.EDIT)
+            self.residency.release(use)
             for segment in self.segments:
                 segment.user_view.attach(segment.flat.buffer.views)
 

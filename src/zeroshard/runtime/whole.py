@@ -68,36 +68,63 @@ class Whole:
         params: Iterable[nn.Parameter] | nn.Parameter | None = None,
         *,
         writeback: bool = False,
+        discard: bool = False,
     ) -> Iterator[None]:
         """Hold full parameters (default: all) readable inside the context, collectively.
 
         With `writeback`, edits inside are kept: those of rank 0, or the same on every rank; others
-        raise StateError at the end. Edits without it are lost and raise where they are seen.
+        raise StateError at the end. With `discard` each rank's edits are its own, until the end.
+        Edits without either are lost and raise where they are seen.
         """
         units = self._units_of(params)
         if writeback or self._is_sharded:
             asked = {"writeback": str(writeback)} | {f"unit {one.name}": "whole" for one in units}
             self._transports.main.flat.control.agree(asked, "engine.gathered()")
+        private = [unit.is_forgotten for unit in units]
         with self._held(units):
             for segment in (segment for unit in units for segment in unit.segments):
                 segment.flat.buffer.mark_user_views()
             if not writeback:
-                yield
+                with ExitStack() as stack:
+                    for unit, is_private in zip(units, private, strict=True):
+                        if discard and not unit.is_lent:
+                            if is_private:
+                                stack.callback(self._weights.bring_to_rest, unit)
+                            stack.enter_context(unit.writable(Use.USER, is_private=is_private))
+                    yield
                 return
             if lent := [unit.name for unit in units if unit.residency.has(Use.EDIT)]:
                 raise StateError(
                     f"gathered(writeback=True) of unit {lent[0]!r} inside another one: edit in one"
                     " of them"
                 )
-            with ExitStack() as stack:
-                copies = [stack.enter_context(unit.writable()) for unit in units]
-                values = _by_parameter(units, copies)
-                before = [digest_of(value) for value in values.values()]
-                yield
-                self._agree_on_edits(units, values, before)
-            for unit, tensors in zip(units, copies, strict=True):
-                self.store_unit(unit, tensors, refresh=False)
+            with self._lending_again([unit for unit in units if unit.is_lent]):
+                with ExitStack() as stack:
+                    copies = [stack.enter_context(unit.writable()) for unit in units]
+                    values = _by_parameter(units, copies)
+                    before = [digest_of(value) for value in values.values()]
+                    yield
+                    self._agree_on_edits(units, values, before)
+                for unit, tensors in zip(units, copies, strict=True):
+                    self.store_unit(unit, tensors, refresh=False)
+                self._weights.refresh(units)
+
+    @contextmanager
+    def _lending_again(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Show `units`, which an outer context has lent for edits that are discarded, as they rest;
+        lend them again at the end, with the numbers that they have then.
+        """
+        segments = [segment for unit in units for segment in unit.segments]
+        lent = [segment.user_view.lent for segment in segments]
+        for segment in segments:
+            segment.user_view.attach(segment.flat.buffer.views)
+        if units:
             self._weights.refresh(units)
+        yield
+        for segment, views in zip(segments, lent, strict=True):
+            assert views is not None, segment.key
+            torch._foreach_copy_(views, segment.flat.buffer.views)
+            segment.user_view.lend(views)
 
     @property
     def _is_sharded(self) -> bool:

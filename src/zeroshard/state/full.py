@@ -158,6 +158,11 @@ class FullBuffer:
         self._has_left = self._has_user_views = False
         return self.num_bytes
 
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether no graph and no view finds again, in released memory, what is gathered next."""
+        return self.is_ours and self._references() <= self._own_references
+
     def close(self) -> None:
         """Let go of memory at rest, which is given back: nothing is gathered here any more."""
         self.tensor = torch.empty(0, dtype=self.dtype)

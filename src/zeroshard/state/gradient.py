@@ -242,6 +242,8 @@ class Gradient:
             self.pending.clear()
             for low, there in self.blocks(start, stop, write=True):
                 there.copy_(numbers[low - start :][: there.numel()])
+                if not self.on_device:
+                    self._passed.add(there)
 
     def zero_range(self, start: int, stop: int) -> None:
         """Set a range to zero."""
