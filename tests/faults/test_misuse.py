@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zeroshard as zs
 from tests.support.harness import run_ranks
@@ -597,6 +598,20 @@ def test_a_lazy_module() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1),
     )
     model(torch.ones(2, 3))
+    zs.shard(model).close()
+
+
+def test_a_tensor_subclass_that_wraps_others_is_refused_by_name() -> None:
+    wrapped = TwoTensor(torch.ones(3, 3), torch.ones(3, 3))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = nn.Parameter(wrapped)
+    _refused(r"parameter '1\.weight' is a TwoTensor, .*put a plain tensor in its place", model)
+    model[1] = nn.Linear(3, 3)
+    model.register_buffer("table", wrapped)
+    _refused(r"buffer 'table' is a TwoTensor, .*put a plain tensor in its place", model)
+    model.table = torch.ones(3, 3)
+    plain = torch.ones(3, 3).as_subclass(type("Named", (torch.Tensor,), {}))
+    model[1].weight = nn.Parameter(plain)  # has memory of its own
     zs.shard(model).close()
 
 

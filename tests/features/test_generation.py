@@ -52,3 +52,23 @@ def test_each_unit_is_gathered_once_per_token_and_not_at_all_inside_gathered(
     transport: str,
 ) -> None:
     run_ranks(2, _generate, transport)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_an_encoder_decoder_generates_in_every_precision(precision: str) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2}
+    config = T5Config(num_layers=1, decoder_start_token_id=0, **sizes)
+    model = T5ForConditionalGeneration(config).eval()
+    prompt = torch.arange(2, 7)[None]
+
+    def run() -> list[list[int]]:
+        tokens: list[list[int]] = model.generate(prompt, max_new_tokens=TOKENS).tolist()
+        return tokens
+
+    engine = zs.shard(model, stage=2, precision=precision)
+    found = run()
+    engine.close()  # leaves the model in its precision
+    assert found == run()

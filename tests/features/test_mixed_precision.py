@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -203,6 +204,39 @@ class Router(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.weight.float())
+
+
+class _Pair(NamedTuple):
+    mask: torch.Tensor
+    scale: torch.Tensor
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_containers_of_inputs_keep_their_types_when_what_they_hold_is_cast(precision: str) -> None:
+    given: list[Any] = [
+        _Pair(torch.ones(2, dtype=torch.int64), torch.ones(2)),
+        OrderedDict(b=torch.ones(2), a=[torch.ones(2), None]),
+        defaultdict(list, a=(torch.ones(2), "a")),
+        nn.utils.rnn.pack_sequence([torch.ones(2, 1)]),
+        deque([torch.ones(2)]),  # nothing that torch's modules take is one
+    ]
+    taken: list[Any] = []
+
+    class Takes(nn.Linear):
+        def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            taken.extend(kwargs["given"])
+            return super().forward(x)
+
+    engine = zs.shard(Takes(2, 2), precision=precision)
+    engine.module(torch.ones(1, 2), given=given)
+    engine.close()
+    dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision])
+    assert [type(value) for value in taken] == [type(value) for value in given]
+    assert taken[0].scale.dtype is taken[3].data.dtype is dtype
+    assert taken[0].mask.dtype is taken[3].batch_sizes.dtype is torch.int64
+    assert list(taken[1]) == ["b", "a"] and taken[1]["a"][0].dtype is dtype
+    assert taken[2].default_factory is list and taken[2]["a"][0].dtype is dtype
+    assert taken[4] is given[4]
 
 
 def test_a_layer_with_a_forward_of_its_own_gets_its_inputs_as_they_are() -> None:

@@ -5,6 +5,7 @@ the hooks that came before them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,6 +63,30 @@ def _cached(change: Callable[[nn.Linear], nn.Module]) -> Callable[[int], nn.Modu
     return Cached
 
 
+def _for_one_forward(linear: nn.Linear) -> nn.Module:
+    """As PEFT's adapters on parameters do (target_parameters, for fused experts): a parametrization
+    that is there for the length of each forward.
+    """
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.scaled = linear, Scaled()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.base.weight
+            trained = weight.requires_grad
+            parametrize.register_parametrization(self.base, "weight", self.scaled)
+            weight.requires_grad_(trained)
+            try:
+                with parametrize.cached():
+                    return self.base(x)
+            finally:
+                parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+
+    return Adapted()
+
+
 CHANGES: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "weight norm": lambda linear: parametrizations.weight_norm(linear),
     "spectral norm": lambda linear: parametrizations.spectral_norm(linear),
@@ -70,10 +95,18 @@ CHANGES: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "two, one with a parameter": _registered(Symmetric, Scaled),
     "weight norm by hook": lambda linear: weight_norm(linear),
     "spectral norm by hook": lambda linear: spectral_norm(linear),
+    "for the length of a forward": _for_one_forward,
     "pruning": lambda linear: prune.random_unstructured(linear, "weight", 0.3),
 }
 CASES = {name: Case(seeded(Chain, _linear(change)), simple) for name, change in CHANGES.items()}
+# DDP's hooks do not survive what torch does to a trained parameter there
+CASES["for the length of a forward"] = replace(CASES["for the length of a forward"], ddp=None)
 CASES["weight norm, cached"] = Case(seeded(Chain, _cached(CHANGES["weight norm"])), simple)
+
+
+CASES["for the length of a forward, on a frozen weight"] = Case(
+    seeded(Chain, _linear(lambda linear: _for_one_forward(linear.requires_grad_(False)))), simple
+)
 
 
 def _compare(rank: int, world: int, name: str) -> dict[str, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import zeroshard as zs
 from tests.support.plan_command import run_plan
+from zeroshard.launch.cli import main
 from zeroshard.planner import machine
 from zeroshard.planner.families import shape_of_config
 from zeroshard.planner.modules import shape_of_module
@@ -268,7 +270,29 @@ def test_a_family_that_nobody_knows_is_one_line(
         assert run_plan(str(file)) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and message in error
-    monkeypatch.setattr("zeroshard.planner.model_files.find_spec", lambda name: None)
-    file.write_text(json.dumps({"model_type": "olmo2", **SMALL}))
-    assert run_plan(str(file)) == 2
-    assert "pip install 'zeroshard[transformers]'" in capsys.readouterr().err
+    for version in ("", "4.57.6", "5.2.0"):  # not there, or runs code that a config.json names
+        _pretend_transformers(monkeypatch, version)
+        file.write_text(json.dumps({"model_type": "olmo2", **SMALL}))
+        assert run_plan(str(file)) == 2
+        assert "pip install 'zeroshard[transformers]'" in capsys.readouterr().err
+
+
+def _pretend_transformers(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Let the Transformers that is installed be `version`; "": none is."""
+
+    def find(package: str) -> str:
+        if not version:
+            raise PackageNotFoundError(package)
+        return version
+
+    monkeypatch.setattr("importlib.metadata.version", find)
+
+
+def test_no_command_hands_a_config_to_a_transformers_that_runs_code_which_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "lightglue"}))
+    for version in ("4.57.6", "5.2.0"):
+        _pretend_transformers(monkeypatch, version)
+        assert main(["generate", str(tmp_path), "--prompt", "1 2"]) == 2
+        assert "Transformers 5.3 or newer" in capsys.readouterr().err

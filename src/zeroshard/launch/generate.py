@@ -39,6 +39,7 @@ from zeroshard.launch.model_directory import (
     looks_at_lengths,
     refusals,
 )
+from zeroshard.system.safe_files import has_transformers
 from zeroshard.terminal.console import print_json, progress, say
 from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, as_usage, count
 
@@ -90,10 +91,11 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise UsageError for what cannot be done, before torch is imported."""
-    from importlib.util import find_spec
-
-    if find_spec("transformers") is None:
-        raise UsageError("generate needs Transformers: pip install 'zeroshard[transformers]'")
+    if not has_transformers():
+        raise UsageError(
+            "generate needs Transformers 5.3 or newer (older ones run code that a config.json"
+            " names): pip install 'zeroshard[transformers]'"
+        )
     if not (arguments.model / "config.json").is_file():
         raise UsageError(f"{arguments.model} holds no config.json: name a model's directory")
     if arguments.disk_path is not None and arguments.offload != "disk":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from zeroshard.errors import ConfigError
 from zeroshard.planner.config_fields import read_config
 from zeroshard.planner.families import is_known, shape_of_config
 from zeroshard.planner.model import ModelShape, Shape, pack_units
-from zeroshard.system.safe_files import NotReadable, open_file
+from zeroshard.system.safe_files import NotReadable, has_transformers, open_file
 
 __all__ = ["config_of", "is_foreign", "read_model"]
 
@@ -38,14 +37,10 @@ def config_of(path: Path) -> Path | None:
 
 def is_foreign(path: Path) -> bool:
     """Whether `path` has a config.json of a family that is not known in closed form, and
-    Transformers is installed, which may know it. Raises ConfigError.
+    Transformers is there, which may know it. Raises ConfigError.
     """
     config = config_of(path)
-    return (
-        config is not None
-        and not is_known(read_config(config))
-        and find_spec("transformers") is not None
-    )
+    return config is not None and not is_known(read_config(config)) and has_transformers()
 
 
 def _tensors_of(path: Path) -> list[Path]:

@@ -25,11 +25,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map_only
 
 from zeroshard.core.precision import dtype_name
 
@@ -64,20 +66,19 @@ _ABOUT_DTYPES = re.compile(r"dtype|scalar type|same type|Input type")
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with the floating-point tensors in it in `dtype`; containers of other kinds
-    are left as they are.
+    """Return `value` with the floating-point tensors in it in `dtype`. Containers keep their
+    types; those that torch's pytree does not know (a key-value cache) are left as they are.
     """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
+    kind = type(value)
+    if kind is dict:
         return {key: cast(item, dtype) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(cast(item, dtype) for item in value)
-    return (
-        value.to(dtype)
-        if isinstance(value, PackedSequence) and value.data.is_floating_point()
-        else value
-    )
+    if kind in (list, tuple):
+        return kind(cast(item, dtype) for item in value)
+    if isinstance(value, (dict, list, tuple)):  # PackedSequence is a named tuple
+        return tree_map_only(torch.Tensor, partial(cast, dtype=dtype), value)
+    return value
 
 
 def casting_hooks(model: nn.Module, dtype: torch.dtype) -> dict[nn.Module, Callable[..., Any]]:

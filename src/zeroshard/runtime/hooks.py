@@ -67,6 +67,16 @@ class _ParameterTie:
         self._parameter = weakref.ref(parameter)
         know_class(parameter)
         parameter.__dict__["_zeroshard"] = self
+        parameter.__dict__["set_"] = self.set
+
+    def set(self, *source: Any) -> torch.Tensor | None:
+        """Stand in for ``parameter.set_()``: a parametrization that is registered in a forward (as
+        PEFT does) sets the parameter to itself, which is no write.
+        """
+        parameter = self._parameter()
+        if len(source) == 1 and source[0] is parameter:
+            return parameter
+        return torch.Tensor.set_(parameter, *source)  # type: ignore[arg-type]
 
     def gather(self, operation: str) -> None:
         hooks, unit = self._hooks(), self._unit()
@@ -94,6 +104,7 @@ class _ParameterTie:
         if parameter is not None:
             restore_classes((parameter,))
             parameter.__dict__.pop("_zeroshard", None)
+            parameter.__dict__.pop("set_", None)
 
 
 class _Bare:

@@ -62,6 +62,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> No
     parameters = named_parameters_once(model)
     if not parameters:
         raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to shard")
+    _check_plain({"parameter": parameters, "buffer": dict(model.named_buffers())})
     _check_parameters(parameters)
     check_overlap(model)
     for name, module in model.named_modules():
@@ -72,6 +73,21 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> No
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     check_parameters(optimizer, parameters)
     check_elementwise(optimizer)
+
+
+def _check_plain(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Raise ConfigError for a tensor whose class dispatches operations itself: it has no memory of
+    its own that could be cut, sent or compared. `tensors`: by kind, by name.
+    """
+    for kind, named in tensors.items():
+        for name, tensor in named.items():
+            plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+            if not (plain or is_dtensor(tensor)):
+                raise ConfigError(
+                    f"{kind} {name!r} is a {type(tensor).__name__}, a tensor subclass that wraps"
+                    " other tensors, which cannot be sharded: put a plain tensor in its place"
+                    " (torchao: dequantize() it, and call quantize_() after training)"
+                )
 
 
 def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:

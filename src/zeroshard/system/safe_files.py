@@ -28,14 +28,27 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 __all__ = [
-    "DEPTH", "NotReadable", "check_depth", "from_json", "is_deeper", "open_descriptor", "open_file",
-    "open_to_add", "printable", "read_file", "read_json", "replacing",
+    "DEPTH", "NotReadable", "check_depth", "from_json", "has_transformers", "is_deeper",
+    "open_descriptor", "open_file", "open_to_add", "printable", "read_file", "read_json", "replacing",
 ]  # fmt: skip
 
 DEPTH = 100
 _MOST_BYTES = 64 << 20
 # they change the order of the text around them, or end a line
 _MISLEADING = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029}
+
+
+def has_transformers() -> bool:
+    """Whether Transformers is installed, and no older than 5.3: older ones run code that a model's
+    config.json names, though they are told not to (CVE-2026-4372, CVE-2026-5241).
+    """
+    from importlib.metadata import PackageNotFoundError, version  # takes as long as a command
+
+    try:
+        major, minor = version("transformers").split(".")[:2]
+    except PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= (5, 3)
 
 
 class NotReadable(ValueError):
