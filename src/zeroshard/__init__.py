@@ -19,7 +19,7 @@ from zeroshard._version import __version__
 
 if TYPE_CHECKING:
     from zeroshard import nn
-    from zeroshard.batches import LeafSampler, UnevenBatchSampler
+    from zeroshard.batches import GlobalBatchSampler, LeafSampler, UnevenBatchSampler
     from zeroshard.checkpoint.load import Restored, latest_step, load
     from zeroshard.checkpoint.save import Saver, save
     from zeroshard.config import (
@@ -70,6 +70,7 @@ __all__ = [
     "Engine",
     "ErrorFeedback",
     "Finding",
+    "GlobalBatchSampler",
     "LeafSampler",
     "LoadReport",
     "LossScale",
@@ -112,7 +113,7 @@ __all__ = [
 
 _HOMES = {
     "zeroshard.sharding.api": ("deferred_init", "init_distributed", "materialize", "shard"),
-    "zeroshard.batches": ("LeafSampler", "UnevenBatchSampler"),
+    "zeroshard.batches": ("GlobalBatchSampler", "LeafSampler", "UnevenBatchSampler"),
     "zeroshard.checkpoint.load": ("Restored", "latest_step", "load"),
     "zeroshard.checkpoint.save": ("Saver", "save"),
     "zeroshard.formats.pretrained": ("LoadReport", "load_pretrained"),
