@@ -271,4 +271,4 @@ def test_a_family_that_nobody_knows_is_one_line(
     monkeypatch.setattr("zeroshard.planner.model_files.find_spec", lambda name: None)
     file.write_text(json.dumps({"model_type": "olmo2", **SMALL}))
     assert run_plan(str(file)) == 2
-    assert "pip install 'zeroshard[transformers]'" in capsys.readouterr().err
+    assert "pip install '.[transformers]' in a checkout" in capsys.readouterr().err

@@ -93,7 +93,9 @@ def _check(arguments: argparse.Namespace) -> None:
     from importlib.util import find_spec
 
     if find_spec("transformers") is None:
-        raise UsageError("generate needs Transformers: pip install 'zeroshard[transformers]'")
+        raise UsageError(
+            "generate needs Transformers: pip install '.[transformers]' in a checkout of zeroshard"
+        )
     if not (arguments.model / "config.json").is_file():
         raise UsageError(f"{arguments.model} holds no config.json: name a model's directory")
     if arguments.disk_path is not None and arguments.offload != "disk":
