@@ -171,7 +171,10 @@ def _candidates(directory: Path, engine: Engine, step: int | None) -> list[_Cand
         found.append(_Candidate(directory, kept.step, kept, all_held))
         found.sort(key=lambda one: (one.step, one.kept is not None))
     if not found:
-        raise CheckpointError(f"{directory} holds no checkpoint")
+        raise CheckpointError(
+            f"{directory} holds no checkpoint: name the directory that zs.save() was given; plain"
+            " weights are for model.load_state_dict() or zs.load_pretrained()"
+        )
     if step is not None and step not in (one.step for one in found):
         raise _NoSuchStep(f"{directory} holds no step {step}; its newest is {found[-1].step}")
     return [one for one in found if step is None or one.step <= step]

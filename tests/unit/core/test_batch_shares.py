@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-import torch
 
 from zeroshard import (
     ConfigError,
@@ -164,7 +163,7 @@ def test_a_leaf_that_is_none_is_an_index_error_and_who_computes_which_the_engine
         next(iter(sampler))
 
 
-# ------------------------------------------------------------------------------------ global batches
+# ---------------------------------------------------------------------------------- global batches
 
 
 def test_a_global_batch_follows_from_its_step_and_an_engine_of_one_rank_takes_all_of_it() -> None:
