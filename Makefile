@@ -37,6 +37,7 @@ help:
 train: $(VENV)/.ready-base
 	@echo "== step 3 of $(STEPS): $(BIN)/zeroshard run --nproc $(NPROC) examples/train_gpt.py $(ARGS)"
 	@$(BIN)/zeroshard run --nproc $(NPROC) examples/train_gpt.py $(ARGS)
+	@echo "== done; this brings zeroshard and its python into your PATH: . $(BIN)/activate"
 
 # mypy has one core; the suite has the other meanwhile
 test: $(VENV)/.ready-test

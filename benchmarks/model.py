@@ -89,7 +89,6 @@ class Llama(nn.Module):
                 num_key_value_heads=max(1, size.heads // 4),
                 max_position_embeddings=size.context,
                 use_cache=False,
-                attn_implementation="sdpa",
             )
         )
 

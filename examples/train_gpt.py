@@ -437,6 +437,14 @@ def numbers_of(engine: zs.Engine, loss: float, norm: float) -> dict[str, float]:
     }
 
 
+def rate(step: int, steps: int) -> float:
+    """Return the part of --lr at `step`: a warm-up of ten steps or more, then a cosine to 5%."""
+    return min(
+        (step + 1) / max(10, steps // 20),
+        0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2,
+    )
+
+
 def train(
     args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, console: Console
 ) -> Result:
@@ -450,13 +458,7 @@ def train(
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
-    def rate(s: int) -> float:  # a short warm-up, then a cosine down to 5%
-        return min(
-            (s + 1) / max(1, args.steps // 20),
-            0.05 + 0.95 * (1 + math.cos(math.pi * s / args.steps)) / 2,
-        )
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: rate(s, args.steps))
     # zeroshard
     engine = zs.shard(
         model,

@@ -129,3 +129,12 @@ def test_make_train_says_its_three_steps() -> None:
         f"step {n} of 3" for n in (1, 2, 3)
     ]
     assert "--quiet" not in told
+    assert ". /nowhere/venv/bin/activate" in told.splitlines()[-1]  # zeroshard is in no PATH yet
+
+
+def test_every_line_of_pip_is_one_of_a_checkout_as_long_as_there_is_no_release() -> None:
+    paths = [ROOT / "README.md"]
+    for folder, kind in (("docs", "*.md"), ("src", "*.py"), ("examples", "*")):
+        paths += [path for path in (ROOT / folder).rglob(kind) if path.is_file()]
+    wrong = [path for path in paths if b"zeroshard[" in path.read_bytes()]
+    assert wrong == []

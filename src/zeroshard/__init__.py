@@ -19,7 +19,7 @@ from zeroshard._version import __version__
 
 if TYPE_CHECKING:
     from zeroshard import nn
-    from zeroshard.batches import LeafSampler, UnevenBatchSampler
+    from zeroshard.batches import GlobalBatchSampler, LeafSampler, UnevenBatchSampler
     from zeroshard.checkpoint.load import Restored, latest_step, load
     from zeroshard.checkpoint.save import Saver, save
     from zeroshard.config import (
@@ -70,6 +70,7 @@ __all__ = [
     "Engine",
     "ErrorFeedback",
     "Finding",
+    "GlobalBatchSampler",
     "LeafSampler",
     "LoadReport",
     "LossScale",
@@ -112,7 +113,7 @@ __all__ = [
 
 _HOMES = {
     "zeroshard.sharding.api": ("deferred_init", "init_distributed", "materialize", "shard"),
-    "zeroshard.batches": ("LeafSampler", "UnevenBatchSampler"),
+    "zeroshard.batches": ("GlobalBatchSampler", "LeafSampler", "UnevenBatchSampler"),
     "zeroshard.checkpoint.load": ("Restored", "latest_step", "load"),
     "zeroshard.checkpoint.save": ("Saver", "save"),
     "zeroshard.formats.pretrained": ("LoadReport", "load_pretrained"),
@@ -151,6 +152,23 @@ _HOMES = {
     "zeroshard.runtime.parameter_states": ("ParameterStates",),
     "zeroshard.runtime.reports": ("MemoryReport", "TrafficReport"),
 }
+# what users of DeepSpeed and FSDP type first
+_ELSEWHERE = {
+    "initialize": "zs.shard(model, optimizer, config='ds_config.json'), or DeepSpeed's own calls of"
+    " zeroshard.integrations.deepspeed",
+    "fully_shard": "zs.shard(model, optimizer, stage=3), once for the whole model",
+    "FullyShardedDataParallel": "zs.shard(model, optimizer, stage=3)",
+    "MixedPrecisionPolicy": "zs.shard(..., precision='bf16'), or zs.Precision",
+    "CPUOffloadPolicy": "zs.Offload(weight='host', grad='host', optimizer='host')",
+    "Init": "zs.deferred_init()",
+    "zero": "zs.deferred_init() for zero.Init(), engine.gathered() for zero.GatheredParameters()",
+    "GatheredParameters": "engine.gathered(params, writeback=True)",
+    "clip_grad_norm_": "engine.clip_grad_norm_(max_norm)",
+    "save_checkpoint": "zs.save(directory, engine, step=n)",
+    "load_checkpoint": "zs.load(directory, engine)",
+    "init_inference": "zs.shard(model, None, policy='zero3')",
+    "ZeroTrainer": "zeroshard.integrations.transformers.ZeroTrainer",
+}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
@@ -160,7 +178,10 @@ if not TYPE_CHECKING:  # a type checker would take every misspelled name for an 
         if name == "nn":  # a package of ours, which becomes an attribute when it is imported
             return importlib.import_module("zeroshard.nn")
         if name not in _HOME_OF:
-            raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")
+            told = f"module 'zeroshard' has no attribute {name!r}"
+            raise AttributeError(
+                f"{told}: use {_ELSEWHERE[name]}" if name in _ELSEWHERE else told, name=name
+            )
         value = getattr(importlib.import_module(_HOME_OF[name]), name)
         globals()[name] = value
         return value

@@ -22,7 +22,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -165,6 +165,53 @@ def test_the_loop_of_elastic_runs_goes_on_with_the_rows_of_the_next_step(tmp_pat
     rows = taken[0] | taken[1] | taken[2]
     for step in (1, 3, 5):  # an epoch has two steps, and reads each row once
         assert sorted(rows[step] + rows[step + 1]) == list(range(8))
+
+
+def _resumed(rank: int, world_size: int, folder: str, last: int) -> tuple[list[list[int]], Any]:
+    """Run the loop of README's save and resume in `folder`, saving every step, and leave it after
+    step `last` as one that is killed does; return the rows that this rank has read in each step,
+    and the weights at the end.
+    """
+    (text,) = [text for _, text in _snippets(ROOT / "README.md") if "latest_step" in text]
+    ending = "    zs.save(", "        saved("
+    assert text.count(ending[0]) == 1 and "while step < 3 * " in text
+    names, before, steps = _namespace(text), Path.cwd(), [0]
+    names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+
+    def saved(directory: str, engine: zs.Engine, *, step: int) -> None:
+        zs.save(directory, engine, step=step)
+        steps.append(len(names["data"].read))
+        if step == last:
+            raise InterruptedError
+
+    os.chdir(folder)
+    try:
+        exec(compile(text.replace(*ending), "snippet", "exec"), names | {"saved": saved})
+    except InterruptedError:
+        pass
+    finally:
+        os.chdir(before)
+    (engine,) = open_engines()
+    weights = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    read = names["data"].read
+    return [read[start:end] for start, end in pairwise(steps)], weights
+
+
+def test_the_loop_of_the_readme_resumes_in_an_epoch_on_other_ranks_and_ends_once(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "alone").mkdir()
+    ((alone, ends),) = run_ranks(1, _resumed, str(tmp_path / "alone"), 0)
+    assert len(alone) == 6
+    taken: list[list[int]] = []
+    for world, last in ((2, 1), (3, 3), (4, 5), (1, 0), (2, 0)):  # the fifth finds it complete
+        parts = run_ranks(world, _resumed, str(tmp_path), last)
+        taken += [sorted(chain(*step)) for step in zip(*(rows for rows, _ in parts), strict=True)]
+    assert taken == [sorted(rows) for rows in alone]
+    for epoch in range(3):
+        assert sorted(chain(*taken[2 * epoch : 2 * epoch + 2])) == list(range(8))
+    torch.testing.assert_close(parts[0][1], ends)
 
 
 def _consoles() -> Iterator[Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
@@ -68,6 +69,13 @@ def run_example(*arguments: str, ranks: int = 2) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.parametrize("steps", [1, 10, 39, 600])
+def test_a_run_of_few_steps_warms_up_too(example: ModuleType, steps: int) -> None:
+    rates = [example.rate(step, steps) for step in range(steps)]
+    assert rates[0] <= 0.1 and max(rates) <= 1 and (steps < 600 or rates[29] > 0.99)
+    assert all(after - before <= 0.1 + 1e-9 for before, after in itertools.pairwise(rates))
 
 
 def test_the_unigram_loss_is_the_entropy_of_the_bytes(example: ModuleType) -> None:

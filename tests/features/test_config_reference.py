@@ -83,8 +83,11 @@ def test_the_command_explains_a_file_and_ends_with_3_where_a_key_is_refused(
     path.write_text(json.dumps(FILES["transformers zero3"]))
     assert main(["config", "explain", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "mapped    zero_optimization.offload_param.device" in text
-    assert 'ignored   train_batch_size = "auto"  (auto)' in text
+    assert "mapped        zero_optimization.offload_param.device" in text
+    assert 'filled in     train_batch_size = "auto"  (auto)' in text
+    assert "no difference zero_optimization.overlap_comm = true  (file)" in text
+    assert "communication always overlaps compute" in text
+    assert "ignored" not in text and "counts where fp16.enabled is true" in text
     path.write_text(json.dumps({"zero_optimization": {"stage": 7}, "amp": {"enabled": True}}))
     assert main(["config", "explain", str(path), "--json"]) == 3
     told = json.loads(capsys.readouterr().out)

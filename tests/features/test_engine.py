@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+import torch
 from rich.filesize import decimal
 
 import zeroshard as zs
@@ -25,6 +29,43 @@ def test_dir_of_an_engine_shows_the_users_names() -> None:
     engine = zs.shard(make_model())
     expected = {name for names in NAMES.values() for name in names.split()}
     assert {name for name in dir(engine) if not name.startswith("_")} == expected
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("typed", "remedy"),
+    [
+        (lambda engine: engine.step(), "use optimizer.step()"),
+        (lambda engine: engine.train(), "use model.train()"),
+        (lambda engine: engine.zero_grad(), "use optimizer.zero_grad()"),
+        (lambda engine: engine.state_dict(), "use engine.full_state_dict() for weights, zs.save()"),
+        (lambda engine: engine.module_state_dict(), "use engine.full_state_dict()"),
+        (lambda engine: engine.save_checkpoint("x"), "use zs.save(directory, engine, step=n)"),
+        (lambda engine: engine.load_checkpoint("x"), "use zs.load(directory, engine)"),
+        (lambda engine: engine.unshard(), "use with engine.gathered(params)"),
+        (lambda _: zs.initialize, "zs.shard(model, optimizer, config='ds_config.json')"),
+        (lambda _: zs.fully_shard, "zs.shard(model, optimizer, stage=3), once"),
+        (lambda _: zs.save_checkpoint, "zs.save(directory, engine, step=n)"),
+        (lambda _: zs.zero.Init(), "zs.deferred_init() for zero.Init()"),
+    ],
+)
+def test_a_name_of_deepspeed_or_fsdp_says_what_to_call_here(
+    typed: Callable[[Any], object], remedy: str
+) -> None:
+    engine = zs.shard(make_model())
+    with pytest.raises(AttributeError, match=re.escape(remedy)):
+        typed(engine)
+    with pytest.raises(TypeError, match=re.escape("call the model, model(...)")):
+        engine(torch.ones(1))
+    with pytest.raises(AttributeError, match=r"has no attribute 'stepp'$"):
+        engine.stepp  # noqa: B018
+    engine.close()
+
+
+def test_the_stage_may_be_the_third_argument() -> None:
+    model = make_model()
+    engine = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    assert engine.policy.name == "zero2"
     engine.close()
 
 

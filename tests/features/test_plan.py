@@ -234,7 +234,9 @@ def test_sequences_are_no_longer_than_the_model_has_positions(
     sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 97, "n_positions": 64}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
     plan, lines = _planned(capsys, str(tmp_path))
-    assert plan["training"]["sequence"] == 64 and "1 x 1 x 64 tokens a step" in "\n".join(lines)
+    assert plan["training"]["sequence"] == 64 and "1 sequence(s) x 64 tokens a step" in "\n".join(
+        lines
+    )
     assert "sequences of 64 tokens, as many as it has positions" in _notes(lines)
     plan, lines = _planned(capsys, str(tmp_path), "--sequence", "32")
     assert plan["training"]["sequence"] == 32 and "positions" not in _notes(lines)

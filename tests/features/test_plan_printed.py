@@ -18,8 +18,8 @@ from zeroshard.planner.families import shape_of_config
 from zeroshard.planner.modules import shape_of_module
 
 
-def _printed(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
-    assert run_plan(*argv) == 0
+def _printed(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> list[str]:
+    assert run_plan(*argv) == code
     return capsys.readouterr().out.splitlines()
 
 
@@ -38,17 +38,35 @@ def test_one_gpu_has_a_line_for_each_mix_of_tiers(capsys: pytest.CaptureFixture[
     assert len(json.loads(capsys.readouterr().out)["rows"]) == 14
 
 
-def test_rows_that_are_equal_on_one_node_are_said_and_others_explained(
+def test_rows_of_nodes_are_named_on_several_nodes_alone_and_explained_there(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = _printed(capsys, "--params", "7B", "--gpus", "8")
-    assert "hpz, mics, hfsdp: equal to zero3 here" in lines
+    assert not any(name in line for line in lines for name in ("hpz", "mics", "hfsdp", "equal to"))
     legend = [line for line in lines if line.startswith("zero3-keep zero3 whose weights stay")]
     assert len(legend) == 1 and not any(line.startswith("hpz  ") for line in lines)
     lines = _printed(capsys, "--params", "7B", "--gpus", "16")
     assert not any("equal to" in line for line in lines)
     for name in ("zero3-keep", "hpz", "mics", "hfsdp"):
         assert sum(line.startswith(f"{name:10} ") for line in lines) == 2, "a line and a legend"
+
+
+def test_where_a_model_does_not_fit_the_adapters_that_would_are_named_and_planned(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cards = ("--params", "70B", "--gpus", "8", "--gpu", "RTX4090")
+    text = "\n".join(_printed(capsys, *cards, code=1))
+    line = "adapters  checkpoint activations, --trainable 1% (LoRA): zero3, all on host would fit"
+    assert line in text
+    assert "change    checkpoint activations, 3.2 TB of disk a node: zero3, all on disk" in text
+    text = "\n".join(_printed(capsys, *cards, "--checkpointing", "--trainable", "1%"))
+    assert "frozen, and 700,000,000 trained beside them (adapters)" in text
+    assert "gradients 2.8 GB, master and moments 8.4 GB" in text
+    assert "take      zero3, all on host: the fastest" in text
+    assert "1 micro-batch(es) x 1 sequence(s) x 2048 tokens a step and GPU" in text
+    for wrong in ("x%", "0%", "140%", "40"):
+        assert run_plan("--params", "7B", "--trainable", wrong) == 2
+        assert f"trainable={wrong!r}" in capsys.readouterr().err
 
 
 def test_every_table_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,7 +292,7 @@ def test_a_family_that_nobody_knows_is_one_line(
         _pretend_transformers(monkeypatch, version)
         file.write_text(json.dumps({"model_type": "olmo2", **SMALL}))
         assert run_plan(str(file)) == 2
-        assert "pip install 'zeroshard[transformers]'" in capsys.readouterr().err
+        assert "pip install '.[transformers]' in a checkout of zeroshard" in capsys.readouterr().err
 
 
 def _pretend_transformers(monkeypatch: pytest.MonkeyPatch, version: str) -> None:

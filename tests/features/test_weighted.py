@@ -397,6 +397,25 @@ def test_uneven_batches_train_as_whole_batches_in_one_process() -> None:
     assert run_ranks(2, _loads) == [[], []]
 
 
+def _dealt(rank: int, world: int) -> list[list[int]]:
+    """Return the sizes of this rank's batches with equal shares, and with those of the engine."""
+    sizes = []
+    for shares in (None, [0.25, 0.75]):
+        model = make_model()
+        engine = zs.shard(model, None, policy="zero2", batch_shares=shares)
+        sizes.append([len(batch) for batch in zs.GlobalBatchSampler(24, 8, engine)])
+        if rank == 0:  # of ten samples the last two are in no batch
+            assert list(zs.GlobalBatchSampler(10, 8, engine, seed=None)) == [
+                list(range(sizes[-1][0]))
+            ]
+        engine.close()
+    return sizes
+
+
+def test_a_global_batch_is_dealt_out_by_the_shares_of_the_engine() -> None:
+    assert run_ranks(2, _dealt) == [[[4] * 3, [2] * 3], [[4] * 3, [6] * 3]]
+
+
 def _plainly(rank: int, world: int) -> list[str]:
     """Return what a backward that the engine does not see is answered with on one rank, and go on
     after it.

@@ -184,7 +184,10 @@ def _candidates(
         found.append(_Candidate(directory, kept.branch, kept.step, kept, all_held))
         found.sort(key=lambda one: (one.branch, one.step, one.kept is not None))
     if not found:
-        raise CheckpointError(f"{directory} holds no checkpoint")
+        raise CheckpointError(
+            f"{directory} holds no checkpoint: name the directory that zs.save() was given; plain"
+            " weights are for model.load_state_dict() or zs.load_pretrained()"
+        )
     if step is not None and step not in (one.step for one in found):
         raise _NoSuchStep(f"{directory} holds no step {step}; its newest is {found[-1].step}")
     while step is not None and found[-1].step != step:

@@ -117,11 +117,10 @@ class Match:
         ]
         found = [self._options(index, group, saved["groups"]) for index, group in enumerate(mine)]
         if None in found:
-            if not self.misfits:
-                self.misfits.append(
-                    f"optimizer param group {found.index(None)} holds other parameters here than in"
-                    " the checkpoint"
-                )
+            self.misfits.append(
+                f"optimizer param group {found.index(None)} holds other parameters here than in the"
+                " checkpoint: no optimizer state is loaded"
+            )
             return None
         return [
             {key: decode(value, self._saved.fetch) for key, value in (options or {}).items()}

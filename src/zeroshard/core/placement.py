@@ -224,6 +224,11 @@ class Cells:
                 f"weight={self.weight} on {self.weight.tier.value}: every rank would keep and move"
                 " the whole model; weights that leave the device rest sharded (zero3)"
             )
+        if self.grad.local is Placement.REPLICATE:
+            raise ValueError(
+                f"grad={self.grad}: every rank would receive and keep the whole sum after each"
+                " micro-batch; take P P (sums of its own, reduced once a step) or S S (its shard)"
+            )
         if self.grad.is_partial and self.grad.tier is Tier.DISK:
             raise ValueError(
                 f"grad={self.grad} on disk: a partial sum changes at every micro-batch and cannot"

@@ -265,7 +265,7 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
         raise CheckpointError(
             f"{path} is not on this machine, and load_pretrained() downloads nothing: give it a"
             " directory of safetensors"
-            + (f" (`huggingface-cli download {path} --local-dir DIR` makes one)" if hub else "")
+            + (f" (`hf download {path} --local-dir DIR` makes one)" if hub else "")
         )
     raise CheckpointError(f"{path} holds neither model.safetensors nor {_INDEX}")
 

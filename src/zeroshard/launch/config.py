@@ -60,7 +60,7 @@ def _lines(finding: Finding) -> str:
     value = json.dumps(finding.value, default=str)
     key = f"{finding.key} = {value}  ({finding.source})" if finding.key else "all together"
     effect = ": ".join(filter(None, [finding.becomes, finding.why]))
-    return f"{finding.verdict:9} {key}\n          {effect}"
+    return f"{finding.word:13} {key}\n              {effect}"
 
 
 def _schema(arguments: argparse.Namespace) -> int:

@@ -94,7 +94,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if not has_transformers():
         raise UsageError(
             "generate needs Transformers 5.3 or newer (older ones run code that a config.json"
-            " names): pip install 'zeroshard[transformers]'"
+            " names): pip install '.[transformers]' in a checkout of zeroshard"
         )
     if not (arguments.model / "config.json").is_file():
         raise UsageError(f"{arguments.model} holds no config.json: name a model's directory")

@@ -26,12 +26,13 @@ __all__ = ["PACKAGES", "facts", "find_missing", "find_problems"]
 PYTHON = (3, 11)
 TORCH = (2, 10)
 REQUIRED = ("torch", "numpy", "pydantic", "rich", "safetensors", "xxhash")
+_EXTRA = "pip install '.[{}]'  # in a checkout of zeroshard"
 # package -> the features that need it, and the command that installs it
 OPTIONAL = {
-    "transformers": ("ZeroTrainer, examples/train_hf.py", "pip install 'zeroshard[transformers]'"),
-    "accelerate": ("ZeroTrainer, examples/train_hf.py", "pip install 'zeroshard[transformers]'"),
-    "peft": ("LoRA models of the tests", "pip install 'zeroshard[models]'"),
-    "deepspeed": ("DeepSpeed in zeroshard bench", "pip install 'zeroshard[bench]'"),
+    "transformers": ("ZeroTrainer, examples/train_hf.py", _EXTRA.format("transformers")),
+    "accelerate": ("ZeroTrainer, examples/train_hf.py", _EXTRA.format("transformers")),
+    "peft": ("LoRA models of the tests", _EXTRA.format("models")),
+    "deepspeed": ("DeepSpeed in zeroshard bench", _EXTRA.format("bench")),
     "triton": ("fused codec kernels on GPUs", "pip install triton"),
 }
 PACKAGES = (*REQUIRED, *OPTIONAL)

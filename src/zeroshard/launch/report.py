@@ -26,7 +26,9 @@ __all__ = ["COMMAND"]
 _MOST_PANELS = 4
 _MOST_ROWS = 12
 _MOST_BYTES = 1 << 30  # of one trace
-_NO_PICTURES = "report: no pictures without matplotlib: pip install 'zeroshard[report]'"
+_NO_PICTURES = (
+    "report: no pictures without matplotlib: pip install '.[report]' in a checkout of zeroshard"
+)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -42,8 +42,8 @@ def shape_of_config(fields: dict[str, Any], where: str) -> ModelShape:
     if name not in FAMILIES:
         raise ConfigError(
             f"{where}: model_type={name!r} is not one of {', '.join(FAMILIES)}, and others are"
-            " built by Transformers 5.3 or newer: pip install 'zeroshard[transformers]', give"
-            " --params, or --model package.module:factory"
+            " built by Transformers 5.3 or newer: pip install '.[transformers]' in a checkout of"
+            " zeroshard, give --params, or --model package.module:factory"
         )
     family = LLAMA_FAMILIES.get(name)
     read = ConfigFields(fields, where, None if family is None else family.defaults)

@@ -12,6 +12,7 @@ what is left over packed in definition order up to max(block, largest parameter,
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +32,7 @@ __all__ = [
     "describe",
     "fitted",
     "pack_units",
+    "with_adapters",
 ]
 
 Shape = tuple[str, tuple[int, ...]]  # name, shape of one parameter
@@ -119,6 +121,42 @@ class ModelShape:
         """The number of parameters that are trained."""
         groups = [group for unit in self.units for group in unit.groups]
         return sum(group.numel for group in groups if group.trained)
+
+
+def with_adapters(model: ModelShape, trainable: str) -> ModelShape:
+    """Return `model` frozen, and adapters beside its parameters, as LoRA adds them: so many
+    `trainable` parameters ("40M", or "1%" of the model's), shared out over the units.
+
+    Raises ConfigError for a model that was traced: what is frozen there is known already.
+    """
+    if model.trace is not None or model.num_trained < model.numel:
+        raise ConfigError(
+            f"trainable={trainable!r} is for models of a size or a config.json: build"
+            f" {model.name} with its adapters, and freeze the others"
+        )
+    share = re.fullmatch(r"(\d+(?:\.\d+)?)%", trainable)
+    if share is None:
+        numel = parse_count(trainable, "trainable")
+    else:
+        numel = round(model.numel * float(share[1]) / 100)
+    if not 0 < numel <= model.numel:
+        raise ConfigError(
+            f"trainable={trainable!r} counts the parameters of adapters: give 1% or 40M, of"
+            f" {model.numel:,} at most"
+        )
+    units, before = [], 0
+    for unit in model.units:
+        after = before + unit.numel
+        adapter = numel * after // model.numel - numel * before // model.numel
+        groups = tuple(replace(group, trained=False) for group in unit.groups)
+        if adapter:
+            groups += (GroupShape(((f"{unit.name}.adapter", (adapter,)),)),)
+        units.append(replace(unit, groups=groups))
+        before = after
+    note = f"frozen, and {numel:,} trained beside them (adapters)"
+    note = f"{model.note}; {note}" if model.note else note
+    used = None if model.used_numel is None else model.used_numel + numel
+    return replace(model, units=tuple(units), note=note, used_numel=used)
 
 
 def fitted(model: ModelShape, training: Training) -> tuple[ModelShape, Training]:

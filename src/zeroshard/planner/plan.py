@@ -17,7 +17,7 @@ from zeroshard.core.wire import Wire
 from zeroshard.errors import ConfigError
 from zeroshard.planner.axes import Axes, Grid
 from zeroshard.planner.machine import Machine, presets
-from zeroshard.planner.model import ModelShape, fitted
+from zeroshard.planner.model import ModelShape, fitted, with_adapters
 from zeroshard.planner.rows import PlannedRow, candidates, describe_row, short_of
 from zeroshard.planner.search import Policies, Search
 from zeroshard.planner.training import Training
@@ -26,6 +26,7 @@ __all__ = ["ALLOWED_FOR", "Plan", "Recommendation", "make_plan"]
 
 _SUGGESTED_DISK = 3200 * 10**9  # bytes per node, where a disk is what is missing
 _MOST_GPUS = 16_384
+_ADAPTERS = "1%"  # of the parameters, as large adapters are
 ALLOWED_FOR = "Python, torch, data loaders and the page cache"
 
 
@@ -38,6 +39,7 @@ class Recommendation:
     smaller: str | None = None  # how it would be on half of the GPUs
     change: str | None = None  # where nothing fits: the cheapest change that would
     offer: str | None = None  # what gradients in the compute dtype would save
+    adapters: str | None = None  # where nothing fits: the row that would if they alone are trained
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Plan:
                 "smaller": advice.smaller,
                 "change": advice.change,
                 "offer": advice.offer,
+                "adapters": advice.adapters,
             },
             **({} if price is None else {"price": self._priced(price)}),
         }
@@ -181,7 +184,9 @@ def _recommend(
     if not fitting:
         least = min(rows, key=lambda row: row.peak_bytes["device"])
         reason = f"nothing fits: {describe_row(least)}, which takes least, {_lack(least, machine)}"
-        return Recommendation(None, reason, change=_change(search, machine, training))
+        change = _change(search, machine, training)
+        adapters = _adapters(search, machine, training)
+        return Recommendation(None, reason, change=change, adapters=adapters)
     best = _fastest(fitting)
     faster = [row for row in rows if row.time.seconds < best.time.seconds]
     if best.step_s is None:
@@ -271,6 +276,22 @@ def _change(search: Search, machine: Machine, training: Training) -> str:
         if rows:
             return f"{words}: {describe_row(_fastest(rows))} would fit"
     return f"none of those tried helps: recomputing, smaller batches, disks, {_MOST_GPUS:,} GPUs"
+
+
+def _adapters(search: Search, machine: Machine, training: Training) -> str | None:
+    """Return what would fit on this machine if adapters alone were trained (LoRA), if anything."""
+    try:
+        search = replace(search, model=with_adapters(search.model, _ADAPTERS))
+    except ConfigError:  # traced, or with frozen parameters already
+        return None
+    on_it = ((words, one) for words, other, one in _changes(search.model, machine, training)
+             if other is machine)  # fmt: skip
+    for words, trained in [("", training), *on_it]:
+        rows = search.fitting(machine, trained)
+        if rows:
+            words = f"{words}, --trainable {_ADAPTERS}" if words else f"--trainable {_ADAPTERS}"
+            return f"{words} (LoRA): {describe_row(_fastest(rows))} would fit"
+    return None
 
 
 def _changes(

@@ -324,8 +324,8 @@ class Finalizer:
         united = _union(answers)
         if not united:
             raise StateError(
-                "optimizer.step() without a gradient on any rank: call loss.backward() first (and"
-                " zero_grad() before it, not after)"
+                "nothing to clip or to step, without a gradient on any rank: call loss.backward()"
+                " first (and zero_grad() before it, not after)"
             )
         position, others_used = 0, False
         unions: dict[tuple[int, ...], int] = {}  # by the ranks that have the same parameters

@@ -148,8 +148,8 @@ def _leave_group() -> None:
 def shard(
     model: nn.Module | PipelineStage | Sequence[PipelineStage],
     optimizer: torch.optim.Optimizer | None = None,
-    *,
     stage: int | None = None,
+    *,
     policy: str | Policy | None = None,
     config: Config | dict[str, Any] | str | Path | None = None,
     units: UnitSpec | None = None,

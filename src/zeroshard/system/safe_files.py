@@ -29,7 +29,8 @@ from typing import Any, BinaryIO
 
 __all__ = [
     "DEPTH", "NotReadable", "check_depth", "from_json", "has_transformers", "is_deeper",
-    "open_descriptor", "open_file", "open_to_add", "printable", "read_file", "read_json", "replacing",
+    "open_descriptor", "open_file", "open_to_add", "printable", "read_file", "read_json",
+    "replacing",
 ]  # fmt: skip
 
 DEPTH = 100

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard import ConfigError, LeafSampler, UnevenBatchSampler, split_batch
+from zeroshard import (
+    ConfigError,
+    GlobalBatchSampler,
+    LeafSampler,
+    UnevenBatchSampler,
+    shard,
+    split_batch,
+)
 from zeroshard.core.batch_shares import check_batch_shares, unequal
 
 parts = st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any)
@@ -153,3 +161,27 @@ def test_a_leaf_that_is_none_is_an_index_error_and_who_computes_which_the_engine
             sampler[place]
     with pytest.raises(ConfigError, match="needs engine="):
         next(iter(sampler))
+
+
+# ---------------------------------------------------------------------------------- global batches
+
+
+def test_a_global_batch_follows_from_its_step_and_an_engine_of_one_rank_takes_all_of_it() -> None:
+    engine = shard(torch.nn.Linear(1, 1), None, policy="zero3")
+    sampler = GlobalBatchSampler(10, 4, engine, seed=3)
+    assert sampler.num_steps == len(sampler) == 2
+    epochs = []
+    for epoch in range(2):
+        sampler.set_step(2 * epoch)
+        epochs.append(list(sampler))
+        assert len({index for batch in epochs[-1] for index in batch}) == 8
+    assert epochs[0] != epochs[1]
+    sampler.set_step(3)
+    assert len(sampler) == 1 and list(sampler) == epochs[1][1:]
+    in_order = GlobalBatchSampler(range(8), 4, engine, seed=None)
+    assert list(in_order) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for size in (0, -1, 11):
+        told = f"batch_size={size} counts the samples of all ranks: give at least 1, one per rank"
+        with pytest.raises(ConfigError, match=told):
+            GlobalBatchSampler(10, size, engine)
+    engine.close()

@@ -75,6 +75,8 @@ def test_units_may_have_cells_of_their_own() -> None:
     ("nonsense", "message"),
     [
         (("P R", "R R", "P P", "R R"), "weight=P R: only a gradient can be a partial sum"),
+        (("R R", "R R", "R R", "S S"), "grad=R R: every rank would receive and keep the whole sum"),
+        (("R R", "R R", "P R", "S S"), "grad=P R: every rank would receive and keep the whole sum"),
         (("R R", "R P", "P P", "R R"), "between=R P: only a gradient"),
         (("R R", "R R", "P P", "P P"), "optim=P P: only a gradient"),
         (

@@ -67,7 +67,7 @@ def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--sweep", "gpus=8..64", "--node-size", "3"], "node_size=3 does not divide"),
         (["--sweep", "gpus=1..2", "--write", "zero.json"], "leave --sweep out"),
         (["--plot", "x.png"], "--plot draws a --sweep"),
-        (["--sweep", "gpus=1..2", "--plot", "x.png"], "pip install 'zeroshard[report]'"),
+        (["--sweep", "gpus=1..2", "--plot", "x.png"], "pip install '.[report]' in a checkout"),
     ],
 )
 def test_bad_input_is_one_line(

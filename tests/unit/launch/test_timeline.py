@@ -144,7 +144,8 @@ def test_without_matplotlib_the_text_is_printed_and_one_line_says_what_to_instal
     printed = capsys.readouterr()
     assert "What costs most:" in printed.out
     assert printed.err == (
-        "zeroshard: report: no pictures without matplotlib: pip install 'zeroshard[report]'\n"
+        "zeroshard: report: no pictures without matplotlib: pip install '.[report]' in a checkout"
+        " of zeroshard\n"
     )
 
 

@@ -16,6 +16,7 @@ from zeroshard.errors import ConfigError
 __all__ = ["FileFindings", "Finding", "is_deepspeed", "read"]
 
 _PATHS = (str, Path)
+_FILLED_IN = "left to whoever fills it in, and else to our default"
 _TOLD = [name for name, key in KEYS.items() if key.tells_default]
 
 
@@ -29,6 +30,13 @@ class Finding:
     verdict: str  # "honoured" (our option of the same name), "mapped", "ignored" or "refused"
     becomes: str  # our options and their values; empty where nothing changes
     why: str  # one sentence
+
+    @property
+    def word(self) -> str:
+        """Return the verdict in the words of docs/deepspeed-keys.md."""
+        if self.verdict != "ignored":
+            return self.verdict
+        return "filled in" if self.why == _FILLED_IN else "no difference"
 
     @property
     def line(self) -> str:
@@ -197,9 +205,9 @@ def _judged(
         choices = list(dict.fromkeys(key.partition(".")[0] for key in KEYS))
         return "ignored", f"is not a key of DeepSpeed's, which drops it{nearest(name, choices)}"
     if is_auto and key.lower is not None:
-        return "ignored", "left to whoever fills it in, and else to our default"
+        return "ignored", _FILLED_IN
     if _is_off(name, values):
-        return "ignored", f"{name.rpartition('.')[0]}.enabled is not true"
+        return "ignored", f"counts where {name.rpartition('.')[0]}.enabled is true"
     if not is_auto and not key.harmless(value):
         return "refused", f"{key.why}: {key.instead}"
     if key.lower is None or value is None:

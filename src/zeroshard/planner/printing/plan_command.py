@@ -138,7 +138,15 @@ def _codecs(given: list[str]) -> dict[str, Any]:
 
 
 def _describe(arguments: argparse.Namespace, training: Training) -> ModelShape:
-    """Return the model that the options name."""
+    """Return the model that the options name, with adapters where --trainable counts them."""
+    from zeroshard.planner.model import with_adapters
+
+    model = _named(arguments, training)
+    return model if arguments.trainable is None else with_adapters(model, arguments.trainable)
+
+
+def _named(arguments: argparse.Namespace, training: Training) -> ModelShape:
+    """Return the model that the options name, all of it trained."""
     given = [arguments.path, arguments.params, arguments.model]
     if sum(one is not None for one in given) != 1:
         raise UsageError("plan: give one model: --params 7.5B, --model package.module:factory, or"
@@ -205,8 +213,9 @@ _OPTIONS = (
     Option("[PATH]", "config.json, safetensors, or a directory", Path, dest="path"),
     Option("--params N", "number of parameters: 350M, 7.5B, 1T"),
     Option("--model M:F", "package.module:factory, built without memory"),
+    Option("--trainable N", "train adapters alone (LoRA), so many: 40M"),
     Option("--this-machine", "as zeroshard doctor measures it (20 s, kept)"),
-    Option("--gpu NAME", "preset (default H100; CPU, V100-32, ...)"),
+    Option("--gpu NAME", "preset (default H100; CPU, RTX4090, B200, ...)"),
     Option("--gpus N", "number of GPUs, or of ranks here (default 1)", int),
     Option("--node-size N", "GPUs of one node", int),
     Option("--gpu-memory SIZE", "of one GPU: 32GiB, or of each: 24GiB,80GiB"),
@@ -241,7 +250,7 @@ _OPTIONS = (
 )  # fmt: skip
 _COMMAND = Subcommand(
     "plan", "what fits where, what travels, how fast: before the launch",
-    "zeroshard plan --params 7.5B --gpus 64 --gpu A100-80 --precision bf16\n"
+    "zeroshard plan --params 70B --gpus 64 --gpu H100 --checkpointing\n"
     "zeroshard plan config.json --gpus 8 --checkpointing --write zero.json",
     _OPTIONS, description="Plan all rows of the policy table for a model on a machine.",
     usage="%(prog)s (--params N | --model M:F | PATH) [--gpu NAME | --this-machine] [options]",

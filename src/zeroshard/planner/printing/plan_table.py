@@ -22,6 +22,7 @@ __all__ = ["print_plan"]
 
 _FITS = "fits"
 _ALWAYS = ("row", "rest", "peak")  # columns that are there even if they are empty
+_OF_NODES = ("hpz", "mics", "hfsdp")
 _LEGEND = {
     "zero3-keep": "zero3 whose weights stay gathered from forward to backward",
     "hpz": "zero3 whose backwards gather weights inside the node (ZeRO++)",
@@ -84,6 +85,8 @@ def _equal(
         return
     names: dict[str, dict[str, None]] = {}
     for row, first in others:
+        if row.row in _OF_NODES:  # on one node they are zero3: three words for nothing
+            continue
         where = elsewhere(row.tiers)
         key = first.row if where == "-" else f"{first.row}, {where}"
         names.setdefault(key, {})[row.row] = None
@@ -102,6 +105,7 @@ def _advice(plan: Plan, price: float | None) -> Iterator[tuple[str, str | None]]
         if price is not None:
             yield "price", _priced(advice.row, price)
     yield "smaller", advice.smaller
+    yield "adapters", advice.adapters
     yield "change", advice.change
     if advice.offer is not None:
         yield "offer", f"--accumulate {plan.training.precision}: {advice.offer}"
@@ -155,12 +159,12 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "fraction", f"{training.fraction:g} of each state that leaves the device does"
     if plan.axes is not None:
         yield from _axes(plan, plan.axes)
-    step = f"{training.micro_batches} x {training.batch} x {training.sequence} tokens"
-    if not plan.model.takes_tokens:
-        step = f"{training.micro_batches} micro-batch(es)"
+    counted = f"{training.micro_batches} micro-batch(es)"
     of = "a step and GPU"
     if training.leaves is not None:
-        step, of = f"{training.leaves} leaves of {training.batch} x {training.sequence}", "a step"
+        counted, of = f"{training.leaves} leaves", "a step"
+    if plan.model.takes_tokens:
+        counted += f" x {training.batch} sequence(s) x {training.sequence} tokens"
     activations = "recomputed" if training.checkpointing else "kept"
     if training.accumulation_bytes is not None:
         held = f"{size_text(training.accumulation_bytes)} of gradients between micro-batches"
@@ -169,7 +173,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield (
         "training",
         f"{training.precision}, gradients rest in {training.accumulate}, {training.optimizer};"
-        f" {step} {of}, activations {activations}",
+        f" {counted} {of}, activations {activations}",
     )
     from zeroshard.planner.machine import presets
 

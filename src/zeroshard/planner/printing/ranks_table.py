@@ -29,8 +29,8 @@ SHORT = {
     "links between nodes": "network",
 }
 BELOW_REST = (
-    "rest is between micro-batches, whole gradients included: a step of one\n"
-    "micro-batch reduces each as it comes, so that its peak can be below"
+    "a rest above the peak counts whole gradients, which lie between micro-batches:\n"
+    "with one micro-batch a step each is reduced as it comes, and they never do"
 )
 _COLUMNS = (
     "row", "elsewhere", "rank", "share", "rest", "peak", "of", "host", "disk", "moved", "fits",

@@ -114,7 +114,9 @@ def plot_sweep(file: Path, model: ModelShape, machine: Machine, points: Sequence
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UsageError("plan: --plot needs matplotlib: pip install 'zeroshard[report]'") from None
+        raise UsageError(
+            "plan: --plot needs matplotlib: pip install '.[report]' in a checkout of zeroshard"
+        ) from None
     figure = Figure(figsize=(12, 5.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     numbers = list(dict.fromkeys(point.gpus for point in points))
