@@ -342,6 +342,90 @@ def test_a_read_only_directory_is_said_and_stays_as_it_is(training: Training) ->
         assert names(folder) == [".lock", "step-0000000001"] and names(outer) == ["checkpoints"]
 
 
+def test_whoever_may_write_in_the_directory_may_lock_it(training: Training, tmp_path: Path) -> None:
+    for mode, expected in ((0o2775, 0o660), (0o755, 0o600), (0o770, 0o660), (0o700, 0o600)):
+        tmp_path.chmod(mode)
+        training.save(tmp_path, 1)
+        lock = (tmp_path / ".lock").stat()
+        assert (lock.st_mode & 0o777, lock.st_gid) == (expected, tmp_path.stat().st_gid), oct(mode)
+
+
+def test_a_lock_that_another_member_cannot_open_is_named_with_its_owner(
+    training: Training,
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder, lock = Path(name), Path(name) / ".lock"
+        folder.chmod(0o777)
+        lock.touch(mode=0o000)  # as older versions have made it, but for its owner
+        owner = f"{lock} belongs to uid {os.geteuid()} and cannot be opened by uid"
+        with unprivileged(), pytest.raises(CheckpointError, match=owner):
+            training.save(folder, 1)
+        lock.unlink()
+        training.save(folder, 1)
+
+
+LACKING = [
+    ("flock", errno.ENOSYS, "has no locks (Function not implemented)"),
+    ("flock", errno.EOPNOTSUPP, "has no locks (Operation not supported)"),
+    ("fsync", errno.EINVAL, "cannot sync a directory (Invalid argument)"),
+    ("fsync", errno.EBADF, "cannot sync a directory (Bad file descriptor)"),
+]
+
+
+@pytest.mark.parametrize(("call", "code", "told"), LACKING)
+def test_a_call_that_a_file_system_lacks_is_told_once(
+    training: Training,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    code: int,
+    told: str,
+) -> None:
+    """Lustre without `-o flock`, and shares of other systems."""
+    module = steps.fcntl if call == "flock" else os
+    real = getattr(module, call)
+
+    def lacking(fd: int, *args: int) -> None:
+        if call == "flock" or Path(f"/proc/self/fd/{fd}").is_dir():
+            raise OSError(code, os.strerror(code))
+        real(fd, *args)
+
+    monkeypatch.setattr(module, call, lacking)
+    monkeypatch.setattr(steps, "_told", set())
+    for step in (1, 2, 2):
+        training.save(tmp_path, step, keep_last=1)
+    monkeypatch.undo()
+    assert training.load(tmp_path).step == 2 and check_everything(tmp_path) == []
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert told in message
+
+
+def _two_engines(rank: int, world: int, folder: Path) -> list[str]:
+    """Save as a generator and a critic do; return the error of the second."""
+    first, second = make("zero2"), make("zero2")
+    for training in (first, second):
+        training.step(rank, 0)
+    first.save(folder, 1)
+    first.save(folder, 1)  # its own may be replaced
+    second.save(folder, 2)
+    with pytest.raises(CheckpointError) as error:
+        second.save(folder, 1)
+    shutil.rmtree(folder / "step-0000000001", ignore_errors=True)
+    inside.exchange(first.engine, b"")
+    second.save(folder, 1)
+    second.engine.close()
+    first.save(folder, 1)  # of one that is closed
+    first.engine.close()
+    return [str(error.value)]
+
+
+def test_a_step_of_another_open_engine_is_not_replaced(tmp_path: Path) -> None:
+    for (text,) in run_ranks(2, _two_engines, tmp_path):
+        assert f"{tmp_path}/step-0000000001 is of another engine of this program" in text
+        assert "a directory of its own, or close() the other one first" in text
+
+
 @pytest.mark.parametrize("where", ["file", "file/below"])
 def test_a_path_that_is_no_directory_is_said(
     tmp_path: Path, training: Training, where: str

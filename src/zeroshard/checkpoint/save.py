@@ -13,6 +13,7 @@ the next call.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +59,7 @@ from zeroshard.errors import (
 )
 from zeroshard.memory import Pages
 from zeroshard.runtime.ema import EMA, updates_of
-from zeroshard.runtime.engine import Engine, states_of
+from zeroshard.runtime.engine import Engine, open_engines, states_of
 
 __all__ = ["Saver", "end_saves", "save"]
 
@@ -67,6 +68,7 @@ _POLL_S = 0.005
 _LOOK_S = 0.5  # how often a rank that waits for its own writer looks whether the others are alive
 # how long a program that ends waits for the other ranks' files: less than a launcher's grace
 _HURRY_S = 2.0
+_writers: dict[str, Callable[[], Engine | None]] = {}  # by the path of a step, on rank 0
 _savers: weakref.WeakKeyDictionary[Engine, weakref.WeakSet[Saver]] = weakref.WeakKeyDictionary()
 
 
@@ -347,6 +349,7 @@ class Saver:
         with ExitStack() as stack:
             with self._together("zs.save()", f"step {step} cannot be begun") as meeting:
                 if rank == 0:
+                    self._check_unwritten(step)
                     nonce = secrets.token_hex(4)
                     with os_errors(f"{self.directory} cannot be written"):
                         stack.enter_context(begin_step(self.directory, step, nonce, num_bytes))
@@ -357,6 +360,18 @@ class Saver:
             return _SaveJob(
                 step, branch, rank, num_ranks, background, part, metadata, path, stack.pop_all()
             )
+
+    def _check_unwritten(self, step: int) -> None:
+        """Raise CheckpointError where another open engine of this process wrote `step` there."""
+        path = step_path(self.directory, step)
+        writer = _writers.get(os.path.realpath(path), lambda: None)
+        if writer() not in (None, self._engine) and path.exists():
+            gc.collect()  # one that nobody has any more may be in a cycle
+            if writer() in open_engines():
+                raise CheckpointError(
+                    f"{path} is of another engine of this program, and would be replaced: give each"
+                    " engine a directory of its own, or close() the other one first"
+                )
 
     def _rests_on_disk(self) -> bool:
         """Whether any state rests on disk now, which is logged once where it matters."""
@@ -481,6 +496,7 @@ class Saver:
             _leave(job.path / MANIFEST, manifest.dump())
         older = commit(job.path, self.directory, job.step)
         job.visible = True
+        _writers[os.path.realpath(step_path(self.directory, job.step))] = weakref.ref(self._engine)
         settle(self.directory, older)
         tell_saved(self.directory, job.branch, job.step)
         prune(self.directory, **self._keep, written=job.step)

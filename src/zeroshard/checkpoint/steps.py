@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -38,6 +39,32 @@ _LEFTOVER = re.compile(r"\.(saving|removing)-.*")
 _REPLACED = re.compile(r"\.replaced-step-(\d{10,19})")
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _AT_FDCWD = -100
+# what file systems say of calls that they do not have, fsync of a directory among them
+_MISSING = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
+_NO_LOCKS = (
+    "the file system of the checkpoints has no locks (%s): nothing keeps two jobs from saving into"
+    " one directory at a time. Give each job a directory of its own, or mount with locks (Lustre:"
+    " -o flock)"
+)
+_NO_SYNC = (
+    "the file system of the checkpoints cannot sync a directory (%s): files are on disk when a"
+    " save ends, and a crash of the machine may undo their names"
+)
+_log = logging.getLogger("zeroshard")
+_told: set[str] = set()
+
+
+@contextmanager
+def _where_it_can(otherwise: str) -> Iterator[None]:
+    """Go on where a file system lacks the call in the context, and log `otherwise` once."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _MISSING:
+            raise
+        if otherwise not in _told:
+            _told.add(otherwise)
+            _log.warning(otherwise, error.strerror)
 
 
 @contextmanager
@@ -215,15 +242,9 @@ def begin_step(directory: Path, step: int, nonce: str, num_bytes: int = 0) -> It
 
 @contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Hold the lock of `directory`; raise CheckpointError naming the process that has it.
-
-    Nobody but its owner may open the file: whoever can open one, even to read, can lock it.
-    """
+    """Hold the lock of `directory`; raise CheckpointError naming the process that has it."""
     path = directory / ".lock"
-    with os_errors(f"{directory} cannot be written"):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with suppress(OSError):  # an older one may be readable; on some disks files have no modes
-        os.fchmod(fd, 0o600)
+    fd = _open_lock(path)
     try:
         _take_lock(fd, path)
         yield
@@ -235,9 +256,32 @@ def lock(directory: Path) -> Iterator[None]:
         _unlock(fd)
 
 
+def _open_lock(path: Path) -> int:
+    """Open the lock for those who may write in its directory, and for nobody else: whoever can open
+    a file, even to read, can lock it.
+    """
+    folder = path.parent
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except PermissionError:
+        if path.exists() and os.access(folder, os.W_OK, effective_ids=True):
+            raise CheckpointError(
+                f"{path} belongs to uid {path.stat().st_uid} and cannot be opened by uid"
+                f" {os.geteuid()}: remove it while no job saves there; the next save makes one for"
+                " the directory's group"
+            ) from None
+        raise
+    there, own = os.stat(folder), os.fstat(fd)
+    shared = there.st_mode & stat.S_IWGRP and there.st_gid == own.st_gid
+    with suppress(OSError):  # it is another member's; on some disks files have no modes
+        os.fchmod(fd, 0o660 if shared else 0o600)
+    return fd
+
+
 def _take_lock(fd: int, path: Path) -> None:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _where_it_can(_NO_LOCKS):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         holder = "another process"
         with suppress(OSError):
@@ -256,6 +300,7 @@ def _unlock(fd: int) -> None:
     """Release the lock and close its file in any case; raise the first OSError."""
     with ExitStack() as stack:
         stack.callback(os.close, fd)
+        stack.enter_context(_where_it_can(_NO_LOCKS))
         # also where a fork of ours still has the file open
         stack.callback(fcntl.flock, fd, fcntl.LOCK_UN)
         os.ftruncate(fd, 0)
@@ -348,7 +393,7 @@ def _exchange(one: Path, other: Path) -> bool:
     if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+    if code in _MISSING:
         return False
     raise OSError(code, os.strerror(code))
 
@@ -357,7 +402,8 @@ def sync_directory(path: Path) -> None:
     """Write the entries of a directory to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        with _where_it_can(_NO_SYNC):
+            os.fsync(fd)
     finally:
         os.close(fd)
 

@@ -4,6 +4,7 @@ written whole or not at all, and never through a link.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -59,6 +60,35 @@ def test_pipes_devices_and_directories_are_not_opened(tmp_path: Path) -> None:
             read_file(path)
     with pytest.raises(NotReadable, match="null"):
         read_file("a\0b")
+
+
+@pytest.mark.parametrize("kind", ["same", "other", "pipe", "link"])
+def test_without_proc_a_file_is_opened_by_its_name_where_it_is_still_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path, real = tmp_path / "file", os.open
+    path.write_bytes(b"whole")
+
+    def without_proc(name: str | Path, *args: int) -> int:
+        if not str(name).startswith("/proc/"):
+            return real(name, *args)
+        if kind != "same":
+            path.rename(tmp_path / "moved")
+        if kind == "other":
+            path.write_bytes(b"other")
+        if kind == "pipe":  # it is opened without a wait for a writer
+            os.mkfifo(path)
+        if kind == "link":
+            path.symlink_to(tmp_path / "elsewhere")
+            (tmp_path / "elsewhere").write_bytes(b"elsewhere")
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+
+    monkeypatch.setattr(os, "open", without_proc)
+    if kind == "same":
+        assert read_file(path) == b"whole"
+    else:
+        with pytest.raises(NotReadable, match="replaced while it was opened"):
+            read_file(path)
 
 
 def test_a_hundred_levels_are_read_and_one_more_is_not() -> None:
