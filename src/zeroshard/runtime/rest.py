@@ -99,12 +99,29 @@ class Rest:
         ]
 
     def before_writing(self) -> None:
-        """Finish the gathers under way and wait until every rank is done reading the weights."""
+        """Finish the gathers under way, take what the user has written to whole weights into the
+        masters, and wait until every rank is done reading the weights.
+        """
         self._weights.finish_gathers()
         for unit in self._weights.units:
             if unit.residency.state is UnitState.FULL:
                 unit.check_memory()
+        self.take_writes(ends=True)
         self._transports.begin_write()
+
+    def take_writes(self, *, ends: bool = False) -> None:
+        """Let the masters follow what the user has written to whole weights; `ends`: the weights
+        are written next. Raises StateError where a write is lost.
+        """
+        for unit in self._weights.units:
+            for segment in unit.segments:
+                if not segment.may_be_written:
+                    continue
+                written = segment.flat.written(ends=ends and not segment.lags)
+                if segment.flat.replicated:
+                    written += segment.user_view.written()
+                if written:
+                    segment.take_writes(written)
 
     def publish(self, *, frozen: bool = False, everything: bool = True) -> None:
         """The masters (and `frozen` weights) have been written: cast them into the weights and
@@ -136,7 +153,8 @@ class Rest:
                     segment.grad.reset_residual()  # of gradients of other weights
         self.publish(frozen=True)
         if any(segment.keeps_writes for segment in self._weights.segments):
-            self.before_writing()  # before anybody writes to these, everybody has read them
+            self._weights.finish_gathers()
+            self._transports.begin_write()  # before the user writes to these, all have read them
         self._faults.agree()
 
     @contextmanager
