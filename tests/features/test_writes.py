@@ -370,3 +370,154 @@ def test_a_weight_that_is_written_outside_gathered_has_plain_torchs_numbers_or_i
     stage: int, precision: str, transport: str, before: bool
 ) -> None:
     assert run_ranks(2, _every_way, stage, precision, transport, before) == [[], []]
+
+
+class _Halves(nn.Module):
+    """A layer that rescales its own weight in its forward, by a way that counts no version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 24)
+        self.then = nn.Linear(24, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        if torch.is_grad_enabled():
+            self.linear.weight.data.mul_(0.9)
+        return self.then(torch.tanh(h))
+
+
+def _in_a_forward(rank: int, world: int, stage: int, precision: str) -> None:
+    def train(**options: Any) -> State:
+        torch.manual_seed(0)
+        model = _Halves()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        engine = zs.shard(model, optimizer, **options) if options else None
+        for step in range(3):
+            loss = _loss(model, step)
+            engine.backward(loss) if engine else loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = engine.full_state_dict(rank0_only=False) if engine else model.state_dict()
+        state = {name: one.float().clone() for name, one in state.items()}
+        if engine is not None:
+            engine.close()
+        return state
+
+    options = {"stage": stage, "precision": precision}
+    if stage == 3:
+        told = r"parameter 'linear\.weight' was written to outside engine\.gathered.*checkpoint"
+        with pytest.raises(StateError, match=told):
+            train(**options)
+        return
+    found, right = train(**options), train()
+    for key, one in right.items():
+        assert torch.allclose(found[key], one, atol=1e-5 if precision == "fp32" else 1e-2), key
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_module_that_writes_to_its_weight_through_data_is_trained_or_told(
+    stage: int, precision: str
+) -> None:
+    run_ranks(2, _in_a_forward, stage, precision)
+
+
+def _written_and(rank: int, world: int, row: int, precision: str, path: str) -> None:
+    """What others read between a write and the next step is what was written."""
+    model, optimizer = _small()
+    engine = zs.shard(model, optimizer, stage=row, precision=precision)
+    parameter = model[0].weight
+    ema = zs.EMA(engine, 0.0)
+
+    def write(value: float) -> torch.Tensor:
+        engine.backward(_loss(model, 0))
+        optimizer.step()
+        optimizer.zero_grad()
+        before = zs.ParameterStates(engine, parameter).master()
+        parameter.data[3] = value
+        before[3] = value
+        return before
+
+    expected = write(0.25)
+    assert torch.equal(zs.ParameterStates(engine, parameter).master(), expected)
+    expected = write(0.5)
+    ema.update()  # of decay 0: the masters themselves
+    with ema.swapped():
+        shown = engine.full_state_dict(rank0_only=False)["0.weight"]
+    assert bool((shown[3] == 0.5).all())
+    assert torch.equal(zs.ParameterStates(engine, parameter).master(), expected)
+    expected = write(0.75)
+    zs.save(path, engine, step=1)
+    write(0.125)
+    zs.load(path, engine)
+    assert torch.equal(zs.ParameterStates(engine, parameter).master(), expected)
+    expected = write(1.0)
+    engine.offload_states()
+    engine.reload_states()
+    assert torch.equal(zs.ParameterStates(engine, parameter).master(), expected)
+    expected = write(1.25)
+    with engine.gathered(writeback=True), torch.no_grad():
+        model[0].bias.fill_(1.0)
+    assert torch.equal(zs.ParameterStates(engine, parameter).master(), expected)
+    if precision != "fp32":
+        with pytest.raises(StateError, match="'0.weight' was written to inside EMA.swapped"):
+            with ema.swapped():
+                parameter.data.mul_(2)
+        assert torch.equal(zs.ParameterStates(engine, parameter).master(), expected)
+    expected = write(1.5)
+    engine.repartition(stage=3)
+    assert torch.equal(zs.ParameterStates(engine, parameter).master(), expected)
+    engine.close()
+    assert torch.equal(parameter.detach(), expected)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("row", [0, 1])
+def test_averages_checkpoints_and_moves_see_what_was_written_before_them(
+    row: int, precision: str, tmp_path: Any
+) -> None:
+    run_ranks(2, _written_and, row, precision, str(tmp_path))
+
+
+def _late(rank: int, world: int) -> None:
+    model, optimizer = _small()
+    offload = zs.Offload(optimizer="host", delayed_update=1)
+    engine = zs.shard(model, optimizer, stage=1, precision="bf16", offload=offload)
+    for step in range(3):
+        engine.backward(_loss(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    model[0].weight.data.mul_(0.9)
+    engine.backward(_loss(model, 3))
+    with pytest.raises(StateError, match=r"'0\.weight' was written to outside"):
+        optimizer.step()
+    engine.reset()
+    engine.close()
+
+
+def test_a_write_to_weights_that_are_a_step_behind_their_masters_is_an_error() -> None:
+    run_ranks(2, _late)
+
+
+# ---------------------------------------------------------------- embeddings that renorm
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_with_max_norm_is_refused_by_name_where_its_rows_would_be_lost(
+    kind: type[nn.Module],
+) -> None:
+    for options, where in (
+        ({"stage": 3}, "policy='zero3'"),
+        ({"stage": 1, "precision": "bf16"}, "its weight in bf16"),
+        ({"stage": 0, "precision": "fp16"}, "its weight in fp16"),
+    ):
+        model = nn.Sequential(kind(9, 4, max_norm=1.0), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        told = rf"module '0' rescales rows of its weight in each forward \(max_norm=1\.0\).*{where}"
+        with pytest.raises(zs.ConfigError, match=told):
+            zs.shard(model, optimizer, **options)  # type: ignore[arg-type]
+    engine = zs.shard(model, optimizer, stage=1)
+    with pytest.raises(zs.ConfigError, match="module '0' rescales rows"):
+        engine.repartition(stage=3)
+    engine.close()

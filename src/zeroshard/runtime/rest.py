@@ -22,7 +22,7 @@ from torch import nn
 from zeroshard.comm.levels import Transports
 from zeroshard.core.layout import Range
 from zeroshard.core.residency import UnitState
-from zeroshard.errors import ConfigError
+from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.weights import Weights
@@ -115,12 +115,7 @@ class Rest:
         """
         for unit in self._weights.units:
             for segment in unit.segments:
-                if not segment.may_be_written:
-                    continue
-                written = segment.flat.written(ends=ends and not segment.lags)
-                if segment.flat.replicated:
-                    written += segment.user_view.written()
-                if written:
+                if segment.may_be_written and (written := segment.written(ends=ends)):
                     segment.take_writes(written)
 
     def publish(self, *, frozen: bool = False, everything: bool = True) -> None:
@@ -164,11 +159,19 @@ class Rest:
         """
         self._weights.availability.check_trained()
         self._swap(exchange, entering=True)
+        written: list[str] = []
         try:
             with self._weights.availability.swapped():
                 yield
         finally:
+            for segment in self._weights.segments:
+                written += segment.written() if segment.may_be_written else []
             self._swap(exchange, entering=False)
+        if written:
+            raise StateError(
+                f"parameter {written[0]!r} was written to inside EMA.swapped(), and the write is"
+                " lost: edit it after that context"
+            )
 
     def _swap(self, exchange: Callable[[], None], *, entering: bool) -> None:
         """Exchange the masters, and let the weights follow. Where that fails the masters are the
