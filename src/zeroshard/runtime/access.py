@@ -335,8 +335,14 @@ class StateAccess:
 
     def join_step(self) -> None:
         """Return when no step is under way, and what rests may be read and written as what is
-        trained; what went wrong in the step is noted.
+        trained, with what the user has written to the weights since; what went wrong in the step
+        is noted.
         """
+        self.wait_step()
+        self.rest.take_writes()
+
+    def wait_step(self) -> None:
+        """`join_step` for who writes what the user has written himself."""
         self._weights.availability.check_trained()
         self._join_step()
 

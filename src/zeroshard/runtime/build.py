@@ -143,7 +143,7 @@ def build_units(
             views = segment.flat.buffer.views
             view = segment.user_view
             view.detach() if cells.weight.is_sharded else view.attach(views)
-            segment.flat.publish()
+            segment.flat.publish(everywhere=True)
         units.append(unit)
         return_freed_memory()  # of the original parameters
     return units
@@ -321,6 +321,7 @@ def _build_segment(
     segment = Segment(plan, flat, grad, split=splits.optim)
     if plan.trainable and context.options.trains:
         make_master(segment, cells, context, reserved)
+    segment.watch(strict=context.options.strict)
     with context.faults.noted(lost=True):
         segment.store(values)
     del values

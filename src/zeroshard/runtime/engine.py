@@ -218,6 +218,7 @@ class Engine(Assembly):
                     if segment.master is None:
                         make_master(segment, unit.cells, self._context)
                         segment.fill_master()
+                        segment.watch(strict=self._context.options.strict)
         tiles = StepTiles(self._weights.units, self._context)
         settings = step_settings(self._context, self._weights.units)
         sharded = ShardedOptimizer(optimizer, self._loop, *settings)

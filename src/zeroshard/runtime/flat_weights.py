@@ -20,20 +20,23 @@ does not know modules, parameters or autograd; those are runtime/unit.py's.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import groupby
 from operator import attrgetter
 
 import torch
+from xxhash import xxh3_64_intdigest
 
 from zeroshard.comm.levels import Start, Step
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import Transport, Window, Work
-from zeroshard.core.layout import Range
+from zeroshard.core.layout import Piece, Range
 from zeroshard.core.placement import Portion, Scope
 from zeroshard.core.recording import Operation, Probe
 from zeroshard.core.route import Axis, Hop, Kind, Route
+from zeroshard.core.tensor_digest import digest_of
 from zeroshard.core.wire import BlockCodec
 from zeroshard.errors import StorageError
 from zeroshard.memory import placeholder_value, reads_wait
@@ -139,6 +142,9 @@ class FlatWeights:
             and not (is_stepped and layout.scope(cells.optim) is Scope.NODE_SHARD)
         )
         self._publishing: Flight | None = None  # slices of other nodes on their way here
+        # digests of this rank's own parameters, as published, where nobody else may write there
+        self._watched: tuple[torch.Tensor, Sequence[Piece], Sequence[Range]] | None = None
+        self._published: list[str | int] | None = None
         # a plain gather, with the buffer that it fills and the memory at rest
         self._built: tuple[torch.Tensor, torch.Tensor | None, Sequence[Step]] | None = None
 
@@ -321,11 +327,52 @@ class FlatWeights:
         if self.window is not None:
             self.window.close()
 
-    def publish(self) -> None:
-        """Say that our slice is written and may be read. Where a rank keeps its column, slices of
-        other nodes come first, and whoever needs them waits for the flight: `wait_published`.
+    def watch(self, span: Range) -> None:
+        """Find out from now on whether elements `span` of the buffer, which rest here, are written
+        to by anybody but us.
         """
-        if self.window is None:
+        base = self.rest_span[0]
+        memory = self.rest.whole[span[0] - base : span[1] - base]
+        pieces, size = self.layout.pieces_in(span), memory.element_size()
+        places = [(size * one.shard_start, size * one.shard_stop) for one in pieces]  # in bytes
+        self._watched = memory, pieces, places
+        self._published = self._digests()
+
+    def _digests(self) -> list[str | int] | None:
+        """Return a digest of each watched parameter's own part, as it is now."""
+        if self._watched is None:
+            return None
+        memory, _, places = self._watched
+        if memory.device.type != "cpu":
+            data = memory.view(torch.uint8)
+            return [digest_of(data[start:stop]) for start, stop in places]
+        # not by numpy(), after which no storage can be resized any more
+        there = memoryview((ctypes.c_ubyte * memory.nbytes).from_address(memory.data_ptr()))
+        return [xxh3_64_intdigest(there[start:stop]) for start, stop in places]
+
+    def written(self, *, ends: bool) -> list[str]:
+        """Return the names of watched parameters with other numbers than were published, or than
+        this was asked last; `ends`: we begin to write there ourselves, and publish next.
+        """
+        if self._watched is None or self._published is None:
+            return []
+        before, now = self._published, self._digests()
+        assert now is not None
+        self._published = None if ends else now
+        if now == before:
+            return []
+        watched = zip(self._watched[1], before, now, strict=True)
+        return [piece.name for piece, old, new in watched if old != new]
+
+    def publish(self, *, everywhere: bool = False) -> None:
+        """Say that our slice is written and may be read; `everywhere`: every rank that keeps the
+        whole buffer has written all of it, and takes nothing from us. Where a rank keeps its
+        column, slices of other nodes come first, and whoever needs them waits for the flight:
+        `wait_published`.
+        """
+        self._published = None if self._watched is None else self._digests()
+        everywhere = everywhere or self.stepped == self.rest_span
+        if self.window is None or (self.replicated and everywhere):
             return
         if not self.awaits_nodes:
             self.window.publish()
@@ -350,6 +397,8 @@ class FlatWeights:
     def abandon(self) -> None:
         """After an exception: nothing is under way or kept. The transports have given up."""
         self.column = self._arrived = self._publishing = None
+        if not self.replicated and self._published is not None:
+            self._published = self._digests()  # a write that is lost is told once
 
 
 class _Gather:

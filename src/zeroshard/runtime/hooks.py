@@ -61,7 +61,8 @@ class _ParameterTie:
         self, hooks: Hooks, unit: Unit, segment: Segment, parameter: nn.Parameter, name: str
     ) -> None:
         self.name = name
-        self.keeps_writes = segment.keeps_writes
+        self.keeps_writes = segment.is_whole
+        self.keeps_memory = segment.keeps_writes
         self._hooks = weakref.ref(hooks)  # [Note: weak hooks]
         self._unit = weakref.ref(unit)
         self._parameter = weakref.ref(parameter)

@@ -105,6 +105,17 @@ class Parameters:
         for poison in self._poison:
             poison.fill_(placeholder_value(self._dtype))
 
+    def written(self) -> list[str]:
+        """Return the names of attached parameters that were written to, by any way that counts
+        versions, since they were attached or this was asked last.
+        """
+        versions = list(map(_VERSION, self.parameters))
+        if self._attached is self._released or versions == self._versions:
+            return []
+        moved = zip(self.names, versions, self._versions, strict=True)
+        self._versions = versions
+        return [name for name, now, before in moved if now != before]
+
     def lost(self, *, writes: bool = True) -> str | None:
         """Return the name of a parameter that has been given other memory since attach or detach,
         or (`writes`) was written to, if any.

@@ -63,6 +63,10 @@ class Tie(Protocol):
     def keeps_writes(self) -> bool:
         """Whether the parameter may be written to once it is here."""
 
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether it may be given other memory then."""
+
     def gather(self, operation: str) -> None:
         """Bring the parameter's unit here for a use of it by `operation`; StateError where that
         may not be done.
@@ -99,7 +103,8 @@ class _Released(torch.Tensor):
             return _describe(released[0])
         operation = _name_of(func)
         for parameter in written_to(func, args, kwargs, _Released):
-            if parameter._zeroshard.keeps_writes:
+            tie = parameter._zeroshard
+            if tie.keeps_memory if func is SET_DATA else tie.keeps_writes:
                 continue
             raise StateError(
                 f"parameter {parameter._zeroshard.name!r} was written to while it was released, and"

@@ -22,7 +22,7 @@ from torch import nn
 from zeroshard.comm.levels import Transports
 from zeroshard.core.layout import Range
 from zeroshard.core.residency import UnitState
-from zeroshard.errors import ConfigError
+from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.weights import Weights
@@ -99,12 +99,24 @@ class Rest:
         ]
 
     def before_writing(self) -> None:
-        """Finish the gathers under way and wait until every rank is done reading the weights."""
+        """Finish the gathers under way, take what the user has written to whole weights into the
+        masters, and wait until every rank is done reading the weights.
+        """
         self._weights.finish_gathers()
         for unit in self._weights.units:
             if unit.residency.state is UnitState.FULL:
                 unit.check_memory()
+        self.take_writes(ends=True)
         self._transports.begin_write()
+
+    def take_writes(self, *, ends: bool = False) -> None:
+        """Let the masters follow what the user has written to whole weights; `ends`: the weights
+        are written next. Raises StateError where a write is lost.
+        """
+        for unit in self._weights.units:
+            for segment in unit.segments:
+                if segment.may_be_written and (written := segment.written(ends=ends)):
+                    segment.take_writes(written)
 
     def publish(self, *, frozen: bool = False, everything: bool = True) -> None:
         """The masters (and `frozen` weights) have been written: cast them into the weights and
@@ -144,7 +156,8 @@ class Rest:
                     segment.grad.reset_residual()  # of gradients of other weights
         self.publish(frozen=True)
         if any(segment.keeps_writes for segment in self._weights.segments):
-            self.before_writing()  # before anybody writes to these, everybody has read them
+            self._weights.finish_gathers()
+            self._transports.begin_write()  # before the user writes to these, all have read them
         self._faults.agree()
 
     @contextmanager
@@ -154,11 +167,19 @@ class Rest:
         """
         self._weights.availability.check_trained()
         self._swap(exchange, entering=True)
+        written: list[str] = []
         try:
             with self._weights.availability.swapped():
                 yield
         finally:
+            for segment in self._weights.segments:
+                written += segment.written() if segment.may_be_written else []
             self._swap(exchange, entering=False)
+        if written:
+            raise StateError(
+                f"parameter {written[0]!r} was written to inside EMA.swapped(), and the write is"
+                " lost: edit it after that context"
+            )
 
     def _swap(self, exchange: Callable[[], None], *, entering: bool) -> None:
         """Exchange the masters, and let the weights follow. Where that fails the masters are the

@@ -19,7 +19,7 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.resting import AtRest, is_weight, num_shared
 from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work
-from zeroshard.errors import StorageError
+from zeroshard.errors import StateError, StorageError
 from zeroshard.memory import cast_for, mark
 from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.context import SegmentPlan
@@ -70,6 +70,7 @@ class Segment:
         # what the user sees
         self.user_view = Parameters(self.names, self.parameters, flat.dtype)
         self.rewritten = True  # frozen weights: since they were gathered last
+        self.may_be_written = False  # whether `take_writes` has anything to look for
 
     @property
     def has_news(self) -> bool:
@@ -84,6 +85,49 @@ class Segment:
         every rank keeps them whole, on the device, and no step writes to them.
         """
         return self.grad is None and self.flat.replicated and not self.flat.buffer.is_ours
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether every rank keeps the parameters whole, and what is written to them, alike on
+        every rank, is trained on: they are the masters, or the masters follow (`take_writes`).
+        """
+        is_late = self.grad is not None and self.flat.context.tiering.delayed_update is not None
+        return self.flat.replicated and not self.flat.buffer.is_ours and not is_late
+
+    def watch(self, *, strict: bool) -> None:
+        """Look for what the user writes to weights that are not the masters, and on the CPU, or on
+        a device where the user is `strict`, also for writes that count no version.
+        """
+        flat = self.flat
+        by_value = (strict or flat.buffer.device.type == "cpu") and flat.rest.on_device
+        if flat.replicated:
+            self.may_be_written = self.own_master is not None
+            if by_value and self.may_be_written:
+                flat.watch(flat.stepped)
+        elif by_value and flat.is_local and (flat.layout.num_shards > 1 or self.own_master):
+            self.may_be_written = True
+            flat.watch(flat.own_span)
+
+    def written(self, *, ends: bool = False) -> list[str]:
+        """Return the parameters to which the user has written since they were published, or since
+        this was asked last; `ends`: see FlatWeights.written.
+        """
+        named = self.flat.written(ends=ends and not self.lags)
+        return named + self.user_view.written() if self.flat.replicated else named
+
+    def take_writes(self, written: Sequence[str]) -> None:
+        """Let the master follow the weights, to which the user has `written`, by parameter. Raises
+        StateError where that is lost.
+        """
+        if not self.is_whole:
+            reached = " and has reached other ranks" if self.flat.is_local else ""
+            raise StateError(
+                f"parameter {written[0]!r} was written to outside engine.gathered(writeback=True),"
+                f" which is lost{reached}: edit it inside of that, and load a checkpoint"
+            )
+        if self.own_master is not None:
+            with torch.no_grad():
+                self._edit_master(self.own_master, self.flat.views)
 
     @property
     def master_is_weight(self) -> bool:
@@ -299,7 +343,7 @@ class Segment:
         self.flat.release_column()
         self.rewritten |= frozen
         if not frozen:
-            self.forget_overwritten()
+            self._overwritten.clear()
 
     def forget_overwritten(self) -> None:
         """Let go of the masters that edits have overwritten."""

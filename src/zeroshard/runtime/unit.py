@@ -154,6 +154,7 @@ class Unit:
             if name is None and (self._strict or user_view.has_no_nan):
                 name = user_view.lost_by_value()
             if name is not None:
+                self._release_anew()  # it is told once
                 raise _lost(name, "while it was released")
         if self.residency.state is not UnitState.RESTING:
             raise self._cannot("start a gather")
@@ -170,9 +171,28 @@ class Unit:
         if self._flight is not None:
             self._flight.advance()
 
+    def forget_writes(self) -> str | None:
+        """Release parameters anew that were written to while they were released; return the name
+        of one, if any.
+        """
+        name = None
+        if self.residency.state is not UnitState.FULL:
+            name = next(filter(None, (one.user_view.lost() for one in self.segments)), None)
+        if name is not None:
+            self._release_anew()
+        return name
+
+    def _release_anew(self) -> None:
+        for segment in self.segments:
+            segment.heal()
+            segment.user_view.detach()
+
     def landing(self) -> Flight:
         """Return the flight under way, to be waited for; peers wait here for this rank's part."""
         assert self._flight is not None, self
+        # a view that was kept since before the step leads to memory that others are writing
+        if not self.residency.traits.is_sharded and (name := self.forget_writes()) is not None:
+            raise _lost(name, "while it was released")
         for segment in self.segments if self.steps_elsewhere else ():
             segment.wait_uploads()
         return self._flight
@@ -189,12 +209,9 @@ class Unit:
         """
         name, num_bytes = None, 0
         for segment in self.segments:
-            keeps_writes = segment.flat.replicated and (
-                segment.master is None or segment.master_is_weight
-            )
             if segment.keeps_writes:
                 segment.user_view.adopt()
-            name = name or segment.user_view.lost(writes=not keeps_writes)
+            name = name or segment.user_view.lost(writes=not segment.is_whole)
             segment.user_view.detach()
             num_bytes += segment.flat.release(for_backward=for_backward)
         if name is not None:

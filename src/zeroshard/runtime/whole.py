@@ -10,6 +10,7 @@ lost in silence.
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -33,6 +34,8 @@ from zeroshard.state.state import State
 
 __all__ = ["Whole"]
 
+_log = logging.getLogger("zeroshard")
+_LOST = "parameter %r was written to while it was released: close() gives back what was trained"
 _CALL = "engine.gathered(writeback=True)"
 _LOAD = "load_state_dict()"
 _SAME = (
@@ -265,7 +268,7 @@ class Whole:
         for segment, copy in zip(unit.segments, copies, strict=True):
             with self._faults.noted(lost=True):
                 segment.store(segment.flat.buffer.views_of(copy), edits=True)
-            segment.flat.publish()
+            segment.flat.publish(everywhere=True)
         self._faults.agree()
         if refresh:
             self._weights.refresh([unit])
@@ -408,6 +411,8 @@ class Whole:
         """
         with self._weights.showing(self._weights.units):
             for unit in self._weights.units:
+                if (lost := unit.forget_writes()) is not None:
+                    _log.warning(_LOST, lost)
                 # masters are gathered without the weights
                 is_gathered = not (
                     unit.residency.state is UnitState.RESTING

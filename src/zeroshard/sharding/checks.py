@@ -34,6 +34,7 @@ __all__ = [
     "check_own_meshes",
     "check_per_rank",
     "check_precision",
+    "check_renormed",
     "node_size_of",
 ]
 
@@ -184,6 +185,31 @@ def check_codecs(model: nn.Module, dtypes: Dtypes, settings: Config) -> None:
                     f"comm.{setting}={name!r} takes fp32, bf16 and fp16; parameter {path!r} is"
                     f" {dtype_name(dtype)}: leave the codec out"
                 )
+
+
+def check_renormed(
+    model: nn.Module, plans: Sequence[UnitPlan], dtypes: Dtypes, settings: Config
+) -> None:
+    """Raise ConfigError for an embedding that rescales rows of its own weight in each forward,
+    those of this rank's batch, where that weight is not this rank's fp32 master.
+    """
+    policy = settings.resolved_policy()
+    unit_of = {id(p): plan.name for plan in plans for p in plan.parameters.values()}
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
+            continue
+        weight = module.weight
+        is_sharded = policy.cells(unit_of[id(weight)]).weight.is_sharded
+        rounds = weight.requires_grad and dtypes.of[id(weight)] is not torch.float32
+        if is_sharded or rounds:
+            dtype = dtype_name(dtypes.of[id(weight)])
+            where = f"policy={policy.name!r}" if is_sharded else f"its weight in {dtype}"
+            raise ConfigError(
+                f"module {name!r} rescales rows of its weight in each forward"
+                f" (max_norm={module.max_norm}), which would be lost with {where}: use"
+                " max_norm=None, and rescale them after the step inside"
+                " engine.gathered(writeback=True)"
+            )
 
 
 def check_leaves(model: nn.Module, settings: Config, mesh_axes: MeshAxes) -> None:

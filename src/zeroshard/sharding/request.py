@@ -33,6 +33,7 @@ from zeroshard.sharding.checks import (
     check_own_meshes,
     check_per_rank,
     check_precision,
+    check_renormed,
     node_size_of,
 )
 from zeroshard.sharding.compare import REMEDY, Call, Report, errors_by_id, settings_report
@@ -166,6 +167,7 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
         model, settings.units, own_meshes=[own.pattern for own in mesh_axes.own]
     )
     check_own_meshes(model, plans, mesh_axes, mesh, settings, call.sync_from)
+    check_renormed(model, plans, dtypes, settings)
     cut = None if shares is None else shares_of(shares)
     compared = call.first_report() | settings_report(common, mesh_axes, node_size)
     return ShardRequest(
@@ -198,6 +200,7 @@ def changed_request(request: ShardRequest, common: Config, mesh_axes: MeshAxes) 
     """
     settings, mesh, node_size = _rank_settings(common, mesh_axes)
     check_codecs(request.model, request.dtypes, settings)
+    check_renormed(request.model, request.plans, request.dtypes, settings)
     shares = request.shares
     if not isinstance(common.shares, str):
         shares = None if common.shares is None else shares_of(common.shares)

@@ -6,13 +6,14 @@ How the slices of a 3-rank window rest, and what `gather` costs::
                                (aliased): gather copies nothing
     sharded, otherwise         a memfd per rank, of its slice; near peers map it; gather copies near
                                slices, receives far ones
-    replicated                 a memfd per rank, of the whole buffer; near peers map it and copy our
-                               slice out of it
+    replicated                 a memfd per rank, of the whole buffer; near peers map it, and publish
+                               copies our slice into theirs
     without near peers         private memory; all slices are received
 
 Invariant: a slice is written only between `begin_write` (every near rank has finished reading) and
 `publish`, which raises its epoch; a gather copies from a near peer once that peer has published as
-often as we have, and checks that the epoch did not move meanwhile.
+often as we have, and checks that the epoch did not move meanwhile. Of a replicated window nobody
+reads a peer's memory: from `publish` on what a rank has belongs to its user, who may write to it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class _WindowMemory:
 
     full: torch.Tensor | None
     local: torch.Tensor
-    # the near peers' mapped slices, where they are not part of full already
+    # the near peers' mapped slices, where they are not part of full already; of a replicated window
+    # where our slice lies in their memory
     near: Mapping[int, torch.Tensor] = field(default_factory=dict)
     aliased: bool = False
 
@@ -176,8 +178,8 @@ class Windows(Plane):
         near = dict(zip(self.control.near, mapped, strict=True))
         if not replicated:
             return _WindowMemory(None, whole, near)
-        slices = {peer: data[slice(*ranges[peer])] for peer, data in near.items()}
-        return _WindowMemory(whole, whole[start:stop], slices)
+        ours = {peer: data[start:stop] for peer, data in near.items()}
+        return _WindowMemory(whole, whole[start:stop], ours)
 
     def _offer(self, serial: int, num_bytes: int, *, reserved: bool) -> _Offer:
         """Make memory and send its descriptor to the near peers, or why there is none."""
@@ -289,17 +291,16 @@ class PairedWindow:
         if target is None:
             raise StateError(f"window {self.key} rests sharded: gather needs `out`")
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from), for near slices
-        if self.aliased and out is not None:
+        if self.aliased and target is not self.full:
             assert self.full is not None, self.key
-            copies = [(out, self.full)]
-        elif not self.aliased:
-            copies = [
-                (target[slice(*self.ranges[peer])], data) for peer, data in self._near.items()
-            ]
-            if out is not None:
-                out[slice(*self.ranges[self._control.rank])].copy_(self.local)
+            copies = [(target, self.full)]
+        elif target is not self.full:
+            for peer, slot in self._near.items():
+                span = slice(*self.ranges[peer])
+                copies.append((target[span], slot if self.full is None else self.full[span]))
+            target[slice(*self.ranges[self._control.rank])].copy_(self.local)
         work = GatherWork(self._control, self, copies, self._post(target))
-        self._count(bool(copies))
+        self._count(bool(copies or self._near))
         self._windows.start(work)
         return work
 
@@ -322,6 +323,9 @@ class PairedWindow:
         self._control.count("all_gather", bytes_of, near="shared_memory" if copied else "mapped")
 
     def publish(self) -> None:
+        if self.full is not None:  # else peers copy our slice when they need it
+            for theirs in self._near.values():
+                theirs.copy_(self.local)
         self.epoch += 1
         self._control.dispatcher.send(MessageKind.PUBLISHED, self.serial, self.epoch)
 
