@@ -181,3 +181,28 @@ def test_a_rank_that_runs_out_of_memory_is_named_first(tmp_path: Path) -> None:
         seconds.append(took)
     print(f"F13: 20 of 20 named, most {max(seconds):.2f} s")
     assert max(seconds) <= 5.0, seconds
+
+
+LATE = """
+import torch, zeroshard as zs
+if rank == 1 and sys.argv[1] == "init_distributed":
+    time.sleep(600)
+zs.init_distributed(timeout_s=float(sys.argv[2]))
+if rank == 1:
+    time.sleep(600)
+zs.shard(torch.nn.Linear(8, 8), stall_timeout_s=10)
+"""
+
+
+@pytest.mark.parametrize(("call", "timeout_s"), [("init_distributed", 10), ("shard", 600)])
+def test_a_rank_that_does_not_come_is_named_when_the_calls_own_limit_is_over(
+    call: str, timeout_s: int, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, HELLO + LATE, "--nproc", "3", args=(call, str(timeout_s)))
+    try:
+        code, _, stderr = job.end(timeout=300)
+    finally:
+        job.process.kill()
+    # on a busy machine another one may be late, too
+    told = rf"{call}\(\): rank\(s\) \[[^]]*1[^]]*\] did not come within 10 s"
+    assert code == 71 and re.search(told, stderr), stderr

@@ -6,6 +6,7 @@ in `ALIKE` why ranks may differ there.
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -510,3 +511,77 @@ def test_ranks_that_do_different_things_are_told_what_on_every_rank(
                 continue
             said = told.get(number, "nothing")
             assert re.search(case.told, said) and "StallError" not in said, (case.of, said)
+
+
+# ------------------------------------------------------------------ what CPU ranks alone let pass
+
+
+def _evaluate(run: Run) -> None:
+    with torch.no_grad():
+        run.model(*batch(run.rank, 1))
+
+
+def _gathered(run: Run) -> None:
+    with run.engine.gathered():
+        if run.rank == 0:
+            _evaluate(run)
+
+
+def _joined(run: Run) -> None:
+    with run.engine.join():
+        for _ in range(2 + run.rank):
+            run.step()
+
+
+def _accumulated(run: Run) -> None:
+    run.engine.accumulate(range(2 + run.rank), lambda number: run.model(*batch(number, 0)))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+AHEAD: dict[str, tuple[Callable[[Run], Any], str, bool]] = {  # the row, and whether it is told
+    "a forward of one rank": (lambda r: r.rank or _evaluate(r), "zero3", True),
+    "a read on one rank": (lambda r: r.rank or r.model.head.weight.norm(), "zero3-keep", True),
+    "a forward of one rank, weights whole": (lambda r: r.rank or _evaluate(r), "zero2", False),
+    "a forward of one rank inside gathered()": (_gathered, "zero3", False),
+    "a forward and a read of every rank": (
+        lambda r: (_evaluate(r), r.model.head.weight.norm()),
+        "zero3",
+        False,
+    ),
+    "uneven batches": (_joined, "zero3", False),
+    "uneven micro-batches": (_accumulated, "zero3", False),
+    "uneven leaves": (lambda r: None, "zero3", False),
+}
+
+
+def _warned(rank: int, world: int) -> dict[str, list[str]]:
+    """Return what is logged in each case of `AHEAD`, which stands before two of four steps."""
+    out: dict[str, list[str]] = {}
+    for name, (act, row, _) in AHEAD.items():
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, said=said: said.append(record.getMessage())  # type: ignore[method-assign, misc]
+        logging.getLogger("zeroshard").addHandler(handler)
+        model = make_model(layers=2)
+        optimizer = two_groups(model)
+        leaves = 5 if name == "uneven leaves" else None
+        engine = zs.shard(model, optimizer, policy=row, leaves=leaves, stall_timeout_s=60)
+        run = Run(rank, Path(), model, optimizer, engine, leaves)
+        for number in range(4):
+            if number in (1, 2):
+                act(run)
+            run.step()
+        engine.close()
+        logging.getLogger("zeroshard").removeHandler(handler)
+        out[name] = [text for text in said if "began" in text]
+    return out
+
+
+def test_a_rank_that_is_ahead_where_only_cpu_ranks_let_it_pass_is_told_of_once() -> None:
+    first, second = run_ranks(2, _warned)
+    for name, (_, _, told) in AHEAD.items():
+        assert len(first[name]) == told and not second[name], (name, first[name], second[name])
+        if told:
+            assert first[name][0].startswith("rank(s) [0] began 2 forwards, or reads of weights")
+            assert "before step 1 where others began 1" in first[name][0]

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.mesh_ranks import AlongAxes
 from zeroshard.comm.own_mesh import OwnMesh, check_meshes, group_along, own_meshes, ranks_along
-from zeroshard.comm.plain import ranks_through
+from zeroshard.comm.plain import GroupRanks, ranks_through
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.dims import Dims
 from zeroshard.errors import ConfigError
@@ -49,7 +49,7 @@ class MeshAxes:
         return 1 if self.group is None else self.group.size()
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> GroupRanks:
         """These ranks, before there is a transport."""
         return ranks_through(self.group)
 

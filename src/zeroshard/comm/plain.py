@@ -1,6 +1,10 @@
 """Bytes of every rank to every rank through a process group, without pickle:
 ``all_gather_object`` would execute what a peer sends.
 
+`GroupRanks` wait for each other by a limit of their own where they have one: the group's may be
+half an hour, and its error names nobody. A rank that waits says so in the job's store after a
+second, so that those which are not there can be named.
+
 Invariant: no device takes part. A group without a backend for CPU tensors (plain NCCL) gets a gloo
 group of the same ranks, once; only what these must compare before goes over the device. Cost: two
 collectives, of 8 bytes and of the longest payload per rank.
@@ -9,49 +13,69 @@ collectives, of 8 bytes and of the longest payload per rank.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from math import prod
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroshard.comm.compat import all_gather_single
 from zeroshard.comm.groups import make_group
 from zeroshard.comm.ranks import Ranks
+from zeroshard.errors import StallError
 
-__all__ = ["gather_bytes", "on_cpu", "ranks_through"]
+__all__ = ["GroupRanks", "gather_bytes", "on_cpu", "ranks_through"]
 
 _FEW = 32  # bytes of a payload that goes through the device
+_SAYS_AFTER_S = 1.0  # when a rank that waits says that it is there
+_num_gathers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # of this rank
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def ranks_through(*groups: dist.ProcessGroup | None) -> Ranks:
-    """Return the ranks along process `groups`, in the order of their mesh: each rank is in one of
-    every axis. Without a group: this one rank.
-    """
-    known = [group for group in groups if group is not None]
-    rank = 0
-    for group in known:
-        rank = rank * group.size() + group.rank()
+class GroupRanks(Ranks):
+    """The ranks along process groups; see `ranks_through`."""
 
-    def exchange(payload: bytes, call: str) -> list[bytes]:
-        parts = gather_bytes(known[-1], payload)
-        for group in reversed(known[:-1]):
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        rank = 0
+        for group in groups:
+            rank = rank * group.size() + group.rank()
+        exchange = self._gather if groups else None
+        super().__init__(rank, prod(group.size() for group in groups), exchange)
+        self.limit_s: float | None = None  # how long it waits for others; None: as the group does
+        self._groups = groups
+
+    def _gather(self, payload: bytes, call: str) -> list[bytes]:
+        gather = partial(gather_bytes, call=call, limit_s=self.limit_s)
+        parts = gather(self._groups[-1], payload)
+        for group in reversed(self._groups[:-1]):
             text = json.dumps([part.decode("latin-1") for part in parts])
-            rows = map(json.loads, gather_bytes(group, text.encode()))
+            rows = map(json.loads, gather(group, text.encode()))
             parts = [part.encode("latin-1") for row in rows for part in row]
         return parts
 
-    size = prod(group.size() for group in known)
-    return Ranks(rank, size, exchange if known else None)
+
+def ranks_through(*groups: dist.ProcessGroup | None) -> GroupRanks:
+    """Return the ranks along process `groups`, in the order of their mesh: each rank is in one of
+    every axis. Without a group: this one rank.
+    """
+    return GroupRanks([group for group in groups if group is not None])
 
 
-def gather_bytes(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
-    """Return every rank's `payload`, of any size, in rank order. Collective."""
+def gather_bytes(
+    group: dist.ProcessGroup, payload: bytes, *, call: str = "", limit_s: float | None = None
+) -> list[bytes]:
+    """Return every rank's `payload`, of any size, in rank order. Collective. Raises StallError,
+    which names those that have not come to `call`, after `limit_s`.
+    """
     served, size = on_cpu(group), group.size()
     lengths = torch.zeros(size, dtype=torch.int64)
-    all_gather_single(lengths, torch.tensor([len(payload)], dtype=torch.int64), group=served)
+    own = torch.tensor([len(payload)], dtype=torch.int64)
+    work = all_gather_single(lengths, own, group=served, async_op=True)
+    _wait(work, group, call, limit_s)
     longest = max(1, *lengths.tolist())
     padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
     rows = torch.empty(size * longest, dtype=torch.uint8)
@@ -65,6 +89,30 @@ def gather_bytes(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
     ranks = dist.get_process_group_ranks(group)
     by_rank = dict(zip(sorted(ranks), payloads, strict=True))  # new_group sorts its ranks
     return [by_rank[rank] for rank in ranks]
+
+
+def _wait(work: dist.Work, group: dist.ProcessGroup, call: str, limit_s: float | None) -> None:
+    """Wait for `work` of all ranks of `group`. Raises StallError."""
+    _num_gathers[group] = number = _num_gathers.get(group, 0) + 1
+    if limit_s is None:
+        work.wait()
+        return
+    store, ranks = _get_default_store(), dist.get_process_group_ranks(group)
+    keys = [f"zeroshard/{group.group_name}/{number}/{rank}" for rank in ranks]
+    soon = min(_SAYS_AFTER_S, limit_s / 2)
+    for seconds in (soon, limit_s - soon):
+        try:
+            work.wait(timedelta(seconds=seconds))
+            return
+        except RuntimeError:
+            if work.is_completed():
+                raise
+        store.set(keys[group.rank()], "waits")
+    absent = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+    raise StallError(
+        f"{call}: rank(s) {absent} did not come within {limit_s:g} s; see what they are doing, or"
+        " raise stall_timeout_s if they are only slow"
+    )
 
 
 def on_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:

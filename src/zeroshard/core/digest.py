@@ -39,6 +39,9 @@ class Digest:
 
     def __init__(self) -> None:
         self.step = 0
+        # how often, since the last `advance`, this rank has begun what ranks do together although
+        # nothing may be sent: forwards, and reads of weights outside of them
+        self.num_begun = 0
         self.entered: Entered = ("shard()", "", 0, monotonic())
         self._ordered: dict[Ranks, int] = {}
         self._unordered = 0
@@ -79,6 +82,7 @@ class Digest:
     def advance(self, step: int | None = None) -> None:
         """Start the next step, or that numbered `step`."""
         self.step = self.step + 1 if step is None else step
+        self.num_begun = 0
         self._ordered.clear()
         self._unordered = 0
         self._log.clear()

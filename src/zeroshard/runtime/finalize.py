@@ -56,8 +56,8 @@ _log = logging.getLogger("zeroshard")
 _STEP = "optimizer.step() or clip_grad_norm_()"
 _NORM = "the norm of the gradient"
 _BAD = "the search for a gradient that is not finite"
-# digest of the decisions, micro-batches, unreduced, kinds of backwards, their weight
-_HEAD = struct.Struct("<QI?B3d")
+# digest of the decisions, micro-batches, begun, unreduced, kinds of backwards, their weight
+_HEAD = struct.Struct("<QII?B3d")
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class _Answer:
     digests: tuple[int, ...]  # of what it has asked of the others, by who these are
     decisions: int  # digest of what it has decided
     micro_batches: int
+    begun: int  # forwards, and reads of weights outside of them (`Digest.num_begun`)
     used: int  # a bit per trainable parameter: whether it has a gradient
     unreduced: bool  # gradients rest there that no reduce over all ranks has taken
     kinds: int  # of backwards, with a weight or without
@@ -76,7 +77,12 @@ class _Answer:
     def pack(self, width: int) -> bytes:
         """Return it as bytes, `used` in `width` of them."""
         head = _HEAD.pack(
-            self.decisions, self.micro_batches, self.unreduced, self.kinds, *self.weight
+            self.decisions,
+            self.micro_batches,
+            self.begun,
+            self.unreduced,
+            self.kinds,
+            *self.weight,
         )
         digests = struct.pack(f"<{len(self.digests)}Q", *self.digests)
         return digests + head + self.used.to_bytes(width, "little") + self.bad.encode()
@@ -84,11 +90,12 @@ class _Answer:
     @classmethod
     def unpack(cls, payload: bytes, width: int, num_digests: int) -> _Answer:
         digests = struct.unpack_from(f"<{num_digests}Q", payload)
-        decisions, count, unreduced, kinds, *parts = _HEAD.unpack_from(payload, 8 * num_digests)
+        head = _HEAD.unpack_from(payload, 8 * num_digests)
+        decisions, count, begun, unreduced, kinds, *parts = head
         start = 8 * num_digests + _HEAD.size
         used = int.from_bytes(payload[start : start + width], "little")
         bad, weight = payload[start + width :].decode(), (parts[0], parts[1], parts[2])
-        return cls(digests, decisions, count, used, unreduced, kinds, weight, bad)
+        return cls(digests, decisions, count, begun, used, unreduced, kinds, weight, bad)
 
 
 class Finalizer:
@@ -121,6 +128,13 @@ class Finalizer:
         self._weight = context.transport.size if counts_ranks else 1
         if backward.leaves is not None:
             self._weight = backward.leaves.tree.leaves
+        # nobody waits for a rank that gathers weights by itself; leaves shadow what others run
+        self._may_run_ahead = (
+            context.levels.one_sided
+            and context.transport.size > 1
+            and backward.leaves is None
+            and any(cells.weight.is_sharded for cells in context.policy.all_cells)
+        )
         self._faults = context.faults
         self._bad_steps = bad_steps
         self._bad_in_a_row = 0
@@ -273,6 +287,7 @@ class Finalizer:
             tuple(map(self._digest.value, self._members)),
             decisions.digest(),
             here.micro_batches,
+            self._digest.num_begun,
             bits,
             unreduced,
             here.kinds,
@@ -294,7 +309,24 @@ class Finalizer:
         if differs:
             self._refuse()
         decisions.compared()
+        if self._may_run_ahead and len({answer.begun for answer in answers}) > 1:
+            self._tell_ahead([answer.begun for answer in answers])
         return answers
+
+    def _tell_ahead(self, begun: Sequence[int]) -> None:
+        """Warn, once, that some ranks have done alone what every rank has to do elsewhere."""
+        self._may_run_ahead = False
+        if self._transport.rank == 0:
+            _log.warning(
+                "rank(s) %s began %d forwards, or reads of weights outside of them, before step %d"
+                " where others began %d: here ranks read each other's memory and go on, but over"
+                " sockets, or on GPUs, these wait for all ranks, and the job stalls: run them on"
+                " every rank (comm=zs.Comm(transport='gloo') does here what a cluster does)",
+                [rank for rank, count in enumerate(begun) if count == max(begun)],
+                max(begun),
+                self._digest.step,
+                min(begun),
+            )
 
     def _first_unlike(self, of_ranks: Sequence[Sequence[T]]) -> dict[int, T]:
         """Return, by rank, the first of `of_ranks` (by rank, and number in `_holders`) in which

@@ -91,6 +91,7 @@ class Loop:
         evaluates = not (torch.is_grad_enabled() or is_checkpointed())
         self.weights.begin("forward", repeats=evaluates and self.backward.optimizer is None)
         self.weights.enter(evaluates=evaluates)
+        self.weights.digest.num_begun += not self.weights.nothing_to_do
         self._saved.begin()
         self._begun()
 
@@ -115,6 +116,7 @@ class Loop:
         """Take part in a forward of the other ranks, without one of our own: what their gathers
         need of us.
         """
+        self.weights.digest.num_begun += 1
         for _ in self.weights.shadow("forward"):
             pass
         self._begun()
@@ -205,6 +207,8 @@ class Loop:
                 f"{late if self.backward.optimizer is None else ''}"
             )
         may_follow = in_backward or torch.is_grad_enabled()
+        if not (in_backward or self.weights.schedule.running):
+            self.weights.digest.num_begun += self.backward.runs_plainly
         self.weights.hold(unit, phase, Until.BACKWARD_ENDS if may_follow else Until.FORWARD_ENDS)
 
     def hold(self, unit: Unit) -> None:

@@ -36,7 +36,7 @@ from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.schedule import grad_pool_bytes
 from zeroshard.core.tree import Deal, Tree
-from zeroshard.errors import ConfigError, StorageError
+from zeroshard.errors import ConfigError, StallError, StorageError
 from zeroshard.memory import MemoryCounter, Pages
 from zeroshard.nn.deferred import (
     allocate,
@@ -82,7 +82,8 @@ def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -
     ``LOCAL_RANK``; the backend is then the one of its type (nccl, xccl), which connects here and
     now, and gloo for CPU tensors, else gloo. Where a host has fewer devices than ranks they meet
     over gloo alone, with a warning; of several hosts it raises ConfigError. Ranks that
-    ``zeroshard run`` has started on one host meet in a file that only this user can read.
+    ``zeroshard run`` has started on one host meet in a file that only this user can read. Raises
+    StallError where not all ranks have come after `timeout_s`.
     """
     if dist.is_initialized():
         return
@@ -93,12 +94,29 @@ def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -
     backend, device = _take_device(backend, is_task=bool(from_tasks))
     timeout, path = timedelta(seconds=timeout_s), meeting_file()
     join = partial(dist.init_process_group, backend, timeout=timeout, device_id=device)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if path is None:
-        join()
+        try:
+            join()
+        except dist.DistStoreError as error:
+            at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise StallError(
+                f"init_distributed(): not all of {size} ranks met at {at} within {timeout_s:g} s:"
+                " see whether all have been started, or raise timeout_s if they are only slow"
+            ) from error
         atexit.register(_leave_group)
         return
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(path, size)  # type: ignore[attr-defined]
+    keys = [f"zeroshard/{number}" for number in range(size)]
+    store.set(keys[rank], "joins")
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        absent = [number for number, key in enumerate(keys) if not store.check([key])]
+        raise StallError(
+            f"init_distributed(): rank(s) {absent} did not come within {timeout_s:g} s; see what"
+            " they are doing, or raise timeout_s if they are only slow"
+        ) from error
     join(store=store, rank=rank, world_size=size)
 
 
