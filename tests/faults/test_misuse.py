@@ -786,3 +786,22 @@ def test_arguments_of_save_and_load_that_are_no_such_thing_are_named(tmp_path: P
         with pytest.raises(ConfigError, match=message):
             call()
     engine.close()
+
+
+def _appended(rank: int, world: int) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="bf16")
+    model.append(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        model(torch.ones(2, 4))
+    engine.reset()
+    del model[2]
+    engine.backward(model(torch.ones(2, 4)).sum())
+    engine.close()
+    return "".join(caught.value.__notes__)
+
+
+def test_in_bf16_torchs_error_about_a_module_that_came_later_names_it() -> None:
+    for note in run_ranks(2, _appended):
+        assert "'2.weight' came into the model after shard()" in note and "\n" not in note

@@ -360,6 +360,34 @@ def test_when_all_ranks_hang_the_job_ends_with_the_stacks_of_every_rank(launch: 
         ), stderr
 
 
+BEATING = """
+from zeroshard.comm.launched import heartbeat
+beat = heartbeat()
+beat()
+(here / f"beats-{rank}").touch()
+while not (here / "enough").exists():
+    beat()
+    time.sleep(0.05)
+"""
+
+
+def test_a_job_that_was_suspended_as_a_whole_goes_on(launch: Launch) -> None:
+    job = launch(HELLO + BEATING, "--nproc", "2", "--stall-timeout=10")
+    pids = [job.process.pid, *job.ranks(2)]
+    for rank in range(2):
+        job.wait_for(f"beats-{rank}")
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(13)
+    for pid in pids:  # the launcher first: it looks before a rank has shown a heartbeat
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.5)
+    time.sleep(2)
+    (job.directory / "enough").touch()
+    code, _, stderr = job.end(timeout=60)
+    assert code == 0, stderr
+
+
 def test_ranks_that_compute_before_their_first_heartbeat_have_not_stalled(launch: Launch) -> None:
     busy = "end = time.monotonic() + 5\nwhile time.monotonic() < end:\n    pass\n"
     code, _, stderr = launch(HELLO + busy, "--nproc", "2", "--stall-timeout=1.5").end()

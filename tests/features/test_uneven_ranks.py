@@ -450,3 +450,47 @@ def _cleared_on_one_rank(rank: int, world: int, row: str) -> float:
 @pytest.mark.parametrize("row", ["zero2", "zero3"])
 def test_the_norm_leaves_out_gradients_that_are_cleared_where_they_were_made(row: str) -> None:
     assert max(run_ranks(2, _cleared_on_one_rank, row, timeout=60)) < 1e-6
+
+
+class Mixture(nn.Module):
+    """Experts that are modules, of which each rank runs others, and another number of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        for index in ((0,), (1, 2, 3))[rank]:
+            x = x + self.experts[index](x)
+        return x
+
+
+def _experts(rank: int, world: int, unit: type[nn.Module], comm: dict[str, str]) -> str:
+    torch.manual_seed(0)
+    model = nn.ModuleList([Mixture(), Mixture()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stall_timeout_s = 3 if unit is nn.Linear else 60
+    engine = zs.shard(
+        model, optimizer, stage=3, units=[unit], comm=comm, stall_timeout_s=stall_timeout_s
+    )
+    try:
+        for _ in range(2):
+            x = torch.randn(2, 16)
+            for layer in model:
+                x = layer(x, rank)
+            engine.backward(x.square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    except (zs.StallError, zs.StateError) as error:
+        return str(error)
+    engine.close()
+    return ""
+
+
+@pytest.mark.parametrize("comm", [{"weight_codec": "int8"}, {"transport": "gloo"}])
+def test_where_every_rank_gathers_the_same_a_stall_of_other_experts_names_the_remedy(
+    comm: dict[str, str],
+) -> None:
+    told = run_ranks(2, _experts, nn.Linear, comm)
+    assert any("comm.weight_codec" in one and "units=[its class]" in one for one in told), told
+    assert run_ranks(2, _experts, Mixture, comm) == ["", ""]

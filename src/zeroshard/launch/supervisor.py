@@ -167,14 +167,24 @@ class _Stall:
     ) -> None:
         self.ends = limit_s is not None  # and else is only told
         self.limit_s = STALL_S if limit_s is None else limit_s  # 0: never look
+        self.every_s = min(self.limit_s / 4, 5.0)  # a look comes after so long, or sooner
         self._tell = tell
         self._told_of: float | None = None  # the last heartbeat before it
+        self._looked_at, self._last = time.monotonic(), 0.0
+        self._suspended_s = 0.0  # since the `_last` sign: looks came late, so we were not running
 
     def is_new(self, ranks: list[_WatchedRank]) -> bool:
-        """Whether the `ranks`, all alive, have stalled since it was told last."""
+        """Whether the `ranks`, all alive, have stalled since it was told last. A job that is
+        suspended as a whole has not: its launcher did not run either.
+        """
         beats = [watched.pulse.last_beat() for watched in ranks]
         last = max(watched.pulse.last_sign() for watched in ranks)
-        if time.monotonic() - last <= self.limit_s or last == self._told_of:
+        now = time.monotonic()
+        before = self._suspended_s if last == self._last else 0.0
+        late_s = max(0.0, now - self._looked_at - self.every_s)
+        self._suspended_s = min(before + late_s, now - last)
+        self._looked_at, self._last = now, last
+        if now - last - self._suspended_s <= self.limit_s or last == self._told_of:
             return False
         if not (all(beats) or self.ends):
             return False
@@ -365,7 +375,7 @@ class Supervisor:
         ends = [end_by for end_by in alive if end_by is not None]
         patience = [max(min(ends) - time.monotonic(), 0.01)] if ends else []
         if self._stall.limit_s:
-            patience.append(min(self._stall.limit_s / 4, 5.0))
+            patience.append(self._stall.every_s)
         return min(patience, default=None)
 
     def _look_for_a_stall(self) -> None:

@@ -209,6 +209,7 @@ class Assembly:
             plans,
             self._loop,
             input_dtype=input_dtype(context),
+            watch=self._watch,
             write_back=self._whole.load_unit,
             owner=self,
         )

@@ -34,6 +34,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
 from zeroshard.core.precision import dtype_name
+from zeroshard.errors import StateError
+from zeroshard.runtime.watch import Watch
 
 __all__ = ["cast", "casting_hooks", "explain"]
 
@@ -110,15 +112,22 @@ def casting_hooks(model: nn.Module, dtype: torch.dtype) -> dict[nn.Module, Calla
     return {module: before for module in model.modules() if takes_one(module)}
 
 
-def explain(error: BaseException | None, model: nn.Module, dtype: torch.dtype) -> None:
-    """Add a note to an error of torch's about dtypes: which buffers of `model` are not in the
-    compute dtype `dtype`, and what to do.
+def explain(
+    error: BaseException | None, model: nn.Module, dtype: torch.dtype, watch: Watch
+) -> None:
+    """Add a note to an error of torch's about dtypes: which parameter has come into the `model`
+    that we `watch`, or which buffers are not in the compute dtype `dtype`, and what to do.
     """
     if (
         not isinstance(error, RuntimeError)
         or not _ABOUT_DTYPES.search(str(error))
         or hasattr(error, "__notes__")
     ):
+        return
+    try:
+        watch.check()
+    except StateError as changed:
+        error.add_note(f"zeroshard: {changed}")
         return
     names = [
         f"{prefix}.{name}" if prefix else name

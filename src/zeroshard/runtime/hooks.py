@@ -43,6 +43,7 @@ from zeroshard.runtime.stages import roots_of
 from zeroshard.runtime.trees import tensors_in, tensors_within
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan
+from zeroshard.runtime.watch import Watch
 from zeroshard.state.local import part_within
 
 __all__ = ["Hooks"]
@@ -157,6 +158,7 @@ class Hooks:
         loop: Loop,
         *,
         input_dtype: torch.dtype | None,
+        watch: Watch,
         write_back: Callable[[Unit, list[torch.Tensor]], None],
         owner: object,
     ) -> None:
@@ -169,6 +171,7 @@ class Hooks:
         self.loop = loop
         self._owner = owner
         self._input_dtype = input_dtype
+        self._watch = watch
         self._handles: list[Any] = []
         # load_state_dict under way: per unit its context, its copies, modules still to load
         self._loads: dict[int, list[Any]] = {}
@@ -225,7 +228,7 @@ class Hooks:
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._input_dtype is not None:
-                explain(sys.exc_info()[1], model, self._input_dtype)
+                explain(sys.exc_info()[1], model, self._input_dtype, self._watch)
             if torch._C._current_graph_task_id() < 0 and not loop.between_sections:
                 loop.end_forward(output)
             self._bare.leave()

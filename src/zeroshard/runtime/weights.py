@@ -22,7 +22,7 @@ from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
 from zeroshard.core.residency import UnitState
 from zeroshard.core.schedule import Command, Commands, Op, Phase, Schedule, Until
-from zeroshard.errors import StateError
+from zeroshard.errors import StallError, StateError
 from zeroshard.memory.heap import Trimmer
 from zeroshard.runtime.availability import Availability
 from zeroshard.runtime.segment import Segment
@@ -30,6 +30,12 @@ from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit
 
 __all__ = ["Weights"]
+
+_SAME_UNITS = (
+    "; where weights are encoded (comm.weight_codec), go over sockets or rest off the device, every"
+    " rank gathers the same units: if ranks run other modules (experts), let the module that holds"
+    " them be the unit, with units=[its class]"
+)
 
 
 class Weights:
@@ -89,11 +95,15 @@ class Weights:
                 fork = forks
             elif op is Op.WAIT:
                 flight = unit.landing()
-                if peek_stack() is None:
-                    flight.wait()
-                else:
-                    with temporarily_clear_interpreter_stack():  # our copies are not its to follow
+                try:
+                    if peek_stack() is None:
                         flight.wait()
+                    else:
+                        with temporarily_clear_interpreter_stack():  # not its copies to follow
+                            flight.wait()
+                except StallError as error:
+                    error.args = (f"{error}{_SAME_UNITS if self._ordered else ''}",)
+                    raise
                 unit.attach()
             elif op is Op.USE:
                 self._use(unit)
