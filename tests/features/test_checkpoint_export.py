@@ -4,6 +4,7 @@ for bit, and in little memory.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -24,6 +25,7 @@ from tests.support.checkpoints import check_same
 from tests.support.harness import run_ranks
 from tests.support.training import make_model, take_steps, two_groups
 from zeroshard import CheckpointError, ConfigError
+from zeroshard.checkpoint.atomic_files import published
 from zeroshard.checkpoint.steps import list_steps, read_manifest
 from zeroshard.formats import import_checkpoint
 from zeroshard.formats.export import export
@@ -403,6 +405,57 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
     assert capfd.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_ctrl_c_in_the_middle_of_an_export_is_no_failing_disk_and_leaves_nothing(
+    tmp_path: Path, net: Any, to: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's writer makes an error of its own of an exception that comes while it writes."""
+
+    class Interrupted(io.BytesIO):
+        writes = 0
+
+        def write(self, data: Any) -> int:
+            self.writes += 1
+            if self.writes == 3:
+                raise KeyboardInterrupt
+            return super().write(data)
+
+    really = torch.save
+    monkeypatch.setattr(torch, "save", lambda content, file: really(content, Interrupted()))
+    with pytest.raises(KeyboardInterrupt):
+        export(net[0], tmp_path / "out", to)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_has_left_is_removed_by_the_next_and_not_by_one_beside(
+    tmp_path: Path,
+) -> None:
+    out, script = (
+        tmp_path / "out",
+        (
+            "import os, pathlib, sys\n"
+            "from zeroshard.checkpoint.atomic_files import published\n"
+            "with published(pathlib.Path(sys.argv[1]), 10) as working:\n"
+            "    working.write_text('half')\n"
+            "    os.kill(os.getpid(), 9)\n"
+        ),
+    )
+    for name in ("out", "out-2"):
+        killed = [sys.executable, "-c", script, str(tmp_path / name)]
+        assert subprocess.run(killed, env=ENVIRONMENT, check=False).returncode == -9
+    [left] = tmp_path.glob(".exporting-out-????????")
+    assert (left / "out").read_text() == "half"
+    with published(out, 10) as working:
+        assert not left.exists()
+        working.write_text("whole")
+        with pytest.raises(ZeroDivisionError), published(out, 10) as other:
+            other.write_text("beside")
+            raise ZeroDivisionError
+        assert working.read_text() == "whole"
+    assert out.read_text() == "whole"
+    assert len(list(tmp_path.iterdir())) == 2, "that of another name is not ours to remove"
 
 
 # ------------------------------------------------------------------ memory

@@ -12,6 +12,8 @@ import pickle
 import shutil
 import subprocess
 import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -454,6 +456,141 @@ def test_a_universal_checkpoint_of_deepspeed_comes_back_by_name(tmp_path: Path, 
     lacking.unlink()
     with pytest.raises(zs.CheckpointError, match=r"lacks fp32\.pt"):
         import_checkpoint(tmp_path / "ds", tmp_path / "less")
+
+
+def _universal(folder: Path) -> Path:
+    """Write a universal checkpoint; return its tag."""
+    expected = deepspeed_tree.write(folder, Tree(2, 2), deepspeed_tree.make())
+    [tag] = folder.glob("global_step*")
+    _make_universal(tag, expected, flat=False)
+    return tag
+
+
+def _flip(path: Path) -> None:
+    """Flip a bit of the numbers of a torch file."""
+    with zipfile.ZipFile(path) as archive:
+        [record] = [one for one in archive.infolist() if one.filename.endswith("data/0")]
+    data, header = bytearray(path.read_bytes()), record.header_offset
+    name, more = int.from_bytes(data[header + 26 : header + 28], "little"), header + 28
+    start = header + 30 + name + int.from_bytes(data[more : more + 2], "little")
+    data[start + 3] ^= 0x40
+    path.write_bytes(data)
+
+
+def _rename(tag: Path, name: str, new: str) -> None:
+    """Give a parameter another name in the model's files."""
+    for path in tag.glob("*_model_states.pt"):
+        with deepspeed_tree.stand_ins():
+            content = torch.load(path, weights_only=False)
+            content["param_shapes"] = [
+                {new if key == name else key: shape for key, shape in group.items()}
+                for group in content["param_shapes"]
+            ]
+            torch.save(content, path)
+    shutil.rmtree(tag / "zero" / name)
+
+
+def _link(path: Path, target: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.symlink_to(target)
+
+
+_FIRST = "first.weight"
+_DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "a moment": (
+        lambda tag, secret: (tag / "zero" / _FIRST / "exp_avg.pt").unlink(),
+        r"first\.weight lacks exp_avg\.pt",
+    ),
+    "all moments": (
+        lambda tag, secret: [
+            (tag / "zero" / _FIRST / f"{key}.pt").unlink() for key in ("exp_avg", "exp_avg_sq")
+        ],
+        r"first\.weight lacks exp_avg\.pt",
+    ),
+    "a number for a moment": (
+        lambda tag, secret: torch.save({"param": 0.5}, tag / "zero" / _FIRST / "exp_avg.pt"),
+        r"lacks exp_avg\.pt, or a tensor in it",
+    ),
+    "a number for a master": (
+        lambda tag, secret: torch.save({"param": -1}, tag / "zero" / _FIRST / "fp32.pt"),
+        r"lacks fp32\.pt, or a tensor in it",
+    ),
+    "a bit": (
+        lambda tag, secret: _flip(tag / "zero" / _FIRST / "fp32.pt"),
+        "it is damaged: the checksum of 'fp32/data/0' does not fit",
+    ),
+    "a path in a name": (
+        lambda tag, secret: _rename(tag, _FIRST, "../../../secret"),
+        r"has no folder for parameter '\.\./\.\./\.\./secret'",
+    ),
+    "a whole path": (lambda tag, secret: _rename(tag, _FIRST, str(secret)), "has no folder for"),
+    "a link of a folder": (
+        lambda tag, secret: _link(tag / "zero" / _FIRST, secret),
+        "has no folder for parameter 'first.weight'",
+    ),
+    "a link of a file": (
+        lambda tag, secret: _link(tag / "zero" / _FIRST / "fp32.pt", secret / "fp32.pt"),
+        r"fp32\.pt cannot be read: it is a symbolic link",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGE)
+def test_a_universal_checkpoint_with_a_hole_or_a_way_out_is_refused(
+    tmp_path: Path, damage: str
+) -> None:
+    change, message = _DAMAGE[damage]
+    tag = _universal(tmp_path / "ds")
+    (tmp_path / "secret").mkdir()
+    torch.save({"param": torch.full((35,), 42.0)}, tmp_path / "secret" / "fp32.pt")
+    change(tag, tmp_path / "secret")
+    with pytest.raises(zs.CheckpointError, match=message):
+        import_checkpoint(tmp_path / "ds", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_universal_checkpoint_without_options_says_so(tmp_path: Path) -> None:
+    (_universal(tmp_path / "ds") / "zero" / "optimizer_state.pt").unlink()
+    imported = import_checkpoint(tmp_path / "ds", tmp_path / "run")
+    assert any("options of the param groups (lr, ...) are not taken" in n for n in imported.notes)
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_a_flipped_bit_of_a_torch_file_is_found_by_its_checksum_if_it_has_one(
+    tmp_path: Path, sums: bool
+) -> None:
+    torch.serialization.set_crc32_options(sums)
+    try:
+        torch.save({"weight": torch.arange(1.0, 9.0), "none": torch.empty(0)}, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "whole")
+    _flip(tmp_path / "a.pt")
+    if sums:
+        with pytest.raises(zs.CheckpointError, match=r"the checksum of 'a/data/0' does not fit"):
+            import_checkpoint(tmp_path / "a.pt", tmp_path / "run")
+    else:
+        import_checkpoint(tmp_path / "a.pt", tmp_path / "run")
+
+
+def test_a_flipped_bit_of_a_block_of_dcp_is_found(tmp_path: Path) -> None:
+    state = {"weight": torch.arange(1.0, 9.0)}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    [path] = (tmp_path / "dcp").glob("*.distcp")
+    data = bytearray(path.read_bytes())
+    data[data.index(state["weight"].numpy().tobytes()) + 3] ^= 0x40
+    path.write_bytes(data)
+    with pytest.raises(zs.CheckpointError, match=r"checksum of .* does not fit"):
+        import_checkpoint(tmp_path / "dcp", tmp_path / "run")
+
+
+def test_a_tensor_that_claims_more_than_the_disk_has_is_refused_before_anything_is_made(
+    tmp_path: Path,
+) -> None:
+    torch.save({"weight": torch.zeros(1).expand(1 << 50)}, tmp_path / "a.pt")
+    with pytest.raises(zs.CheckpointError, match="no space for step 0"):
+        import_checkpoint(tmp_path / "a.pt", tmp_path / "some" / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
 def test_deepspeeds_elastic_state_is_read_though_its_param_groups_are_not_there(

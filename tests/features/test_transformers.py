@@ -35,7 +35,7 @@ def _launched(script: str, folder: Path, *words: str, world: int = 2) -> dict[st
 def _trained(rank: int, world: int, folder: str) -> dict[str, Any]:
     from tests.support import trainer_features, trainer_runs
 
-    names = ["ragged", "half", "best", "adapter", "sequences"]
+    names = ["ragged", "half", "best", "adapter", "grouped", "sequences"]
     features = trainer_features.run(Path(folder, "features"), names)
     return {"results": trainer_runs.run(Path(folder, "runs")), "features": features}
 
@@ -166,6 +166,14 @@ def test_an_adapter_is_saved_alone_and_resumed(features: dict[str, Any]) -> None
     # weights twice, masters and two moments of the adapter, and no base
     assert run.pop("bytes") < 8 * plain.pop("bytes") < run["base bytes"]
     assert _same(run, plain), run
+
+
+def test_a_resumed_run_takes_the_samples_that_the_trainers_own_generators_order(
+    features: dict[str, Any],
+) -> None:
+    run, plain = features["grouped"]["ours"], features["grouped"]["plain"]
+    assert run["resumed"] == run["whole"], "the losses of before the resume are in its log"
+    assert _same(run, plain), (run, plain)
 
 
 @pytest.mark.slow

@@ -260,6 +260,22 @@ def adapter(runs: Runs) -> dict[str, Any]:
     return out
 
 
+def grouped(runs: Runs) -> dict[str, Any]:
+    """Train in an order of samples that is drawn from torch's own generator: at once, and resumed
+    in the middle.
+    """
+    out: dict[str, Any] = {}
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    options |= {"train_sampling_strategy": "group_by_length", "lr_scheduler_type": "constant"}
+    for name, resumes in (("whole", None), ("resumed", runs.folder / "whole" / "checkpoint-2")):
+        trainer = runs.make(name, llama, {"stage": 2}, **options)
+        torch.distributed.barrier()
+        trainer.train(resume_from_checkpoint=None if resumes is None else str(resumes))
+        out[name] = runs.losses()
+        runs.close()
+    return out
+
+
 def sequences(runs: Runs) -> dict[str, Any]:
     """Predict by generating, with a subclass of Trainer."""
     options: dict[str, Any] = {"predict_with_generate": True, "generation_max_length": 8}
@@ -320,6 +336,7 @@ def run(folder: Path, names: Sequence[str]) -> dict[str, Any]:
         "half": half,
         "best": best,
         "adapter": adapter,
+        "grouped": grouped,
         "sequences": sequences,
         "twice": twice,
     }

@@ -1,16 +1,19 @@
 """Files for other programs: written under a hidden name, synced, and renamed; removed on failure.
 
-Invariant: a file or directory with its final name is complete. `published` never overwrites. Cost:
-one rename, one fsync per file and directory.
+Invariant: a file or directory with its final name is complete. `published` never overwrites, and
+removes what a killed process has left of the same name: a folder whose lock nobody holds. Cost: one
+rename, one fsync per file and directory.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import re
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,8 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def published(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a hidden path beside `out` for `num_bytes`; rename it to `out`, or remove it on error.
+    """Yield a path in a hidden folder beside `out` for `num_bytes`; rename it to `out`, or remove
+    it on error.
 
     Raises ConfigError where `out` is there already (an empty directory does not count),
     CheckpointError where there is no space.
@@ -41,8 +45,13 @@ def published(out: Path, num_bytes: int) -> Iterator[Path]:
         raise ConfigError(f"{out} exists: name a path that does not, or remove it")
     make_directory(out.parent)
     require_space(out.parent, num_bytes, str(out))
-    working = out.parent / f".exporting-{out.name}-{secrets.token_hex(4)}"
-    try:
+    _remove_leftovers(out)
+    folder = out.parent / f".exporting-{out.name}-{secrets.token_hex(4)}"
+    working = folder / out.name
+    with ExitStack() as stack:
+        stack.callback(remove_tree, folder)
+        folder.mkdir()
+        _hold(folder, stack)
         yield working
         if working.is_dir():
             sync_directory(working)
@@ -50,11 +59,27 @@ def published(out: Path, num_bytes: int) -> Iterator[Path]:
             out.rmdir()
         os.rename(working, out)
         sync_directory(out.parent)
-    except BaseException:
-        remove_tree(working)
-        with suppress(OSError):
-            working.unlink()
-        raise
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Remove what killed exports to `out` have left."""
+    name = re.compile(re.escape(f".exporting-{out.name}-") + "[0-9a-f]{8}")
+    with suppress(OSError):  # a folder that may be written and not read
+        for path in [out.parent / one for one in os.listdir(out.parent) if name.fullmatch(one)]:
+            with ExitStack() as stack:
+                if _hold(path, stack):
+                    remove_tree(path)
+
+
+def _hold(path: Path, stack: ExitStack) -> bool:
+    """Lock a folder until `stack` ends; return whether nobody else holds it, and it can be held."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        stack.callback(os.close, fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def write_new(path: Path, num_bytes: int, parts: Iterable[Any]) -> None:

@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from zeroshard.checkpoint.atomic_files import write_new
 from zeroshard.checkpoint.kept import next_branch
 from zeroshard.checkpoint.manifest import Manifest, shard_name
-from zeroshard.checkpoint.shard_files import WRITTEN_BY, write_shard
+from zeroshard.checkpoint.shard_files import WRITTEN_BY, shard_bytes, write_shard
 from zeroshard.checkpoint.steps import (
     MANIFEST,
     begin_step,
@@ -38,6 +38,7 @@ from zeroshard.checkpoint.steps import (
     list_steps,
     remember_steps,
     remove_tree,
+    require_space,
     settle,
     step_path,
 )
@@ -96,6 +97,7 @@ def import_checkpoint(
     with ExitStack() as stack:
         importer = Importer(buffers, optimizer)
         READERS[format](source, importer, stack)
+        importer.check(str(source))
         number = (importer.step or 0) if step is None else step
         path, num_bytes = _write(importer, directory, number, format)
     name = None if importer.optimizer is None else importer.optimizer["class"]
@@ -122,14 +124,17 @@ def recognise(source: Path) -> str:
 
 
 def _write(importer: Importer, directory: Path, step: int, format: str) -> tuple[Path, int]:
-    with begin_step(directory, step, secrets.token_hex(4)) as working:
+    metadata = {"format": "zeroshard", "step": str(step)}
+    num_bytes = shard_bytes(importer.stored, metadata)
+    above = next(one for one in (directory, *directory.absolute().parents) if one.is_dir())
+    require_space(above, num_bytes, f"step {step} in {directory}")  # before anything is made there
+    with begin_step(directory, step, secrets.token_hex(4), num_bytes) as working:
         try:
             if step in list_steps(directory):
                 raise ConfigError(
                     f"{directory} already holds step {step}: choose another with --step, or"
                     " another directory"
                 )
-            metadata = {"format": "zeroshard", "step": str(step)}
             path = working / shard_name(0, 1)
             file, tensors = write_shard(path, 0, importer.stored, metadata)
             manifest = Manifest(

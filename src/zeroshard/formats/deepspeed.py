@@ -116,10 +116,12 @@ def _tag(source: Path, importer: Importer) -> Path:
         if path.name[11:].isdecimal()
     }
     latest = ""
+    _refuse_link(source / "latest")
     if (source / "latest").is_file():
         with (source / "latest").open(encoding="utf-8", errors="replace") as file:
             latest = file.read(200).strip()
     if _TAG.fullmatch(latest) and latest not in (".", "..") and (source / latest).is_dir():
+        _refuse_link(source / latest)
         return source / latest
     if not numbered:
         raise CheckpointError(
@@ -131,6 +133,14 @@ def _tag(source: Path, importer: Importer) -> Path:
         f"{newest.name} is taken: the file 'latest' does not name a directory there"
     )
     return newest
+
+
+def _refuse_link(path: Path) -> None:
+    """Raise CheckpointError for a link, which may lead out of the checkpoint."""
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} cannot be read: it is a symbolic link, which is not followed"
+        )
 
 
 def _files(directory: Path) -> tuple[list[Path], list[Path]]:
@@ -159,8 +169,13 @@ def _files(directory: Path) -> tuple[list[Path], list[Path]]:
     return models, optims
 
 
+def _read(path: Path) -> Any:
+    _refuse_link(path)
+    return load_tensors(path, str(path), _CLASSES, _ENUMS)
+
+
 def _load(path: Path) -> dict[str, Any]:
-    content = load_tensors(path, str(path), _CLASSES, _ENUMS)
+    content = _read(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not what DeepSpeed writes")
     return content
@@ -216,12 +231,18 @@ def _take_universal(
     directory: Path, models: Sequence[Mapping[str, Any]], importer: Importer
 ) -> None:
     """Take a universal checkpoint: whole tensors by name."""
-    files = UniversalFiles(directory, lambda path: load_tensors(path, str(path), _CLASSES, _ENUMS))
+    files = UniversalFiles(directory, _read)
     shapes = _take_model(directory, models, importer, has_states=True)
     first = models[0]
     scalars = files.take(shapes, first["module"], importer)
     keys = {entry.kind.removeprefix(STATE) for entry, _ in importer.stored if entry.kind}
-    groups = files.groups() or [{"params": [number]} for number in range(len(shapes))]
+    groups = files.groups()
+    if not groups:
+        groups = [{"params": [number]} for number in range(len(shapes))]
+        importer.notes.append(
+            "the options of the param groups (lr, ...) are not taken: there is no"
+            " zero/optimizer_state.pt that has them"
+        )
     name = importer.optimizer_name or _class(_optimizer_section(first), groups, keys)
     steps = int(first.get("global_steps") or 0) - int(first.get("skipped_steps") or 0)
     if {"exp_avg", "exp_avg_sq"} <= keys:

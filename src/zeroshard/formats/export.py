@@ -354,6 +354,7 @@ def _write_torch(source: _ExportedStep, items: list[_Item], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:  # torch says RuntimeError where the disk is full
+        _raise_interrupt(error)
         raise CheckpointError(f"{path} cannot be written: {_one_line(error)}") from error
 
 
@@ -376,9 +377,20 @@ def _write_dcp(source: _ExportedStep, items: list[_Item], directory: Path) -> No
             save(content, storage_writer=FileSystemWriter(directory), no_dist=True)
     except CheckpointException as error:  # a BaseException, and its text is a traceback
         causes = [failure[0] for failure in error.failures.values()]
+        for cause in causes:
+            _raise_interrupt(cause)
         raise CheckpointError(
             f"{directory} cannot be written: {_one_line(causes[0] if causes else error)}"
         ) from error
+
+
+def _raise_interrupt(error: BaseException) -> None:
+    """Raise the Ctrl-C that has ended torch's writing, of which torch makes an error of its own."""
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, KeyboardInterrupt):
+            raise inner
+        inner = inner.__context__
 
 
 def _one_line(error: BaseException) -> str:

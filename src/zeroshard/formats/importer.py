@@ -84,6 +84,21 @@ class Importer:
             entry = TensorEntry.piece(name, kind, start, stop, _code(tensor, name))
             self.stored.append((entry, tensor))
 
+    def check(self, where: str) -> None:
+        """Raise CheckpointError, naming the source, where a parameter has elements without value,
+        or without a state that others of its elements have.
+        """
+        kinds: dict[tuple[str | None, str], int] = {(name, VALUE): 0 for name in self.parameters}
+        for entry, _ in self.stored:
+            if entry.parameter is not None:
+                key = entry.parameter, entry.kind
+                kinds[key] = kinds.get(key, 0) + entry.numel
+        for (name, kind), count in kinds.items():
+            if name is not None and count != (numel := self.parameters[name].numel):
+                raise CheckpointError(
+                    f"{where} holds {count} of the {numel} elements of {kind} of {name!r}"
+                )
+
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         """Take the buffer called `name` into the checkpoint."""
         self._new(name)

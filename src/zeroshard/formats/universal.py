@@ -36,14 +36,18 @@ class UniversalFiles:
         """`load` reads one file as data. Raises CheckpointError without a parameter's folder."""
         self.directory = directory / "zero"
         self._load = load
-        self.names = sorted(path.name for path in self.directory.iterdir() if path.is_dir())
+        self.names = {
+            path.name
+            for path in self.directory.iterdir()
+            if path.is_dir() and not path.is_symlink()
+        }
         if not self.names:
             raise CheckpointError(f"{self.directory} holds no parameter")
 
     def groups(self) -> list[Mapping[str, Any]]:
         """Return the optimizer's param groups, which number their parameters."""
         path = self.directory / "optimizer_state.pt"
-        content = self._load(path) if path.is_file() else {}
+        content = self._load(path) if path.exists() else {}
         return list(content.get("param_groups") or ())
 
     def take(
@@ -56,21 +60,33 @@ class UniversalFiles:
         Of what else is `saved` in the model's file, folders are passed over.
         """
         known = [name for group in shapes for name in group]
-        for name in sorted(set(self.names) - {*known, *saved}):
+        for name in sorted(self.names - {*known, *saved}):
             raise CheckpointError(f"{self.directory} has {name!r}, and the model's file has not")
         scalars: dict[str, dict[str, Any]] = {}
+        held: dict[str, set[str]] = {}  # the tensors that each parameter has
         for name in known:
-            importer_shape = importer.parameters[name].shape
+            if name not in self.names:  # which are those of folders there, and no paths
+                raise CheckpointError(f"{self.directory} has no folder for parameter {name!r}")
+            shape = importer.parameters[name].shape
             for path in sorted((self.directory / name).glob("*.pt")):
                 value = self._value(path)
                 if path.stem == "step" or not isinstance(value, torch.Tensor) or not value.dim():
                     scalars.setdefault(name, {})[path.stem] = value
                     continue
+                held.setdefault(name, set()).add(path.stem)
                 kind = VALUE if path.stem == _MASTER else f"{STATE}{path.stem}"
-                importer.piece(name, kind, 0, _whole(path, value, importer_shape))
-            if not (self.directory / name / f"{_MASTER}.pt").is_file():
-                raise CheckpointError(f"{self.directory / name} lacks {_MASTER}.pt")
+                importer.piece(name, kind, 0, _whole(path, value, shape))
+        self._require_all(known, held)
         return scalars
+
+    def _require_all(self, known: Sequence[str], held: Mapping[str, set[str]]) -> None:
+        """Raise CheckpointError where a parameter lacks a tensor of those that others have."""
+        sets = {frozenset(one) for one in held.values()}
+        for name in known:
+            mine = held.get(name, set())
+            more = next((other - mine for other in sets if mine < other), set())
+            for kind in sorted({_MASTER} - mine or more):
+                raise CheckpointError(f"{self.directory / name} lacks {kind}.pt, or a tensor in it")
 
     def _value(self, path: Path) -> Any:
         content = self._load(path)

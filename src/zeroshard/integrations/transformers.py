@@ -386,7 +386,9 @@ class ZeroTrainerMixin(_Base):  # type: ignore[misc]
                 )
             _log.warning("%s holds weights alone: optimizer and schedule begin anew", checkpoint)
             return
-        restored = zs.load(directory, self.engine, **self._parts())
+        # the Trainer restores the generators from files of its own, once it has drawn the order of
+        # the epoch's samples from them
+        restored = zs.load(directory, self.engine, generators=False, **self._parts())
         if restored.extra != self._samples() and self.is_world_process_zero():
             _log.warning(
                 "a step took %s samples in %s and takes %s now: the data goes on after as many"
