@@ -88,6 +88,23 @@ def test_every_refused_key_is_told_at_once_with_its_remedy() -> None:
     ]
 
 
+def test_an_unknown_key_beside_an_optimizers_type_is_dropped_with_a_line() -> None:
+    keys = {
+        "optimizer": {"type": "Adam", "torch_adam": True, "param": 1, "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupLR", "note": {"by": "me"}},
+        "zero_optimization": {"stage": 2, "elsewhere": 1},
+    }
+    file = zs.read_deepspeed(keys)
+    assert file.unknown() == [
+        "optimizer.torch_adam=True is not a key of DeepSpeed's, which drops it",
+        "optimizer.param=1 is not a key of DeepSpeed's, which drops it; did you mean 'params'?",
+        "scheduler.note={'by': 'me'} is not a key of DeepSpeed's, which drops it; did you mean"
+        " 'type'?",
+    ]
+    [refused] = file.refusals()
+    assert refused.line.endswith("is not a key of DeepSpeed's (up to 0.19.6): leave it out")
+
+
 def test_an_unknown_key_at_the_top_is_a_warning_by_every_door(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

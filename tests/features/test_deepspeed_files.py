@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,6 +119,12 @@ def _tags(rank: int, world: int, path: str) -> None:
         with pytest.raises(zs.PlanMismatch, match=r"different tags.*the same one on every rank"):
             engine.load_checkpoint(path, tag="a" if rank else None)
         assert list(Path(path).iterdir()) == []
+        own = Path(path, f"clock-{rank}")
+        with pytest.raises(zs.CheckpointError, match=r"different directories: .*k-0, .*k-1; give"):
+            engine.save_checkpoint(own)
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(own)
         # errors of rank 0 are those of every rank
         dist.barrier()
         if rank == 0:
