@@ -85,7 +85,11 @@ class TaggedCheckpoints:
                 before = _saved_step(directory)
             _write_name(directory / _STEP, str(step))
             if before not in (None, step):
-                shutil.rmtree(path.with_name(f"step-{before:010d}"), ignore_errors=True)
+                older = path.with_name(f"step-{before:010d}")
+                hidden = path.with_name(f".removing-{older.name}")  # the next save removes it
+                with suppress(OSError):
+                    older.rename(hidden)
+                    shutil.rmtree(hidden, ignore_errors=True)
             if save_latest:
                 _write_name(Path(save_dir) / _LATEST, tag)
 
@@ -293,7 +297,10 @@ def _read_name(path: Path) -> str | None:
 
 
 def _write_name(path: Path, text: str) -> None:
-    """Write the file as a whole, or leave the one that is there."""
+    """Write the file as a whole, or leave the one that is there; remove what a killed one left."""
+    for left in path.parent.glob(f".{path.name}-????????"):
+        with suppress(OSError):
+            left.unlink()
     part = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         with part.open("x", encoding="utf-8") as file:
