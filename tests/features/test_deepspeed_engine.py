@@ -343,6 +343,40 @@ def test_a_loaded_checkpoint_leaves_the_scripts_random_numbers_as_they_are(tmp_p
     run_ranks(2, _draws_as_seeded, str(tmp_path))
 
 
+def _logs_gradients(rank: int, world: int) -> None:
+    for stage in STAGES:
+        _, weights = by_ddp(rank)
+        model, engine = made(stage)
+        for step in range(STEPS):
+            one_step_with_logs(engine, rank, step)
+        _near(engine.module_state_dict()["head.weight"], weights["head.weight"])
+        engine.backward(engine(*batch(rank, 0)))
+        engine.zero_grad()  # which drops it
+        assert states.safe_get_full_grad(model.head.weight) is None
+        engine.backward(engine(*batch(rank, 0)))
+        model.head.weight.grad = torch.ones_like(model.head.weight, dtype=torch.float32)
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
+        engine.engine.repartition(stage=2 if stage == 3 else 3)
+        engine.backward(engine(*batch(rank, 0)))
+        assert model.head.weight.grad is None
+        engine.step()
+        engine.destroy()
+
+
+def one_step_with_logs(engine: Any, rank: int, step: int) -> None:
+    for micro in range(MICRO):
+        engine.backward(engine(*batch(rank, step * MICRO + micro)))
+        norms = [one.grad.norm() for one in engine.parameters() if one.grad is not None]
+        assert norms == []
+        engine.module.zero_grad()  # of which the engine's gradients know nothing
+        engine.step()
+
+
+def test_a_script_that_logs_gradients_finds_none_as_in_deepspeed() -> None:
+    run_ranks(2, _logs_gradients)
+
+
 def test_a_warmup_of_no_steps_is_taken_as_the_shortest(caplog: pytest.LogCaptureFixture) -> None:
     small.logger.addHandler(caplog.handler)
     rates = []

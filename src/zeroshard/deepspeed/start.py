@@ -193,6 +193,8 @@ def _sharded(
     if accelerator is not None:
         model.to(accelerator)
     engine = zs.shard(model, optimizer, config=settings, sync_from=0)
+    if optimizer is not None:
+        engine.hide_gradients()
     walk = None
     if batch.leaves is not None:
         walk = LeafWalk(engine, _common_seed(next(model.parameters()).device))
