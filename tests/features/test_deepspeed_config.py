@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.support.harness import run_ranks
 from tests.support.training import train
 from zeroshard import Config, ConfigError
 from zeroshard.config import build_config
+from zeroshard.config.hjson_text import parse_hjson
 from zeroshard.deepspeed.keys.markdown import deepspeed_markdown
 from zeroshard.deepspeed.keys.table import KEYS, SECTIONS
 
@@ -86,6 +88,23 @@ def test_every_refused_key_is_told_at_once_with_its_remedy() -> None:
         "steps_per_prnt=10 is not a key of DeepSpeed's, which drops it; did you mean"
         " 'steps_per_print'?"
     ]
+
+
+def test_an_unknown_key_beside_an_optimizers_type_is_dropped_with_a_line() -> None:
+    keys = {
+        "optimizer": {"type": "Adam", "torch_adam": True, "param": 1, "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupLR", "note": {"by": "me"}},
+        "zero_optimization": {"stage": 2, "elsewhere": 1},
+    }
+    file = zs.read_deepspeed(keys)
+    assert file.unknown() == [
+        "optimizer.torch_adam=True is not a key of DeepSpeed's, which drops it",
+        "optimizer.param=1 is not a key of DeepSpeed's, which drops it; did you mean 'params'?",
+        "scheduler.note={'by': 'me'} is not a key of DeepSpeed's, which drops it; did you mean"
+        " 'type'?",
+    ]
+    [refused] = file.refusals()
+    assert refused.line.endswith("is not a key of DeepSpeed's (up to 0.19.6): leave it out")
 
 
 def test_an_unknown_key_at_the_top_is_a_warning_by_every_door(
@@ -461,6 +480,23 @@ HJSON = """
   steps_per_print: 1e1,
 }
 """
+
+
+@pytest.mark.parametrize(
+    "filling",
+    [" " * 10**6, "\n" * 10**6, "#\n" * 10**6, "/**/" * 10**6, "\t//\n" * 10**6,
+     "b: '" + "x" * 10**6 + "'\n", "b: " + " " * 10**6 + "x\n"],
+    ids=["blanks", "lines", "comments", "stars", "both", "text", "word"],
+)  # fmt: skip
+def test_reading_hjson_takes_no_more_memory_than_the_file(filling: str) -> None:
+    tracemalloc.start()
+    try:
+        read = parse_hjson("{" + filling + " train_batch_size: 8,}")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert read["train_batch_size"] == 8
+    assert peak < 4 * len(filling) + 2**20
 
 
 def test_a_file_may_be_hjson(tmp_path: Path) -> None:

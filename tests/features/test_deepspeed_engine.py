@@ -199,18 +199,23 @@ def _skips(rank: int, world: int) -> None:
     for stage, hysteresis in ((1, {"hysteresis": 1}), (3, {})):  # of 2: the first one is let pass
         half = {"fp16": {"enabled": True, **hysteresis}}
         _, engine = made(stage, gradient_accumulation_steps=1, **half)
-        rates = []
+        rates: list[float] = []
+        norms: list[torch.Tensor] = []
         for step in range(4):
             loss = engine(*batch(rank, step))
             engine.backward(loss * (math.inf if step == 1 and rank == 0 else 1.0))
             before = engine.module_state_dict()
             engine.step()
             rates.append(engine.get_lr()[0])
+            norms.append(engine.get_global_grad_norm())
             same = torch.equal(before["head.weight"], engine.module_state_dict()["head.weight"])
             skipped = step == 1
             assert engine.optimizer.overflow == skipped == (not engine.was_step_applied())
             assert same == (step < 3), step  # the warmup begins with two steps at rate 0
         assert engine.skipped_steps == 1 and engine.global_steps == 4
+        assert all(norm.isfinite() for norm in norms) and norms[1] is norms[0] is not norms[2]
+        with pytest.raises(AttributeError, match=r"loss scaler .*'cur_iter'.*dynamic_loss_scale_"):
+            _ = engine.optimizer.loss_scaler.cur_iter
         assert rates[0] == rates[1] == 0.0 < rates[2] < rates[3]  # the schedule stood still
         assert engine.loss_scale == engine.optimizer.loss_scale == 2.0 ** (15 if hysteresis else 16)
         assert engine.scale(torch.ones(())).item() == engine.loss_scale
@@ -291,7 +296,7 @@ def _saves(rank: int, world: int, path: str) -> None:
         _near(engine.module_state_dict(), weights)
         engine.destroy()
     _, engine = made(3)
-    assert engine.load_checkpoint(str(Path(path, "nothing"))) == (None, {})
+    assert engine.load_checkpoint(str(Path(path, "nothing"))) == (None, None)
     engine.load_checkpoint(path, tag="global_step2", load_module_only=True)
     assert engine.global_steps == 0 and engine.lr_scheduler.last_batch_iteration == -1
     head = engine.module.head.weight
@@ -336,6 +341,63 @@ def test_a_loaded_checkpoint_leaves_the_scripts_random_numbers_as_they_are(tmp_p
     its seed. ``zs.load`` itself takes over the generators.
     """
     run_ranks(2, _draws_as_seeded, str(tmp_path))
+
+
+def _logs_gradients(rank: int, world: int) -> None:
+    for stage in STAGES:
+        _, weights = by_ddp(rank)
+        model, engine = made(stage)
+        for step in range(STEPS):
+            one_step_with_logs(engine, rank, step)
+        _near(engine.module_state_dict()["head.weight"], weights["head.weight"])
+        engine.backward(engine(*batch(rank, 0)))
+        engine.zero_grad()  # which drops it
+        assert states.safe_get_full_grad(model.head.weight) is None
+        engine.backward(engine(*batch(rank, 0)))
+        model.head.weight.grad = torch.ones_like(model.head.weight, dtype=torch.float32)
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
+        engine.engine.repartition(stage=2 if stage == 3 else 3)
+        engine.backward(engine(*batch(rank, 0)))
+        assert model.head.weight.grad is None
+        engine.step()
+        engine.destroy()
+
+
+def one_step_with_logs(engine: Any, rank: int, step: int) -> None:
+    for micro in range(MICRO):
+        engine.backward(engine(*batch(rank, step * MICRO + micro)))
+        norms = [one.grad.norm() for one in engine.parameters() if one.grad is not None]
+        assert norms == []
+        engine.module.zero_grad()  # of which the engine's gradients know nothing
+        engine.step()
+
+
+def test_a_script_that_logs_gradients_finds_none_as_in_deepspeed() -> None:
+    run_ranks(2, _logs_gradients)
+
+
+def test_a_warmup_of_no_steps_is_taken_as_the_shortest(caplog: pytest.LogCaptureFixture) -> None:
+    small.logger.addHandler(caplog.handler)
+    rates = []
+    for steps in (0, 2):
+        params = {"warmup_max_lr": 1.0, "warmup_num_steps": steps}
+        model, keys = torch.nn.Linear(2, 1), config(2, gradient_accumulation_steps=1)
+        keys["scheduler"] = {"type": "WarmupLR", "params": params}
+        engine, *_ = deepspeed.initialize(model=model, config=keys)
+        for _ in range(3):
+            rates.append(engine.get_lr())
+            engine.backward(engine(torch.ones(4, 2)).sum())
+            engine.step()
+        engine.destroy()
+    small.logger.removeHandler(caplog.handler)
+    assert rates[:3] == rates[3:]
+    assert caplog.text.count("WarmupLR: warmup_num_steps=0 is taken as 2, the fewest") == 1
+
+
+def test_a_refusal_of_no_single_key_begins_with_the_reason() -> None:
+    with pytest.raises(zs.ConfigError, match=r"^the configuration names neither train_batch_size"):
+        deepspeed.initialize(model=torch.nn.Linear(2, 1), config={"zero_optimization": {}})
 
 
 def _states(rank: int, world: int, keys: dict[str, Any]) -> None:
@@ -641,7 +703,7 @@ def test_a_schedule_goes_on_where_it_was_saved() -> None:
     rate = optimizer.param_groups[0]["lr"]
     second.step()
     assert optimizer.param_groups[0]["lr"] == rate == second.get_lr()[0]
-    for wrong in ({"warmup_num_steps": 0}, {"warmup_type": "cubic"}, {"speed": 1}):
+    for wrong in ({"warmup_num_steps": -1}, {"warmup_type": "cubic"}, {"speed": 1}):
         with pytest.raises(zs.ConfigError, match=next(iter(wrong))):
             lr_schedules.make_schedule("WarmupLR", wrong, optimizer)
     for kind, text in (("StepLR", "step_size"), ("Nothing", "WarmupDecayLR")):

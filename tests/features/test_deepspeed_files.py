@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import run_ranks, spawn_ranks
 from zeroshard.integrations import deepspeed
 
 KEYS = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
@@ -109,6 +111,46 @@ def test_a_tag_replaces_its_own_checkpoint_and_nothing_beside_it(tmp_path: Path)
     run_ranks(2, _beside, str(tmp_path))
 
 
+def _kill_in(name: str) -> None:
+    """Kill this process once a file of an older step is removed, or before a name is there."""
+    unlink, replace = os.unlink, Path.replace
+
+    def removing(path: Any, *args: Any, **options: Any) -> None:
+        unlink(path, *args, **options)
+        if "manifest" in str(path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def naming(self: Path, target: Any) -> Path:
+        if self.name.startswith(f".{name}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return replace(self, target)
+
+    vars(os)["unlink"] = removing if name == "step" else unlink
+    Path.replace = naming if name != "step" else replace  # type: ignore[method-assign]
+
+
+def _one_tag(rank: int, world: int, path: str, name: str) -> None:
+    with made() as engine:
+        engine.load_checkpoint(path)
+        for number in range(3):
+            if number == 1 and name:
+                _kill_in(name)
+            step(engine)
+            engine.save_checkpoint(path, tag="last")
+
+
+def test_what_a_killed_save_of_a_fixed_tag_has_left_goes_with_the_next(tmp_path: Path) -> None:
+    for name, steps in (("step", 2), ("saved_step", 3), ("latest", 5), ("", 8)):
+        [ended] = spawn_ranks(1, _one_tag, str(tmp_path), name)
+        assert ended.exitcode == (-signal.SIGKILL if name else 0), ended.stderr
+        for found in (tmp_path / "last").glob("step-*"):  # none is seen in part
+            assert (found / "manifest.json").is_file(), name
+        assert (tmp_path / "last" / "saved_step").read_text() == str(steps)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["last", "latest"]
+    left = {one.name for one in (tmp_path / "last").iterdir()}
+    assert left - {".lock"} == {"saved_step", "step-0000000008"}
+
+
 def _tags(rank: int, world: int, path: str) -> None:
     with made() as engine:
         for tag in ("", ".", "..", "a/b", "/tmp/a", "../a", ".a", "latest", "a\n", "a" * 300):
@@ -118,6 +160,12 @@ def _tags(rank: int, world: int, path: str) -> None:
         with pytest.raises(zs.PlanMismatch, match=r"different tags.*the same one on every rank"):
             engine.load_checkpoint(path, tag="a" if rank else None)
         assert list(Path(path).iterdir()) == []
+        own = Path(path, f"clock-{rank}")
+        with pytest.raises(zs.CheckpointError, match=r"different directories: .*k-0, .*k-1; give"):
+            engine.save_checkpoint(own)
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(own)
         # errors of rank 0 are those of every rank
         dist.barrier()
         if rank == 0:

@@ -5,6 +5,8 @@ the slow set with the real packages tensorboard and wandb.
 from __future__ import annotations
 
 import logging
+import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from tests.support.harness import run_ranks
+from zeroshard.deepspeed.small import logger
 from zeroshard.integrations import deepspeed
 
 RATES = [0.0, 0.1, 0.2]  # of a warmup
@@ -72,6 +77,39 @@ def test_wandb_gets_the_sections_project_group_and_team(monkeypatch: pytest.Monk
     assert {name for name, _, _ in logged} == NAMES
     steps = zip(SAMPLES, losses, strict=True)
     assert [(step, value) for name, value, step in logged if name.endswith("loss")] == list(steps)
+
+
+def _watched(rank: int, world: int, path: str, before: bool) -> list[str]:
+    told, handler = list[str](), logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    folder = Path(path, "j")
+    if before and rank == 0:
+        folder.write_text("")
+    dist.barrier()
+    keys = {"enabled": True, "output_path": path, "job_name": "j"}
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "csv_monitor": keys,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 1), config=config)
+    for step in range(4):
+        if not before and step == 2 and rank == 0:
+            shutil.rmtree(folder)
+        engine.backward(engine(torch.ones(2, 4)).mean())
+        engine.step()
+    engine.destroy()
+    logger.removeHandler(handler)
+    return [line for line in told if line.startswith("csv_monitor")]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["at the start", "in the middle"])
+def test_a_monitor_that_cannot_write_says_so_once_and_the_training_goes_on(
+    tmp_path: Path, before: bool
+) -> None:
+    first, second = run_ranks(2, _watched, str(tmp_path), before)
+    assert len(first) == 1 and second == []
+    assert re.search("nothing (more )?is written: .*(File exists|No such file)", first[0])
 
 
 def test_a_package_that_is_not_installed_is_a_line_of_the_log(

@@ -204,6 +204,14 @@ def test_under_sanity_checks_an_edit_without_a_modifier_is_an_error_on_every_ran
     run_ranks(world, _edits)
 
 
+def test_a_parameter_of_zero_init_has_an_address() -> None:
+    with zero.Init():
+        model = nn.Sequential(nn.Embedding(50, 768), nn.Linear(768, 400))
+    counted = {one.data_ptr(): one.numel() for one in model.parameters()}  # as run_clm.py does
+    assert 0 in counted
+    assert {one.data_ptr() for one in model.state_dict().values()} == set(counted)
+
+
 def _inside(rank: int, world: int) -> None:
     dtype = torch.get_default_dtype()
     half = _config(3) | {"bf16": {"enabled": True}}

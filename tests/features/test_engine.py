@@ -19,7 +19,8 @@ NAMES = {
     "messages": "exchange",
     "a step": "accumulate attach backward clip_grad_norm_ follow join leaves loss_scale no_sync"
     " steps_skipped",
-    "parameters, gradients, state": "gathered full_state_dict full_grad optimizer_part",
+    "parameters, gradients, state": "gathered full_state_dict full_grad hide_gradients"
+    " optimizer_part",
     "reports": "memory traffic reset_traffic trace trail offload_fraction",
     "phases and the end": "offload_states reload_states repartition reset close",
 }

@@ -20,9 +20,10 @@ from typing import Any
 
 __all__ = ["NotHjson", "parse_hjson"]
 
-_SPACE = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
+# possessive: a repeated group that may go back keeps a place in memory for each time
+_SPACE = re.compile(r"(?:\s++|//[^\n]*+|#[^\n]*+|/\*.*?\*/)*+", re.DOTALL)
 _KEY = re.compile(r"[^\s,:\[\]{}\"']+")
-_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*"' + r"|'(?:[^'\\\n]|\\.)*'")
+_TEXT = re.compile(r'"(?:[^"\\\n]++|\\.)*+"' + r"|'(?:[^'\\\n]++|\\.)*+'")
 _LINES = re.compile(r"'''(.*?)'''", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 # a word of JSON ends where its line does, or at a comma, a bracket or a comment
@@ -144,10 +145,12 @@ class _Reader:
         if _NUMBER.fullmatch(word):
             return _number(word)
         self.at = found.start() if found else self.at
-        line = self.text[self.at :].partition("\n")[0].strip()
+        end = self.text.find("\n", self.at)
+        end = len(self.text) if end < 0 else end
+        line = self.text[self.at : end].strip()
         if not line or line[0] in ",:]}" or word.lstrip("-") in ("NaN", "Infinity"):
             raise NotHjson(f"no value at character {self.at}")
-        self.at += len(self.text[self.at :].partition("\n")[0])
+        self.at = end
         return line
 
 

@@ -74,7 +74,7 @@ class Progress:
     skipped_steps: int = 0
     backwards: int = 0  # calls of backward() since the last step
     applied: bool = False  # whether the last step() moved the weights
-    norm: torch.Tensor | None = None  # of the last step's gradient, before clipping
+    norm: torch.Tensor | None = None  # of the gradient of the last step taken, before clipping
 
     def counts(self) -> dict[str, int]:
         """Return what a checkpoint keeps."""
@@ -255,7 +255,8 @@ _ANSWERS: dict[str, Any] = {
         lambda engine: (engine.engine.precision.compute, engine.engine.precision.accumulate),
         "Return the dtypes of weights and of gradients at rest."),
     "communication_data_type": attribute("engine.precision.reduce", "Of gradients on the wire."),
-    "get_global_grad_norm": call("progress.norm", "Return the last step's norm before clipping."),
+    "get_global_grad_norm": call(
+        "progress.norm", "Return the norm of the last step that was taken, before clipping."),
     "was_step_applied": call("progress.applied", "Whether the last ``step()`` moved the weights."),
     "get_lr": call(_of_groups("lr"), "Return the learning rate of every param group."),
     "get_type": call(

@@ -62,14 +62,22 @@ class TaggedCheckpoints:
         if not save_dir:
             raise zs.ConfigError(f"save_dir={save_dir!r} names no directory")
         tag = f"global_step{self.progress.global_steps}" if tag is None else str(tag)
-        self._check_tag(tag)
+        directories = self._check_tag(tag, Path(save_dir))
         directory = Path(save_dir) / tag
         extra = {"client_state": dict(client_state or {}), "progress": self.progress.counts()}
         step = self.progress.global_steps
-        path = zs.save(
-            directory, self.engine, step=step, states=self._states(), extra=extra,
-            drop_gradients=True,
-        )  # fmt: skip
+        try:
+            path = zs.save(
+                directory, self.engine, step=step, states=self._states(), extra=extra,
+                drop_gradients=True,
+            )  # fmt: skip
+        except zs.CheckpointError as error:
+            if len(directories) == 1:
+                raise
+            raise zs.CheckpointError(
+                f"the ranks name different directories: {', '.join(sorted(directories))}; give"
+                f" save_checkpoint() one, from rank 0's clock, on every rank ({error})"
+            ) from None
 
         def finish() -> None:
             before = None
@@ -77,7 +85,11 @@ class TaggedCheckpoints:
                 before = _saved_step(directory)
             _write_name(directory / _STEP, str(step))
             if before not in (None, step):
-                shutil.rmtree(path.with_name(f"step-{before:010d}"), ignore_errors=True)
+                older = path.with_name(f"step-{before:010d}")
+                hidden = path.with_name(f".removing-{older.name}")  # the next save removes it
+                with suppress(OSError):
+                    older.rename(hidden)
+                    shutil.rmtree(hidden, ignore_errors=True)
             if save_latest:
                 _write_name(Path(save_dir) / _LATEST, tag)
 
@@ -93,8 +105,8 @@ class TaggedCheckpoints:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Load what `save_checkpoint` wrote; return its path and the client state, or (None, {})
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load what `save_checkpoint` wrote; return its path and the client state, or (None, None)
         where `load_dir` has no ``latest``. Collective.
 
         Raises CheckpointError, and ConfigError for `custom_load_fn` and a `tag` that is no name.
@@ -102,11 +114,11 @@ class TaggedCheckpoints:
         if custom_load_fn is not None:
             raise zs.ConfigError("custom_load_fn: weights are read in shards; load them before")
         tag = None if tag is None else str(tag)
-        self._check_tag(tag)
+        self._check_tag(tag, Path(load_dir))
         found = self._on_rank_0("load_checkpoint()", lambda: _found(Path(load_dir), tag))
         if found is None:
             _log.warning("%s has no file %r: nothing is loaded", load_dir, _LATEST)
-            return None, {}
+            return None, None
         directory, step = Path(load_dir) / found[0], found[1]
         states = self._states() if load_lr_scheduler_states and not load_module_only else {}
         with_optimizer = load_optimizer_states and not load_module_only
@@ -132,10 +144,13 @@ class TaggedCheckpoints:
     def _states(self) -> dict[str, Any]:
         return {} if self.lr_scheduler is None else {"lr_scheduler": self.lr_scheduler}
 
-    def _check_tag(self, tag: str | None) -> None:
-        """Raise where the ranks name different tags, or what is no name. Collective."""
-        mine = json.dumps(tag).encode()
-        tags = {one.decode() for one in self.engine.exchange(mine, "a checkpoint's tag")}
+    def _check_tag(self, tag: str | None, directory: Path) -> set[str]:
+        """Return the directories that the ranks name. Raise where they name different tags, or what
+        is no name. Collective.
+        """
+        mine = json.dumps([tag, str(directory)]).encode()
+        told = list(map(json.loads, self.engine.exchange(mine, "a checkpoint's tag")))
+        tags = {json.dumps(one) for one, _ in told}
         if len(tags) > 1:
             raise zs.PlanMismatch(
                 f"the ranks name different tags: {', '.join(sorted(tags))}; give save_checkpoint()"
@@ -147,6 +162,7 @@ class TaggedCheckpoints:
                 f"tag={tag!r} is not the name of a directory inside of the checkpoint's: give one"
                 f" name, without a slash or a dot in front, and not {_LATEST!r}"
             )
+        return {one for _, one in told}
 
     def _on_rank_0(self, call: str, work: Callable[[], Any]) -> Any:
         """Return what `work` returns on rank 0, by way of JSON. Raises its error on every rank, as
@@ -281,7 +297,10 @@ def _read_name(path: Path) -> str | None:
 
 
 def _write_name(path: Path, text: str) -> None:
-    """Write the file as a whole, or leave the one that is there."""
+    """Write the file as a whole, or leave the one that is there; remove what a killed one left."""
+    for left in path.parent.glob(f".{path.name}-????????"):
+        with suppress(OSError):
+            left.unlink()
     part = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         with part.open("x", encoding="utf-8") as file:

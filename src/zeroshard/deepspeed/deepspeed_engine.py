@@ -203,14 +203,16 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         assert optimizer is not None
         if self._leaves is not None:
             self._leaves.finish()
-        progress.norm = self.engine.clip_grad_norm_(self.clipping or math.inf)
+        norm = self.engine.clip_grad_norm_(self.clipping or math.inf)
         optimizer.step()
         optimizer.zero_grad()
         progress.applied = not optimizer.overflow
         if optimizer.overflow:
             progress.skipped_steps += 1
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**lr_kwargs)
+        else:
+            progress.norm = norm
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**lr_kwargs)
         progress.global_steps += 1
         batch = self.batch
         if batch.leaves is not None:

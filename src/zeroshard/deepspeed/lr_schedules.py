@@ -128,8 +128,8 @@ class Warmup(LRSchedule):
 
     def _prepare(self) -> None:
         steps, kind = self.warmup_num_steps, self.warmup_type
-        if type(steps) is not int or steps <= 0:
-            raise ConfigError(f"warmup_num_steps={steps!r} is not a positive number of steps")
+        if type(steps) is not int or steps < 0:
+            raise ConfigError(f"warmup_num_steps={steps!r} is not a number of steps")
         if kind not in ("log", "linear"):
             raise ConfigError(f"warmup_type={kind!r} is neither 'log' nor 'linear'")
         self.warmup_num_steps = max(2, steps)

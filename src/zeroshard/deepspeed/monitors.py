@@ -43,29 +43,32 @@ class MonitorMaster:
     """Writes numbers where the sections `_MONITORS` of the configuration say, on rank 0."""
 
     def __init__(self, config: dict[str, Any], rank: int = 0) -> None:
-        """`config` is the whole configuration. Raises ConfigError where a directory cannot be
-        made.
-        """
+        """`config` is the whole configuration."""
         asked = [name for name in _MONITORS if _is_on(config, name)]
         self.enabled = bool(asked)
-        self._writes: list[Write] = []
+        self._writes: dict[str, Write] = {}  # by the section's name
         for name in asked if rank == 0 else ():
             try:
                 section = config[name] if isinstance(config[name], dict) else {}
-                self._writes.append(_MONITORS[name](section))
-            except OSError as error:
-                line = f"output_path of {name}: {error.filename}: {error.strerror}"
-                raise zs.ConfigError(line) from None
+                self._writes[name] = _MONITORS[name](section)
             except ImportError:
                 package = name.partition("_")[0]
                 _log.warning(
                     "%s: nothing is written without its package: pip install %s", name, package
                 )
+            except Exception as error:  # another rank would wait for this one
+                _log.warning("%s: nothing is written: %s", name, error)
 
     def write_events(self, event_list: list[Event], flush: bool = True) -> None:
-        """Write (name, number, samples so far) of each event."""
-        for write in self._writes:
-            write(event_list, flush)
+        """Write (name, number, samples so far) of each event. A monitor that cannot, says so once,
+        and writes no more.
+        """
+        for name, write in list(self._writes.items()):
+            try:
+                write(event_list, flush)
+            except Exception as error:  # another rank would wait for this one
+                del self._writes[name]
+                _log.warning("%s: nothing more is written: %s", name, error)
 
 
 def _folder(section: dict[str, Any]) -> Path:

@@ -184,6 +184,10 @@ class _ScaleView:
     cur_scale = loss_scale = attribute("_optimizer.loss_scale", "The scale, 1.0 but in fp16.")
     dynamic = attribute("_optimizer.dynamic_loss_scale", "Whether it moves.")
 
+    def __getattr__(self, name: str) -> Any:
+        otherwise = "engine.dynamic_loss_scale_args() is how the scale moves"
+        raise AttributeError(remedy("the loss scaler", name, OPTIMIZER_REFUSED, otherwise))
+
 
 class ZeROOptimizer(torch.optim.Optimizer):
     """The sharded optimizer as DeepSpeed's clients know it. torch's schedulers take it as well."""

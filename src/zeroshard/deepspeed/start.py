@@ -92,6 +92,8 @@ def initialize(
     client = Client(optimizer, lr_scheduler, _left_out(model, made))
     with _frozen(client.left_out):
         engine = _sharded(model, made, settings, file.data, client)
+    if schedule is not None and schedule[1].get("warmup_num_steps") == 0:
+        _note(logging.INFO, f"{schedule[0]}: warmup_num_steps=0 is taken as 2, the fewest")
     engine.lr_scheduler = _schedule(lr_scheduler, schedule, engine)
     if training_data is not None:
         collate_fn = options.get("collate_fn")
@@ -191,6 +193,8 @@ def _sharded(
     if accelerator is not None:
         model.to(accelerator)
     engine = zs.shard(model, optimizer, config=settings, sync_from=0)
+    if optimizer is not None:
+        engine.hide_gradients()
     walk = None
     if batch.leaves is not None:
         walk = LeafWalk(engine, _common_seed(next(model.parameters()).device))

@@ -196,6 +196,7 @@ def _unguard(tensor: Any) -> None:
 
 _ANSWERED = ANSWERED | {
     torch.Tensor.retains_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.data_ptr,  # 0, as that of a tensor on the device "meta"
     torch.Tensor.__len__,
     torch.is_floating_point,
     torch.is_complex,

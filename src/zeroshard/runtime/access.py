@@ -250,6 +250,15 @@ class StateAccess:
         self._backward.collect_dropped()
         return self._finalizer.pending
 
+    def hide_gradients(self) -> None:
+        """Let ``.grad`` of the model's parameters be None. The optimizer holds the gradients."""
+        if self._sharded is None:
+            raise StateError(
+                "hide_gradients() needs an optimizer, which holds the gradients: call"
+                " engine.attach(optimizer) first"
+            )
+        self._backward.parameters.hides = True
+
     def gradient_set(self) -> None:
         """Called on every rank when averaged gradients were set."""
         self._finalizer.averages_set()

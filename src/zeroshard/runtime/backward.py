@@ -266,7 +266,8 @@ class Backward:
                 del grad  # it would live until its unit's sum has been started
                 if has_all and alive._is_due(leaf.unit):
                     alive._hand_over(leaf.unit)
-            if next(reversed(parameter._post_accumulate_grad_hooks)) != hooks[number]:
+            has_next = next(reversed(parameter._post_accumulate_grad_hooks)) != hooks[number]
+            if has_next and not alive.parameters.hides:
                 seal([leaf], alive, None)  # for the hook after this one
 
         return take_grad

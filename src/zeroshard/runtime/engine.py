@@ -468,6 +468,14 @@ class Engine(Assembly):
         self._states.check_open(trained=True)
         return self._whole.full_grad(param)
 
+    def hide_gradients(self) -> None:
+        """Let ``param.grad`` be None between a backward and the step, as in DeepSpeed, in the place
+        of a gradient that raises StateError when it is read. Then the optimizer's ``zero_grad()``
+        alone drops gradients. Raises StateError without an optimizer.
+        """
+        self._states.check_open(trained=True)
+        self._states.hide_gradients()
+
     def exchange(self, payload: bytes, call: str = "engine.exchange()") -> list[bytes]:
         """Return every rank's `payload`, in rank order. Collective; PlanMismatch, on every rank,
         where other ranks are in another `call`.

@@ -136,6 +136,7 @@ class TrainableParameters(list[Leaf]):
         )
         self._of = {id(leaf.parameter): leaf for leaf in self}
         self.ids = self._of.keys()  # of the parameters
+        self.hides = False  # whether ``.grad`` is None where it would be sealed
 
     def of(self, parameter: nn.Parameter | None) -> Leaf | None:
         """Return the leaf of `parameter`, if it is a trainable one of the engine."""
@@ -168,6 +169,8 @@ class TrainableParameters(list[Leaf]):
 
     def seal(self, owner: GradientOwner, *, holds: bool) -> None:
         """Put sealed gradients on those that have one. `holds`: it lives as long as they do."""
+        if self.hides:
+            return
         for bucket, leaves in groupby(self._used(), key=attrgetter("bucket")):
             seal(leaves, owner, bucket.accumulator.resting() if holds else None)
 
@@ -190,7 +193,7 @@ class TrainableParameters(list[Leaf]):
             gone = [
                 leaf
                 for leaf in self._used()
-                if leaf.parameter.grad is None or id(leaf.parameter) in cleared
+                if (leaf.parameter.grad is None and not self.hides) or id(leaf.parameter) in cleared
             ]
             for leaf in gone:
                 if type(leaf.parameter.grad) is SealedGrad:  # else assigned after that

@@ -412,7 +412,9 @@ class _Relayout:
             take_over(self._engine, self._carried)
         else:
             finalizer = self._parts.finalizer
-            parts_of(self._engine).finalizer.continue_from(finalizer.step, finalizer.skipped)
+            parts = parts_of(self._engine)
+            parts.finalizer.continue_from(finalizer.step, finalizer.skipped)
+            parts.backward.parameters.hides = self._parts.backward.parameters.hides
         move.end(stays=ready is not None)
 
     def _build(self, ready: _Ready) -> None:

@@ -11,12 +11,15 @@ from typing import Any
 from zeroshard.config.strict_json import flattened, nearest, read_json
 from zeroshard.deepspeed.keys.key_rows import an_object
 from zeroshard.deepspeed.keys.table import KEYS, SECTIONS, key_of
+from zeroshard.deepspeed.names import VERSION
 from zeroshard.errors import ConfigError
 
 __all__ = ["FileFindings", "Finding", "is_deepspeed", "read"]
 
 _PATHS = (str, Path)
 _FILLED_IN = "left to whoever fills it in, and else to our default"
+_LEAVE_OUT = f" (up to {VERSION.partition('+')[0]}): leave it out"
+_READ_BY_NAME = ("optimizer", "scheduler")  # sections of which other keys are dropped
 _TOLD = [name for name, key in KEYS.items() if key.tells_default]
 
 
@@ -43,6 +46,8 @@ class Finding:
         """Return the key, its value and the reason, as errors name them."""
         text = repr(self.value)
         text = text if len(text) <= 60 else f"{text[:57]}..."
+        if not self.key:  # of all keys together
+            return self.why
         between = " " if self.why.startswith(("is ", "has ", "needs ")) else ": "
         return f"{self.key}={text}{between}{self.why}"
 
@@ -78,9 +83,10 @@ class FileFindings:
 
     def checked_fields(self) -> dict[str, Any]:
         """Return `fields`. Raises ConfigError with every refused key and its reason, one a line."""
-        lines = [finding.line for finding in self.refusals()]
+        refused = self.refusals()
+        lines = [finding.line for finding in refused]
         if len(lines) == 1:
-            raise ConfigError(f"DeepSpeed's {lines[0]}")
+            raise ConfigError(f"DeepSpeed's {lines[0]}" if refused[0].key else lines[0])
         if lines:
             text = "".join(f"\n  {line}" for line in lines)
             raise ConfigError(f"{len(lines)} keys of DeepSpeed's are refused:{text}")
@@ -187,10 +193,11 @@ def _complaint(name: str, value: Any) -> str:
     if key is None:
         prefix = name[: -len(last)] if (last := name.rpartition(".")[2]) else f"{name}."
         inside = [key[len(prefix) :] for key in KEYS if key.startswith(prefix)]
-        if "." not in name:
+        if "." not in name or name.partition(".")[0] in _READ_BY_NAME:
             return ""  # see _judged()
         choices = list(dict.fromkeys(key.partition(".")[0] for key in inside))
-        return f"is not a key of DeepSpeed's{nearest(last, choices)}"
+        other = nearest(last, choices)
+        return f"is not a key of DeepSpeed's{other or _LEAVE_OUT}"
     return "" if value in (None, "auto") else key.kind(value)
 
 
@@ -202,8 +209,12 @@ def _judged(
     if key is None and name in SECTIONS:
         return "ignored", "an empty section"
     if key is None:
-        choices = list(dict.fromkeys(key.partition(".")[0] for key in KEYS))
-        return "ignored", f"is not a key of DeepSpeed's, which drops it{nearest(name, choices)}"
+        section = name.rpartition(".")[0]
+        prefix = f"{section}." if section else ""
+        inside = (key[len(prefix) :] for key in KEYS if key.startswith(prefix))
+        choices = list(dict.fromkeys(key.partition(".")[0] for key in inside))
+        last = name.rpartition(".")[2]
+        return "ignored", f"is not a key of DeepSpeed's, which drops it{nearest(last, choices)}"
     if is_auto and key.lower is not None:
         return "ignored", _FILLED_IN
     if _is_off(name, values):
