@@ -66,6 +66,8 @@ class Loop:
         self._rest = rest
         # a micro-batch of engine.accumulate() runs outside its sections: what it needs is held
         self.between_sections = False
+        # all weights are here for a forward of the whole model that is compiled
+        self.compiled = False
         self._saved = backward.saved
 
     @contextmanager
