@@ -181,3 +181,37 @@ def _edited(rank: int, world: int, row: str) -> list[str]:
 @pytest.mark.parametrize("row", ROWS)
 def test_the_optimizers_state_and_options_may_be_edited_in_place(row: str) -> None:
     assert run_ranks(2, _edited, row) == [[], []]
+
+
+def _steps_in_the_backward(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    with torch.no_grad():
+        parameter.add_(parameter.grad, alpha=-0.1)
+    parameter.grad = None
+
+
+def _clears(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _hooks_that_take(rank: int, world: int, row: str) -> None:
+    for hook in (_steps_in_the_backward, _clears):
+        model = make_model()
+        optimizer = two_groups(model)
+        handle = model.head.weight.register_post_accumulate_grad_hook(hook)
+        engine = zs.shard(model, optimizer, policy=row)
+        with pytest.raises(
+            StateError,
+            match=r"a hook on parameter 'head\.weight', set before .*has taken its gradient",
+        ):
+            model(*batch(rank, 0)).backward()
+        handle.remove()
+        engine.reset()
+        model(*batch(rank, 0)).backward()
+        optimizer.step()
+        engine.close()
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+def test_a_hook_that_steps_or_clears_inside_the_backward_is_told_by_name(row: str) -> None:
+    run_ranks(2, _hooks_that_take, row)

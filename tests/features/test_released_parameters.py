@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -313,3 +315,80 @@ def test_every_unit_rests_after_shard(row: str, trained: bool) -> None:
     engine = zs.shard(model, two_groups(model) if trained else None, policy=row)
     assert inside.is_at_rest(engine)
     engine.close()
+
+
+def _reads_in_a_thread(rank: int, world: int, row: str) -> None:
+    def train(reads: bool) -> tuple[list[float], list[str]]:
+        model = make_model()
+        optimizer = two_groups(model)
+        engine = zs.shard(model, optimizer, policy=row)
+        losses, told = [], []
+
+        def read() -> None:
+            try:
+                with torch.no_grad():
+                    told.append(str(float(model.head.weight.norm())))
+            except StateError as error:
+                told.append(str(error))
+
+        for step in range(3):
+            loss = model(*batch(rank, step))
+            loss.backward()
+            optimizer.step()  # after which weights are on their way to every rank
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if reads:
+                thread = threading.Thread(target=read)
+                thread.start()
+                thread.join()
+        with engine.gathered():
+            read()
+            if reads:
+                thread = threading.Thread(target=read)
+                thread.start()
+                thread.join()
+                assert told[-1] == told[-2]
+        engine.close()
+        return losses, told
+
+    (expected, _), (losses, told) = train(reads=False), train(reads=True)
+    assert losses == expected
+    if row == "ddp":
+        assert all(float(one) for one in told)
+    else:
+        (line,) = set(told[:3])
+        assert re.match(
+            r"parameter 'head\.weight' cannot be read here \(\w+\): this is not the thread of the"
+            r" training loop.*inside engine\.gathered\(\)",
+            line,
+        )
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_thread_that_reads_weights_beside_the_loop_has_them_or_is_told_and_the_loop_goes_on(
+    row: str,
+) -> None:
+    run_ranks(2, _reads_in_a_thread, row)
+
+
+def _trains_in_threads(rank: int, world: int) -> None:
+    model = make_model()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, stage=2)
+
+    def step() -> None:
+        model(*batch(rank, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):  # as a pool's threads do
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+    with torch.no_grad():
+        assert float(model.head.weight.norm())  # the loop's thread has ended
+    engine.close()
+
+
+def test_a_loop_may_change_its_thread() -> None:
+    run_ranks(2, _trains_in_threads)

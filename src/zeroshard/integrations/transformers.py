@@ -53,8 +53,8 @@ _REFUSED = {
     "fsdp": "which shards the model itself: leave it out, and say how in zero=",
     "deepspeed": "which shards the model itself: leave it out, and say how in zero=",
     "torch_compile": (
-        "since compiling around the model would compile the engine's hooks: leave it out, and"
-        " compile the blocks before, module.forward = torch.compile(module.forward)"
+        "since the engine's model is not the one that Accelerate compiles: leave it out, and call"
+        " model.compile() before"
     ),
     "auto_find_batch_size": (
         "since one rank that retries a step is alone in it: leave it out, and choose the batch"

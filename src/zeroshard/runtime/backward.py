@@ -259,7 +259,12 @@ class Backward:
                 parameter.grad = None
                 if torch._C._current_graph_task_id() not in alive._pass.tasks:
                     alive.enter()
-            assert grad is not None, leaf.name
+            if grad is None:
+                raise StateError(
+                    f"a hook on parameter {leaf.name!r}, set before shard(), has taken its gradient"
+                    " away inside the backward, before the ranks' gradients met: let the optimizer"
+                    " of shard() step and clear it, after the backward"
+                )
             # else torch has only looked for the shapes of gradients
             if alive._pass.units is None or leaf.unit in alive._pass.units:
                 has_all = alive._add(leaf, grad)

@@ -3,7 +3,6 @@ hide the class's method of that name.
 
     to, half, cpu, ...   refused where they would change a parameter (buffers follow)
     deepcopy, pickle     refused: a copy would hold released parameters
-    compile              refused: it would compile the hooks that gather weights
     parallelize_module   refused, as is a DTensor in the place of a parameter: it goes first
     DDP, DataParallel    refused around the model: they would average gradients twice, or copy
                          released parameters
@@ -15,15 +14,25 @@ Invariant: the entries say that the module is sharded (``OWNED``) and go with th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 
 from zeroshard.errors import StateError
 from zeroshard.state.local import is_dtensor
 
-__all__ = ["OWNED", "compiled_whole", "guard", "is_traced"]
+__all__ = ["OWNED", "between_graphs", "guard", "leave_alone"]
+
+_GATHERS = (  # said by Dynamo under fullgraph=True
+    "zeroshard gathers the weights of a unit here: compile each block, or leave fullgraph out"
+)
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 OWNED = "_zeroshard_engine"  # in the instance dictionary of a model that an engine has sharded
 
@@ -45,7 +54,6 @@ def guard(model: nn.Module) -> list[Any]:
         for method in ("__deepcopy__", "__reduce_ex__"):
             handles.append(_Attribute(module, method, _refusing_copies(name)))
         handles.append(_Attribute(module, "_apply", _refusing_changes(module, prefix)))
-        handles.append(_Attribute(module, "compile", _refusing_compile(name)))
         handles.append(_Attribute(module, "register_parameter", _refusing_parts(module, name)))
     return handles
 
@@ -91,13 +99,6 @@ def _refusing_copies(name: str) -> Callable[[Any], Any]:
     return refuse
 
 
-def _refusing_compile(name: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise compiled_whole(f"{name}.compile()")
-
-    return refuse
-
-
 def _refusing_parts(module: nn.Module, prefix: str) -> Callable[..., None]:
     """Return what stands in for ``module.register_parameter``, by which torch's parallel styles
     put DTensors in the place of parameters.
@@ -114,20 +115,18 @@ def _refusing_parts(module: nn.Module, prefix: str) -> Callable[..., None]:
     return register
 
 
-def compiled_whole(what: str) -> StateError:
-    """Return the error for `what`, which compiles a model with its hooks."""
-    return StateError(
-        f"{what} would compile the hooks that gather weights: compile what they surround,"
-        " module.forward = torch.compile(module.forward), for each block"
-    )
+def leave_alone(hook: Callable[..., Any], *, callees: bool = True) -> None:
+    """Have Dynamo run `hook` as it is, and its `callees`: see [Note: compiled forwards]."""
+    then = _FrameAction.SKIP if callees else _FrameAction.DEFAULT
+    set_code_exec_strategy(hook.__code__, _FrameExecStrategy(_FrameAction.SKIP, then))
 
 
-def is_traced() -> bool:
-    """Whether a torch.compile around this call has left it to Python (a frame that it cannot
-    trace), and goes on with the next frame.
-    """
-    current = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-    return current is not None and current() is not None
+def between_graphs(hook: _Hook) -> _Hook:
+    """Return `hook`, which Dynamo never traces: a graph ends where it is called."""
+    leave_alone(hook)
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    hook._torchdynamo_disable_msg = _GATHERS  # type: ignore[attr-defined]
+    return hook
 
 
 def _refusing_changes(module: nn.Module, prefix: str) -> Callable[..., nn.Module]:

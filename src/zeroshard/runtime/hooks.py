@@ -13,6 +13,11 @@ Each module that holds parameters itself is hooked, and each module that spans a
 submodule called directly gathers its unit, and a gradient that enters a unit by a side door (an
 auxiliary loss on an inner output) still finds the weights there.
 
+[Note: compiled forwards] Dynamo runs the hooks as they are where it does not trace a module's call:
+around ``torch.compile(model)``, ``module.compile()`` and a compiled ``module.forward``. Inside a
+graph, hooks of modules that span a unit end it. The others do nothing there, and neither do those
+of a whole model whose weights rest whole: all of them are waited for before it.
+
 Nothing of torch is patched. The hooks hold the engine's parts, the user's tensors hold nothing.
 """
 
@@ -27,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as traced  # None: by nobody
 from torch._C._functorch import peek_interpreter_stack as peek_stack  # is None in no transform
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
@@ -34,7 +40,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.core.residency import UnitState, Use
 from zeroshard.errors import StateError
 from zeroshard.runtime.casts import cast, casting_hooks, explain
-from zeroshard.runtime.guards import compiled_whole, guard, is_traced
+from zeroshard.runtime.guards import between_graphs, guard, leave_alone
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.recomputed import is_recomputed
 from zeroshard.runtime.released import know_class, release_classes, restore_classes
@@ -173,6 +179,7 @@ class Hooks:
         self._input_dtype = input_dtype
         self._watch = watch
         self._handles: list[Any] = []
+        self._hook_id = 0  # of the hook after each module's forward
         # load_state_dict under way: per unit its context, its copies, modules still to load
         self._loads: dict[int, list[Any]] = {}
         # the hooks of outputs, by units, and the epoch that they belong to
@@ -215,30 +222,44 @@ class Hooks:
 
     def _install_root(self, model: nn.Module) -> None:
         loop, weights = self.loop, self.loop.weights
+        rests_whole = not any(unit.cells.weight.is_sharded for unit in weights.units)
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if torch.compiler.is_compiling() or is_traced():
-                raise compiled_whole(f"torch.compile around {type(model).__name__}")
+            if is_dynamo_compiling() or traced() is not None:
+                return before_compiled(module, args, kwargs)
+            if hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
+                loop.compiled = rests_whole
             self._bare.enter(weights.nothing_to_do)
             if torch._C._current_graph_task_id() < 0 and not loop.between_sections:
                 loop.begin_forward()
+            if loop.compiled:
+                weights.finish_published()
             if self._input_dtype is None:
                 return None
             return cast(args, self._input_dtype), cast(kwargs, self._input_dtype)
 
+        @between_graphs
+        def before_compiled(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            loop.compiled = rests_whole
+            return before(module, args, kwargs)
+
+        @between_graphs
         def after(module: nn.Module, args: Any, output: Any) -> None:
+            loop.compiled = False
             if self._input_dtype is not None:
                 explain(sys.exc_info()[1], model, self._input_dtype, self._watch)
             if torch._C._current_graph_task_id() < 0 and not loop.between_sections:
                 loop.end_forward(output)
             self._bare.leave()
 
+        @between_graphs
         def agree(module: nn.Module, args: Any, output: Any) -> None:
             if torch._C._current_graph_task_id() < 0 and not (
                 loop.between_sections or weights.nothing_to_do
             ):
                 loop.agree()
 
+        leave_alone(before, callees=False)  # which looks whether Dynamo is at work
         self._handles += [
             model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             model.register_forward_hook(after, always_call=True),
@@ -262,8 +283,12 @@ class Hooks:
         residencies = [unit.residency for unit in units]
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if loop.between_sections or is_dynamo_compiling():
-                return  # or inside a compiled forward, around which the unit is gathered
+            if loop.between_sections:
+                return
+            if is_dynamo_compiling():  # inside a forward, around which other units are gathered
+                if computed and not loop.compiled:
+                    before_between(module, args, kwargs)
+                return
             if weights.shown and weights.nothing_to_do:
                 return
             if reads_parameters:
@@ -273,7 +298,11 @@ class Hooks:
                 self._watch_inputs(ends, args, kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if loop.between_sections or is_dynamo_compiling():
+            if loop.between_sections:
+                return
+            if is_dynamo_compiling():
+                if computed and not loop.compiled:
+                    after_between(module, args, kwargs, output)
                 return
             if weights.shown and weights.nothing_to_do:
                 return
@@ -288,12 +317,36 @@ class Hooks:
                 listener(computed, output)
             loop.end_module(units, residencies, output, apart=apart)
 
+        @between_graphs
+        def before_between(*given: Any) -> None:
+            before(*given)
+
+        @between_graphs
+        def after_between(*given: Any) -> None:
+            after(*given)
+
+        leave_alone(before)
+        leave_alone(after)
         self._handles.append(
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         )
-        self._handles.append(
-            module.register_forward_hook(after, with_kwargs=True, always_call=True)
-        )
+        handle = module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        self._handles.append(self._with_one_id(module, handle))
+
+    def _with_one_id(self, module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
+        """Give the hook after every module's forward one id, which nobody else's hook has: Dynamo
+        guards on the ids of hooks that are always called, and would compile each of many like
+        blocks.
+        """
+        self._hook_id = self._hook_id or handle.id
+        for entries in (
+            module._forward_hooks,
+            module._forward_hooks_with_kwargs,
+            module._forward_hooks_always_called,
+        ):
+            entries[self._hook_id] = entries.pop(handle.id)
+        handle.id = self._hook_id
+        return handle
 
     def watch_outputs(self, units: Sequence[Unit], output: Any, *, since: int = 0) -> None:
         """Have `units` gathered when a gradient arrives at a tensor of `output` that autograd

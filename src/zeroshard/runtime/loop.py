@@ -21,6 +21,7 @@ Invariant: every event is the same call on every rank that runs the same program
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from zeroshard.errors import StateError
 from zeroshard.runtime.backward import Backward, retains_graph
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import Finalizer
+from zeroshard.runtime.micro_batches import this_micro_batch
 from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed
 from zeroshard.runtime.rest import Rest
 from zeroshard.runtime.trees import tensors_within
@@ -66,7 +68,10 @@ class Loop:
         self._rest = rest
         # a micro-batch of engine.accumulate() runs outside its sections: what it needs is held
         self.between_sections = False
+        # all weights are here for a forward of the whole model that is compiled
+        self.compiled = False
         self._saved = backward.saved
+        self._thread = threading.get_ident()  # that of the last forward of the model
 
     @contextmanager
     def outside_sections(self) -> Iterator[None]:
@@ -86,6 +91,7 @@ class Loop:
                 "the last backward did not finish: call engine.reset() on every rank after an"
                 " exception"
             )
+        self._thread = threading.get_ident()
         for listener in self.events.before_forward:
             listener()
         evaluates = not (torch.is_grad_enabled() or is_checkpointed())
@@ -194,6 +200,12 @@ class Loop:
         """
         in_backward = torch._C._current_graph_task_id() >= 0
         phase: Phase = "backward" if in_backward else "forward"
+        if threading.get_ident() != self._thread and not in_backward and self._is_beside_loop():
+            raise StateError(
+                f"parameter {name!r} cannot be read here ({operation}): this is not the thread of"
+                " the training loop, which its weights are not ready for. Read it in that thread,"
+                " inside engine.gathered(), and hand over a copy"
+            )
         if not unit.cells.weight.is_sharded:
             self.weights.unshard(unit, phase)  # on its way to every rank already
             return
@@ -210,6 +222,11 @@ class Loop:
         if not (in_backward or self.weights.schedule.running):
             self.weights.digest.num_begun += self.backward.runs_plainly
         self.weights.hold(unit, phase, Until.BACKWARD_ENDS if may_follow else Until.FORWARD_ENDS)
+
+    def _is_beside_loop(self) -> bool:
+        """Whether this thread is none that runs the model."""
+        alive = any(thread.ident == self._thread for thread in threading.enumerate())
+        return alive and this_micro_batch() is None
 
     def hold(self, unit: Unit) -> None:
         """Keep `unit` gathered until the next step."""

@@ -64,9 +64,10 @@ class Parameters:
 
     def attach(self, views: Sequence[torch.Tensor]) -> None:
         """Point the parameters at `views`, of the gathered buffer."""
+        with torch._C.DisableTorchFunctionSubclass():  # other threads never see NaN
+            for local, view in zip(self._locals, views, strict=True):
+                local.data = view
         restore_classes(self.parameters)
-        for local, view in zip(self._locals, views, strict=True):
-            local.data = view
         self._attached, self.lent = views, None
         self._versions = list(map(_VERSION, self.parameters))
 
@@ -89,12 +90,12 @@ class Parameters:
 
     def detach(self) -> None:
         """Point the parameters at their NaN."""
+        release_classes(self.parameters)
         with torch._C.DisableTorchFunctionSubclass():  # they may answer as released ones already
             for local, released in zip(self._locals, self._released, strict=True):
                 local.data = released
             self._versions = list(map(_VERSION, self.parameters))
         self._attached, self.lent = self._released, None
-        release_classes(self.parameters)
 
     def leave_memory(self) -> None:
         """Let go of the gathered buffer: the parameters have been pointed elsewhere for good."""

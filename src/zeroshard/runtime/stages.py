@@ -83,9 +83,11 @@ class Stages(nn.Module):
 
 
 def model_of(model: Any) -> Any:
-    """Return the module to shard where `model` is a stage of a pipeline, or a list of stages;
-    else `model` itself. Raises ConfigError.
+    """Return the module to shard where `model` is a stage of a pipeline, a list of stages, or
+    torch.compile() around a module; else `model` itself. Raises ConfigError.
     """
+    if type(model).__module__ == "torch._dynamo.eval_frame":  # which may not be imported
+        return model._orig_mod
     stages = list(model) if isinstance(model, (list, tuple)) else [model]
     if not stages or not all(_is_stage(stage) for stage in stages):
         return model

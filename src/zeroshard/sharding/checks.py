@@ -135,12 +135,6 @@ def _check_module(name: str, module: nn.Module) -> None:
         raise ConfigError(
             f"submodule {name!r} is sharded already: shard the whole model once, from the outside"
         )
-    if module._compiled_call_impl is not None:
-        raise ConfigError(
-            f"module {shown} was compiled with its hooks, module.compile():"
-            " compile what they surround, module.forward = torch.compile(module.forward), for"
-            " each block"
-        )
     is_fsdp = type(module).__module__.startswith("torch.distributed.fsdp")
     if is_fsdp or hasattr(module, "_get_fsdp_state"):
         raise ConfigError(f"module {shown} is managed by FSDP: give shard() the plain module")
