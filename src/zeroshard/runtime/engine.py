@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -64,22 +64,18 @@ NOT_GIVEN_BACK = "rank %d: close() has not given everything back: %s"
 _FOLLOW = "engine.follow()"
 # what users of DeepSpeed and FSDP type first: model, optimizer and loop stay the user's own
 _ELSEWHERE = {
-    "forward": "model(...)",
     "step": "optimizer.step()",
     "zero_grad": "optimizer.zero_grad()",
     "train": "model.train()",
     "eval": "model.eval()",
     "parameters": "model.parameters()",
-    "named_parameters": "model.named_parameters()",
     "state_dict": "engine.full_state_dict() for weights, zs.save() for a run that resumes",
     "module_state_dict": "engine.full_state_dict()",
     "load_state_dict": "model.load_state_dict() for weights, zs.load() for a run that resumes",
     "save_checkpoint": "zs.save(directory, engine, step=n)",
     "load_checkpoint": "zs.load(directory, engine)",
     "save_16bit_model": "engine.full_state_dict(), or zeroshard checkpoint export --to hf",
-    "get_global_grad_norm": "norm = engine.clip_grad_norm_(float('inf'))",
     "unshard": "with engine.gathered(params): ...",
-    "reshard": "with engine.gathered(params): ...",
     "summon_full_params": "with engine.gathered(): ...",
     "set_requires_gradient_sync": "with engine.no_sync(): ...",
 }
@@ -176,17 +172,15 @@ class Engine(Assembly):
             for unit in self._weights.units
         }
 
-    if not TYPE_CHECKING:  # a type checker would take every misspelled name for an attribute
+    if not TYPE_CHECKING:  # a type checker says itself that a name, or a call, is none
 
         def __getattr__(self, name: str) -> object:
-            told = f"'Engine' object has no attribute {name!r}"
-            if name in _ELSEWHERE:
-                told += f": use {_ELSEWHERE[name]}"
+            use = f": use {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            told = f"'Engine' object has no attribute {name!r}{use}"
             raise AttributeError(told, name=name, obj=self)
 
-    def __call__(self, *inputs: object, **named: object) -> NoReturn:
-        """Refuse: the model stays the user's own, and is called itself."""
-        raise TypeError("an Engine is not called: call the model, model(...)")
+        def __call__(self, *inputs: object, **named: object) -> None:
+            raise TypeError("an Engine is not called: call the model, model(...)")
 
     def __repr__(self) -> str:
         transport = self._context.transport
