@@ -413,7 +413,9 @@ class _Loop:
                     loss.register_hook(fails)
                 trainer.backward(loss, weights=self._next_weights())
             raise AssertionError("nothing has raised")
-        except BadBatchError:
+        except (BadBatchError, StateError) as error:
+            if isinstance(error, StateError) and "gave up this step" not in str(error):
+                raise  # else another rank was there before
             trainer.reset()
         if hook is not None:
             hook.remove()
