@@ -16,6 +16,7 @@ from tests.fuzz.program import (
     CODED_ROWS,
     CROSSING,
     EVENTS,
+    INTERRUPTS,
     Layer,
     Micro,
     Program,
@@ -61,7 +62,24 @@ def _drawn(seed: int) -> Program:
     branches = rng.random() < 0.15
     varied = rng.random() < 0.2  # the same on every rank, but not every layer once
     steps = tuple(_step(rng, program, branches, varied) for _ in range(rng.randint(2, 3)))
-    return _with_looks(_with_leaves(_with_meetings(replace(program, steps=steps))))
+    program = _with_leaves(_with_meetings(replace(program, steps=steps)))
+    return _with_interrupts(_with_looks(program))
+
+
+def _with_interrupts(program: Program) -> Program:
+    """Draw steps that end by an exception in their backward, and who numbers steps of leaves; from
+    numbers of their own.
+    """
+    rng = random.Random(f"interrupts of {program.seed}")
+    if rng.random() < 0.6:
+        return program
+    steps = tuple(
+        replace(step, between=(*step.between, rng.choice(INTERRUPTS)))
+        if rng.random() < 0.5
+        else step
+        for step in program.steps
+    )
+    return replace(program, steps=steps, counted=rng.random() < 0.6)
 
 
 def _with_meetings(program: Program) -> Program:
@@ -327,8 +345,14 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "saves": _steps(
         lambda s: replace(s, between=tuple(e for e in s.between if e not in ("save", "load")))
     ),
-    "repartition": _steps(lambda s: replace(s, between=tuple(e for e in s.between if e in EVENTS))),
+    "repartition": _steps(
+        lambda s: replace(s, between=tuple(e for e in s.between if e not in ROWS))
+    ),
     "reset": _steps(lambda s: replace(s, between=tuple(e for e in s.between if e != "reset"))),
+    "interrupts": _steps(
+        lambda s: replace(s, between=tuple(e for e in s.between if e not in INTERRUPTS))
+    ),
+    "counted steps": _plain(counted=False),
     "input gradient": _plain(input_grad=False),
     "checkpoint": _layers(lambda x: replace(x, checkpoint="")),
     "reentrant checkpoint": _layers(

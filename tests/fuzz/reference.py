@@ -354,6 +354,7 @@ class ByLeaves(ByHand):
     def leaves(self, step: int) -> Iterator[int]:
         """Yield the leaves of `step`, each with its random numbers."""
         before, self.of_leaves = torch.get_rng_state(), list[Grads]()
+        self.weights.clear()
         for leaf in range(num_leaves(self.program)):
             text = f"zeroshard {self.program.seed} {step} {leaf}".encode()
             digest = hashlib.blake2b(text, digest_size=8).digest()

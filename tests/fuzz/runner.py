@@ -30,6 +30,7 @@ from tests.fuzz.model import (
 from tests.fuzz.optimizers import make_optimizer
 from tests.fuzz.program import (
     EVENTS,
+    INTERRUPTS,
     Micro,
     Program,
     Step,
@@ -120,7 +121,8 @@ class Sharded:
             self.engine.backward(loss)
 
     def leaves(self, step: int) -> Iterator[int]:
-        return self.engine.leaves(step, seed=self.program.seed)
+        number = None if self.program.counted else step
+        return self.engine.leaves(number, seed=self.program.seed)
 
     def clip(self, max_norm: float) -> float:
         return float(self.engine.clip_grad_norm_(max_norm))
@@ -381,10 +383,44 @@ class _Loop:
                 self._forward(Micro(), fails=True)
             except BadBatchError:
                 trainer.reset()
+        elif event in INTERRUPTS:
+            self._interrupt(late=event == "late")
         elif event in EVENTS:
             getattr(trainer, event)()
         else:
             trainer.repartition(event)
+
+    def _interrupt(self, *, late: bool) -> None:
+        """Begin a step whose backward raises, at its loss or (`late`) when it has come to the
+        first layer; reset.
+        """
+
+        def fails(grad: torch.Tensor) -> None:
+            raise BadBatchError
+
+        def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            output.register_hook(fails)
+
+        trainer = self.trainer
+        assert isinstance(trainer.model, FuzzNet)
+        hook = trainer.model.first.register_forward_hook(watch) if late else None
+        try:
+            for leaf in trainer.leaves(self._step + 1) if self.program.leaves else (None,):
+                if leaf is not None:
+                    self._begin_leaf(leaf)
+                loss, _ = self._forward(Micro())
+                if not late:
+                    loss.register_hook(fails)
+                trainer.backward(loss, weights=self._next_weights())
+            raise AssertionError("nothing has raised")
+        except (BadBatchError, StateError) as error:
+            if isinstance(error, StateError) and "gave up this step" not in str(error):
+                raise  # else another rank was there before
+            trainer.reset()
+        if hook is not None:
+            hook.remove()
+        if self.program.leaves:
+            self._begin_leaf(None)
 
     def _micro(self, micro: Micro) -> None:
         trainer = self.trainer
