@@ -16,6 +16,7 @@ from tests.fuzz.program import (
     CODED_ROWS,
     CROSSING,
     EVENTS,
+    WRITES,
     Layer,
     Micro,
     Program,
@@ -61,7 +62,23 @@ def _drawn(seed: int) -> Program:
     branches = rng.random() < 0.15
     varied = rng.random() < 0.2  # the same on every rank, but not every layer once
     steps = tuple(_step(rng, program, branches, varied) for _ in range(rng.randint(2, 3)))
-    return _with_looks(_with_leaves(_with_meetings(replace(program, steps=steps))))
+    return _with_writes(_with_looks(_with_leaves(_with_meetings(replace(program, steps=steps)))))
+
+
+def _with_writes(program: Program) -> Program:
+    """Write weights by hand between the steps of a quarter of the programs; from numbers of their
+    own.
+    """
+    rng = random.Random(f"writes of {program.seed}")
+    if rng.random() < 0.75:
+        return program
+    steps = []
+    for step in program.steps:
+        between = list(step.between)
+        for _ in range(rng.choice((0, 1, 1, 2))):
+            between.insert(rng.randint(0, len(between)), rng.choice(WRITES))
+        steps.append(replace(step, between=tuple(between)))
+    return replace(program, steps=tuple(steps))
 
 
 def _with_meetings(program: Program) -> Program:
@@ -327,7 +344,10 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "saves": _steps(
         lambda s: replace(s, between=tuple(e for e in s.between if e not in ("save", "load")))
     ),
-    "repartition": _steps(lambda s: replace(s, between=tuple(e for e in s.between if e in EVENTS))),
+    "repartition": _steps(
+        lambda s: replace(s, between=tuple(e for e in s.between if e in (*EVENTS, *WRITES)))
+    ),
+    "writes": _steps(lambda s: replace(s, between=tuple(e for e in s.between if e not in WRITES))),
     "reset": _steps(lambda s: replace(s, between=tuple(e for e in s.between if e != "reset"))),
     "input gradient": _plain(input_grad=False),
     "checkpoint": _layers(lambda x: replace(x, checkpoint="")),

@@ -18,6 +18,7 @@ __all__ = [
     "CODED_ROWS",
     "CROSSING",
     "EVENTS",
+    "WRITES",
     "Layer",
     "Micro",
     "Program",
@@ -34,6 +35,7 @@ CODED_ROWS = ("zero3", "hpz")
 CHECKPOINTABLE = ("linear", "block", "gate", "norm", "nest", "table", "fork")
 LENDING = ("linear", "gate", "block")  # kinds of layers with a parameter that others can use
 EVENTS = ("average", "offload", "save", "load", "reset")  # between steps; the others are rows
+WRITES = ("edit", "climb", "write")  # ... and those that change weights by hand
 CROSSING = ("experts", "attend")  # kinds whose gradients come from the losses of other ranks, too
 
 
@@ -78,7 +80,9 @@ class Step:
     assigned: bool = False  # .grad of some parameters is assigned by hand before the step
     # what happens between this step and the next, in this order: "average" (an evaluation inside
     # EMA.swapped()), "offload" (offload_states() and back), a row to repartition() to, "save",
-    # "load" (the newest save), "reset" (an exception in a forward, then engine.reset())
+    # "load" (the newest save), "reset" (an exception in a forward, then engine.reset()), "edit"
+    # (rows are set inside gathered()), "climb" (all are changed there, and put back in the next
+    # such context), "write" (weights are written outside of it, where every rank has them whole)
     between: tuple[str, ...] = ()
 
 
@@ -298,7 +302,7 @@ def _may_happen(program: Program, event: str, earlier: Sequence[str]) -> bool:
         return program.averaged
     if event == "load":
         return "save" in earlier
-    return event in EVENTS or _may_become(program, event)
+    return event in (*EVENTS, *WRITES) or _may_become(program, event)
 
 
 def _may_become(program: Program, name: str) -> bool:

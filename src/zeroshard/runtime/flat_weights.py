@@ -364,16 +364,22 @@ class FlatWeights:
         watched = zip(self._watched[1], before, now, strict=True)
         return [piece.name for piece, old, new in watched if old != new]
 
-    def publish(self, *, everywhere: bool = False) -> None:
-        """Say that our slice is written and may be read; `everywhere`: every rank that keeps the
-        whole buffer has written all of it, and takes nothing from us. Where a rank keeps its
-        column, slices of other nodes come first, and whoever needs them waits for the flight:
-        `wait_published`.
+    def publish_everywhere(self) -> None:
+        """`publish`, where every rank that keeps the whole buffer has written all of it, and takes
+        nothing from us.
+        """
+        if self.replicated:
+            self._published = self._digests()
+        else:
+            self.publish()
+
+    def publish(self) -> None:
+        """Say that our slice is written and may be read. Where a rank keeps its column, slices of
+        other nodes come first, and whoever needs them waits for the flight: `wait_published`.
         """
         self._published = None if self._watched is None else self._digests()
-        everywhere = everywhere or self.stepped == self.rest_span
-        if self.window is None or (self.replicated and everywhere):
-            return
+        if self.window is None or (self.replicated and self.stepped == self.rest_span):
+            return  # every rank has written all of it
         if not self.awaits_nodes:
             self.window.publish()
             return
