@@ -213,6 +213,9 @@ def _edits_and_others(rank: int, world: int) -> None:
     assert torch.equal(zs.ParameterStates(engine, model.norm.bias).master(), exact)
     with engine.gathered(writeback=True), torch.no_grad():
         _set_one("head.weight", model.head.weight)
+        model.norm.bias[0] = 2.0
+    exact[0] = 2.0
+    assert torch.equal(zs.ParameterStates(engine, model.norm.bias).master(), exact)
     expected = zs.ParameterStates(engine, model.head.weight).master()
     engine.repartition(stage=1)
     assert torch.equal(zs.ParameterStates(engine, model.head.weight).master(), expected)

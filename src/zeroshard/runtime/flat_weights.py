@@ -85,6 +85,10 @@ class _Reads:
 class FlatWeights:
     """The weights of one segment."""
 
+    # this rank's own parameters, where nobody else may write, and digests of them as published
+    _watched: tuple[torch.Tensor, Sequence[Piece], Sequence[Range]] | None = None
+    _published: list[str | int] | None = None
+
     def __init__(
         self,
         plan: SegmentPlan,
@@ -142,9 +146,6 @@ class FlatWeights:
             and not (is_stepped and layout.scope(cells.optim) is Scope.NODE_SHARD)
         )
         self._publishing: Flight | None = None  # slices of other nodes on their way here
-        # digests of this rank's own parameters, as published, where nobody else may write there
-        self._watched: tuple[torch.Tensor, Sequence[Piece], Sequence[Range]] | None = None
-        self._published: list[str | int] | None = None
         # a plain gather, with the buffer that it fills and the memory at rest
         self._built: tuple[torch.Tensor, torch.Tensor | None, Sequence[Step]] | None = None
 
