@@ -19,6 +19,7 @@ __all__ = [
     "CROSSING",
     "EVENTS",
     "INTERRUPTS",
+    "WRITES",
     "Layer",
     "Micro",
     "Program",
@@ -36,6 +37,7 @@ CHECKPOINTABLE = ("linear", "block", "gate", "norm", "nest", "table", "fork")
 LENDING = ("linear", "gate", "block")  # kinds of layers with a parameter that others can use
 EVENTS = ("average", "offload", "save", "load", "reset")  # between steps; the others are rows
 INTERRUPTS = ("early", "late")  # between steps, too
+WRITES = ("edit", "climb", "write")  # ... and those that change weights by hand
 CROSSING = ("experts", "attend")  # kinds whose gradients come from the losses of other ranks, too
 
 
@@ -82,7 +84,9 @@ class Step:
     # EMA.swapped()), "offload" (offload_states() and back), a row to repartition() to, "save",
     # "load" (the newest save), "reset" (an exception in a forward, then engine.reset()), "early"
     # and "late" (the same in a backward, of the first leaf: at its loss, or when it comes to the
-    # first layer)
+    # first layer), "edit" (rows are set inside gathered()), "climb" (all are changed there, and put
+    # back in the next such context), "write" (weights are written outside of it, where every rank
+    # has them whole)
     between: tuple[str, ...] = ()
 
 
@@ -305,7 +309,7 @@ def _may_happen(program: Program, event: str, earlier: Sequence[str]) -> bool:
         return program.averaged
     if event == "load":
         return "save" in earlier
-    return event in (*EVENTS, *INTERRUPTS) or _may_become(program, event)
+    return event in (*EVENTS, *INTERRUPTS, *WRITES) or _may_become(program, event)
 
 
 def _may_become(program: Program, name: str) -> bool:

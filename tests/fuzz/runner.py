@@ -31,6 +31,7 @@ from tests.fuzz.optimizers import make_optimizer
 from tests.fuzz.program import (
     EVENTS,
     INTERRUPTS,
+    WRITES,
     Micro,
     Program,
     Step,
@@ -38,7 +39,7 @@ from tests.fuzz.program import (
     experts_apart,
     num_leaves,
 )
-from tests.fuzz.reference import DECAY, DTYPES, ByHand, ByLeaves
+from tests.fuzz.reference import DECAY, DTYPES, ByHand, ByLeaves, Change
 from tests.support.harness import RankError, run_ranks
 from zeroshard.errors import StateError, ZeroshardError
 
@@ -82,6 +83,9 @@ class Trainer(Protocol):
     def assign(self, grads: Mapping[str, torch.Tensor]) -> None: ...
     def average(self) -> None: ...
     def swapped(self) -> contextlib.AbstractContextManager[None]: ...
+    def edit(self, change: Change) -> None: ...
+    def climb(self, change: Change) -> None: ...
+    def write(self, change: Change) -> None: ...
     def offload(self) -> None: ...
     def repartition(self, row: str) -> None: ...
     def save(self) -> None: ...
@@ -157,6 +161,37 @@ class Sharded:
             for call in (self.ema.update, self.ema.swapped().__enter__, self.optimizer.step):
                 _refused(call)
             yield
+
+    @torch.no_grad()
+    def edit(self, change: Change) -> None:
+        with self.engine.gathered(writeback=True):
+            for _, parameter in self._trained():
+                change(parameter)
+
+    @torch.no_grad()
+    def climb(self, change: Change) -> None:
+        saved = {}
+        with self.engine.gathered(writeback=True):
+            for name, parameter in self._trained():
+                saved[name] = parameter.clone()
+                change(parameter)
+        with self.engine.gathered(writeback=True):
+            for name, parameter in self._trained():
+                parameter.copy_(saved[name])
+
+    @torch.no_grad()
+    def write(self, change: Change) -> None:
+        """Write by one way after another; sharded weights refuse, and are edited."""
+        for place, (_, parameter) in enumerate(self._trained()):
+            try:
+                view = parameter.data if place % 2 else parameter.detach()
+            except StateError:
+                self.edit(change)
+                return
+            change(view if place % 3 else torch.from_dlpack(view))
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
     def offload(self) -> None:
         """Part with the states, and ask for them all the same, which changes nothing."""
@@ -387,6 +422,8 @@ class _Loop:
             self._interrupt(late=event == "late")
         elif event in EVENTS:
             getattr(trainer, event)()
+        elif event in WRITES:
+            getattr(trainer, event)(_set_row if self._count % 2 else _shrink)
         else:
             trainer.repartition(event)
 
@@ -515,6 +552,14 @@ class _Loop:
             return []
         shares = _weights(self.program, 0)
         return shares if len(set(shares)) > 1 else []  # equal ones are none
+
+
+def _set_row(weight: torch.Tensor) -> None:
+    weight.reshape(-1)[:1].fill_(0.125) if weight.dim() == 0 else weight[:1].fill_(0.125)
+
+
+def _shrink(weight: torch.Tensor) -> None:
+    weight.mul_(0.75)
 
 
 def _contrasted(mine: torch.Tensor, rank: int) -> torch.Tensor:

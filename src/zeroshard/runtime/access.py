@@ -347,10 +347,10 @@ class StateAccess:
         trained, with what the user has written to the weights since; what went wrong in the step
         is noted.
         """
-        self.wait_step()
+        self.join_trained()
         self.rest.take_writes()
 
-    def wait_step(self) -> None:
+    def join_trained(self) -> None:
         """`join_step` for who writes what the user has written himself."""
         self._weights.availability.check_trained()
         self._join_step()

@@ -306,7 +306,7 @@ class Whole:
         for segment, copy in zip(unit.segments, copies, strict=True):
             with self._faults.noted(lost=True):
                 segment.store(segment.flat.buffer.views_of(copy), edits=True)
-            segment.flat.publish(everywhere=True)
+            segment.flat.publish_everywhere()
         self._faults.agree()
         if refresh:
             self._weights.refresh([unit])
