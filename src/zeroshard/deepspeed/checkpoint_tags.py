@@ -231,6 +231,25 @@ class TaggedCheckpoints:
 
     save_fp16_model = save_16bit_model
 
+    def _save_pretrained(
+        self, save: Callable[..., Any], /, *args: Any, state_dict: Any = None, **options: Any
+    ) -> Any:
+        """Call the ``save_pretrained()`` of a module at stage 3, on rank 0, with its weights: those
+        of an adapter (PEFT's) alone, which are trained, where it is one. Collective.
+        """
+        if state_dict is not None:
+            return save(*args, state_dict=state_dict, **options)
+        module = self.engine.module
+        adapts = hasattr(module, "peft_config")
+        state = self.engine.full_state_dict(trained=adapts)
+
+        def write() -> None:
+            rest = module.state_dict() if adapts else {}  # frozen weights, without numbers
+            save(*args, state_dict={**rest, **state}, **options)
+
+        self._on_rank_0("save_pretrained()", write)
+        return None
+
 
 def _is_name(tag: str) -> bool:
     """Whether `tag` is one visible name, and not that of the file beside it."""
