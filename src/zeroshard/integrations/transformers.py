@@ -265,9 +265,9 @@ class ZeroTrainerMixin(_Base):  # type: ignore[misc]
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
     ) -> nn.Module:
-        is_ours = self.engine in _ENGINES and self.engine.module is self.model
-        if self.engine is not None and not is_ours:
-            self.engine.close()  # the model is another one, or another trainer has it
+        engine = self.engine
+        if engine is not None and (engine.module is not self.model or engine not in _ENGINES):
+            engine.close()  # model_init has made another model, or another trainer has this one
             self.engine = None
         if not training:
             return model if self._wrapped is None or self.engine is None else self._wrapped
