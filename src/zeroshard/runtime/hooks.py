@@ -313,14 +313,8 @@ class Hooks:
                 listener(computed, output)
             loop.end_module(units, residencies, output, apart=apart)
 
-        @between_graphs
-        def before_between(*given: Any) -> None:
-            before(*given)
-
-        @between_graphs
-        def after_between(*given: Any) -> None:
-            after(*given)
-
+        before_between = between_graphs(lambda *given: before(*given))
+        after_between = between_graphs(lambda *given: after(*given))
         leave_alone(before)
         leave_alone(after)
         self._handles.append(
