@@ -182,8 +182,8 @@ class Rest:
             self._swap(exchange, entering=False)
         if written:
             raise StateError(
-                f"parameter {written[0][1][0]!r} was written to inside EMA.swapped(), and the write is"
-                " lost: edit it after that context"
+                f"parameter {written[0][1][0]!r} was written to inside EMA.swapped(), and the write"
+                " is lost: edit it after that context"
             )
 
     def _swap(self, exchange: Callable[[], None], *, entering: bool) -> None:
