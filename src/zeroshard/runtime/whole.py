@@ -120,7 +120,7 @@ class Whole:
         yield
         for segment, views in zip(segments, lent, strict=True):
             assert views is not None, segment.key
-            torch._foreach_copy_(views, segment.flat.buffer.views)
+            torch._foreach_copy_(list(views), segment.flat.buffer.views)
             segment.user_view.lend(views)
 
     @contextmanager
