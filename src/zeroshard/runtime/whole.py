@@ -164,7 +164,7 @@ class Whole:
         yield
         for segment, views in zip(segments, lent, strict=True):
             assert views is not None, segment.key
-            torch._foreach_copy_(list(views), list(segment.flat.buffer.views))
+            torch._foreach_copy_(list(views), segment.flat.buffer.views)
             segment.user_view.lend(views)
 
     @property
