@@ -317,8 +317,8 @@ class Hooks:
                 listener(computed, output)
             loop.end_module(units, residencies, output, apart=apart)
 
-        before_between = between_graphs(lambda *given: before(*given))
-        after_between = between_graphs(lambda *given: after(*given))
+        before_between: Callable[..., None] = between_graphs(lambda *given: before(*given))
+        after_between: Callable[..., None] = between_graphs(lambda *given: after(*given))
         leave_alone(before)
         leave_alone(after)
         self._handles.append(
