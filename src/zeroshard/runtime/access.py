@@ -115,6 +115,12 @@ class StateAccess:
         """Refuse everything from here on."""
         self.is_closed = True
 
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of gathered weights and buffers, without those gathered for the next pass."""
+        self._backward.collect_dropped()
+        return self.accounts.report().temporary - self._weights.schedule.ahead_bytes
+
     def decided(self, name: str, value: str) -> None:
         """Take note of what every rank has to decide alike; the next step compares it."""
         self._backward.decisions.note(name, value)
