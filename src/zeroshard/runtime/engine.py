@@ -652,7 +652,10 @@ class Engine(Assembly):
         if self._states.following is not None:
             self._states.following.remove()
         self._backward.abandon()
-        self._states.join_step()
+        try:
+            self._states.join_step()
+        except StateError as error:  # a write that is lost, which may have been told before
+            _log.warning("close() gives back what rests: %s", error)
         self._weights.end_step()
         self._whole.restore_plain()
         self._hooks.remove()
