@@ -87,6 +87,7 @@ def _numbers(run: Run, value: float = 3.0) -> torch.Tensor:
 
 # by owner and name: what needs the trained numbers
 TRAINED: dict[str, Call] = {
+    "engine.hide_gradients": lambda r: r.engine.hide_gradients(),
     "engine.accumulate": lambda r: r.engine.accumulate([5], lambda n: r.model(*batch(r.rank, n))),
     "engine.attach": lambda r: r.engine.attach(two_groups(r.model)),
     "engine.backward": lambda r: r.engine.backward(r.forward()),

@@ -18,6 +18,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 
 from zeroshard.checkpoint.manifest import HEAD_BYTES, MAX_BYTES, SHARD_NAME, Manifest
@@ -106,28 +107,34 @@ def saved_order(directory: Path) -> list[tuple[int, int]]:
     must not pass over the step unheard.
     """
     steps, found, branch = list_steps(directory), [], 0
-    for step in sorted(steps, key=lambda one: _changed_at(steps[one])):
-        known = _branch(steps[step])
-        branch = branch if known is None else known
+    identities = {step: _identity(path) for step, path in steps.items()}
+    for step in sorted(steps, key=lambda one: identities[one]):
+        with suppress(CheckpointError, OSError):
+            branch = _branch(steps[step], identities[step])
         found.append((branch, step))
     return sorted(found)
 
 
-def _changed_at(path: Path) -> int:
+def _identity(path: Path) -> tuple[int, ...]:
+    """Return when a folder was changed, and which it is."""
     with suppress(OSError):
-        return os.stat(path, follow_symlinks=False).st_mtime_ns
-    return 0
+        found = os.stat(path, follow_symlinks=False)
+        return found.st_mtime_ns, found.st_dev, found.st_ino
+    return (0,)
 
 
-def _branch(path: Path) -> int | None:
-    """Return the branch of a step; None where its manifest cannot be read."""
-    try:
-        with ExitStack() as stack:
-            files = StepFiles(path, stack)
-            with os.fdopen(files.open(path / MANIFEST), "rb") as opened:
-                return Manifest.branch_of(opened.read(HEAD_BYTES))
-    except (CheckpointError, OSError):
-        return None
+@lru_cache(4096)  # each save asks for all steps that are there
+def _branch(path: Path, identity: tuple[int, ...]) -> int:
+    """Return the branch of the step in a folder of this `identity`. Raises CheckpointError or
+    OSError where its manifest cannot be read.
+    """
+    with ExitStack() as stack:
+        files = StepFiles(path, stack)
+        with os.fdopen(files.open(path / MANIFEST), "rb") as opened:
+            branch = Manifest.branch_of(opened.read(HEAD_BYTES))
+    if branch is None:
+        raise CheckpointError(f"{path / MANIFEST} does not begin as a manifest")
+    return branch
 
 
 def open_regular(path: Path) -> int:

@@ -46,7 +46,7 @@ from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import UNKNOWN, Weight, total_weight
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.trainable import AssignedGradients, names_of
-from zeroshard.state.reduction import SquaresSum, read_squares
+from zeroshard.state.reduction import SquaresRequest, SquaresSum, read_squares
 
 __all__ = ["Finalizer"]
 
@@ -269,11 +269,10 @@ class Finalizer:
         """Read once what is to be known of averages on an accelerator: their `squares`, or whether
         they are finite. Return whether there was anything.
         """
-        unread = [
-            request
-            for bucket in self._backward.buckets
-            for request in bucket.accumulator.unread(bucket.in_norm, squares=squares)
-        ]
+        unread: list[SquaresRequest] = []
+        for bucket in self._backward.buckets:
+            used = bucket.used if bucket.counted is None else bucket.in_norm
+            unread += bucket.accumulator.unread(used, squares=squares)
         if unread:
             read_squares(unread, exactly=squares)
         return bool(unread)

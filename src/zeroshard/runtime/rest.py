@@ -125,7 +125,9 @@ class Rest:
             for segment in unit.segments:
                 if not segment.may_be_written:
                     continue
-                written = segment.flat.written(ends=ends and not segment.lags)
+                # where a step still writes, what is there is not what was published
+                coming = segment.is_coming
+                written = [] if coming else segment.flat.written(ends=ends and not segment.lags)
                 if segment.flat.replicated:
                     written += segment.user_view.written()
                 if written:

@@ -61,6 +61,7 @@ class Segment:
         # how many elements of the master, from its start, are those weights themselves
         self.aliased = 0
         self.lags = False  # whether the weights may be a step behind the master
+        self._unpublished = False  # a step has brought, or still brings, weights here
         self.step = threading.Event()  # set while no step on another tier is under way
         self.step.set()
         # by range: masters that edits have overwritten since the last step, as the step left them
@@ -235,7 +236,8 @@ class Segment:
                     if start < end:
                         with master.borrowed(start, end, write=False) as numbers:
                             self._bring(start, end, numbers)
-        if not self.is_coming:
+        self._unpublished = self.is_coming
+        if not self._unpublished:
             self.flat.publish()
 
     @contextmanager
@@ -251,7 +253,8 @@ class Segment:
     @property
     def is_coming(self) -> bool:
         """Whether weights are on their way here from a step on another tier."""
-        return not self.step.is_set() or bool(self.uploads)  # set after the last of them is added
+        # set after the last of them is added
+        return self._unpublished or not self.step.is_set() or bool(self.uploads)
 
     def _bring(self, start: int, stop: int, master: torch.Tensor) -> None:
         """Cast `master`, elements [start, stop), into the weights."""
@@ -305,6 +308,7 @@ class Segment:
             for work, _ in uploads:
                 with self._noting():
                     work.wait()
+        self._unpublished = False
         self.flat.publish()
 
     def renew(self, store_of: Callable[[Tier], Store | None]) -> None:
