@@ -88,6 +88,7 @@ class FlatWeights:
     # this rank's own parameters, where nobody else may write, and digests of them as published
     _watched: tuple[torch.Tensor, Sequence[Piece], Sequence[Range]] | None = None
     _published: list[str | int] | None = None
+    _version = 0  # of the memory then
 
     def __init__(
         self,
@@ -324,7 +325,7 @@ class FlatWeights:
         self.release_column()
         self.buffer.close()
         self.rest.release()
-        self._built = None
+        self._built = self._watched = None
         if self.window is not None:
             self.window.close()
 
@@ -344,6 +345,7 @@ class FlatWeights:
         if self._watched is None:
             return None
         memory, _, places = self._watched
+        self._version = memory._version
         if memory.device.type != "cpu":
             data = memory.view(torch.uint8)
             return [digest_of(data[start:stop]) for start, stop in places]
@@ -353,14 +355,15 @@ class FlatWeights:
 
     def written(self, *, ends: bool) -> list[str]:
         """Return the names of watched parameters with other numbers than were published, or than
-        this was asked last; `ends`: we begin to write there ourselves, and publish next.
+        this was asked last; `ends`: we begin to write there ourselves, and publish next. Writes to
+        the optimizer's pieces count a version of the memory that rests here: those are kept.
         """
         if self._watched is None or self._published is None:
             return []
-        before, now = self._published, self._digests()
+        version, before, now = self._version, self._published, self._digests()
         assert now is not None
         self._published = None if ends else now
-        if now == before:
+        if now == before or self._version != version:
             return []
         watched = zip(self._watched[1], before, now, strict=True)
         return [piece.name for piece, old, new in watched if old != new]
