@@ -372,7 +372,7 @@ def test_a_peak_below_what_rests_is_explained(
 ) -> None:
     assert run_plan("--params", "7B", *argv) == 0
     out = capsys.readouterr().out
-    assert ("rest is between micro-batches, whole gradients included" in out) is told
+    assert ("a rest above the peak counts whole gradients" in out) is told
     below = [line.split() for line in out.splitlines() if line.startswith("zero1      -   ")]
     if told and len(argv) == 2 and argv[0] == "--gpus":
         assert float(below[0][3]) < float(below[0][2])

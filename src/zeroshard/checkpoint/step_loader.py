@@ -56,7 +56,6 @@ class StepLoader:
         experts = Experts.of(engine)
         self._match = Match(saved, engine, experts, wanted)
         self._parts = {name: part for name, (part, _) in whole_parts(engine, experts).items()}
-        self._num_ranks = states_of(engine).everyone.size
         self._rank = rank_there(engine, saved.manifest.world, saved.manifest.places)
         # (to, from): masters, weights, averages
         self._copies: list[tuple[RestingPiece, Callable[[], torch.Tensor]]] = []
@@ -212,9 +211,10 @@ class StepLoader:
             )
             if differing == [path]:
                 return
-        if name == RNG and self._saved.manifest.world == 1 and self._num_ranks > 1:
+        num_ranks = states_of(self._engine).everyone.size
+        if name == RNG and self._saved.manifest.world == 1 and num_ranks > 1:
             self.skipped.append(
-                f"states[{RNG!r}]: one rank saved them, and all {self._num_ranks} go on with"
+                f"states[{RNG!r}]: one rank saved them, and all {num_ranks} go on with"
                 " the same numbers, dropout's masks too: torch.manual_seed(seed + engine.rank)"
                 " after zs.load() gives each rank its own"
             )

@@ -111,6 +111,7 @@ class FlatWeights:
         self.rest_span = layout.span(rank, self.scope)
         # the range of the buffer that this rank's optimizer steps, and that which is its alone
         self.stepped = layout.span(rank, layout.scope(cells.optim))
+        self._all_step_all = self.replicated and layout.scope(cells.optim) is Scope.FULL
         self.own_span = layout.ranges[rank]
         self.window: Window | None = None
         if rest is None and self.codec is not None:
@@ -382,8 +383,8 @@ class FlatWeights:
         other nodes come first, and whoever needs them waits for the flight: `wait_published`.
         """
         self._published = None if self._watched is None else self._digests()
-        if self.window is None or (self.replicated and self.stepped == self.rest_span):
-            return  # every rank has written all of it
+        if self.window is None or self._all_step_all:
+            return
         if not self.awaits_nodes:
             self.window.publish()
             return
