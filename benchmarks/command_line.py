@@ -110,8 +110,7 @@ _WHAT = (
     Option("--alive N", "contenders whose processes live at the same time; 2 is strictly A B A B"
            " (default: by size)", count(2)),
     _DEVICE,
-    Option("--max-norm NORM", "to which every contender clips (default: 1; inf: nothing is clipped,"
-           " and losses of exact contenders have the same bits)", float, 1.0),
+    Option("--max-norm NORM", "to which all clip (default: 1; inf: equal losses)", float, 1.0),
     Option("--deepspeed-python PATH", "interpreter for the DeepSpeed contenders, where theirs is"
            " another one"),
 )  # fmt: skip

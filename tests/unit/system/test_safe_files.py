@@ -69,9 +69,9 @@ def test_without_proc_a_file_is_opened_by_its_name_where_it_is_still_the_same(
     path, real = tmp_path / "file", os.open
     path.write_bytes(b"whole")
 
-    def without_proc(name: str | Path, *args: int) -> int:
+    def without_proc(name: str | Path, *args: int, dir_fd: int | None = None) -> int:
         if not str(name).startswith("/proc/"):
-            return real(name, *args)
+            return real(name, *args, dir_fd=dir_fd)
         if kind != "same":
             path.rename(tmp_path / "moved")
         if kind == "other":
