@@ -89,7 +89,7 @@ SUITES = {
 COLUMNS = ("passed", "failed", "did not end", "hub", "GPU", "skipped")
 _HUB = re.compile(r"huggingface\.co|HF_HUB_OFFLINE|LocalEntryNotFound|OfflineMode|offline mode")
 _GPU = re.compile(
-    r"requires? .*(accelerator|GPU|CUDA|FP16)|[Nn]ot compiled with CUDA|No CUDA|accelerator device"
+    r"requires? .*(accelerator|GPU|CUDA)|[Nn]ot compiled with CUDA|No CUDA|support bf16/gpu"
 )
 
 
@@ -164,9 +164,14 @@ def _column(outcome: str, why: str) -> str:
 
 
 def _short(reason: str) -> str:
-    """The line of a traceback that says what went wrong: the first of its last exception."""
-    said = [found[0] for found in re.finditer(r"(?:^E .*\n?)+", reason, re.MULTILINE)]
-    return (said or [reason.strip()])[-1].partition("\n")[0].removeprefix("E ").strip()[:400]
+    """The line of a traceback that says what went wrong: its last exception, or that of a process
+    which the test has started.
+    """
+    errors = re.findall(
+        r"^(?:E +)?([\w.]+(?:Error|Exception|Exit|Failed): .*)", reason, re.MULTILINE
+    )
+    said = re.findall(r"^E +(.*)", reason, re.MULTILINE)
+    return (errors[-1:] or said[:1] or [reason.strip().partition("\n")[0]])[0][:400]
 
 
 def main() -> None:

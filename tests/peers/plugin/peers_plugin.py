@@ -77,20 +77,27 @@ def _offer_disk() -> None:
 
 def _make(folder: Path, cls: str, options: dict[str, Any]) -> None:
     """Save a model, and a tokenizer of bytes, where the hub's client looks for a download."""
-    import tokenizers
     import transformers
 
     made = getattr(transformers, cls)
     made(made.config_class(**options)).save_pretrained(folder / "snapshots" / "made")
+    _tokenizer(cls).save_pretrained(folder / "snapshots" / "made")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("made")
+
+
+def _tokenizer(cls: str) -> Any:
+    import tokenizers
+    import transformers
+
+    if cls.startswith("T5"):
+        return transformers.T5Tokenizer()
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {text: number for number, text in enumerate([*alphabet, "<|endoftext|>"])}
     bytewise = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     bytewise.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bytewise, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
-    ).save_pretrained(folder / "snapshots" / "made")
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("made")
+    marks = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=bytewise, **marks)
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
