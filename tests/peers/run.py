@@ -87,7 +87,7 @@ SUITES = {
     "accelerate": Suite(_ACCELERATE.split(), library="accelerate"),
 }
 COLUMNS = ("passed", "failed", "did not end", "hub", "GPU", "skipped")
-_HUB = re.compile(r"huggingface\.co|HF_HUB_OFFLINE|LocalEntryNotFound|OfflineMode|offline mode")
+_HUB = re.compile(r"huggingface\.co|Hugging Face Hub|LocalEntryNotFound|[Oo]ffline")
 _GPU = re.compile(
     r"requires? .*(accelerator|GPU|CUDA)|[Nn]ot compiled with CUDA|No CUDA|support bf16/gpu"
 )
@@ -158,9 +158,10 @@ def _column(outcome: str, why: str) -> str:
         return "did not end"
     if outcome == "passed":
         return outcome
-    if _HUB.search(why):
+    said = _short(why)
+    if _HUB.search(said):
         return "hub"
-    return "GPU" if _GPU.search(_short(why)) else outcome
+    return "GPU" if _GPU.search(said) else outcome
 
 
 def _short(reason: str) -> str:
