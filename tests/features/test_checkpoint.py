@@ -508,6 +508,29 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_nothing(
     run_ranks(2, _failing, tmp_path, background)
 
 
+def _from_one(rank: int, world: int, folder: Path) -> tuple[list[str], tuple[Any, ...]]:
+    engine = make_sharded()[2]
+    torch.manual_seed(rank)
+    restored = zs.load(folder, engine)
+    drawn = _draws()
+    assert not zs.load(folder, engine, generators=False).skipped
+    engine.close()
+    return restored.skipped, drawn
+
+
+def test_generators_of_one_rank_are_those_of_all_that_load_them_which_is_said(
+    tmp_path: Path,
+) -> None:
+    engine = make_sharded()[2]
+    zs.save(tmp_path, engine, step=1)
+    expected = _draws()
+    assert not zs.load(tmp_path, engine).skipped and _draws() == expected
+    engine.close()
+    for skipped, drawn in run_ranks(2, _from_one, tmp_path):
+        assert drawn == expected
+        assert len(skipped) == 1 and "states['rng']: one rank saved them, and all 2" in skipped[0]
+
+
 # ------------------------------------------------------------------------ a run that has gone back
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,6 +113,30 @@ def test_a_tag_replaces_its_own_checkpoint_and_nothing_beside_it(tmp_path: Path)
     run_ranks(2, _beside, str(tmp_path))
 
 
+def test_the_script_of_a_folder_the_module_and_the_command_write_its_weights(
+    tmp_path: Path,
+) -> None:
+    with made() as engine:
+        weight = step(engine)
+        engine.save_checkpoint(tmp_path / "saved")
+    stands_in = ["-m", "zeroshard", "as-deepspeed", sys.executable, "-m"]
+    lines = {
+        "a": ["zero_to_fp32.py", "."],
+        "b": [*stands_in, "deepspeed.utils.zero_to_fp32", ".", "--tag", "global_step1"],
+        "c": ["-m", "zeroshard", "checkpoint", "export", "--to", "torch", "."],
+    }
+    for name, line in lines.items():
+        command = [sys.executable, *line, str(tmp_path / name)]
+        done = subprocess.run(command, cwd=tmp_path / "saved", capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        [file] = (one for one in (tmp_path / name, *tmp_path.glob(f"{name}/*")) if one.is_file())
+        state = torch.load(file, weights_only=True)
+        assert torch.equal(state.get("model", state)["weight"], weight), name
+    command = [sys.executable, "zero_to_fp32.py", str(tmp_path), str(tmp_path / "d")]
+    done = subprocess.run(command, cwd=tmp_path / "saved", capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("zero_to_fp32: ")
+
+
 def _kill_in(name: str) -> None:
     """Kill this process once a file of an older step is removed, or before a name is there."""
     unlink, replace = os.unlink, Path.replace
@@ -146,7 +172,8 @@ def test_what_a_killed_save_of_a_fixed_tag_has_left_goes_with_the_next(tmp_path:
         for found in (tmp_path / "last").glob("step-*"):  # none is seen in part
             assert (found / "manifest.json").is_file(), name
         assert (tmp_path / "last" / "saved_step").read_text() == str(steps)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["last", "latest"]
+    there = sorted(one.name for one in tmp_path.iterdir())
+    assert there == ["last", "latest", "zero_to_fp32.py"]
     left = {one.name for one in (tmp_path / "last").iterdir()}
     assert left - {".lock"} == {"saved_step", "step-0000000008"}
 
@@ -176,7 +203,8 @@ def _tags(rank: int, world: int, path: str) -> None:
             engine.save_checkpoint(path, tag="a")
         with pytest.raises(zs.CheckpointError, match=r"save_16bit_model\(\).*file"):
             engine.save_16bit_model(Path(path, "file"))
-        assert sorted(one.name for one in Path(path).iterdir()) == ["a", "file", "latest"]
+        there = sorted(one.name for one in Path(path).iterdir())
+        assert there == ["a", "file", "latest", "zero_to_fp32.py"]
 
 
 def test_a_tag_is_one_name_and_every_rank_hears_of_a_file_that_cannot_be_written(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import zeroshard as zs
@@ -86,6 +87,34 @@ def test_one_rank_alone_may_ask_and_writes_over_what_has_no_numbers(tmp_path: Pa
     first, second = run_ranks(2, _saves_as_deepspeed_chat, str(tmp_path))
     assert second == [] and len(first) == 1, "told once, on the rank that asked"
     assert "save_16bit_model(DIRECTORY) on every rank" in first[0]
+
+
+def _saves_an_adapter(rank: int, world: int, folder: str) -> None:
+    import peft
+
+    saved = []
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        lora = peft.LoraConfig(r=2, target_modules=["first"], modules_to_save=["second"])
+        model = peft.get_peft_model(Counted(), lora)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        keys = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=keys)
+        engine.backward(engine(torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))))
+        engine.step()
+        path = Path(folder, str(stage))
+        engine.save_pretrained(path)
+        saved.append(load_file(path / "adapter_model.safetensors"))
+        engine.destroy()
+    first, second = saved
+    assert first.keys() == second.keys() and len(first) == 4
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value)
+
+
+def test_an_adapter_saves_itself_at_stage_3(tmp_path: Path) -> None:
+    run_ranks(2, _saves_an_adapter, str(tmp_path))
 
 
 def _below_stage_3(rank: int, world: int) -> None:

@@ -151,6 +151,18 @@ def test_an_error_of_memory_that_ran_out_carries_the_table(error: Exception) -> 
     assert not hasattr(other, "__notes__")
 
 
+def test_units_gathered_ahead_of_a_forward_that_never_comes_are_no_leak() -> None:
+    model = make_model()
+    engine = zs.shard(model, stage=3, offload=zs.Offload(weight="host"))
+    for step in range(3):
+        with torch.no_grad():
+            model(*batch(0, step))
+    assert engine.memory().temporary > 0, "nothing is gathered ahead here"
+    assert ledger.leaks() == []
+    engine.close()
+    assert ledger.leaks() == []
+
+
 def test_leaks_are_what_engines_hold_between_steps_and_once_closed() -> None:
     model, other = make_model(), make_model()
     optimizer = torch.optim.AdamW(model.parameters())

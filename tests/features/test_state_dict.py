@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
+from tests.support.harness import run_ranks
 from tests.support.training import (
+    ROWS,
     Net,
     equal,
     make_model,
@@ -195,3 +201,79 @@ def _older_state(rank: int, world: int, row: str) -> None:
 
 def test_optimizer_state_from_before_shard_is_cut_and_goes_on() -> None:
     on_rows(_older_state)
+
+
+class _Scaled(nn.Module):
+    """A block with a buffer, whose hook gives the weight another name, as those of timm do."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_state_dict_post_hook(self._rename)
+
+    @staticmethod
+    def _rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state[f"{prefix}renamed"] = state.pop(f"{prefix}inner.weight")
+        state[f"{prefix}inner.bias"] = state[f"{prefix}inner.bias"].clone()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+def _hooked(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Scaled(), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    if kind == "wrapped":
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        return nn.Sequential(model, checkpoint_wrapper(inner))
+    return model
+
+
+def _under_hooks(rank: int, world: int, folder: Path, kind: str) -> None:
+    for row in ROWS:
+        model = _hooked(kind)
+        plain = {name: value.clone() for name, value in model.state_dict().items()}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine = zs.shard(model, optimizer, policy=row)
+        state = engine.full_state_dict(rank0_only=False)
+        assert sorted(state) == sorted(plain), (row, list(state))
+        assert all(torch.equal(state[name], value) for name, value in plain.items()), row
+        some = next(iter(dict.fromkeys(plain)))
+        assert list(engine.full_state_dict(rank0_only=False, names=some)) == [some]
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        trained = engine.full_state_dict(rank0_only=False)
+        zs.save(folder / row, engine, step=1)
+        engine.close()
+        again = _hooked(kind)
+        optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
+        engine = zs.shard(again, optimizer, policy=row)
+        assert not zs.load(folder / row, engine).skipped
+        loaded = engine.full_state_dict(rank0_only=False)
+        assert all(torch.equal(loaded[name], value) for name, value in trained.items()), row
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", ["wrapped", "renamed"])
+def test_names_are_those_of_the_models_state_dict_also_where_hooks_give_them(
+    tmp_path: Path, kind: str
+) -> None:
+    run_ranks(2, _under_hooks, tmp_path, kind)
+
+
+def test_a_checkpoint_with_the_names_from_before_hooks_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _hooked("wrapped")
+    engine = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=2)
+    with monkeypatch.context() as patch:
+        for one in ("experts", "rank_part"):
+            patch.setattr(f"zeroshard.checkpoint.{one}.saved_names", lambda module: {})
+        path = zs.save(tmp_path, engine, step=1)
+    assert "_checkpoint_wrapped_module" in (path / "manifest.json").read_text()
+    assert not zs.load(tmp_path, engine).skipped
+    engine.close()

@@ -16,6 +16,8 @@ from tests.fuzz.program import (
     CODED_ROWS,
     CROSSING,
     EVENTS,
+    INTERRUPTS,
+    WRITES,
     Layer,
     Micro,
     Program,
@@ -61,7 +63,40 @@ def _drawn(seed: int) -> Program:
     branches = rng.random() < 0.15
     varied = rng.random() < 0.2  # the same on every rank, but not every layer once
     steps = tuple(_step(rng, program, branches, varied) for _ in range(rng.randint(2, 3)))
-    return _with_looks(_with_leaves(_with_meetings(replace(program, steps=steps))))
+    program = _with_leaves(_with_meetings(replace(program, steps=steps)))
+    return _with_writes(_with_interrupts(_with_looks(program)))
+
+
+def _with_interrupts(program: Program) -> Program:
+    """Draw steps that end by an exception in their backward, and who numbers steps of leaves; from
+    numbers of their own.
+    """
+    rng = random.Random(f"interrupts of {program.seed}")
+    if rng.random() < 0.6:
+        return program
+    steps = tuple(
+        replace(step, between=(*step.between, rng.choice(INTERRUPTS)))
+        if rng.random() < 0.5
+        else step
+        for step in program.steps
+    )
+    return replace(program, steps=steps, counted=rng.random() < 0.6)
+
+
+def _with_writes(program: Program) -> Program:
+    """Write weights by hand between the steps of a quarter of the programs; from numbers of their
+    own.
+    """
+    rng = random.Random(f"writes of {program.seed}")
+    if rng.random() < 0.75:
+        return program
+    steps = []
+    for step in program.steps:
+        between = list(step.between)
+        for _ in range(rng.choice((0, 1, 1, 2))):
+            between.insert(rng.randint(0, len(between)), rng.choice(WRITES))
+        steps.append(replace(step, between=tuple(between)))
+    return replace(program, steps=tuple(steps))
 
 
 def _with_meetings(program: Program) -> Program:
@@ -327,8 +362,15 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "saves": _steps(
         lambda s: replace(s, between=tuple(e for e in s.between if e not in ("save", "load")))
     ),
-    "repartition": _steps(lambda s: replace(s, between=tuple(e for e in s.between if e in EVENTS))),
+    "repartition": _steps(
+        lambda s: replace(s, between=tuple(e for e in s.between if e not in ROWS))
+    ),
+    "writes": _steps(lambda s: replace(s, between=tuple(e for e in s.between if e not in WRITES))),
     "reset": _steps(lambda s: replace(s, between=tuple(e for e in s.between if e != "reset"))),
+    "interrupts": _steps(
+        lambda s: replace(s, between=tuple(e for e in s.between if e not in INTERRUPTS))
+    ),
+    "counted steps": _plain(counted=False),
     "input gradient": _plain(input_grad=False),
     "checkpoint": _layers(lambda x: replace(x, checkpoint="")),
     "reentrant checkpoint": _layers(

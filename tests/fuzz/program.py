@@ -18,6 +18,8 @@ __all__ = [
     "CODED_ROWS",
     "CROSSING",
     "EVENTS",
+    "INTERRUPTS",
+    "WRITES",
     "Layer",
     "Micro",
     "Program",
@@ -34,6 +36,8 @@ CODED_ROWS = ("zero3", "hpz")
 CHECKPOINTABLE = ("linear", "block", "gate", "norm", "nest", "table", "fork")
 LENDING = ("linear", "gate", "block")  # kinds of layers with a parameter that others can use
 EVENTS = ("average", "offload", "save", "load", "reset")  # between steps; the others are rows
+INTERRUPTS = ("early", "late")  # between steps, too
+WRITES = ("edit", "climb", "write")  # ... and those that change weights by hand
 CROSSING = ("experts", "attend")  # kinds whose gradients come from the losses of other ranks, too
 
 
@@ -78,7 +82,11 @@ class Step:
     assigned: bool = False  # .grad of some parameters is assigned by hand before the step
     # what happens between this step and the next, in this order: "average" (an evaluation inside
     # EMA.swapped()), "offload" (offload_states() and back), a row to repartition() to, "save",
-    # "load" (the newest save), "reset" (an exception in a forward, then engine.reset())
+    # "load" (the newest save), "reset" (an exception in a forward, then engine.reset()), "early"
+    # and "late" (the same in a backward, of the first leaf: at its loss, or when it comes to the
+    # first layer), "edit" (rows are set inside gathered()), "climb" (all are changed there, and put
+    # back in the next such context), "write" (weights are written outside of it, where every rank
+    # has them whole)
     between: tuple[str, ...] = ()
 
 
@@ -119,6 +127,7 @@ class Program:
     # the leaves of a step: each is one of its micro-batches in turn, whoever computes it; the
     # routes and halves are those of leaves, not of ranks
     leaves: str | None = None
+    counted: bool = False  # the engine numbers the steps of leaves
     looks: bool = False  # for anomalies, in every step
     layers: tuple[Layer, ...] = (Layer(),)
     steps: tuple[Step, ...] = (Step(), Step())
@@ -213,6 +222,8 @@ def repair(program: Program) -> Program:
             for layer in program.layers
         )
         program = replace(program, layers=_repaired_layers(layers))
+    if program.leaves is None or any("load" in step.between for step in program.steps):
+        program = replace(program, counted=False)  # the engine goes back, and the program does not
     if program.leaves is not None:
         program = _repaired_leaves(program)
     program = _repaired_options(program)
@@ -298,7 +309,7 @@ def _may_happen(program: Program, event: str, earlier: Sequence[str]) -> bool:
         return program.averaged
     if event == "load":
         return "save" in earlier
-    return event in EVENTS or _may_become(program, event)
+    return event in (*EVENTS, *INTERRUPTS, *WRITES) or _may_become(program, event)
 
 
 def _may_become(program: Program, name: str) -> bool:

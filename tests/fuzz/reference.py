@@ -23,7 +23,7 @@ import copy
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -34,11 +34,12 @@ from tests.fuzz.optimizers import make_optimizer
 from tests.fuzz.program import Program, experts_apart, num_leaves
 from tests.support.sums import sum_in_order, sum_in_tree
 
-__all__ = ["DECAY", "DTYPES", "ByHand", "ByLeaves"]
+__all__ = ["DECAY", "DTYPES", "ByHand", "ByLeaves", "Change"]
 
 DECAY = 0.75  # of the moving average
 T = TypeVar("T")
 Grads = dict[str, torch.Tensor]
+Change = Callable[[torch.Tensor], None]  # writes to a weight
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -300,6 +301,28 @@ class ByHand:
         for name, value in values.items():
             self.parameters[name].copy_(value)
 
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Let masters follow the weights, element by element, where these have changed."""
+        for name, parameter in self.parameters.items():
+            master = self.masters[name]
+            if parameter.requires_grad:
+                same = master.to(parameter.dtype) == parameter
+                master.copy_(torch.where(same, master, parameter.float()))
+
+    @torch.no_grad()
+    def edit(self, change: Change) -> None:
+        """Change every trained weight that `change` gives another for."""
+        for parameter in self.parameters.values():
+            if parameter.requires_grad:
+                change(parameter)
+        self._follow()
+
+    def climb(self, change: Change) -> None:
+        """What is put back has changed nothing."""
+
+    write = edit
+
     def offload(self) -> None:
         """What is away and back again has changed nothing."""
 
@@ -354,6 +377,7 @@ class ByLeaves(ByHand):
     def leaves(self, step: int) -> Iterator[int]:
         """Yield the leaves of `step`, each with its random numbers."""
         before, self.of_leaves = torch.get_rng_state(), list[Grads]()
+        self.weights.clear()
         for leaf in range(num_leaves(self.program)):
             text = f"zeroshard {self.program.seed} {step} {leaf}".encode()
             digest = hashlib.blake2b(text, digest_size=8).digest()

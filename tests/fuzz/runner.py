@@ -30,6 +30,8 @@ from tests.fuzz.model import (
 from tests.fuzz.optimizers import make_optimizer
 from tests.fuzz.program import (
     EVENTS,
+    INTERRUPTS,
+    WRITES,
     Micro,
     Program,
     Step,
@@ -37,7 +39,7 @@ from tests.fuzz.program import (
     experts_apart,
     num_leaves,
 )
-from tests.fuzz.reference import DECAY, DTYPES, ByHand, ByLeaves
+from tests.fuzz.reference import DECAY, DTYPES, ByHand, ByLeaves, Change
 from tests.support.harness import RankError, run_ranks
 from zeroshard.errors import StateError, ZeroshardError
 
@@ -81,6 +83,9 @@ class Trainer(Protocol):
     def assign(self, grads: Mapping[str, torch.Tensor]) -> None: ...
     def average(self) -> None: ...
     def swapped(self) -> contextlib.AbstractContextManager[None]: ...
+    def edit(self, change: Change) -> None: ...
+    def climb(self, change: Change) -> None: ...
+    def write(self, change: Change) -> None: ...
     def offload(self) -> None: ...
     def repartition(self, row: str) -> None: ...
     def save(self) -> None: ...
@@ -120,7 +125,8 @@ class Sharded:
             self.engine.backward(loss)
 
     def leaves(self, step: int) -> Iterator[int]:
-        return self.engine.leaves(step, seed=self.program.seed)
+        number = None if self.program.counted else step
+        return self.engine.leaves(number, seed=self.program.seed)
 
     def clip(self, max_norm: float) -> float:
         return float(self.engine.clip_grad_norm_(max_norm))
@@ -155,6 +161,37 @@ class Sharded:
             for call in (self.ema.update, self.ema.swapped().__enter__, self.optimizer.step):
                 _refused(call)
             yield
+
+    @torch.no_grad()
+    def edit(self, change: Change) -> None:
+        with self.engine.gathered(writeback=True):
+            for _, parameter in self._trained():
+                change(parameter)
+
+    @torch.no_grad()
+    def climb(self, change: Change) -> None:
+        saved = {}
+        with self.engine.gathered(writeback=True):
+            for name, parameter in self._trained():
+                saved[name] = parameter.clone()
+                change(parameter)
+        with self.engine.gathered(writeback=True):
+            for name, parameter in self._trained():
+                parameter.copy_(saved[name])
+
+    @torch.no_grad()
+    def write(self, change: Change) -> None:
+        """Write by one way after another; sharded weights refuse, and are edited."""
+        for place, (_, parameter) in enumerate(self._trained()):
+            try:
+                view = parameter.data if place % 2 else parameter.detach()
+            except StateError:
+                self.edit(change)
+                return
+            change(view if place % 3 else torch.from_dlpack(view))
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
     def offload(self) -> None:
         """Part with the states, and ask for them all the same, which changes nothing."""
@@ -381,10 +418,46 @@ class _Loop:
                 self._forward(Micro(), fails=True)
             except BadBatchError:
                 trainer.reset()
+        elif event in INTERRUPTS:
+            self._interrupt(late=event == "late")
         elif event in EVENTS:
             getattr(trainer, event)()
+        elif event in WRITES:
+            getattr(trainer, event)(_set_row if self._count % 2 else _shrink)
         else:
             trainer.repartition(event)
+
+    def _interrupt(self, *, late: bool) -> None:
+        """Begin a step whose backward raises, at its loss or (`late`) when it has come to the
+        first layer; reset.
+        """
+
+        def fails(grad: torch.Tensor) -> None:
+            raise BadBatchError
+
+        def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            output.register_hook(fails)
+
+        trainer = self.trainer
+        assert isinstance(trainer.model, FuzzNet)
+        hook = trainer.model.first.register_forward_hook(watch) if late else None
+        try:
+            for leaf in trainer.leaves(self._step + 1) if self.program.leaves else (None,):
+                if leaf is not None:
+                    self._begin_leaf(leaf)
+                loss, _ = self._forward(Micro())
+                if not late:
+                    loss.register_hook(fails)
+                trainer.backward(loss, weights=self._next_weights())
+            raise AssertionError("nothing has raised")
+        except (BadBatchError, StateError) as error:
+            if isinstance(error, StateError) and "gave up this step" not in str(error):
+                raise  # else another rank was there before
+            trainer.reset()
+        if hook is not None:
+            hook.remove()
+        if self.program.leaves:
+            self._begin_leaf(None)
 
     def _micro(self, micro: Micro) -> None:
         trainer = self.trainer
@@ -479,6 +552,14 @@ class _Loop:
             return []
         shares = _weights(self.program, 0)
         return shares if len(set(shares)) > 1 else []  # equal ones are none
+
+
+def _set_row(weight: torch.Tensor) -> None:
+    weight.reshape(-1)[:1].fill_(0.125) if weight.dim() == 0 else weight[:1].fill_(0.125)
+
+
+def _shrink(weight: torch.Tensor) -> None:
+    weight.mul_(0.75)
 
 
 def _contrasted(mine: torch.Tensor, rank: int) -> torch.Tensor:

@@ -301,6 +301,24 @@ def twice(runs: Runs) -> dict[str, Any]:
     return out
 
 
+def handed_on(runs: Runs) -> dict[str, Any]:
+    """A second trainer on the model of the first: another task, another fold. And the first again,
+    whose optimizer has lost its state under ours.
+    """
+    options: dict[str, Any] = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.5}
+    first = runs.make("handed on", llama, {"stage": 2}, **options)
+    first.train()
+    out = [runs.losses()]
+    runs.make("handed on", lambda: first.model, {"stage": 3}, **options).train()
+    out.append(runs.losses())
+    runs.close()
+    runs.trainer = first
+    first.train()
+    assert len(runs.logged("loss")) == 2, runs.losses()
+    runs.close()
+    return {"losses": out}
+
+
 def moves(folder: Path, kind: str, steps: int) -> dict[str, Any]:
     """Go to step `steps` of a run whose steps take 12 samples on any number of ranks: "plain" with
     DDP, "ours" at another stage on each number of ranks, from the newest checkpoint.
@@ -339,6 +357,7 @@ def run(folder: Path, names: Sequence[str]) -> dict[str, Any]:
         "grouped": grouped,
         "sequences": sequences,
         "twice": twice,
+        "handed on": handed_on,
     }
     answers: dict[str, Any] = {}
     for name in names:

@@ -11,6 +11,8 @@ over the ranks along the other dimensions of their mesh::
 A name has an expert's number where the name of the module that the pattern matches ends with a
 number, or where one follows; a parameter without is cut along its first dimension.
 
+The names of other parameters are those of the model's ``state_dict()``, hooks included.
+
 Invariant: ranks agree without a message, since shard() has compared all names and shapes. Ranks
 that divide the experts otherwise, or one rank with all of them, read the same checkpoint.
 """
@@ -26,6 +28,7 @@ from zeroshard.core.part import Part
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.runtime.own_meshes import OwnMeshes, matching
+from zeroshard.runtime.whole import saved_names
 
 __all__ = ["Experts"]
 
@@ -40,6 +43,7 @@ class Experts:
         self._module = module
         self._places = {one: at for one, at in places.items() if matching(one, module)}
         self._meshes = OwnMeshes(module, list(self._places))
+        self._saved_names = saved_names(module)
 
     @classmethod
     def of(cls, engine: Engine) -> Experts:
@@ -83,7 +87,7 @@ class Experts:
         """Return the name in a checkpoint of the parameter called `name` on the rank at `place`."""
         index = self._number_at(name)
         if index is None:
-            return name
+            return self._saved_names.get(name, name)
         segments = name.split(".")
         number, here = int(segments[index]), self._num_here(".".join(segments[:index]))
         return ".".join([*segments[:index], str(place * here + number), *segments[index + 1 :]])

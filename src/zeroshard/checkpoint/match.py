@@ -18,6 +18,7 @@ from zeroshard.checkpoint.rank_part import (
     RNG,
     SCALER,
     Stateful,
+    names_of,
     parameters_of,
     persistent_buffers,
 )
@@ -69,8 +70,10 @@ class Match:
         found: dict[int, str] = {}
         parameters = list(self._engine.module.parameters())
         mine = parameters_of(self._engine, experts)
+        own = names_of(self._engine.module)  # which checkpoints had where hooks give others
         for parameter, (name, entry) in zip(parameters, mine.items(), strict=True):
-            known = [alias for alias in (name, *entry.aliases) if alias in by_any_name]
+            names = [name, *entry.aliases, *own[id(parameter)]]
+            known = [alias for alias in dict.fromkeys(names) if alias in by_any_name]
             if not (frozen or entry.trained):
                 self.left_alone.append(name)
                 left.pop(by_any_name[known[0]] if known else name, None)

@@ -47,6 +47,7 @@ from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.curve import curve_of
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece, states_of
+from zeroshard.runtime.whole import saved_names
 from zeroshard.state.local import is_dtensor, local_of, part_of
 from zeroshard.system.device import Device
 
@@ -190,7 +191,8 @@ def check_arguments(directory: object, engine: object, states: object) -> None:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a state_dict holds, by name: of a replicated DTensor its local one.
+    """Return the buffers that a state_dict holds, by their name there: of a replicated DTensor its
+    local one.
 
     Raises CheckpointError for a buffer of which this rank has a part.
     """
@@ -206,7 +208,8 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
                 f"buffer {name!r} is a DTensor of which each rank has a part: replicate it, or"
                 " register it with persistent=False"
             )
-    return {name: local_of(buffer) for name, buffer in found.items()}
+    hooked = saved_names(module)
+    return {hooked.get(name, name): local_of(buffer) for name, buffer in found.items()}
 
 
 def collect(

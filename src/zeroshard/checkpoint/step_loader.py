@@ -37,6 +37,7 @@ from zeroshard.optim.copies import fitted_state, state_after_trial
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece, states_of
+from zeroshard.runtime.whole import saved_names
 
 __all__ = ["StepLoader"]
 
@@ -55,6 +56,7 @@ class StepLoader:
         experts = Experts.of(engine)
         self._match = Match(saved, engine, experts, wanted)
         self._parts = {name: part for name, (part, _) in whole_parts(engine, experts).items()}
+        self._num_ranks = states_of(engine).everyone.size
         self._rank = rank_there(engine, saved.manifest.world, saved.manifest.places)
         # (to, from): masters, weights, averages
         self._copies: list[tuple[RestingPiece, Callable[[], torch.Tensor]]] = []
@@ -173,10 +175,14 @@ class StepLoader:
             ) from error
 
     def _read_buffers(self) -> None:
-        rank = self._rank or 0
+        rank, loose = self._rank or 0, self._saved.loose
+        # under which older checkpoints have them
+        own = {there: name for name, there in saved_names(self._engine.module).items()}
         for name, buffer in persistent_buffers(self._engine.module).items():
-            key, shape = f"{BUFFER}{name}@", tuple(buffer.shape)
-            entry = self._saved.loose.get(f"{key}{rank}") or self._saved.loose.get(f"{key}0")
+            shape = tuple(buffer.shape)
+            keys = [f"{BUFFER}{one}@" for one in (name, own.get(name, name))]
+            found = (loose.get(f"{key}{one}") for key in keys for one in (rank, 0))
+            entry = next(filter(None, found), None)
             imported = self._saved.manifest.parameters.get(name)
             if entry is None and imported is not None and imported.shape == shape:
                 whole = Span.of_all(Part.whole(shape), row_stride(shape))
@@ -206,6 +212,12 @@ class StepLoader:
             )
             if differing == [path]:
                 return
+        if name == RNG and self._saved.manifest.world == 1 and self._num_ranks > 1:
+            self.skipped.append(
+                f"states[{RNG!r}]: one rank saved them, and all {self._num_ranks} go on with"
+                " the same numbers, dropout's masks too: torch.manual_seed(seed + engine.rank)"
+                " after zs.load() gives each rank its own"
+            )
         self._values[name] = decode(value, lambda key: self._saved.fetch(f"{key}@{rank}"))
 
     # ------------------------------------------------------------------ writing

@@ -1,6 +1,7 @@
 """Checkpoints and whole weights under DeepSpeed's calls.
 
     save_dir/latest                                the newest tag
+    save_dir/zero_to_fp32.py                       writes whole weights of it: fp32_weights.py
     save_dir/global_step8/step-0000000008/...      zeroshard's checkpoint (zs.save), which loads on
                                                    any number of ranks and any stage
     save_dir/global_step8/saved_step               8: the step that is the tag's
@@ -33,6 +34,14 @@ from zeroshard.deepspeed.small import logger as _log
 __all__ = ["TaggedCheckpoints", "step_of"]
 
 _LATEST, _STEP = "latest", "saved_step"
+_SCRIPT = '''#!/usr/bin/env python
+"""Write the whole fp32 weights of this checkpoint: python zero_to_fp32.py . OUTPUT_DIR"""
+
+from zeroshard.deepspeed.fp32_weights import main
+
+if __name__ == "__main__":
+    main()
+'''
 _MOST_BYTES = 4096  # of a file that holds a name
 
 
@@ -90,6 +99,8 @@ class TaggedCheckpoints:
                 with suppress(OSError):
                     older.rename(hidden)
                     shutil.rmtree(hidden, ignore_errors=True)
+            if not (script := Path(save_dir) / "zero_to_fp32.py").exists():
+                _write_name(script, _SCRIPT)
             if save_latest:
                 _write_name(Path(save_dir) / _LATEST, tag)
 
@@ -219,6 +230,25 @@ class TaggedCheckpoints:
         return True
 
     save_fp16_model = save_16bit_model
+
+    def _save_pretrained(
+        self, save: Callable[..., Any], /, *args: Any, state_dict: Any = None, **options: Any
+    ) -> Any:
+        """Call the ``save_pretrained()`` of a module at stage 3, on rank 0, with its weights: those
+        of an adapter (PEFT's) alone, which are trained, where it is one. Collective.
+        """
+        if state_dict is not None:
+            return save(*args, state_dict=state_dict, **options)
+        module = self.engine.module
+        adapts = hasattr(module, "peft_config")
+        state = self.engine.full_state_dict(trained=adapts)
+
+        def write() -> None:
+            rest = module.state_dict() if adapts else {}  # frozen weights, without numbers
+            save(*args, state_dict={**rest, **state}, **options)
+
+        self._on_rank_0("save_pretrained()", write)
+        return None
 
 
 def _is_name(tag: str) -> bool:

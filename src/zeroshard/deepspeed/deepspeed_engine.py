@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +80,9 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
             if module is None or not hasattr(module, name):
                 otherwise = "its module has none either; engine.engine is zeroshard's own"
                 raise AttributeError(remedy("the engine", name, REFUSED, otherwise)) from None
-            return getattr(module, name)
+            found = getattr(module, name)
+            shards = name == "save_pretrained" and self.zero_optimization_stage() == 3
+            return partial(self._save_pretrained, found) if shards else found
 
     # ------------------------------------------------------------------ a step
 

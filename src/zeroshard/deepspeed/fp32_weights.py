@@ -2,10 +2,15 @@
 
 A tag that ``save_checkpoint()`` wrote is read as it is; one that DeepSpeed wrote is imported into a
 temporary directory first. Cost: the whole checkpoint in memory, on CPU.
+
+    python zero_to_fp32.py . OUTPUT_DIR                            in the checkpoint's folder
+    python -m deepspeed.utils.zero_to_fp32 DIRECTORY OUTPUT_DIR    below `zeroshard as-deepspeed`
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,7 +24,7 @@ from zeroshard.formats import export, import_checkpoint, whole_weights
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict", "get_fp32_state_dict_from_zero_checkpoint",
-    "load_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint", "main",
 ]  # fmt: skip
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -86,6 +91,24 @@ def load_state_dict_from_zero_checkpoint(
     model = model.cpu()
     model.load_state_dict(state, strict=False)
     return model
+
+
+def main() -> None:
+    """Run ``zero_to_fp32.py`` with DeepSpeed's arguments."""
+    parser = argparse.ArgumentParser(description="write whole fp32 weights of a ZeRO checkpoint")
+    parser.add_argument("checkpoint_dir", help="the directory with the file 'latest'")
+    parser.add_argument("output_dir", help="where the weights go")
+    parser.add_argument("--max_shard_size", default="5GB", help="of safetensors files")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", help="of the checkpoint, in place of the one in 'latest'")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true", help="changes nothing here")
+    arguments = vars(parser.parse_args())
+    arguments.pop("debug")
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(**arguments)
+    except (zs.CheckpointError, zs.ConfigError) as error:
+        sys.exit(f"zero_to_fp32: {error}")
 
 
 def _num_bytes(size: int | str | None) -> int:

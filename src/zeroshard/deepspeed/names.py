@@ -68,7 +68,7 @@ _HOMES = {  # our modules and the names that they make; "theirs=ours" where ours
     "helpers": f"{_EXPERTS} {_UTILS} {_ENUMS} instrument_w_nvtx is_compile_supported"
     " required_torch_version recursive_getattr recursive_setattr git_hash=default_git"
     " git_branch=default_git __git_hash__=default_git __git_branch__=default_git torch_info",
-    "fp32_weights": _FP32,
+    "fp32_weights": f"{_FP32} main",
     "monitors": "MonitorMaster ThroughputTimer",
     "zero": f"{_ZERO} OnDevice zero_wrapper_for_fp_tensor_constructor=keep_constructor",
     "held_parameters": f"{_SAFE} safe_update_full_grad_vectorized",
@@ -97,6 +97,7 @@ _PLACES = {  # DeepSpeed's modules and their names
     "utils.torch": "required_torch_version",
     "utils.timer": "ThroughputTimer",
     "utils.zero_to_fp32": _FP32,
+    "utils.zero_to_fp32.__main__": "main",
     "utils.logging": "logger log_dist",
     "utils.groups": "_get_data_parallel_group _get_data_parallel_world_size"
     " _get_data_parallel_rank get_data_parallel_group get_data_parallel_world_size"

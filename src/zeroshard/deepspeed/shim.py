@@ -125,7 +125,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         if inside not in MODULES:
             raise ModuleNotFoundError(_missing(inside))  # without a name: `from` would swallow it
-        return importlib.machinery.ModuleSpec(fullname, self, origin=_HOME, is_package=True)
+        is_package = not inside.endswith("__main__")
+        return importlib.machinery.ModuleSpec(fullname, self, origin=_HOME, is_package=is_package)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """Return an empty module."""
@@ -133,6 +134,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: names are looked up when they are first asked for."""
+
+    def get_code(self, fullname: str) -> Any:
+        """Return what ``python -m`` runs of a module that is a program."""
+        home = MODULES[fullname.partition(".")[2]].get("main", "")
+        text = f"from {_HOME}.{home.partition(':')[0]} import main\nmain()" if home else ""
+        return compile(text, fullname, "exec")
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
         """Return ours, where it is asked for, or all are."""

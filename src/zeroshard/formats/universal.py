@@ -84,7 +84,7 @@ class UniversalFiles:
         sets = {frozenset(one) for one in held.values()}
         for name in known:
             mine = held.get(name, set())
-            more = next((other - mine for other in sets if mine < other), set())
+            more = next((other - mine for other in sets if mine < other), frozenset[str]())
             for kind in sorted({_MASTER} - mine or more):
                 raise CheckpointError(f"{self.directory / name} lacks {kind}.pt, or a tensor in it")
 

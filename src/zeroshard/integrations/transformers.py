@@ -27,6 +27,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -37,6 +38,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer
@@ -63,6 +65,20 @@ _REFUSED = {
     "fp16_full_eval": "which does not convert a sharded model: leave it out, and use fp16=True",
     "bf16_full_eval": "which does not convert a sharded model: leave it out, and use bf16=True",
 }
+
+
+# those of trainers: each has its model until another trainer takes it
+_ENGINES: weakref.WeakSet[zs.Engine] = weakref.WeakSet()
+
+
+def _close_engines_of(model: Any) -> None:
+    """Give `model` back to a further trainer, where an earlier one has sharded it, or a model that
+    holds it (an adapter's).
+    """
+    for engine in list(_ENGINES):
+        if any(module is model for module in engine.module.modules()):
+            _ENGINES.discard(engine)
+            engine.close()
 
 
 class _Wrapped(nn.Module):
@@ -230,6 +246,7 @@ class ZeroTrainerMixin(_Base):  # type: ignore[misc]
         self.engine: zs.Engine | None = None
         self._wrapped: _Wrapped | None = None
         self._asked = zero
+        _close_engines_of(kwargs.get("model", args[0] if args else None))
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -248,15 +265,20 @@ class ZeroTrainerMixin(_Base):  # type: ignore[misc]
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
     ) -> nn.Module:
-        if self.engine is not None and self.engine.module is not self.model:
-            self.engine.close()  # model_init has made another
+        engine = self.engine
+        if engine is not None and (engine.module is not self.model or engine not in _ENGINES):
+            engine.close()  # model_init has made another model, or another trainer has this one
             self.engine = None
         if not training:
             return model if self._wrapped is None or self.engine is None else self._wrapped
         if self.engine is None:
             optimizer = self.optimizer  # which the Trainer makes before it wraps the model
+            if isinstance(optimizer, AcceleratedOptimizer):  # of an engine that is closed
+                optimizer = optimizer.optimizer
             assert isinstance(self.model, nn.Module)
+            _close_engines_of(self.model)
             self.engine = zs.shard(self.model, optimizer, config=self._zero, sync_from=0)
+            _ENGINES.add(self.engine)
             self._wrapped = _Wrapped(self.model, self.engine)
             if self._leaves is not None:
                 self.accelerator.backward = self._leaf_backward

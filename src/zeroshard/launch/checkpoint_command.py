@@ -47,6 +47,11 @@ def _choose(source: Path, step: int | None) -> Path:
     if is_step(source):
         return source.resolve()
     steps = list_steps(source)
+    if not steps and step is None and (source / "latest").exists():  # of save_checkpoint()
+        from zeroshard.deepspeed.checkpoint_tags import step_of
+
+        if (found := step_of(source, None)) is not None:
+            return found
     if not steps:
         raise CheckpointError(f"{source} holds no checkpoint")
     if step is not None and step not in steps:

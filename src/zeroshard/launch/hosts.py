@@ -122,7 +122,8 @@ class _HostsJob:
         self._hosts = {host.name: host for host in hosts}
         self._absent = AbsentHosts(choice.rejoin_after, GREETING_S, self._connect)
         self._grows, self._look_at = False, -math.inf
-        self._began_from: dict[str, int] = {}  # by directory: the step in memory at this start
+        # by directory: branch and number of the step in memory at this start
+        self._began_from: dict[str, list[int]] = {}
         self._connections = [self._connect(host) for host in hosts]
         for node_rank, connection in enumerate(self._connections):
             connection.order(_orders(options, choice, hosts, node_rank))
@@ -253,7 +254,7 @@ class _HostsJob:
         if now >= self._look_at:
             self._look_at = now + LOOK_S
             whole = elastic.whole_steps([one.kept for one in self._connections])
-            if any(step > self._began_from.get(name, -1) for name, step in whole.items()):
+            if any(step > self._began_from.get(name, []) for name, step in whole.items()):
                 self._stop_to_grow()
                 return math.inf
             for connection in self._connections:

@@ -115,6 +115,12 @@ class StateAccess:
         """Refuse everything from here on."""
         self.is_closed = True
 
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of gathered weights and buffers, without those gathered for the next pass."""
+        self._backward.collect_dropped()
+        return self.accounts.report().temporary - self._weights.schedule.ahead_bytes
+
     def decided(self, name: str, value: str) -> None:
         """Take note of what every rank has to decide alike; the next step compares it."""
         self._backward.decisions.note(name, value)
@@ -347,10 +353,10 @@ class StateAccess:
         trained, with what the user has written to the weights since; what went wrong in the step
         is noted.
         """
-        self.wait_step()
+        self.join_trained()
         self.rest.take_writes()
 
-    def wait_step(self) -> None:
+    def join_trained(self) -> None:
         """`join_step` for who writes what the user has written himself."""
         self._weights.availability.check_trained()
         self._join_step()

@@ -203,7 +203,9 @@ class Assembly:
         self._states = StateAccess(
             context, weights, rest, backward, self._finalizer, self._recovery, self._scaler
         )
-        self._whole = Whole(self.module, weights, self._finalizer, context, self._states.wait_step)
+        self._whole = Whole(
+            self.module, weights, self._finalizer, context, self._states.join_trained
+        )
         self._hooks = Hooks(
             self.module,
             plans,

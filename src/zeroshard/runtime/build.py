@@ -143,7 +143,7 @@ def build_units(
             views = segment.flat.buffer.views
             view = segment.user_view
             view.detach() if cells.weight.is_sharded else view.attach(views)
-            segment.flat.publish(everywhere=True)
+            segment.flat.publish_everywhere()
         units.append(unit)
         return_freed_memory()  # of the original parameters
     return units

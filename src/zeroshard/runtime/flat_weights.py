@@ -85,6 +85,10 @@ class _Reads:
 class FlatWeights:
     """The weights of one segment."""
 
+    # this rank's own parameters, where nobody else may write, and digests of them as published
+    _watched: tuple[torch.Tensor, Sequence[Piece], Sequence[Range]] | None = None
+    _published: list[str | int] | None = None
+
     def __init__(
         self,
         plan: SegmentPlan,
@@ -142,9 +146,6 @@ class FlatWeights:
             and not (is_stepped and layout.scope(cells.optim) is Scope.NODE_SHARD)
         )
         self._publishing: Flight | None = None  # slices of other nodes on their way here
-        # digests of this rank's own parameters, as published, where nobody else may write there
-        self._watched: tuple[torch.Tensor, Sequence[Piece], Sequence[Range]] | None = None
-        self._published: list[str | int] | None = None
         # a plain gather, with the buffer that it fills and the memory at rest
         self._built: tuple[torch.Tensor, torch.Tensor | None, Sequence[Step]] | None = None
 
@@ -364,16 +365,22 @@ class FlatWeights:
         watched = zip(self._watched[1], before, now, strict=True)
         return [piece.name for piece, old, new in watched if old != new]
 
-    def publish(self, *, everywhere: bool = False) -> None:
-        """Say that our slice is written and may be read; `everywhere`: every rank that keeps the
-        whole buffer has written all of it, and takes nothing from us. Where a rank keeps its
-        column, slices of other nodes come first, and whoever needs them waits for the flight:
-        `wait_published`.
+    def publish_everywhere(self) -> None:
+        """`publish`, where every rank that keeps the whole buffer has written all of it, and takes
+        nothing from us.
+        """
+        if self.replicated:
+            self._published = self._digests()
+        else:
+            self.publish()
+
+    def publish(self) -> None:
+        """Say that our slice is written and may be read. Where a rank keeps its column, slices of
+        other nodes come first, and whoever needs them waits for the flight: `wait_published`.
         """
         self._published = None if self._watched is None else self._digests()
-        everywhere = everywhere or self.stepped == self.rest_span
-        if self.window is None or (self.replicated and everywhere):
-            return
+        if self.window is None or (self.replicated and self.stepped == self.rest_span):
+            return  # every rank has written all of it
         if not self.awaits_nodes:
             self.window.publish()
             return

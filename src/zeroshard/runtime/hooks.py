@@ -77,7 +77,7 @@ class _ParameterTie:
         parameter.__dict__["_zeroshard"] = self
         parameter.__dict__["set_"] = self.set
 
-    def set(self, *source: Any) -> torch.Tensor | None:
+    def set(self, *source: Any) -> Any:
         """Stand in for ``parameter.set_()``: a parametrization that is registered in a forward (as
         PEFT does) sets the parameter to itself, which is no write.
         """
@@ -317,14 +317,8 @@ class Hooks:
                 listener(computed, output)
             loop.end_module(units, residencies, output, apart=apart)
 
-        @between_graphs
-        def before_between(*given: Any) -> None:
-            before(*given)
-
-        @between_graphs
-        def after_between(*given: Any) -> None:
-            after(*given)
-
+        before_between: Callable[..., None] = between_graphs(lambda *given: before(*given))
+        after_between: Callable[..., None] = between_graphs(lambda *given: after(*given))
         leave_alone(before)
         leave_alone(after)
         self._handles.append(
@@ -339,11 +333,12 @@ class Hooks:
         blocks.
         """
         self._hook_id = self._hook_id or handle.id
-        for entries in (
+        every: Sequence[dict[int, Any]] = (
             module._forward_hooks,
             module._forward_hooks_with_kwargs,
             module._forward_hooks_always_called,
-        ):
+        )
+        for entries in every:
             entries[self._hook_id] = entries.pop(handle.id)
         handle.id = self._hook_id
         return handle

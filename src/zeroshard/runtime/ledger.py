@@ -244,7 +244,7 @@ def leaks() -> list[str]:
         elif states_of(engine).has_pending_gradients:
             continue
         else:
-            where, held = "between steps", {"temporary": engine.memory().temporary}
+            where, held = "between steps", {"temporary": states_of(engine).bytes_in_use}
         if any(held.values()):
             found.append(f"{_name(engine)}: {where}, and still has {describe_bytes(held)}")
     return found

@@ -86,7 +86,7 @@ class OffloadedStates:
             for shard in self._sharded.pieces():
                 shard.repoint()
         for segment in self._weights.segments:
-            segment.flat.publish(everywhere=True)
+            segment.flat.publish_everywhere()
         self._store.close()
         self._weights.availability.offloaded(False)
 

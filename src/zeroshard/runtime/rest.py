@@ -113,10 +113,24 @@ class Rest:
         """Let the masters follow what the user has written to whole weights; `ends`: the weights
         are written next. Raises StateError where a write is lost.
         """
+        for segment, written in self._written(ends=ends):
+            segment.take_writes(written)
+
+    def _written(self, *, ends: bool = False) -> list[tuple[Segment, list[str]]]:
+        """Return the parameters to which the user has written since they were published, or since
+        this was asked last, by segment; `ends`: see FlatWeights.written.
+        """
+        out = []
         for unit in self._weights.units:
             for segment in unit.segments:
-                if segment.may_be_written and (written := segment.written(ends=ends)):
-                    segment.take_writes(written)
+                if not segment.may_be_written:
+                    continue
+                written = segment.flat.written(ends=ends and not segment.lags)
+                if segment.flat.replicated:
+                    written += segment.user_view.written()
+                if written:
+                    out.append((segment, written))
+        return out
 
     def publish(self, *, frozen: bool = False, everything: bool = True) -> None:
         """The masters (and `frozen` weights) have been written: cast them into the weights and
@@ -167,18 +181,17 @@ class Rest:
         """
         self._weights.availability.check_trained()
         self._swap(exchange, entering=True)
-        written: list[str] = []
+        written: list[tuple[Segment, list[str]]] = []
         try:
             with self._weights.availability.swapped():
                 yield
         finally:
-            for segment in self._weights.segments:
-                written += segment.written() if segment.may_be_written else []
+            written = self._written()
             self._swap(exchange, entering=False)
         if written:
             raise StateError(
-                f"parameter {written[0]!r} was written to inside EMA.swapped(), and the write is"
-                " lost: edit it after that context"
+                f"parameter {written[0][1][0]!r} was written to inside EMA.swapped(), and the write"
+                " is lost: edit it after that context"
             )
 
     def _swap(self, exchange: Callable[[], None], *, entering: bool) -> None:

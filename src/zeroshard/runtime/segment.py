@@ -108,13 +108,6 @@ class Segment:
             self.may_be_written = True
             flat.watch(flat.own_span)
 
-    def written(self, *, ends: bool = False) -> list[str]:
-        """Return the parameters to which the user has written since they were published, or since
-        this was asked last; `ends`: see FlatWeights.written.
-        """
-        named = self.flat.written(ends=ends and not self.lags)
-        return named + self.user_view.written() if self.flat.replicated else named
-
     def take_writes(self, written: Sequence[str]) -> None:
         """Let the master follow the weights, to which the user has `written`, by parameter. Raises
         StateError where that is lost.

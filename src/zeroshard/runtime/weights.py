@@ -102,8 +102,7 @@ class Weights:
                         with temporarily_clear_interpreter_stack():  # not its copies to follow
                             flight.wait()
                 except StallError as error:
-                    error.args = (f"{error}{_SAME_UNITS if self._ordered else ''}",)
-                    raise
+                    raise StallError(f"{error}{_SAME_UNITS if self._ordered else ''}") from None
                 unit.attach()
             elif op is Op.USE:
                 self._use(unit)

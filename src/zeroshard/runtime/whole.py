@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +34,7 @@ from zeroshard.runtime.weights import Weights
 from zeroshard.state.local import is_dtensor, local_of, point_at, whole_of
 from zeroshard.state.state import State
 
-__all__ = ["Whole"]
+__all__ = ["Whole", "saved_names"]
 
 _log = logging.getLogger("zeroshard")
 _LOST = "parameter %r was written to while it was released: close() gives back what was trained"
@@ -42,6 +44,42 @@ _SAME = (
     "Call load_state_dict() with the same state on every rank, or copy it on one of them inside"
     " engine.gathered(writeback=True)"
 )
+
+
+def saved_names(module: nn.Module) -> dict[str, str]:
+    """Return the name in ``module.state_dict()`` of each parameter and persistent buffer by its own
+    name, where modules have hooks that give others (as torch's CheckpointWrapper); nothing of a
+    model without any. What a hook computes anew keeps its name, and what it takes out is left out.
+
+    The hooks see tensors without numbers, since weights rest sharded.
+    """
+    if not any(child._state_dict_hooks for child in module.modules()):
+        return {}
+    places: dict[int, str] = {}
+
+    def collect(child: nn.Module, prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+        buffers = {
+            name: buffer
+            for name, buffer in child._buffers.items()
+            if name not in child._non_persistent_buffers_set
+        }
+        for name, tensor in (*child._parameters.items(), *buffers.items()):
+            if tensor is not None:
+                state[prefix + name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                places[id(state[prefix + name])] = prefix + name
+                kept.append(state[prefix + name])
+        for name, inner in child._modules.items():
+            if inner is not None:
+                state = collect(inner, f"{prefix}{name}.", state)
+        for hook in child._state_dict_hooks.values():
+            changed = hook(child, state, prefix, {})
+            state = state if changed is None else changed
+        return state
+
+    kept: list[torch.Tensor] = []  # their ids are theirs alone
+    state = collect(module, "", OrderedDict())
+    moved = {places[id(value)]: name for name, value in state.items() if id(value) in places}
+    return moved | {name: name for name in places.values() if name in state and name not in moved}
 
 
 class Whole:
@@ -126,7 +164,7 @@ class Whole:
         yield
         for segment, views in zip(segments, lent, strict=True):
             assert views is not None, segment.key
-            torch._foreach_copy_(list(views), list(segment.flat.buffer.views))
+            torch._foreach_copy_(list(views), segment.flat.buffer.views)
             segment.user_view.lend(views)
 
     @property
@@ -268,7 +306,7 @@ class Whole:
         for segment, copy in zip(unit.segments, copies, strict=True):
             with self._faults.noted(lost=True):
                 segment.store(segment.flat.buffer.views_of(copy), edits=True)
-            segment.flat.publish(everywhere=True)
+            segment.flat.publish_everywhere()
         self._faults.agree()
         if refresh:
             self._weights.refresh([unit])
@@ -321,6 +359,8 @@ class Whole:
             for name, buffer in module._buffers.items() if not trained else ():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     state[dot + name] = buffer
+        if hooked := saved_names(self._module):
+            state = {there: state[name] for name, there in hooked.items() if name in state}
         is_all = names is None and not trained
         if is_all and not self._is_sharded:
             return state

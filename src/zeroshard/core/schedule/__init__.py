@@ -91,7 +91,7 @@ class Schedule:
         self._looks_ahead = True
         self.num_gathered = 0  # gathers that this pass has needed
         self._num_ahead = 0  # gathers ahead of their use so far, which number Use.EARLY
-        self._ahead_bytes = 0
+        self.ahead_bytes = 0  # gathered, or under way, and not used yet
         self._idle: Residency | None = None  # the unit with Use.IDLE, looked for at every use
         self.running = 0  # forwards under way, of the model or of any module that needs a unit
         self.evaluates = False  # the forward of the model under way runs without gradients
@@ -242,7 +242,7 @@ class Schedule:
             return
         to, size = self._to[unit.index], unit.traits.full_bytes
         if unit.state is RESTING:
-            if self._ahead_bytes:
+            if self.ahead_bytes:
                 yield from self._evict(unit, phase)
             yield from self.reduces.make_room(size)
             yield to[Op.START]
@@ -257,13 +257,13 @@ class Schedule:
         if self._reads:
             yield from self._advance()
         if self.reduces.under_way and phase == "forward":  # left of a backward before
-            yield from self.reduces.make_room(self.rules.prefetch_bytes - self._ahead_bytes)
+            yield from self.reduces.make_room(self.rules.prefetch_bytes - self.ahead_bytes)
         for index in self._expected(unit, phase) if size else ():
             if size := self._sizes[index]:
                 other = self.units[index]
                 self._num_ahead += 1
                 other.counts[Use.EARLY] = self._num_ahead
-                self._ahead_bytes += size
+                self.ahead_bytes += size
                 yield self._to[index][Op.START]
                 other.state = GATHERING
 
@@ -278,7 +278,7 @@ class Schedule:
 
     def _expected(self, unit: Residency, phase: Phase) -> Sequence[int]:
         """Return the units to gather ahead now, in the order in which they are needed."""
-        allowed = min(self.room.left, self.rules.prefetch_bytes - self._ahead_bytes)
+        allowed = min(self.room.left, self.rules.prefetch_bytes - self.ahead_bytes)
         if allowed <= 0 or not self._looks_ahead:
             return ()
         return self._order.predict(
@@ -367,7 +367,7 @@ class Schedule:
 
     def drop_ahead(self) -> Commands:
         """Release what was gathered ahead and not used."""
-        for index in self.ahead if self._ahead_bytes else ():
+        for index in self.ahead if self.ahead_bytes else ():
             yield from self._drop(self.units[index])
 
     def finish(self, unit: Residency) -> Commands:
@@ -385,7 +385,7 @@ class Schedule:
         """`unit` is ahead no longer: it is used, or released."""
         if unit.counts[Use.EARLY]:
             unit.counts[Use.EARLY] = 0
-            self._ahead_bytes -= unit.traits.full_bytes
+            self.ahead_bytes -= unit.traits.full_bytes
 
     def _release(self, unit: Residency, op: Op = Op.RELEASE) -> Commands:
         # moved at once: what raises at a release has released
@@ -457,7 +457,7 @@ class Schedule:
         ranks may have come to different places.
         """
         self._order = Order()
-        self._ahead_bytes = 0
+        self.ahead_bytes = 0
         self._idle = None
         self._looks_ahead = True
         self.room.reset()

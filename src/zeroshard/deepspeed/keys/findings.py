@@ -11,14 +11,13 @@ from typing import Any
 from zeroshard.config.strict_json import flattened, nearest, read_json
 from zeroshard.deepspeed.keys.key_rows import an_object
 from zeroshard.deepspeed.keys.table import KEYS, SECTIONS, key_of
-from zeroshard.deepspeed.names import VERSION
 from zeroshard.errors import ConfigError
 
 __all__ = ["FileFindings", "Finding", "is_deepspeed", "read"]
 
 _PATHS = (str, Path)
 _FILLED_IN = "left to whoever fills it in, and else to our default"
-_LEAVE_OUT = f" (up to {VERSION.partition('+')[0]}): leave it out"
+_LEAVE_OUT = " (up to 0.19.6): leave it out"
 _READ_BY_NAME = ("optimizer", "scheduler")  # sections of which other keys are dropped
 _TOLD = [name for name, key in KEYS.items() if key.tells_default]
 
