@@ -416,7 +416,11 @@ def _two_engines(rank: int, world: int, folder: Path) -> list[str]:
     second.save(folder, 1)
     second.engine.close()
     first.save(folder, 1)  # of one that is closed
-    first.engine.close()
+    later = make("zero2")  # begins the run again, in a notebook's cell
+    later.step(rank, 0)
+    later.save(folder, 1)
+    for training in (first, later):
+        training.engine.close()
     return [str(error.value)]
 
 

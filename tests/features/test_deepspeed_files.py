@@ -124,10 +124,15 @@ def test_the_script_of_a_folder_the_module_and_the_command_write_its_weights(
         "a": ["zero_to_fp32.py", "."],
         "b": [*stands_in, "deepspeed.utils.zero_to_fp32", ".", "--tag", "global_step1"],
         "c": ["-m", "zeroshard", "checkpoint", "export", "--to", "torch", "."],
+        "e": ["-c", "import os, sys; os.execv('./zero_to_fp32.py', sys.argv)", "."],  # as a program
     }
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for name, line in lines.items():
         command = [sys.executable, *line, str(tmp_path / name)]
-        done = subprocess.run(command, cwd=tmp_path / "saved", capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=tmp_path / "saved", env={**os.environ, "PATH": path},
+            capture_output=True, text=True,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         [file] = (one for one in (tmp_path / name, *tmp_path.glob(f"{name}/*")) if one.is_file())
         state = torch.load(file, weights_only=True)

@@ -368,8 +368,10 @@ def test_flags_of_leaf_modules_are_kept_with_all_options_of_their_kin() -> None:
     assert found == [model[1], model[1][1]] and missing == ["x"]
     assert leaf_flags.z3_leaf_parameter(model[1][1].weight)
     assert not leaf_flags.z3_leaf_parameter(model[0].weight)
+    # the flag has DeepSpeed's own attribute, which programs read (Accelerate's tests do)
+    assert model[1]._z3_leaf and not hasattr(model[0], "_z3_leaf")
     leaf_flags.set_z3_leaf_modules_by_name(model, ["1"], flag=False)
-    assert not leaf_flags.z3_leaf_module(model[1])
+    assert not leaf_flags.z3_leaf_module(model[1]) and not model[1]._z3_leaf
     assert leaf_flags.unset_z3_leaf_modules(model, [nn.ReLU]) == [model[1][0]]
     assert leaf_flags.set_z3_leaf_modules(model, ["Nothing"], raise_if_not_found=False) == []
     for call in (leaf_flags.set_z3_leaf_modules, leaf_flags.set_z3_leaf_modules_by_name):

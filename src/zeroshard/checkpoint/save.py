@@ -21,7 +21,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +68,8 @@ _POLL_S = 0.005
 _LOOK_S = 0.5  # how often a rank that waits for its own writer looks whether the others are alive
 # how long a program that ends waits for the other ranks' files: less than a launcher's grace
 _HURRY_S = 2.0
-_writers: dict[str, Callable[[], Engine | None]] = {}  # by the path of a step, on rank 0
+# by the path of a step, on rank 0: the engine that wrote it, and the engines of that time
+_writers: dict[str, tuple[weakref.ref[Engine], weakref.WeakSet[Engine]]] = {}
 _savers: weakref.WeakKeyDictionary[Engine, weakref.WeakSet[Saver]] = weakref.WeakKeyDictionary()
 
 
@@ -362,10 +363,13 @@ class Saver:
             )
 
     def _check_unwritten(self, step: int) -> None:
-        """Raise CheckpointError where another open engine of this process wrote `step` there."""
+        """Raise CheckpointError where another open engine of this process wrote `step` there.
+
+        An engine that was made after that begins its run again, and replaces what is there.
+        """
         path = step_path(self.directory, step)
-        writer = _writers.get(os.path.realpath(path), lambda: None)
-        if writer() not in (None, self._engine) and path.exists():
+        writer, beside = _writers.get(os.path.realpath(path), (lambda: None, ()))
+        if self._engine in beside and writer() not in (None, self._engine) and path.exists():
             gc.collect()  # one that nobody has any more may be in a cycle
             if writer() in open_engines():
                 raise CheckpointError(
@@ -496,7 +500,8 @@ class Saver:
             _leave(job.path / MANIFEST, manifest.dump())
         older = commit(job.path, self.directory, job.step)
         job.visible = True
-        _writers[os.path.realpath(step_path(self.directory, job.step))] = weakref.ref(self._engine)
+        path = os.path.realpath(step_path(self.directory, job.step))
+        _writers[path] = weakref.ref(self._engine), weakref.WeakSet(open_engines())
         settle(self.directory, older)
         tell_saved(self.directory, job.branch, job.step)
         prune(self.directory, **self._keep, written=job.step)

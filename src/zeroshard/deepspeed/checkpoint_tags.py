@@ -101,6 +101,8 @@ class TaggedCheckpoints:
                     shutil.rmtree(hidden, ignore_errors=True)
             if not (script := Path(save_dir) / "zero_to_fp32.py").exists():
                 _write_name(script, _SCRIPT)
+                mode = script.stat().st_mode
+                script.chmod(mode | (mode & 0o444) >> 2)  # whoever reads it may run it
             if save_latest:
                 _write_name(Path(save_dir) / _LATEST, tag)
 

@@ -39,6 +39,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Give this module the flag, or take it."""
     (_flagged.add if flag else _flagged.discard)(model)
+    vars(model)["_z3_leaf"] = flag  # programs read DeepSpeed's own attribute
 
 
 def _set(

@@ -1,5 +1,5 @@
 """Puts the stand-in in DeepSpeed's place in every process of a run of DeepSpeed's unit tests:
-pytest's and those that a test starts (tests/support/deepspeed_unit/run.py).
+pytest's and those that a test starts (tests/peers/run.py).
 
 Names of DeepSpeed's inside, which the tests import beside its interface, become classes that skip
 a test where it makes one, and that nothing is an instance of.
