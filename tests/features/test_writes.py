@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -523,4 +524,24 @@ def test_an_embedding_with_max_norm_is_refused_by_name_where_its_rows_would_be_l
     engine = zs.shard(model, optimizer, stage=1)
     with pytest.raises(zs.ConfigError, match="module '0' rescales rows"):
         engine.repartition(stage=3)
+    engine.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_weights_that_a_step_still_brings_are_not_taken_for_written(
+    tier: str, tmp_path: Path
+) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    offload = zs.Offload.model_validate(
+        {
+            "optimizer": tier,
+            "delayed_update": 9,
+            "disk_path": str(tmp_path) if tier == "disk" else None,
+        }
+    )
+    engine = zs.shard(model, optimizer, stage=3, offload=offload)
+    for step in range(3):
+        take_steps(0, 1, model, optimizer)
+        zs.save(tmp_path / "saved", engine, step=step)
     engine.close()
