@@ -118,6 +118,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def _why(report: pytest.CollectReport | pytest.TestReport) -> str:
+    """Return the reason of a failure or of a skip."""
     if report.skipped and isinstance(report.longrepr, tuple):
         return str(report.longrepr[2])
-    return "" if report.passed else report.longreprtext[-20000:]
+    said = "" if report.passed else report.longreprtext
+    if "CalledProcessError" in said:  # what the process said is in what pytest has captured
+        said += report.capstderr
+    return said[-20000:]
