@@ -123,5 +123,5 @@ def _why(report: pytest.CollectReport | pytest.TestReport) -> str:
         return str(report.longrepr[2])
     said = "" if report.passed else report.longreprtext
     if "CalledProcessError" in said:  # what the process said is in what pytest has captured
-        said += report.capstderr
+        said += "\n" + report.capstderr
     return said[-20000:]
