@@ -97,7 +97,8 @@ def _tokenizer(cls: str) -> Any:
     bytewise = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     bytewise.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
     marks = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=bytewise, **marks)
+    fast: Any = transformers.PreTrainedTokenizerFast
+    return fast(tokenizer_object=bytewise, **marks)
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
