@@ -92,6 +92,11 @@ _GPU = re.compile(
     r"requires? .*(accelerator|GPU|CUDA)|[Nn]ot compiled with CUDA|No CUDA|support bf16/gpu"
 )
 
+_ERROR = re.compile(
+    r"^(?:E +)?(?:\[rank\d\]: )?([\w.]*(?:Error|Exception|Exit|Failed|OfflineMode)\w*: .*)",
+    re.MULTILINE,
+)
+
 
 def run_file(
     suite: Suite, checkout: Path, name: str, limits: tuple[float, float], tests_named: str = ""
@@ -168,9 +173,7 @@ def _short(reason: str) -> str:
     """The line of a traceback that says what went wrong: its last exception, or that of a process
     which the test has started.
     """
-    errors = re.findall(
-        r"^(?:E +)?([\w.]+(?:Error|Exception|Exit|Failed): .*)", reason, re.MULTILINE
-    )
+    errors = [found[1] for found in _ERROR.finditer(reason)]
     said = re.findall(r"^E +(.*)", reason, re.MULTILINE)
     return (errors[-1:] or said[:1] or [reason.strip().partition("\n")[0]])[0][:400]
 

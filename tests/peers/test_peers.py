@@ -25,6 +25,10 @@ class TestEach:
     def test_wants_the_hub(self):
         raise OSError("We couldn't connect to 'https://huggingface.co' to load the files")
 
+    def test_process_wants_the_hub(self):
+        line = "raise OSError('found neither here nor on the Hugging Face Hub')"
+        subprocess.run([sys.executable, "-c", line], check=True)
+
     @unittest.skip("test requires multiple accelerators")
     def test_wants_gpus(self): ...
 
@@ -66,6 +70,7 @@ def test_each_way_a_test_can_end_has_its_column(tmp_path: Path) -> None:
         "test_stand_in_in_every_process": "passed",
         "test_fails": "failed",
         "test_wants_the_hub": "hub",
+        "test_process_wants_the_hub": "hub",
         "test_wants_gpus": "GPU",
         "test_is_skipped": "skipped",
         "test_never_ends": "did not end",

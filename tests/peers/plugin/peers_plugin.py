@@ -97,7 +97,8 @@ def _tokenizer(cls: str) -> Any:
     bytewise = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     bytewise.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
     marks = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=bytewise, **marks)
+    fast: Any = transformers.PreTrainedTokenizerFast
+    return fast(tokenizer_object=bytewise, **marks)
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
@@ -118,6 +119,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def _why(report: pytest.CollectReport | pytest.TestReport) -> str:
+    """Return the reason of a failure or of a skip."""
     if report.skipped and isinstance(report.longrepr, tuple):
         return str(report.longrepr[2])
-    return "" if report.passed else report.longreprtext[-20000:]
+    said = "" if report.passed else report.longreprtext
+    if "CalledProcessError" in said:  # what the process said is in what pytest has captured
+        said += "\n" + report.capstderr
+    return said[-20000:]
