@@ -5,12 +5,9 @@ would have made of it.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +19,6 @@ from tests.support.training import State, make_model, take_steps, two_groups
 from zeroshard.deepspeed import held_parameters
 from zeroshard.deepspeed.zero import GatheredParameters
 from zeroshard.errors import StateError
-from zeroshard.optim.runner import TileRunner
 from zeroshard.runtime.engine import states_of
 
 # ---------------------------------------------------------------- edits and masters
@@ -528,26 +524,3 @@ def test_an_embedding_with_max_norm_is_refused_by_name_where_its_rows_would_be_l
     with pytest.raises(zs.ConfigError, match="module '0' rescales rows"):
         engine.repartition(stage=3)
     engine.close()
-
-
-def _saved_at_once(rank: int, world: int, path: str) -> None:
-    """Save right after steps that go on by themselves."""
-    run = TileRunner.run
-
-    def late(runner: TileRunner, *args: Any) -> None:  # after the user's step() has returned
-        time.sleep(0.2)
-        run(runner, *args)
-
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    offload = zs.Offload(optimizer="disk", delayed_update=9, disk_path=path)
-    engine = zs.shard(model, optimizer, stage=3, offload=offload)
-    with mock.patch.object(TileRunner, "run", late):
-        for step in range(3):
-            take_steps(rank, 1, model, optimizer)
-            zs.save(Path(path, "saved"), engine, step=step)
-    engine.close()
-
-
-def test_weights_that_a_step_still_brings_are_not_taken_for_written(tmp_path: Path) -> None:
-    run_ranks(1, _saved_at_once, str(tmp_path))
