@@ -34,13 +34,13 @@ wide2     95  fourth  the same over NCCL beside FSDP2
 norm         35  fifth   the kernel of the norm: its integers are the CPU's
 wide-plain   60  fifth   speed with a clip, 12 pairs: 1.5B in few wide layers beside plain PyTorch
 wide-fsdp2   60  fifth   the same over NCCL beside FSDP2
-deep-plain   55  fifth   1.3B in 24 layers beside plain PyTorch
-deep-fsdp2   55  fifth   the same over NCCL beside FSDP2
-llama-plain  65  fifth   five layers of Llama-3-8B from Transformers beside plain PyTorch
-llama-fsdp2  65  fifth   the same over NCCL beside FSDP2
+deep-plain   70  fifth   1.3B in 24 layers beside plain PyTorch
+deep-fsdp2   85  fifth   the same over NCCL beside FSDP2
+llama-plain  75  fifth   five layers of Llama-3-8B from Transformers beside plain PyTorch
+llama-fsdp2  80  fifth   the same over NCCL beside FSDP2
 kernels      20  fifth   kernels by name, and gaps, of the traces of all of these
-hosted      120  fifth   1.3B with states on the host beside FSDP2's
-rest        300  sixth   programs of the pretended device that no run has reached
+hosted      210  sixth   1.3B with states on the host beside FSDP2's
+rest        170  sixth   programs of the pretended device that no run has reached
 coded        60  sixth   codec kernels, GB/s
 most        100  sixth   the largest model on a card of 8 GiB
 END
