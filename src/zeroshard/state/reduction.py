@@ -49,9 +49,8 @@ __all__ = [
     "squares_of",
     ]  # fmt: skip
 
-_CHUNK = 1 << 17  # elements: a chunk of fp32 stays in a core's own cache
-# blocks that are halved together, by whether the host waits for reads of them: few kernels there
-_BLOCKS = {False: _CHUNK // ALIGN, True: 1 << 18}
+_CHUNK = 1 << 17  # elements of fp32 that stay in a core's own cache
+_BLOCKS = 1 << 18  # that are halved together on an accelerator without Triton: few kernels
 _BATCH = 16  # chunks whose blocks are added to the bins together
 
 _MANTISSA = 52  # stored bits, of fp64
@@ -148,7 +147,7 @@ class _BlockSums:
         self._filled = self._summed = 0
         if self._kernels:
             return
-        size = max(min(most, _BLOCKS[reads_wait(like)]), 1)
+        size = max(min(most, _BLOCKS if reads_wait(like) else _chunk() // ALIGN), 1)
         self._wide = torch.empty(size, ALIGN, dtype=torch.float64, device=like.device)
         self._flat = self._wide.view(-1)
         self._halves = _halves(self._wide)
@@ -230,9 +229,16 @@ def _halves(wide: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [*pairs, (wide[:, 0], wide[:, 1])]
 
 
+def _chunk() -> int:
+    """Return how many elements a pass on the CPU takes at a time: a call of a kernel costs as many
+    threads the more, and each has a cache.
+    """
+    return _CHUNK * torch.get_num_threads()
+
+
 def chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cut `tensor` for cache-sized passes on CPU; other devices take it whole."""
-    return (tensor,) if reads_wait(tensor) else torch.split(tensor, _CHUNK)
+    return (tensor,) if reads_wait(tensor) else torch.split(tensor, _chunk())
 
 
 def is_finite(tensor: torch.Tensor, total: torch.Tensor) -> bool:

@@ -78,7 +78,7 @@ def test_any_cut_at_blocks_any_order_and_any_chunk_give_the_same_integer(
     pieces = [parameter[low:high] for low, high in itertools.pairwise(bounds)]
     whole = defined(parameter) + defined(other)
     with (
-        mock.patch.object(reduction, "_BLOCKS", {False: chunk, True: chunk}),
+        mock.patch.object(reduction, "_chunk", lambda: chunk * ALIGN),
         mock.patch.object(reduction, "_BATCH", 1 + seed),
     ):
         assert summed(parameter, other) == whole
@@ -89,7 +89,7 @@ def test_any_cut_at_blocks_any_order_and_any_chunk_give_the_same_integer(
 
 
 def test_full_chunks_and_batches_change_nothing() -> None:
-    parameter = numbers(3 * reduction._CHUNK + 77)
+    parameter = numbers(3 * reduction._chunk() + 77)
     whole = defined(parameter)
     assert summed(parameter) == whole == summed(parameter[: 5 * ALIGN], parameter[5 * ALIGN :])
     with mock.patch.object(reduction, "_BATCH", 2):
