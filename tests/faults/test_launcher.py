@@ -206,3 +206,4 @@ def test_a_rank_that_does_not_come_is_named_when_the_calls_own_limit_is_over(
     # on a busy machine another one may be late, too
     told = rf"{call}\(\): rank\(s\) \[[^]]*1[^]]*\] did not come within 10 s"
     assert code == 71 and re.search(told, stderr), stderr
+    assert "rank(s) [0, 1, 2]" not in stderr, "who waits has come"
