@@ -236,6 +236,7 @@ class Segment:
                     if start < end:
                         with master.borrowed(start, end, write=False) as numbers:
                             self._bring(start, end, numbers)
+        self._unpublished = False  # an earlier step's are written over
         self._unpublished = self.is_coming
         if not self._unpublished:
             self.flat.publish()
