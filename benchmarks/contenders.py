@@ -88,7 +88,7 @@ def _updating(
 
 
 def _clipping(model: nn.Module, setup: Setup) -> Callable[[], None]:
-    """Return that with torch's AdamW and clip over the parameters of `model`."""
+    """Return the end of a step with torch's AdamW and clip, over the parameters of `model`."""
     parameters = list(model.parameters())
     return _updating(adamw(parameters), partial(clip_grad_norm_, parameters), setup)
 
