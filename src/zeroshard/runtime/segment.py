@@ -236,8 +236,8 @@ class Segment:
                     if start < end:
                         with master.borrowed(start, end, write=False) as numbers:
                             self._bring(start, end, numbers)
-        self._unpublished = False  # an earlier step's are written over
-        self._unpublished = self.is_coming
+        # what an earlier step brought is written over
+        self._unpublished = not self.step.is_set() or bool(self.uploads)
         if not self._unpublished:
             self.flat.publish()
 
