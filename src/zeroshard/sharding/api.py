@@ -34,6 +34,7 @@ from zeroshard.config import Config, ShardOptions, build_config
 from zeroshard.core.holders import Holders
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
+from zeroshard.core.precision import dtype_name
 from zeroshard.core.schedule import grad_pool_bytes
 from zeroshard.core.tree import Deal, Tree
 from zeroshard.errors import ConfigError, StallError, StorageError
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 __all__ = ["deferred_init", "init_distributed", "materialize", "shard"]
 
 _log = logging.getLogger("zeroshard")
+_MANY = 16  # ranks from which it is told that a backend rounds their sum at each hop
 
 
 def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -> None:
@@ -256,6 +258,17 @@ def _make_context(
         levels = make_levels(mesh_axes.group, device, spec)
     transport = levels.flat
     axes = connect_axes(mesh_axes.along, spec, transport.traffic)
+    is_native = transport.name == "nccl" and not (spec.ordered or settings.comm.grad_codec)
+    is_half, many = precision.wire.itemsize < 4, levels.inside.size >= _MANY
+    if is_native and is_half and many and transport.rank == 0:
+        _log.warning(
+            "gradients of %d ranks are summed in %s, rounded at each hop of the backend's sum:"
+            " precision=zs.Precision(%r, reduce='fp32') sends fp32, comm=zs.Comm(ordered=True) adds"
+            " in fp32 (docs/mixed-precision.md)",
+            levels.inside.size,
+            dtype_name(precision.wire),
+            dtype_name(precision.compute),
+        )
     context = Context(
         policy=policy,
         precision=precision,

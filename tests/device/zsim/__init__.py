@@ -34,12 +34,14 @@ __all__ = [
     "SCHEDULES",
     "host_waits",
     "launched_operators",
+    "name_collectives",
     "register_host",
     "schedule",
     "set_delay",
     "set_memory_limit",
     "set_schedule",
     "synchronous_operators",
+    "take_collectives",
     "take_log",
     "unregister_host",
 ]
@@ -99,6 +101,18 @@ def set_memory_limit(bytes: int, device: int = 0) -> None:
 def take_log(on: bool) -> list[str]:
     """Return the tasks that ran since the last call, each "device.stream:name"; `on`: write on."""
     return list(_zsim.take_log(on))
+
+
+def take_collectives() -> list[str]:
+    """Return the collectives of all groups that were launched since the last call, in order, each
+    "stream|group|its size|kind|dtype|what for".
+    """
+    return list(_zsim.take_collectives())
+
+
+def name_collectives(name: str) -> None:
+    """Say what the collectives to come are for."""
+    _zsim.name_collectives(name)
 
 
 def register_host(address: int, bytes: int) -> None:
