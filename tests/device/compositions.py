@@ -70,7 +70,6 @@ class Inferred(Program):
         comm = zs.Comm.model_validate({"transport": transport, **self.comm})
         engine = zs.shard(
             model, None, policy=self.row, comm=comm, offload=zs.Offload(**self.offload),
-            stall_timeout_s=60,
         )  # fmt: skip
         data = self._data(device, rank)
         chosen, losses = self._chosen(model, data(rank, 0)[0]), []
@@ -173,7 +172,7 @@ class Divided(Program):
         engine = zs.shard(
             model, optimizer, policy=self.row, precision=self.precision,
             mesh_of={"*.experts": mesh}, offload=zs.Offload(**self.offload),
-            comm=zs.Comm(**self.comm), stall_timeout_s=60,
+            comm=zs.Comm(**self.comm),
         )  # fmt: skip
         trained = Trained(model, optimizer, engine, rank, self._batches(device, rank))
         losses = self.take(trained)
@@ -272,6 +271,5 @@ class Shrunk(Program):
         optimizer = two_groups(model)
         engine = zs.shard(
             model, optimizer, policy="zero1", precision=self.precision, mesh=mesh,
-            stall_timeout_s=60,
         )  # fmt: skip
         return Trained(model, optimizer, engine, 0, lambda *_: [])

@@ -382,6 +382,19 @@ def test_a_script_that_logs_gradients_finds_none_as_in_deepspeed() -> None:
     run_ranks(2, _logs_gradients)
 
 
+def test_initialize_logs_the_line_of_versions_that_programs_look_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    small.logger.addHandler(caplog.handler)
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 1), config=config(2))
+    engine.destroy()
+    small.logger.removeHandler(caplog.handler)
+    told = [line for line in caplog.messages if "DeepSpeed info: version=" in line]
+    git = "git-hash=zeroshard, git-branch=zeroshard"
+    assert told == [f"[Rank 0] DeepSpeed info: version={deepspeed.__version__}, {git}"]
+    assert deepspeed.__version__.endswith("+zeroshard"), "the line says whose it is"
+
+
 def test_a_warmup_of_no_steps_is_taken_as_the_shortest(caplog: pytest.LogCaptureFixture) -> None:
     small.logger.addHandler(caplog.handler)
     rates = []

@@ -315,7 +315,7 @@ def _beside_tp(rank: int, world: int, stage: int) -> str:
         plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
         parallelize_module(block, mesh["tp"], plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine = zs.shard(model, optimizer, mesh=mesh, stage=stage, leaves=8, stall_timeout_s=20)
+    engine = zs.shard(model, optimizer, mesh=mesh, stage=stage, leaves=8)
     norms = []
     for step in range(3):
         for leaf in engine.leaves(step):
@@ -337,12 +337,10 @@ def test_with_tensor_parallel_ranks_fixed_the_data_parallel_ones_may_change() ->
 def _refused(rank: int, world: int) -> dict[str, str]:
     out = {}
     mesh = mesh_of(dp=1, ep=world)
-    engine = zs.shard(Model(), leaves=8, stall_timeout_s=20)
+    engine = zs.shard(Model(), leaves=8)
     calls = {
         "schedule": lambda: engine.follow(object()),
-        "experts": lambda: zs.shard(
-            Model(), leaves=8, mesh_of={"blocks.1": mesh}, stall_timeout_s=20
-        ),
+        "experts": lambda: zs.shard(Model(), leaves=8, mesh_of={"blocks.1": mesh}),
     }
     for name, call in calls.items():
         try:

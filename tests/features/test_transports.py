@@ -24,7 +24,7 @@ def _two_sums_under_way(rank: int, world: int, spec: Spec) -> None:
     numel, dtype = 256 << 10, torch.bfloat16
     ranges = spec.cut(*[numel // world] * world)
     both = 2 * numel * dtype.itemsize  # as of an engine whose largest unit has `numel` elements
-    with patient_pools(), opened(spec, rank, stall_timeout_s=5.0, pool_bytes=both) as transport:
+    with patient_pools(), opened(spec, rank, pool_bytes=both) as transport:
         if rank:
             transport.control.exchange(b"")  # rank 0 has begun
         works = [

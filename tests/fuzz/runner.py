@@ -45,9 +45,9 @@ from zeroshard.errors import StateError, ZeroshardError
 
 __all__ = ["Outcome", "command", "run_program"]
 
-STALL_S = 12.0
+STALL_S = 120.0
 SHORT_STALL_S = 1.0  # where a stall may be the right answer
-TIMEOUT_S = 40.0
+TIMEOUT_S = 200.0
 
 
 @dataclass(frozen=True)

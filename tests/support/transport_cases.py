@@ -401,7 +401,7 @@ def buffers_return_to_the_pool(rank: int, world_size: int, spec: Spec) -> None:
 
 def abandon_forgets_what_was_under_way(rank: int, world_size: int, spec: Spec) -> None:
     ranges, numel = spec.cut(*[64] * world_size), 64 * world_size
-    with opened(spec, rank, stall_timeout_s=10.0, pool_bytes=64 << 10) as transport:
+    with opened(spec, rank, pool_bytes=64 << 10) as transport:
         window = transport.window("w", ranges, torch.float32, CPU, replicated=True)
         for turn in range(3):
             if not spec.native:  # native collectives cannot be left half done

@@ -28,11 +28,14 @@ from zeroshard.config.strict_json import parse_json
 from zeroshard.deepspeed import comm, held_parameters, released_states
 from zeroshard.deepspeed.answers import Client, complete_batch
 from zeroshard.deepspeed.deepspeed_engine import DeepSpeedEngine
+from zeroshard.deepspeed.helpers import default_git
 from zeroshard.deepspeed.leaf_flags import flag_configured
 from zeroshard.deepspeed.leaf_walk import LeafWalk
 from zeroshard.deepspeed.loaders import make_loader
 from zeroshard.deepspeed.lr_schedules import make_schedule
+from zeroshard.deepspeed.names import VERSION
 from zeroshard.deepspeed.optimizers import make_optimizer
+from zeroshard.deepspeed.small import log_dist
 from zeroshard.deepspeed.small import logger as _log
 from zeroshard.deepspeed.verdict import accepted, section, try_schedule
 from zeroshard.deepspeed.zero import end_init_blocks
@@ -78,6 +81,8 @@ def initialize(
         distributed_port=options.get("distributed_port", 29500),
         dist_init_required=options.get("dist_init_required"),
     )
+    git = f"git-hash={default_git}, git-branch={default_git}"
+    log_dist(f"DeepSpeed info: version={VERSION}, {git}", ranks=[0])  # programs look for it
     if isinstance(model, DeepSpeedEngine):
         raise zs.ConfigError("the model is an engine already: give initialize() engine.module")
     objects = {"optimizer": optimizer, "scheduler": lr_scheduler}
