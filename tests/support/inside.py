@@ -19,6 +19,7 @@ import zeroshard as zs
 from tests.support.endless_link import Endless
 from tests.support.paced_link import Paced
 from zeroshard.comm.cpu import collectives
+from zeroshard.comm.levels import Levels
 from zeroshard.comm.transport import Transport
 from zeroshard.core.exact_sum import ExactSum
 from zeroshard.core.placement import Tier
@@ -46,6 +47,11 @@ def exchange(engine: zs.Engine, payload: bytes) -> list[bytes]:
 
 
 # ------------------------------------------------------------------------------------------- units
+
+
+def levels(engine: zs.Engine) -> Levels:
+    """Return the transports of all ranks, inside nodes and between them."""
+    return engine._context.levels
 
 
 def units(engine: zs.Engine) -> list[Unit]:

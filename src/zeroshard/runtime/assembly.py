@@ -95,8 +95,12 @@ class _Listeners:
                 *([] if options.clip_norm is None else [self._clip]),
             ],
             averaged=[] if options.verify_every is None else [self._verify],
-            after_step=beats,
+            after_step=[*beats, self._first_step_over],
         )
+
+    def _first_step_over(self) -> None:
+        self.events.after_step.remove(self._first_step_over)
+        self._context.first_step_over()
 
     def _check_finished(self) -> None:
         if self._sharded is not None:

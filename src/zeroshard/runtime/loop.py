@@ -270,7 +270,7 @@ class Loop:
             self._rest.publish(everything=False)
         self._context.faults.agree()
         self._finalizer.after_step()
-        for listener in self.events.after_step:
+        for listener in [*self.events.after_step]:  # the first step's leaves the list
             listener()
 
     def publish_late(self) -> None:

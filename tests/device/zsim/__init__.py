@@ -9,8 +9,10 @@ Its kernels are the CPU's, run later by the stream that they were launched on. S
     x = torch.ones(4, device="zsim")        # torch.zsim is as torch.cuda
     zsim.host_waits()                       # why the host has waited, and how often
 
-Environment: ``ZSIM_DEVICES`` (2), ``ZSIM_SCHEDULE`` (threads), ``ZSIM_SEED`` (0), ``ZSIM_MEMORY``
-(bytes of each device, 2 GiB), ``ZSIM_STALL_S`` (seconds after which a wait raises, 120).
+Environment: ``ZSIM_DEVICES`` (2), ``ZSIM_FIRST`` (the host's number of the first of them; by
+default devices are this process's alone), ``ZSIM_SCHEDULE`` (threads), ``ZSIM_SEED`` (0),
+``ZSIM_MEMORY`` (bytes of each device, 2 GiB), ``ZSIM_STALL_S`` (seconds after which a wait raises,
+120).
 
 Lanes are threads: a process that has loaded this must not fork, and pytest's own never loads it.
 """
