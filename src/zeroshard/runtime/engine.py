@@ -444,9 +444,10 @@ class Engine(Assembly):
         rank0_only: bool = True,
         names: str | Iterable[str] | None = None,
         trained: bool = False,
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """Return the model's whole ``state_dict()`` on CPU, DTensors whole, streamed a unit at a
-        time; empty on other ranks, and on replicas along 'tp', unless `rank0_only` is False.
+        time, with what ``get_extra_state()`` of modules returns here; empty on other ranks, and on
+        replicas along 'tp', unless `rank0_only` is False.
 
         `trained`: of the parameters that require a gradient alone, without buffers: an adapter.
         `names`: of these names alone, or of those that match a pattern (``"*.lora_*"``), as
