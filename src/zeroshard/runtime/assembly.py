@@ -113,10 +113,7 @@ class _Listeners:
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients; return their norm before."""
-        norm = self._finalizer.clip(max_norm)
-        for listener in self.events.clipped:
-            listener(norm)
-        return norm
+        return self._finalizer.clip(max_norm, self.events.clipped)
 
     def _clip(self) -> None:
         """Clip as the configuration says where the user has not clipped."""
