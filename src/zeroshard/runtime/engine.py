@@ -612,6 +612,7 @@ class Engine(Assembly):
         gradient, ready for the next forward.
 
         A step that ended by an exception goes no further: parameters may have taken part of it.
+        One that was taken late (offload.delayed_update) is brought into the weights.
         Where ranks have finished different numbers of steps, forwards and steps are refused until
         zs.load(). Collective, over the whole mesh where it has other axes.
         """
@@ -628,6 +629,8 @@ class Engine(Assembly):
         self._recovery.meet(self._sharded, "engine.reset()")
         if self._offloaded is None:  # else everything had arrived before
             self._states.rest.publish_again()
+            if not self._context.faults.is_lost:
+                self._states.finish_step()
 
     def close(self) -> None:
         """Give back a plain module, in the dtypes it came with (trained parameters with their
