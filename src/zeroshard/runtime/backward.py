@@ -548,6 +548,10 @@ class Backward:
     def abandon(self) -> None:
         """After an exception: no backward is running and no gradient rests."""
         self._pass = BackwardPass()
+        # of one that a signal's handler has ended by an exception where its context begins or ends
+        mode = replace(self.mode, scaled=False, divisor=1, has_loss=False, weight=None)
+        self.mode = self._plain if mode == self._plain else mode
+        _multiplying[:] = [other for other in _multiplying if other is not self]
         self.reductions.abandon()
         for bucket in self.buckets:
             bucket.abandon()

@@ -24,6 +24,7 @@ from torch import nn
 from zeroshard.core.policy import Policy
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.errors import ConfigError, StateError, StorageError
+from zeroshard.memory import placeholder_value
 from zeroshard.optim.sharded import ShardedOptimizer, check_parameters
 from zeroshard.optim.shards import Tile
 from zeroshard.runtime.access import StateAccess
@@ -35,7 +36,6 @@ from zeroshard.runtime.leaf_loop import LeafLoop, refuse_leaves
 from zeroshard.runtime.offload_states import OffloadedStates
 from zeroshard.runtime.parts import Parts, step_settings
 from zeroshard.runtime.pipeline import Following, FollowOptions, check_budget, check_mesh, units_of
-from zeroshard.runtime.relayout import release_parameters
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, describe_bytes
 from zeroshard.runtime.rest import RestingPiece
 from zeroshard.runtime.shelf import RestPlace
@@ -616,6 +616,7 @@ class Engine(Assembly):
         gradient, ready for the next forward.
 
         A step that ended by an exception goes no further: parameters may have taken part of it.
+        One that was taken late (offload.delayed_update) is brought into the weights.
         Where ranks have finished different numbers of steps, forwards and steps are refused until
         zs.load(). Collective, over the whole mesh where it has other axes.
         """
@@ -632,6 +633,8 @@ class Engine(Assembly):
         self._recovery.meet(self._sharded, "engine.reset()")
         if self._offloaded is None:  # else everything had arrived before
             self._states.rest.publish_again()
+            if not self._context.faults.is_lost:
+                self._states.finish_step()
 
     def close(self) -> None:
         """Give back a plain module, in the dtypes it came with (trained parameters with their
@@ -686,7 +689,10 @@ class Engine(Assembly):
     def _leave(self) -> None:
         """Take the hooks off a module and an optimizer whose numbers rest elsewhere."""
         self._hooks.remove()
-        release_parameters(parts_of(self))
+        for segment in self._weights.segments:
+            for parameter, dtype in zip(segment.parameters, segment.given, strict=True):
+                nothing = torch.full((), placeholder_value(dtype), dtype=dtype)
+                parameter.data = nothing.to(parameter.device).expand(parameter.shape)
         if self._sharded is not None:
             self._sharded.detach()
         self._states.close()

@@ -207,6 +207,11 @@ class Schedule:
         self._graphs = max(0, self._graphs - 1)
         return () if self._graphs else self._end_holds(Until.BACKWARD_ENDS)
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether a forward with gradients has run since the last step, and no backward of it."""
+        return self._graphs > 0
+
     def end_step(self) -> Commands:
         """The weights have changed: no graph can need them."""
         self._graphs = 0
