@@ -229,7 +229,8 @@ class Backward:
 
     def _leave_behind(self, unit: Unit) -> None:
         """All nodes of `unit` have run, but for those of units inside it."""
-        if not unit.holds_others and self._is_due(unit):
+        own = self._pass.units
+        if (own is None or unit in own) and not unit.holds_others and self._is_due(unit):
             self.reductions.open_zeros(unit, sync=self.mode.sync)
             self._hand_over(unit)
             if not unit.has_frozen:
