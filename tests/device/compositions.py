@@ -21,6 +21,7 @@ from tests.support.experts import NUM_EXPERTS, Mixture, Stacked, local_part, who
 from tests.support.programs import Program, Trained, _on_host
 from tests.support.training import VOCABULARY, Run, final_state, take_steps, two_groups
 from zeroshard.checkpoint import kept
+from zeroshard.comm.plain import ranks_through
 from zeroshard.launch.keeper import KeeperServer
 
 __all__ = ["Decoded", "Divided", "Generated", "Inferred", "Kept", "Left", "Shrunk", "shared_folder"]
@@ -28,10 +29,8 @@ __all__ = ["Decoded", "Divided", "Generated", "Inferred", "Kept", "Left", "Shrun
 
 def _told(value: str) -> str:
     """Return the `value` of the first rank."""
-    values: list[Any] = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(values, device=torch.device("cpu"))
-    return str(values[0])
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return str(ranks_through(group).share(value, "a test")[0])
 
 
 def shared_folder() -> tuple[Any, str]:

@@ -490,5 +490,32 @@ def _signalled(rank: int, world: int, transport: str) -> int:
     return number
 
 
+def _signalled_at(rank: int, world: int) -> list[str]:
+    """A signal's handler raises where a backward with a weight begins, before it is one."""
+    expected = _plain(rank, [0, 2])
+    model, optimizer, engine = _made("zero1", "shared_memory")
+    losses = take_steps(rank, [0], model, optimizer)
+
+    def boom(frame: Any, event: str, argument: Any) -> None:
+        if event == "c_return" and frame.f_code.co_name == "running_as":
+            sys.setprofile(None)
+            raise ZeroDivisionError
+
+    loss = model(*batch(rank, 1))
+    sys.setprofile(boom)
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(loss, weight=2.0)
+    engine.reset()
+    losses += take_steps(rank, [2], model, optimizer)
+    state = engine.full_state_dict(rank0_only=False)
+    engine.repartition(stage=2)  # which is refused inside the contexts of a backward
+    engine.close()
+    return Run(losses, state).differs_from(expected)
+
+
+def test_after_a_signal_where_a_backward_begins_and_a_reset_the_next_one_is_plain() -> None:
+    assert run_ranks(2, _signalled_at) == [[], []]
+
+
 def test_reset_over_gloo_brings_the_engine_back_after_a_signals_handler_has_raised() -> None:
     assert run_ranks(2, _signalled, "gloo") == [12, 12]

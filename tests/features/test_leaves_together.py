@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -227,6 +228,43 @@ def test_reset_in_any_phase_of_a_step_with_leaves_brings_its_curve_back(where: s
     ):
         found = run_ranks(2, _interrupted, options, where)[0]
         assert found == alone, options
+
+
+class _Two(nn.Module):
+    """Two units, of which only the second is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.used = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.used(hidden)
+
+
+def _partly_used(rank: int, world: int, rows: Sequence[str]) -> str:
+    """Train rows over sockets, where one rank shadows another one's last leaf; return the hash."""
+    found = set()
+    for row in rows:
+        torch.manual_seed(0)
+        model = _Two()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"policy": row, "units": [nn.Linear], "comm": {"transport": "gloo"}}
+        engine = zs.shard(model, optimizer, leaves=3, **options)
+        engine.reset()
+        for step in range(2):
+            for leaf in engine.leaves(step):
+                engine.backward(model(torch.full((2, 4), float(leaf))).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.add(digest_of(*engine.full_state_dict().values()))
+        engine.close()
+    assert len(found) == 1
+    return found.pop()
+
+
+def test_a_rank_without_a_leaf_gathers_no_unit_that_the_step_does_not_use() -> None:
+    rows = ["ddp", "zero1", "zero2", "zero3"]
+    assert run_ranks(2, _partly_used, rows)[0] == run_ranks(1, _partly_used, rows)[0]
 
 
 def _recounted(rank: int, world: int, path: Path, how: str) -> str:

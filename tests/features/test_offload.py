@@ -201,14 +201,17 @@ def test_a_delayed_update_is_the_reference_one_step_late(
         assert max(apart.values()) == 0.0, apart
 
 
-def _read_late(rank: int, world: int, row: str, tiers: tuple[str, str, str], path: str) -> None:
+def _read_late(
+    rank: int, world: int, row: str, tiers: tuple[str, str, str], path: str, one_unit: bool
+) -> None:
     """Read whole weights after each step, and within each, beside runs that do not."""
+    units: dict[str, Any] = {"units": [type(make_model())]} if one_unit else {}
     late = offload(*tiers, path, delayed_update=1)
 
     def run(where: str, **options: Any) -> list[dict[str, torch.Tensor]]:
         model = make_model()
         optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row, **options)
+        engine = zs.shard(model, optimizer, policy=row, **units, **options)
         seen = []
 
         def read(here: str) -> None:
@@ -229,6 +232,8 @@ def _read_late(rank: int, world: int, row: str, tiers: tuple[str, str, str], pat
             optimizer.step()
             optimizer.zero_grad()
             read("step")
+            if where == "reset":
+                engine.reset()
         if where == "end":
             model(*batch(rank, 9))  # and no backward
             seen.append(engine.full_state_dict(rank0_only=False))
@@ -243,18 +248,23 @@ def _read_late(rank: int, world: int, row: str, tiers: tuple[str, str, str], pat
         assert same(ours, theirs), "a read between steps has the last one, and so has the next"
     for where in ("forward", "backward 0", "backward 1"):
         assert same(run(where, offload=late)[-1], delayed[-1]), "a read within a step moves nothing"
+    assert same(run("reset", offload=late)[-1], exact[-1]), "a reset brings the last one"
     exported, closed = run("end", offload=late)
     assert same(exported, closed), "an export has what close() gives back"
 
 
 @pytest.mark.parametrize(
-    ("row", "tiers"),
-    [("zero2", ("device", "host", "host")), ("zero3", ("disk", "host", "disk"))],
+    ("row", "tiers", "one_unit"),
+    [
+        ("zero2", ("device", "host", "host"), False),
+        ("zero3", ("disk", "host", "disk"), False),
+        ("zero1", ("device", "host", "host"), True),
+    ],
 )
 def test_whole_weights_have_the_last_step_also_where_it_is_taken_late(
-    row: str, tiers: tuple[str, str, str], tmp_path: Any
+    row: str, tiers: tuple[str, str, str], one_unit: bool, tmp_path: Any
 ) -> None:
-    run_ranks(2, _read_late, row, tiers, str(tmp_path), timeout=300)
+    run_ranks(2, _read_late, row, tiers, str(tmp_path), one_unit, timeout=300)
 
 
 def _kept(rank: int, world: int, path: str) -> dict[str, list[str]]:

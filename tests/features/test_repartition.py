@@ -868,10 +868,54 @@ def _cut_off(rank: int, world: int) -> None:
         lambda: run.model(*batch(rank, 0)),
         run.optimizer.step,
         lambda: run.engine.repartition(policy="zero1"),
+        *(weight.norm for weight in run.model.parameters()),
     ):
         assert "was cut off" in _refused(use)
     run.engine.close()
+    assert all(weight.isnan().all() for weight in run.model.parameters())
 
 
 def test_a_repartition_that_is_cut_off_leaves_an_engine_that_says_so() -> None:
     run_ranks(2, _cut_off)
+
+
+def _reads(run: Trained) -> list[str]:
+    """Read the weights in a thread; return what it is told of those that are not here."""
+    told = []
+
+    def read() -> None:
+        for weight in run.model.parameters():
+            try:
+                float(weight.detach().norm())
+            except zs.StateError as error:
+                told.append(str(error))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    return told
+
+
+def _read_meanwhile(rank: int, world: int) -> None:
+    """A thread reads weights at every part of two repartitions, and the run goes on."""
+    losses, told, real = [], list[str](), HandOver.move
+    for reads in (False, True):
+        run = made(policy="zero1")
+        losses.append(run.train(rank, range(1)))
+
+        def move(*args: Any, run: Trained = run, reads: bool = reads) -> None:
+            real(*args)
+            told.extend(_reads(run) if reads else [])
+
+        with patched(HandOver, "move", move):
+            for row in ("zero3", "zero1"):
+                run.engine.repartition(policy=row)
+                losses[-1] += run.train(rank, range(1, 3))
+        assert all("not the thread of the training loop" in line for line in told)
+        assert bool(told) == reads
+        run.engine.close()
+    assert losses[0] == losses[1]
+
+
+def test_a_thread_that_reads_weights_while_they_move_is_told_and_the_run_goes_on() -> None:
+    run_ranks(2, _read_meanwhile)

@@ -534,7 +534,9 @@ def test_a_group_that_is_started_again_says_why_and_may_succeed(launch: Launch) 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_job_runs_where_standard_streams_are_closed(tmp_path: Path, closed: str) -> None:
-    (tmp_path / "script.py").write_text(HELLO + "print('out')\nprint('err', file=sys.stderr)\n")
+    (tmp_path / "script.py").write_text(
+        HELLO + "sys.stdout.write('out\\n')\nsys.stderr.write('err\\n')\n"
+    )
     line = [PROGRAM, "run", "--nproc", "2", str(tmp_path / "script.py")]
     shell = ["bash", "-c", f'exec "$@" {closed}', "bash", *line]
     done = subprocess.run(shell, capture_output=True, text=True, timeout=300)

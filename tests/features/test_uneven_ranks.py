@@ -25,7 +25,7 @@ STEPS = 4
 
 
 class Halves(nn.Module):
-    """Two layers, of which each call runs one."""
+    """Two layers, of which each call runs one, or none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,8 @@ class Halves(nn.Module):
         self.b = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, half: str) -> torch.Tensor:
-        return torch.tanh((self.a if half == "a" else self.b)(x))
+        runs = {"a": self.a, "b": self.b}.get(half)
+        return torch.tanh(x if runs is None else runs(x))
 
 
 class Route(nn.Module):
@@ -80,6 +81,9 @@ class _ForeignCheckpoint(torch.autograd.Function):
 _CHECKPOINTS: dict[str, Any] = {
     "reentrant": lambda block, h, half: checkpoint(block, h, half, use_reentrant=True),
     "recomputed": lambda block, h, half: checkpoint(block, h, half, use_reentrant=False),
+    "twice": lambda block, h, half: checkpoint(
+        _CHECKPOINTS["reentrant"], block, h, half, use_reentrant=True
+    ),
     "foreign": lambda block, h, half: _ForeignCheckpoint.apply(block, half, h),
 }
 
@@ -488,3 +492,54 @@ def test_where_every_rank_gathers_the_same_a_stall_of_other_experts_names_the_re
     told = run_ranks(2, _experts, nn.Linear, comm)
     assert any("comm.weight_codec" in one and "units=[its class]" in one for one in told), told
     assert run_ranks(2, _experts, Mixture, comm) == ["", ""]
+
+
+# every rank enters the same units in the same order, and uses other parameters of them
+_HALVES = {
+    "plain": ([_plain("0a", "1a", "2b")], [_plain("0b", "1a", "2a")]),
+    "none": ([_plain("0a", "1a", "2b")], [_plain("0a", "1-", "2-")]),
+    "repeated": ([_plain("0a", "1a", "0b", "2a")], [_plain("0a", "1b", "0a", "2b")]),
+    **{
+        how: ([_checkpointed(how, "0a", "1b", "2a")], [_checkpointed(how, "0b", "1b", "2-")])
+        for how in ("reentrant", "recomputed", "foreign")
+    },
+    "mixed": (
+        [_checkpointed("reentrant", "0a") + _plain("1a") + _checkpointed("recomputed", "2a")],
+        [_checkpointed("reentrant", "0b") + _plain("1b") + _checkpointed("recomputed", "2b")],
+    ),
+    "nested": (
+        [_checkpointed("twice", "0a", "1a", "2b")],
+        [_checkpointed("twice", "0b", "1-", "2b")],
+    ),
+}
+
+
+def _compare_halves(rank: int, world: int, frozen: bool) -> dict[str, list[str]]:
+    """Train in every row where collectives meet in the order in which they begin; return what
+    differs from data parallel training by hand.
+    """
+
+    def model() -> nn.Module:
+        made = seeded(Route)()
+        for block in made.blocks if frozen else ():
+            block.a.weight.requires_grad_(False)
+        return made
+
+    rows = {row: {} for row in ROWS} | {row: {"node_size": 1} for row in ("hpz", "mics", "hfsdp")}
+    out = {}
+    for how, routes in _HALVES.items():
+        case = Case(model, _runs(routes), ddp=None)
+        reference = train_case(rank, "reference", case, STEPS)
+        for row, nodes in rows.items():
+            comm = zs.Comm(transport="nccl", **nodes)
+            run = train_case(rank, row, case, STEPS, units=[Halves], comm=comm)
+            out[f"{how}, {row}"] = run.differs_from(reference)
+    return out
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_ranks_may_use_other_parameters_of_a_unit_where_collectives_meet_in_order(
+    frozen: bool,
+) -> None:
+    for differences in run_ranks(2, _compare_halves, frozen, timeout=300):
+        assert not any(differences.values()), differences

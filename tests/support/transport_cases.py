@@ -19,6 +19,7 @@ from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import PlanMismatch, StateError, StorageError
 
+MOVED = (torch.int16, torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.complex64, torch.bool)
 LINKS = ("shared_memory", "gloo", "nccl", "local")
 
 
@@ -249,6 +250,21 @@ def loose_tensors_are_gathered(rank: int, world_size: int, spec: Spec) -> None:
             for work in works:
                 work.wait()
             assert same(out, whole) and same(inside, whole)
+
+
+def bits_of_any_dtype_are_moved(rank: int, world_size: int, spec: Spec) -> None:
+    """Also of those in which a backend cannot compute."""
+    with opened(spec, rank) as transport:
+        for dtype in MOVED:
+            for ranges in spec.cuts()[:2]:
+                whole = torch.arange(end_of(ranges)).to(dtype)
+                out = torch.zeros(end_of(ranges)).to(dtype)
+                own = whole[slice(*ranges[rank])].clone()
+                transport.all_gather("codes", own, ranges, out).wait()
+                assert same(out, whole), dtype
+            number = torch.tensor(float(rank)).to(dtype)
+            transport.broadcast(number, world_size - 1)
+            assert same(number.view(1), torch.tensor([world_size - 1.0]).to(dtype)), dtype
 
 
 def exchange_brings_every_payload(rank: int, world_size: int, spec: Spec) -> None:
@@ -496,6 +512,7 @@ CASES = [
     none_contributes_zeros,
     keys_interleave_and_the_nth_meets_the_nth,
     loose_tensors_are_gathered,
+    bits_of_any_dtype_are_moved,
     exchange_brings_every_payload,
     broadcast_copies_from_the_source,
     traffic_is_what_came_from_others,

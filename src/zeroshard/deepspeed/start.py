@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
 import zeroshard as zs
+from zeroshard.comm.plain import ranks_through
 from zeroshard.config.strict_json import parse_json
 from zeroshard.deepspeed import comm, held_parameters, released_states
 from zeroshard.deepspeed.answers import Client, complete_batch
@@ -202,7 +202,7 @@ def _sharded(
         engine.hide_gradients()
     walk = None
     if batch.leaves is not None:
-        walk = LeafWalk(engine, _common_seed(next(model.parameters()).device))
+        walk = LeafWalk(engine, _common_seed())
     out = DeepSpeedEngine(engine, config, batch, clipping, walk, client)
     held_parameters.own(engine, out.destroy)
     zero = config.get("zero_optimization")
@@ -216,12 +216,10 @@ def _sharded(
     return out
 
 
-def _common_seed(device: torch.device) -> int:
-    """Return rank 0's seed, by way of `device`."""
-    seed = torch.tensor([torch.initial_seed() % 2**63], device=device)
-    if comm.is_initialized():
-        dist.broadcast(seed, 0)
-    return int(seed)
+def _common_seed() -> int:
+    """Return rank 0's seed."""
+    ranks = ranks_through(comm.data_parallel_group())
+    return int(ranks.share(torch.initial_seed() % 2**63, "initialize()")[0])
 
 
 def _tell(line: str) -> None:

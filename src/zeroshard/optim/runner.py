@@ -120,7 +120,7 @@ class TileRunner:
         self._ring = [_Buffers(pinned=self._away) for _ in range(TILE_BUFFERS)]
         self._pool: ThreadPoolExecutor | None = None
         self._under_way: Future[None] | None = None
-        self._late = False  # a late step has ended and is not in the weights yet
+        self.lags = False  # a late step has ended and is not in the weights yet
 
     @property
     def _module(self) -> Any:
@@ -143,7 +143,7 @@ class TileRunner:
         self.num_steps += 1
         job = None if failed else self._job(tiles)
         if job is None:
-            self._late = self._late or self.was_late  # all ranks publish late updates alike
+            self.lags = self.lags or self.was_late  # all ranks publish late updates alike
             return
         beside = any(tile.method is StepMethod.BY_USER for tile in tiles)
         if not (beside or self._options.into_forward or self.was_late):
@@ -226,7 +226,7 @@ class TileRunner:
         """
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
-            self._late = self._late or self.was_late  # also where it has failed: the ranks agree
+            self.lags = self.lags or self.was_late  # also where it has failed: the ranks agree
             with self._options.probe.waiting("host"):
                 under_way.result()
             if self._stream is not None:  # what it stepped on the device is read on this stream
@@ -241,13 +241,6 @@ class TileRunner:
     def count_from(self, num_steps: int) -> None:
         """Go on counting steps from `num_steps`: another state has been loaded."""
         self.num_steps = num_steps
-
-    def take_late(self) -> bool:
-        """Whether a late step has ended that is not in the weights yet; the caller brings it
-        there.
-        """
-        late, self._late = self._late, False
-        return late
 
     def close(self) -> None:
         """Wait, and end the thread."""

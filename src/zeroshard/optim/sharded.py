@@ -513,8 +513,9 @@ class ShardedOptimizer:
     def _start_tiles(self, take: bool) -> None:
         """Start the tiles' part of the step; the one before ends first."""
         failed = not self._succeeds(self.join)
-        if self.runner.take_late():
+        if self.runner.lags:
             self._hooks.publish_late()
+            self.runner.lags = False
         if take:
             self._succeeds(partial(self.runner.start, self.tiles, failed=failed))
 

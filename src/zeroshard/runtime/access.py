@@ -21,7 +21,6 @@ from zeroshard.comm.mesh_ranks import MeshRanks
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.part import Part
 from zeroshard.core.placement import Tier
-from zeroshard.core.residency import Use
 from zeroshard.core.tree import Tree
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.memory.heap import Trimmer
@@ -40,7 +39,7 @@ from zeroshard.runtime.weights import Weights
 __all__ = ["StateAccess"]
 
 _DELAYED = "delayed_steps"
-_STEPS = "steps"  # by which engine.leaves() numbers them
+_STEPS = "steps"  # by which engine.leaves() and engine.trail() number them
 
 
 class StateAccess:
@@ -192,9 +191,10 @@ class StateAccess:
         """
         self._faults.check(passes=False)
         self.join_step()
-        if self._sharded is not None and self._sharded.runner.take_late():
+        if self._sharded is not None and self._sharded.runner.lags:
             with self.rest.rewriting():
                 pass
+            self._sharded.runner.lags = False
 
     @property
     def unsaved(self) -> str | None:
@@ -274,14 +274,13 @@ class StateAccess:
         return [] if self._sharded is None else [list(group) for group in self._sharded.parameters]
 
     def scaler_state(self) -> dict[str, float]:
-        """Return the fp16 loss scaler's state, empty in other precisions, and how many steps
-        `delayed_update` and a run with leaves have counted.
+        """Return the fp16 loss scaler's state, and how many steps the engine and `delayed_update`
+        have counted.
         """
         state = {} if self._scaler is None else self._scaler.state_dict()
+        state[_STEPS] = self._finalizer.step
         if self._sharded is not None and self._context.tiering.delayed_update is not None:
             state[_DELAYED] = self._sharded.runner.num_steps
-        if self._context.leaves is not None:
-            state[_STEPS] = self._finalizer.step
         return state
 
     def begin_load(self) -> None:
@@ -382,9 +381,10 @@ class StateAccess:
         self.check_open()
         self._faults.check(passes=False)
         if self._context.tiering.delayed_update is not None:
-            running = self._backward.running or self._weights.schedule.running > 0
-            uses = [unit.residency for unit in self._weights.units]
-            graph = any(use.is_held or use.has(Use.FOLLOWED) for use in uses) and not ends_graphs
+            schedule = self._weights.schedule
+            running = self._backward.running or schedule.running > 0
+            is_held = any(unit.residency.is_held for unit in self._weights.units)
+            graph = (is_held or schedule.has_graph) and not ends_graphs
             within = running or graph or self.has_pending_gradients
             # ranks may have run other modules
             if not any(self.peers.share(within, "a read of whole weights")):

@@ -57,9 +57,12 @@ class Recovery:
         """
         num_finished = 0 if optimizer is None else optimizer.num_finished
         cut_off = optimizer is not None and optimizer.is_cut_off
-        answers = self._everyone.share([self._digest.step, num_finished, cut_off], call)
-        steps, finished, cuts = zip(*answers, strict=True)
+        lags = optimizer is not None and optimizer.runner.lags
+        answers = self._everyone.share([self._digest.step, num_finished, cut_off, lags], call)
+        steps, finished, cuts, lagging = zip(*answers, strict=True)
         self._digest.advance(max(steps))
+        if optimizer is not None:  # a read that was cut off has brought a late step on some ranks
+            optimizer.runner.lags = any(lagging)
         if optimizer is None or not (any(cuts) or len(set(finished)) > 1):
             return False
         optimizer.abandon(num_finished=max(finished))

@@ -39,7 +39,7 @@ from zeroshard.runtime.build import PlannedUnits
 from zeroshard.runtime.context import SegmentPlan
 from zeroshard.runtime.offload_states import bring_to_rest
 from zeroshard.runtime.parts import Parts
-from zeroshard.runtime.released import restore_classes
+from zeroshard.runtime.released import release_classes
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.segment_states import VALUE, SegmentStates
 from zeroshard.runtime.tile_cuts import cut_tiles
@@ -113,13 +113,13 @@ def facts_of(segments: Mapping[str, SegmentStates]) -> Facts:
 
 def release_parameters(parts: Parts) -> None:
     """Let another layout take over the parameters, which hold no memory until then and are of the
-    dtypes and strides that shard() found. The old hooks stay: where the move does not come to its
-    end they refuse a use of the module.
+    dtypes and strides that shard() found. They answer as released ones, and the old hooks stay:
+    these refuse a use of them or of the module, for good where the move does not come to its end.
     """
     for segment in parts.weights.segments:
         members = zip(segment.parameters, segment.flat.strides, segment.given, strict=True)
+        release_classes(segment.parameters)
         for parameter, stride, dtype in members:
-            restore_classes((parameter,))
             leave_hollow(parameter, stride, dtype)
 
 

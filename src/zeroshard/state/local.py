@@ -108,10 +108,13 @@ def point_at(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
 
 
 def leave_hollow(parameter: nn.Parameter, stride: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Take a plain parameter's memory, and let it be of `dtype` and lie in `stride`."""
+    """Take a parameter's memory, and let it be of `dtype` and lie in `stride`. No DTensor, and
+    released: a kernel that reads memory which is not there ends the process.
+    """
     hollow = torch.empty_strided(parameter.shape, stride, dtype=dtype, device=parameter.device)
     hollow.untyped_storage().resize_(0)
-    parameter.data = hollow
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.data = hollow
 
 
 def gradient_taker(

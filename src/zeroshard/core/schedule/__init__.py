@@ -121,8 +121,8 @@ class Schedule:
             and self._idle is None
         )
 
-    def last_pass(self, phase: Phase) -> list[int]:
-        """Return the units that the last pass gathered, or found kept, in order; empty before the
+    def last_pass(self, phase: Phase) -> list[int] | None:
+        """Return the units that the last pass gathered, or found kept, in order; None before the
         first.
         """
         return self._order.last_uses(phase)
@@ -206,6 +206,11 @@ class Schedule:
         """A backward is over, and its graph is gone."""
         self._graphs = max(0, self._graphs - 1)
         return () if self._graphs else self._end_holds(Until.BACKWARD_ENDS)
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether a forward with gradients has run since the last step, and no backward of it."""
+        return self._graphs > 0
 
     def end_step(self) -> Commands:
         """The weights have changed: no graph can need them."""
