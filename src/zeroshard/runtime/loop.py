@@ -123,6 +123,7 @@ class Loop:
         need of us.
         """
         self.weights.digest.num_begun += 1
+        self.weights.begin("forward")
         for _ in self.weights.shadow("forward"):
             pass
         self._begun()

@@ -297,13 +297,12 @@ class Weights:
         self.run(self.schedule.publish(), forks=self._steps_elsewhere)
 
     def shadow(self, phase: Phase) -> Iterator[Unit]:
-        """Take part in the gathers of a pass that only other ranks run; yields each unit while
-        it is gathered.
+        """Take part in the gathers of a pass that only other ranks run, and that has begun here;
+        yields each unit while it is gathered.
 
         The order is that of the last pass (before any: of definition). One-sided transports need
         nothing of us and yield nothing.
         """
-        self.begin(phase)
         if self._ordered:
             last = self.schedule.last_pass(phase)
             in_order = self.units if phase == "forward" else self.units[::-1]
