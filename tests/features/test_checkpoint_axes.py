@@ -352,7 +352,7 @@ def test_a_save_that_fails_on_a_rank_of_another_stage_fails_on_all(
 
 
 def _dies(rank: int, world: int, folder: Path) -> str:
-    run = Stage(mesh_of(pp=2, dp=2))
+    run = Stage(mesh_of(pp=2, dp=2), stall_timeout_s=10)
     run.step(0)
     zs.save(folder, run.engine, step=1)
     run.step(1)

@@ -36,6 +36,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -183,6 +184,7 @@ class LaneSanitizer(Timeline):
             (host, "host_memory", partial(self._host_memory, host.host_memory)),
             (runner, "ThreadPoolExecutor", device.pool),
         ]
+        _device_constructors()  # torch remembers what they are: not the ones patched here
         for name in _FACTORIES:
             patches.append((torch, name, partial(self._made, getattr(torch, name))))
         for name, stand_in in (("cpu", self._fetched), ("tolist", self._listed)):
