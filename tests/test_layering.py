@@ -67,8 +67,8 @@ ONLY = {
         "system", "tier",
     },
     "planner/printing": {"core", "planner", "planner/modules", "terminal", "zeroshard"},
-    # reads whole weights from checkpoints, DeepSpeed's among them
-    "deepspeed": {"config", "core", "deepspeed/keys", "formats", "zeroshard"},
+    # reads whole weights from checkpoints, DeepSpeed's among them; its ranks meet without an engine
+    "deepspeed": {"comm", "config", "core", "deepspeed/keys", "formats", "zeroshard"},
     "deepspeed/keys": {"config", "errors"},
     # writes steps, and fills the shards of an engine
     "formats": {"_version", "checkpoint", "core", "errors", "nn", "runtime", "state", "system"},

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.plain import ranks_through
+from zeroshard.comm.plain import on_cpu, ranks_through
 from zeroshard.comm.select import has_native
 from zeroshard.memory import synchronize
 from zeroshard.system.device import Device
@@ -208,13 +208,15 @@ def _link_seconds(group: dist.ProcessGroup | None, device: torch.device) -> list
     """
     if group is None or group.size() == 1:
         return [0.0]
-    where = device if has_native(group, device) else torch.device("cpu")
+    where, served = device, group
+    if not has_native(group, device):
+        where, served = torch.device("cpu"), on_cpu(group)
     message = torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=where)
     out = [float("inf")] * group.size()
     for number in range(3):  # as many on every rank
-        for source in range(group.size()):
+        for source, rank in enumerate(dist.get_process_group_ranks(group)):
             since = time.perf_counter()
-            dist.broadcast(message, group=group, group_src=source)
+            dist.broadcast(message, rank, group=served)
             synchronize(message.device)
             if number:  # the first connects
                 out[source] = min(out[source], time.perf_counter() - since)

@@ -19,7 +19,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import tests.device.zsim as zsim
+from tests.device.meetings import meeting
 from tests.device.zsim import module as device
+from zeroshard.comm.select import make_levels
+from zeroshard.comm.transport import CommSpec, ReduceRequest
+from zeroshard.core.placement import Mesh
 
 BUSY = 20_000_000  # cycles of `_sleep`: 10 ms
 N = 1000
@@ -475,6 +479,90 @@ def collectives(rank: int, size: int) -> None:
         assert names == [0, 1]
     dist.destroy_process_group(gloo)
     device.set_device(0)
+
+
+def calls_meet_by_their_order_alone(rank: int, size: int) -> None:
+    """As over NCCL: those of one size mix their numbers without a word, others wait for ever."""
+    zsim.set_schedule("fifo")
+    ones, twos = torch.ones(4, device="zsim"), torch.full((4,), 2.0, device="zsim")
+    outs = [torch.empty(8, device="zsim") for _ in range(2)]
+    for out, own in zip(outs, (ones, twos) if rank == 0 else (twos, ones), strict=True):
+        dist.all_gather_into_tensor(out, own)
+    assert outs[0].tolist() == [1.0] * 4 + [2.0] * 4  # neither is all ones
+    own = ones if rank == 0 else twos.bfloat16().repeat(2)  # of as many bytes
+    out = torch.empty(8 if rank == 0 else 16, dtype=own.dtype, device="zsim")
+    dist.all_gather_into_tensor(out, own)
+    assert out.cpu().view(torch.uint8)[16:].view(torch.bfloat16).tolist() == [2.0] * 8
+    for meant, other in (
+        (partial(dist.all_reduce, ones), partial(dist.broadcast, ones, 0)),
+        (partial(dist.broadcast, ones, 0), partial(dist.broadcast, ones, 1)),
+        (partial(dist.all_reduce, ones), partial(dist.all_reduce, ones[:2])),
+    ):
+        (meant if rank == 0 else other)()
+        try:
+            zsim.set_schedule("fifo")  # waits for all lanes
+            device.synchronize()
+        except RuntimeError as error:
+            assert "ranks wait for ever in collectives that do not meet:" in str(error)
+        else:
+            raise AssertionError("they have met")
+
+
+def only_dtypes_of_nccl_are_taken(rank: int, size: int) -> None:
+    """Others are refused at the call, on the host."""
+    for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64):
+        given = torch.zeros(64, dtype=torch.uint8).view(dtype)
+        group = dist.group.WORLD
+        assert group is not None
+        try:
+            group.broadcast(given.to("zsim"), 0)
+        except RuntimeError as error:
+            assert "zccl: NCCL has no type for " in str(error), error
+        else:
+            raise AssertionError(dtype)
+
+
+def a_refused_group_of_calls_ends(rank: int, size: int) -> None:
+    """Shares that are not equal are sums that start together; one is refused, in the name of its
+    unit, and what follows is not collected with it.
+    """
+    zsim.set_schedule("fifo")
+    ranges, where = ((0, 64), (64, 256)), torch.device("zsim:0")
+    flat = make_levels(None, where, CommSpec(Mesh.of(size), name="nccl")).flat
+    for _ in range(2):
+        buffer = flat.grad_buffer("a", 256, torch.int16, where).fill_(1)
+        try:
+            request = ReduceRequest("layer.7", ranges, torch.int16)
+            flat.reduce(
+                request, buffer, torch.zeros(ranges[rank][1], device=where), accumulate=False
+            )
+        except RuntimeError as error:
+            assert "no type for Short" in str(error), error
+            assert error.__notes__ == ["in the reduce of layer.7"]
+        else:
+            raise AssertionError("it was taken")
+    for cut in ((0, 128), (128, 256)), ranges:  # one call, and a group of calls again
+        out, (start, stop) = torch.zeros(256, device=where), cut[rank]
+        flat.all_gather("a", torch.ones(stop - start, device=where), cut, out).wait()
+        assert out.sum().item() == 256, cut
+    flat.close()
+
+
+def collectives_in_another_order_are_seen(rank: int, size: int) -> None:
+    """Of one size: the ranks go on, with wrong numbers."""
+    zsim.set_schedule("fifo")
+    ones = torch.ones(4, device="zsim")
+    try:
+        with meeting(size):
+            for key in ("ab", "ba")[rank]:
+                zsim.name_collectives(key)
+                dist.all_reduce(ones)
+            zsim.name_collectives("")
+    except AssertionError as error:
+        told = "rank 0: allreduce 16 of Float on compute in group 0 (a)"
+        assert "calls that meet are not the same" in str(error) and told in str(error), error
+    else:
+        raise AssertionError("nobody has seen it")
 
 
 def the_host_waits_for_a_peer(rank: int, size: int) -> None:

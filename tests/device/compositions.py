@@ -21,6 +21,7 @@ from tests.support.experts import NUM_EXPERTS, Mixture, Stacked, local_part, who
 from tests.support.programs import Program, Trained, _on_host
 from tests.support.training import VOCABULARY, Run, final_state, take_steps, two_groups
 from zeroshard.checkpoint import kept
+from zeroshard.comm.plain import ranks_through
 from zeroshard.launch.keeper import KeeperServer
 
 __all__ = ["Decoded", "Divided", "Generated", "Inferred", "Kept", "Left", "Shrunk", "shared_folder"]
@@ -28,10 +29,8 @@ __all__ = ["Decoded", "Divided", "Generated", "Inferred", "Kept", "Left", "Shrun
 
 def _told(value: str) -> str:
     """Return the `value` of the first rank."""
-    values: list[Any] = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(values, device=torch.device("cpu"))
-    return str(values[0])
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return str(ranks_through(group).share(value, "a test")[0])
 
 
 def shared_folder() -> tuple[Any, str]:
@@ -71,7 +70,6 @@ class Inferred(Program):
         comm = zs.Comm.model_validate({"transport": transport, **self.comm})
         engine = zs.shard(
             model, None, policy=self.row, comm=comm, offload=zs.Offload(**self.offload),
-            stall_timeout_s=60,
         )  # fmt: skip
         data = self._data(device, rank)
         chosen, losses = self._chosen(model, data(rank, 0)[0]), []
@@ -174,7 +172,7 @@ class Divided(Program):
         engine = zs.shard(
             model, optimizer, policy=self.row, precision=self.precision,
             mesh_of={"*.experts": mesh}, offload=zs.Offload(**self.offload),
-            comm=zs.Comm(**self.comm), stall_timeout_s=60,
+            comm=zs.Comm(**self.comm),
         )  # fmt: skip
         trained = Trained(model, optimizer, engine, rank, self._batches(device, rank))
         losses = self.take(trained)
@@ -273,6 +271,5 @@ class Shrunk(Program):
         optimizer = two_groups(model)
         engine = zs.shard(
             model, optimizer, policy="zero1", precision=self.precision, mesh=mesh,
-            stall_timeout_s=60,
         )  # fmt: skip
         return Trained(model, optimizer, engine, 0, lambda *_: [])

@@ -39,6 +39,7 @@ from tests.device.compositions import (
     Shrunk,
     shared_folder,
 )
+from tests.device.meetings import meeting
 from tests.gpu.chosen import HAS_CUDA
 from tests.support import pipelines, tensor_parallel
 from tests.support.adversary import disturbed
@@ -58,7 +59,7 @@ from zeroshard.system.device import Device
 
 __all__ = [
     "ALL", "CASES", "DEVICE", "FIFO", "PRECISIONS", "QUICK", "THREADS", "Case", "Outcome",
-    "Schedule", "cases_of", "compare", "measure", "set_schedule", "trained",
+    "Schedule", "cases_of", "compare", "in_folder", "measure", "set_schedule", "trained",
 ]  # fmt: skip
 
 DEVICE = "cuda:0" if HAS_CUDA else "zsim:0"
@@ -404,6 +405,12 @@ def freeze_embedding(model: Any) -> None:
     model.embed.requires_grad_(False)
 
 
+def add_codes(model: Any) -> None:
+    """Give a block frozen integers of 16 bits, for which NCCL has no type."""
+    codes = torch.arange(192, dtype=torch.int16, device=DEVICE)
+    model.blocks[0].codes = nn.Parameter(codes, requires_grad=False)
+
+
 @dataclass(frozen=True)
 class Case:
     """A program, and what else it must give the bits of than itself in order."""
@@ -571,6 +578,12 @@ def _options() -> list[Case]:
             for row in ("zero1", "zero3")
         ),
         Case("shares", Program(options={"shares": [0.25, 0.75]}), worlds=(2,)),
+        *(
+            Case(
+                f"integers of 16 bits, {name}", Program(prepare=add_codes, options=how), worlds=(2,)
+            )
+            for name, how in {"equal": {}, "shares": {"shares": [0.25, 0.75]}}.items()
+        ),
     ]
 
 
@@ -674,7 +687,7 @@ def compare(rank: int, world: int, name: str, schedules: Sequence[Schedule]) -> 
         outcome.found += expected.differs_from(plain)
     is_as_on_cpu = case.is_as_on_cpu and world <= 2 and not HAS_CUDA
     if is_as_on_cpu:
-        outcome.found += expected.differs_from(_in_folder(case.program, "cpu", rank))
+        outcome.found += expected.differs_from(in_folder(case.program, "cpu", rank))
     outcome.num_runs = 1 + len(schedules) + is_plain + is_as_on_cpu
     outcome.cpu_s = time.process_time() - began
     return outcome
@@ -707,14 +720,18 @@ def set_schedule(schedule: Schedule) -> None:
 
 
 def trained(program: Program, rank: int, world: int, schedule: Schedule) -> Run:
-    """Train under `schedule`."""
+    """Train under `schedule`. Raise AssertionError where collectives of the ranks do not meet."""
     set_schedule(schedule)
-    late = _LATE.get(schedule[0]) if HAS_CUDA else None
+    if not HAS_CUDA:
+        with meeting(world):
+            return in_folder(program, DEVICE, rank)
+    late = _LATE.get(schedule[0])
     with nullcontext() if late is None else disturbed(DEVICE, late):
-        return _in_folder(program, DEVICE, rank)
+        return in_folder(program, DEVICE, rank)
 
 
-def _in_folder(program: Program, device: str, rank: int) -> Run:
+def in_folder(program: Program, device: str, rank: int) -> Run:
+    """Train on `device`, with a directory for what rests on disk."""
     with tempfile.TemporaryDirectory() as folder:
         if "disk" in program.offload.values():
             program = replace(program, offload={**program.offload, "disk_path": folder})

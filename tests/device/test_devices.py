@@ -226,7 +226,7 @@ def _goes_on(rank: int, world: int, row: str, where: str) -> tuple[list[str], st
         set_schedule(FIFO)
         model = make_model(width=64).to("zsim:0")
         optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row, precision="bf16", stall_timeout_s=60)
+        engine = zs.shard(model, optimizer, policy=row, precision="bf16")
         run = model, optimizer, engine
         for step in range(3):
             if step == 1 and fails:

@@ -47,7 +47,7 @@ def _count(
         steps: Waits = {}
         model = make_model(width=32).to(DEVICE)
         optimizer = two_groups(model, torch.optim.AdamW, **({"fused": True} if fused else {}))
-        engine = zs.shard(model, optimizer, policy=row, stall_timeout_s=60, **options)
+        engine = zs.shard(model, optimizer, policy=row, **options)
         data = [[tokens.to(DEVICE) for tokens in batch(rank, step)] for step in range(STEPS + 2)]
         for number, (x, y) in enumerate(data):
             is_warm = number >= 2  # the first steps trace what is prefetched, and make the moments

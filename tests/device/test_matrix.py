@@ -16,7 +16,8 @@ ROUND = (
     "hpz", "mics", "hfsdp", "ordered zero3", "codecs, hpz", "a fraction", "no_sync",
     "two levels of 2, zero3", "pipeline zero3", "tensor parallel zero3", "leaves zero3",
     "leaves zero1, on the host", "inference in int8, from the host", "experts zero3",
-    "a rank leaves", "kept in memory, one goes on",
+    "a rank leaves", "kept in memory, one goes on", "integers of 16 bits, equal",
+    "integers of 16 bits, shares",
 )  # fmt: skip
 OPTIONS = (
     "error feedback", "codecs and no_sync", "frozen in int4", "micro-batches", "no_sync of stage 2",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.device.meetings import Call, strayed, unmet
 from tests.support.harness import RankError, run_ranks
 
 SCHEDULES = ("threads", "fifo", "random", "compute_first", "compute_last")
@@ -123,17 +124,55 @@ def test_a_host_that_touches_device_memory_ends_by_name(access: str, verb: str) 
     assert "16 bytes allocated by aten::empty: call .cpu()" in done.stderr
 
 
-def _collectives(rank: int, world: int) -> None:
-    importlib.import_module(CASES).collectives(rank, world)
-
-
-def _messages(rank: int, world: int) -> None:
-    importlib.import_module(CASES).the_host_waits_for_a_peer(rank, world)
+def _together(rank: int, world: int, name: str) -> None:
+    getattr(importlib.import_module(CASES), name)(rank, world)
 
 
 def test_lanes_run_on_while_the_host_waits_for_a_peer_that_waits_for_them() -> None:
-    run_ranks(2, _messages, device=CASES)
+    run_ranks(2, _together, "the_host_waits_for_a_peer", device=CASES)
 
 
 def test_collectives_give_the_numbers_of_gloo() -> None:
-    run_ranks(2, _collectives, device=CASES)
+    run_ranks(2, _together, "collectives", device=CASES)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "calls_meet_by_their_order_alone",
+        "only_dtypes_of_nccl_are_taken",
+        "a_refused_group_of_calls_ends",
+        "collectives_in_another_order_are_seen",
+    ],
+)
+def test_collectives_have_the_habits_of_nccl(name: str) -> None:
+    run_ranks(2, _together, name, device=CASES)
+
+
+A, B, C = (Call("gather", group, 2, "allgather 16", "Byte", group) for group in "abc")
+SUM = Call("reduce", "a", 2, "reduce_scatter 16", "Float", "reduce of c")
+
+
+@pytest.mark.parametrize(
+    ("logs", "found"),
+    [
+        ([[A, B, SUM], [A, B, SUM]], ""),
+        ([[A, B], [A], [B]], ""),  # each communicator has ranks of its own
+        ([[A, B], [B, A]], "no rank can go on"),
+        ([[A, B], [B, C], [C, A]], "no rank can go on"),  # though no two ranks differ
+        ([[A, SUM], [A]], "no rank can go on"),
+        ([[A], [SUM]], "calls that meet are not the same"),
+        ([[A], [A._replace(dtype="Float")]], "calls that meet are not the same"),
+        ([[A], [A._replace(lane="compute")]], "calls that meet are not the same"),
+    ],
+)
+def test_calls_meet_where_all_ranks_can_take_their_logs_in_order(
+    logs: list[list[Call]], found: str
+) -> None:
+    assert unmet(logs).partition("\n")[0] == found
+
+
+def test_calls_of_a_unit_are_on_one_lane() -> None:
+    assert not strayed([A, B, SUM, A])
+    assert strayed([SUM._replace(lane="compute")]).startswith("not on reduce: ")
+    assert strayed([A, A._replace(lane="compute")]).startswith("not on gather: ")

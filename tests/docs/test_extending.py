@@ -28,7 +28,7 @@ SECTIONS = {
     if "\n```diff\n" in text
 }  # those with a diff, by the anchor of the heading
 FILES = [block for block in blocks(PAGE) if block.mark.startswith("file: ")]
-LIMIT_S = 100.0  # of one command, which takes a few seconds
+LIMIT_S = 300.0  # of one command, which takes a few seconds
 
 
 def _diff(section: str) -> str:

@@ -174,7 +174,6 @@ def _forgeries(
         stage=3,
         precision=precision,
         offload=zs.Offload(**offload),
-        stall_timeout_s=20,
     )
 
     def step() -> None:

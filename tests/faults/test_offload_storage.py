@@ -283,7 +283,6 @@ class Training:
             policy=case.row,
             offload=case.offload(path),
             comm=zs.Comm(transport=transport),
-            stall_timeout_s=20,
         )
         self.losses: dict[int, list[float]] = {}
 
@@ -577,7 +576,6 @@ def _at_shard(rank: int, world: int, transport: str, what: str, path: str) -> st
             policy="zero3",
             offload=offload,
             comm=zs.Comm(transport=transport),
-            stall_timeout_s=20,
         )
     if place.is_dir() and what != "read-only":
         assert os.listdir(place) == []
@@ -587,9 +585,7 @@ def _at_shard(rank: int, world: int, transport: str, what: str, path: str) -> st
         return str(caught.value)
     if what != "moments":
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    engine = zs.shard(
-        model, optimizer, policy="zero3", comm=zs.Comm(transport=transport), stall_timeout_s=20
-    )
+    engine = zs.shard(model, optimizer, policy="zero3", comm=zs.Comm(transport=transport))
     model(*batch(rank, 0)).backward()
     optimizer.step()
     engine.close()
@@ -802,7 +798,6 @@ def _late_join(rank: int, world: int, path: str, key: str) -> tuple[str, dict[st
         optimizer,
         policy="zero3",
         offload=zs.Offload(weight="disk", optimizer="disk", disk_path=path),
-        stall_timeout_s=20,
     )
     broken, error = Broken("read", key), ""
     with broken.installed():

@@ -80,7 +80,7 @@ def _ancestor(pid: int, generations: int) -> int:
 
 
 def test_two_by_two_ranks_train_over_the_network_with_the_losses_of_one_host(start: Start) -> None:
-    code, stdout, stderr = start(HELLO + "import json\n" + TRAIN + SHOW).end(120)
+    code, stdout, stderr = start(HELLO + "import json\n" + TRAIN + SHOW).end()
     assert code == 0, stderr
     found = sorted(json.loads(line.partition("] ")[2]) for line in stdout.splitlines())
     expected = run_ranks(4, _losses)
@@ -92,7 +92,7 @@ def test_a_killed_rank_is_named_with_its_host_and_nobody_is_left(start: Start) -
     pids = job.ranks(4)
     everyone = _on_hosts(pids) | descendants(job.process.pid)
     os.kill(pids[2], signal.SIGKILL)
-    code, _, stderr = job.end(60)
+    code, _, stderr = job.end()
     assert code == 137, stderr
     last = stderr.splitlines()[-1]
     assert last.startswith(f"zeroshard run: rank 2 on {ADDRESSES[1]} failed first, "), stderr
@@ -110,7 +110,7 @@ def test_a_killed_host_is_named_and_nobody_is_left(start: Start, what: str) -> N
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
     begin = time.monotonic()
-    code, _, stderr = job.end(60)
+    code, _, stderr = job.end()
     assert time.monotonic() - begin < 10
     assert code == 74, stderr
     last = stderr.splitlines()[-1]

@@ -315,7 +315,7 @@ def _many(rank: int, world: int) -> None:
     """More exceptions on one rank than message generations of old: nothing that was left behind
     meets what comes later.
     """
-    model, optimizer, engine = _made("zero3", "gloo", stall_timeout_s=20)
+    model, optimizer, engine = _made("zero3", "gloo")
     for step in range(20):
         handle = (
             model.blocks[1].register_full_backward_pre_hook(_boom) if rank == step % 2 else None
@@ -339,7 +339,7 @@ def _left_behind(rank: int, world: int) -> list[int]:
     """Rank 1 raises in a forward, and both ranks wait for a message of the other's; return how
     many threads wait for messages after each reset, and in the end.
     """
-    model, optimizer, engine = _made("zero3", "gloo", stall_timeout_s=20)
+    model, optimizer, engine = _made("zero3", "gloo")
     handle = None
     if rank == 1:
         handle = model.blocks[2].register_forward_pre_hook(_boom)
@@ -378,7 +378,7 @@ torch.set_num_threads(1)
 zs.init_distributed()
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
-engine = zs.shard(model, stage=3, stall_timeout_s=20, comm=zs.Comm(transport="gloo"))
+engine = zs.shard(model, stage=3, comm=zs.Comm(transport="gloo"))
 for step in range(3):
     try:
         loss = model(torch.randn(2, 8)).sum()

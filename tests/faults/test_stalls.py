@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 from tests.support import inside
@@ -68,10 +69,11 @@ def test_a_rank_that_sleeps_is_named_with_the_unit_that_it_entered_last() -> Non
         r"^exchange of optimizer.step\(\).*: rank\(s\) \[1\] did not come within", said
     )
     # the last unit of a backward is the first of the model, and its gradient is reduced
-    assert re.search(r"Entered last: .*rank 1 reduce of unit '\S+' in step 1, [123] s ago", said), (
-        said
-    )
-    assert re.search(r"rank 0 step in step 1, [012] s ago", said), said
+    started = r"\(collectives started last: (gather \S+, )*reduce (\S+, reduce )*\S+\)"
+    assert re.search(
+        rf"Entered last: .*rank 1 reduce of unit '\S+' in step 1 {started}, [123] s ago", said
+    ), said
+    assert re.search(rf"rank 0 step in step 1 {started}, [012] s ago", said), said
     assert "nothing goes on after this" in said, said
 
 
@@ -157,6 +159,50 @@ def test_a_backend_that_would_end_the_job_first_is_told_once() -> None:
     assert run_ranks(2, _warnings, 280.0, timeout=40) == [[], []]
 
 
+def _timeouts(rank: int, world: int) -> tuple[set[float], list[float]]:
+    """Return the timeouts of the groups of all levels, and how long ranks wait for each other
+    before and after the first step, and where the user has said it.
+    """
+    waits, options = [], {"comm": {"transport": "nccl", "node_size": 1}}
+    for stall_timeout_s in (None, STALL_S):
+        options["stall_timeout_s"] = stall_timeout_s  # type: ignore[assignment]
+        model, optimizer, engine = make_sharded("hfsdp", "nccl", **options)
+        levels: Any = inside.levels(engine)
+        cpu = torch.device("cpu")
+        found = {one._group._get_backend(cpu).options._timeout.total_seconds() for one in levels}
+        waits.append(levels.flat.control.stall_timeout_s)
+        take_steps(rank, 2, model, optimizer, engine)
+        waits.append(levels.flat.control.stall_timeout_s)
+        engine.close()
+    return found, waits
+
+
+def test_groups_inside_and_between_nodes_have_the_jobs_timeout() -> None:
+    for found, waits in run_ranks(2, _timeouts, timeout=40):
+        assert found == {300.0}  # the pool's, not torch's default
+        # no more than the backend lets it, and what the user has said
+        assert waits == [300.0, 300.0, STALL_S, STALL_S]
+
+
+def _comes_late(rank: int, world: int) -> str:
+    """Rank 1 does not call shard(); the group itself would wait for minutes."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    if rank == 1:
+        time.sleep(6)
+        return ""
+    with pytest.raises(StallError) as caught:
+        make_sharded("zero2", mesh=mesh, stall_timeout_s=STALL_S)
+    return str(caught.value)
+
+
+def test_shard_over_a_mesh_waits_by_its_own_limit_and_names_who_did_not_come() -> None:
+    waited, _ = spawn_ranks(2, _comes_late, timeout=60)
+    assert waited.result == (
+        f"shard(): rank(s) [1] did not come within {STALL_S:g} s; see what they are doing, or raise"
+        " stall_timeout_s if they are only slow"
+    ), waited
+
+
 def test_an_engine_that_is_dropped_is_watched_no_longer() -> None:
     assert run_ranks(2, _left_threads, timeout=40) == [0, 0]
 
@@ -169,7 +215,7 @@ def _left_threads(rank: int, world: int) -> int:
     assert watching() == 1
     del engine
     gc.collect()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while watching() and time.monotonic() < deadline:
         time.sleep(0.05)
     return watching()

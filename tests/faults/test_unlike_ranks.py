@@ -487,7 +487,7 @@ def _cases(rank: int, row: str, transport: str, path: Path) -> Iterator[tuple[in
         optimizer = two_groups(model)
         comm = zs.Comm.model_validate({"transport": transport})
         options: Any = {"policy": row, "leaves": case.leaves, "comm": comm}
-        engine = zs.shard(model, optimizer, stall_timeout_s=60, **options)
+        engine = zs.shard(model, optimizer, **options)
         run = Run(rank, path / str(number), model, optimizer, engine, case.leaves)
         run.step()
         try:
@@ -567,7 +567,7 @@ def _warned(rank: int, world: int) -> dict[str, list[str]]:
         model = make_model(layers=2)
         optimizer = two_groups(model)
         leaves = 5 if name == "uneven leaves" else None
-        engine = zs.shard(model, optimizer, policy=row, leaves=leaves, stall_timeout_s=60)
+        engine = zs.shard(model, optimizer, policy=row, leaves=leaves)
         run = Run(rank, Path(), model, optimizer, engine, leaves)
         for number in range(4):
             if number in (1, 2):

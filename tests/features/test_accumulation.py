@@ -51,7 +51,6 @@ def _first_sum_is_bad(rank: int, world: int, row: str, tier: str, path: str) -> 
             model,
             optimizer,
             policy=row,
-            stall_timeout_s=20,
             **({} if offload is None else {"offload": offload}),
         )
         before = engine.full_state_dict(rank0_only=False)
@@ -90,7 +89,7 @@ def _cleared_there(rank: int, world: int) -> list[str]:
     """
     model = make_model()
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy="zero2", stall_timeout_s=20)
+    engine = zs.shard(model, optimizer, policy="zero2")
     before = engine.full_state_dict(rank0_only=False)
     model(*batch(rank, 0)).backward()
     pieces = inside.param_shards(engine)
@@ -119,7 +118,6 @@ def _large(rank: int, world: int, options: dict[str, Any]) -> Run:
         model,
         optimizer,
         units=lambda name, module: isinstance(module, nn.Linear),
-        stall_timeout_s=20,
         **options,
     )
     assert max(engine.units.values()) > 2 * (1 << 20)
@@ -207,7 +205,6 @@ def _part(rank: int, world: int, what: str, transport: str) -> dict[str, list[st
             optimizer,
             policy=row,
             comm=zs.Comm.model_validate({"transport": transport}),
-            stall_timeout_s=20,
         )
         for step in range(3):
             for micro in range(3):
@@ -255,11 +252,7 @@ def _zeros(rank: int, world: int, row: str, kernel: str) -> list[str]:
     for kind in ("torch-ddp", row):
         model = make_model(layers=2)
         optimizer = two_groups(model, **{kernel: True})
-        engine = (
-            None
-            if kind == "torch-ddp"
-            else zs.shard(model, optimizer, policy=kind, stall_timeout_s=20)
-        )
+        engine = None if kind == "torch-ddp" else zs.shard(model, optimizer, policy=kind)
         module = nn.parallel.DistributedDataParallel(model) if engine is None else model
         losses = []
         for step, side in zip(range(6), itertools.cycle((optimizer, model)), strict=False):
@@ -294,7 +287,7 @@ def _moment_differs(rank: int, world: int, row: str, key: str) -> str:
     model = make_model()
     optimizer = two_groups(model)
     options = {"comm": zs.Comm(node_size=1)} if row == "mics" else {}
-    engine = zs.shard(model, optimizer, policy=row, verify_every=1, stall_timeout_s=20, **options)
+    engine = zs.shard(model, optimizer, policy=row, verify_every=1, **options)
     for step in range(3):
         model(*batch(rank, step)).backward()
         if step == 2 and rank == 1:

@@ -1157,7 +1157,6 @@ def _whole_before_it_leaves(
             model,
             torch.optim.SGD(model.parameters(), 0.5),
             policy=row,
-            stall_timeout_s=20,
             **(chosen if units else {}),
         )
         backwards(model, lambda: None)

@@ -218,7 +218,6 @@ def _differs(rank: int, world: int, row: str, transport: str) -> dict[str, str]:
             optimizer,
             policy=row,
             comm=zs.Comm.model_validate({"transport": transport}),
-            stall_timeout_s=20,
         )
         _backward(rank, model)
         optimizer.step()
@@ -257,7 +256,7 @@ def _plateau(rank: int, world: int, mean: bool) -> str:
         torch.manual_seed(0)
         model = nn.Linear(8, 1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        engine = zs.shard(model, optimizer, policy=row, stall_timeout_s=20)
+        engine = zs.shard(model, optimizer, policy=row)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
         generator = torch.Generator().manual_seed(rank)
         try:
@@ -320,7 +319,6 @@ def _alike(rank: int, world: int, transport: str) -> None:
                 optimizer,
                 policy=row,
                 comm=zs.Comm.model_validate({"transport": transport}),
-                stall_timeout_s=20,
             )
             route = ((0,), (0, 1, 2))[rank]
             for step in range(2):

@@ -98,7 +98,7 @@ def _spare(rank: int, world: int) -> str:
     model = _Odd()
     model.spare = nn.Linear(8, 8)  # whose weights rest, and come by a gather of both ranks
     comm = zs.Comm(transport="gloo")
-    engine = zs.shard(model, two_groups(model), stage=3, comm=comm, stall_timeout_s=5)
+    engine = zs.shard(model, two_groups(model), stage=3, comm=comm)
     model.breaks = "zero" if rank == 1 else ""
     with pytest.raises(StateError) as caught, zs.detect_anomaly(engine):
         engine.backward(model(torch.randn(2, 8)))
@@ -197,7 +197,7 @@ class _Beside:
             options["offload"] = options["offload"] | {"disk_path": str(folder)}
         comm = zs.Comm(transport="gloo")  # whose gathers need both ranks
         self.engine = zs.shard(
-            self.model, self.optimizer, stage=3, precision="bf16", comm=comm, stall_timeout_s=20,
+            self.model, self.optimizer, stage=3, precision="bf16", comm=comm,
             **options,
         )  # fmt: skip
 

@@ -254,7 +254,7 @@ def _job(rank: int, kind: str, **options: Any) -> Job:
     optimizer = two_groups(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     if kind == "torch-ddp":
         return Job(rank, model, DistributedDataParallel(model), optimizer, None)
-    engine = zs.shard(model, optimizer, policy=kind, **{"stall_timeout_s": 20, **options})
+    engine = zs.shard(model, optimizer, policy=kind, **options)
     return Job(rank, model, model, optimizer, engine)
 
 
@@ -321,7 +321,7 @@ def _unused(rank: int, world: int, when: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
         engine = None
         if kind != "torch-ddp":
-            engine = zs.shard(model, optimizer, policy=kind, stall_timeout_s=20)
+            engine = zs.shard(model, optimizer, policy=kind)
         ddp = DistributedDataParallel(model, find_unused_parameters=True) if not engine else model
         for step in range(3):
             if when == "before":

@@ -29,7 +29,7 @@ class Run:
         self.rank, self.path = rank, path
         self.model = make_model()
         self.optimizer = two_groups(self.model)
-        self.engine = zs.shard(self.model, self.optimizer, stall_timeout_s=20, **options)
+        self.engine = zs.shard(self.model, self.optimizer, **options)
         self.ema = zs.EMA(self.engine, DECAY)
         self.saver = zs.Saver(path, self.engine, states={"ema": self.ema}, background=False)
         self.parameter = next(self.model.parameters())
@@ -221,7 +221,7 @@ def _refused_with_gradients(rank: int, world: int) -> None:
     for disturbed in (False, True):
         model = make_model()
         optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, stage=2, stall_timeout_s=20)
+        engine = zs.shard(model, optimizer, stage=2)
         ema = zs.EMA(engine, DECAY)
         model(*batch(rank, 0)).backward()
         if disturbed:

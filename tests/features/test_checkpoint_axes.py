@@ -165,9 +165,7 @@ class Stage:
         self.optimizer = two_groups(self.model)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
         row = options.pop("policy", "zero3")
-        self.engine = zs.shard(
-            self.model, self.optimizer, policy=row, mesh=mesh, **{"stall_timeout_s": 30, **options}
-        )
+        self.engine = zs.shard(self.model, self.optimizer, policy=row, mesh=mesh, **options)
         self.states: dict[str, Any] = {"schedule": self.schedule}
 
     def step(self, number: int) -> float:
@@ -283,7 +281,7 @@ def test_a_parameter_of_two_stages_is_saved_once_if_it_is_the_same_and_else_refu
 def _other_shapes(rank: int, world: int, folder: Path) -> None:
     mesh = mesh_of(pp=2, dp=1)
     model = nn.Linear(3, 4 + mesh.get_local_rank("pp"))
-    engine = zs.shard(model, torch.optim.AdamW(model.parameters()), mesh=mesh, stall_timeout_s=30)
+    engine = zs.shard(model, torch.optim.AdamW(model.parameters()), mesh=mesh)
     zs.save(folder, engine, step=1)
 
 
@@ -354,7 +352,7 @@ def test_a_save_that_fails_on_a_rank_of_another_stage_fails_on_all(
 
 
 def _dies(rank: int, world: int, folder: Path) -> str:
-    run = Stage(mesh_of(pp=2, dp=2), stall_timeout_s=10)
+    run = Stage(mesh_of(pp=2, dp=2))
     run.step(0)
     zs.save(folder, run.engine, step=1)
     run.step(1)

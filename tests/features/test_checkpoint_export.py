@@ -71,7 +71,7 @@ def _save_odd(
     """Train and save; return what a full-precision state_dict holds."""
     model = _odd()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    engine = zs.shard(model, optimizer, policy=row, precision=precision, stall_timeout_s=20)
+    engine = zs.shard(model, optimizer, policy=row, precision=precision)
     for step in range(2):
         images = torch.randn(2, 5, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
         engine.backward(model(images))
@@ -89,7 +89,7 @@ def _save_net(
     """Train two steps, save, train two more; return the saved weights and the last losses."""
     model = make_model()
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, stall_timeout_s=20)
+    engine = zs.shard(model, optimizer, policy=row)
     state: dict[str, torch.Tensor] = {}
     # rank 0's data on every rank, so that one process can follow
     take_steps(0, 2, model, optimizer, engine)
@@ -215,9 +215,7 @@ def _tied(family: str) -> nn.Module:
 
 def _save_tied(rank: int, world: int, folder: Path, family: str) -> None:
     model = _tied(family)
-    engine = zs.shard(
-        model, torch.optim.AdamW(model.parameters()), policy="zero3", stall_timeout_s=20
-    )
+    engine = zs.shard(model, torch.optim.AdamW(model.parameters()), policy="zero3")
     zs.save(folder, engine, step=1)
     engine.close()
 

@@ -63,7 +63,7 @@ def _resume(
     torch.manual_seed(99)
     model = Net()
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, stall_timeout_s=20)
+    engine = zs.shard(model, optimizer, policy=row)
     restored = zs.load(folder, engine, strict=strict)
     state = engine.full_state_dict(rank0_only=False)
     losses = take_steps(0, (2, 3), model, optimizer, engine)
@@ -94,7 +94,7 @@ def _values(imported: Imported, tmp_path: Path) -> dict[str, Any]:
 def _save(rank: int, world: int, folder: Path) -> None:
     model = make_model()
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy="zero3", stall_timeout_s=20)
+    engine = zs.shard(model, optimizer, policy="zero3")
     take_steps(0, 2, model, optimizer, engine)
     zs.save(folder, engine, step=2)
     engine.close()
@@ -609,7 +609,7 @@ def _continue_tied(rank: int, world: int, folder: Path, row: str) -> list[str]:
     torch.manual_seed(99)
     model = deepspeed_tree.Tied()
     optimizer = torch.optim.AdamW(deepspeed_tree.param_groups(model), lr=1.0)
-    engine = zs.shard(model, optimizer, policy=row, precision="bf16", stall_timeout_s=20)
+    engine = zs.shard(model, optimizer, policy=row, precision="bf16")
     restored = zs.load(folder, engine)
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
     engine.backward(model(deepspeed_tree.tokens(3, rank)))

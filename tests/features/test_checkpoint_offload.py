@@ -63,7 +63,6 @@ class Layout:
                 policy=self.row,
                 precision=self.precision,
                 offload=offload,
-                stall_timeout_s=20,
             ),
         )
 

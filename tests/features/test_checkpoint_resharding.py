@@ -46,7 +46,6 @@ class Layout:
             "policy": self.row,
             "precision": self.precision,
             "units": cut,
-            "stall_timeout_s": 30,
         }
 
 

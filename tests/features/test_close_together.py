@@ -86,7 +86,7 @@ def _trained(way: Way, rank: int, precision: str, folder: Path) -> tuple[Any, zs
     model = make_model()
     _freeze(model, way.frozen)
     optimizer = two_groups(torch.nn.ParameterList(p for p in model.parameters() if p.requires_grad))
-    options = {"comm": {"transport": "gloo"}, "stall_timeout_s": 20, **way.options}
+    options = {"comm": {"transport": "gloo"}, **way.options}
     if "disk" in options.get("offload", {}).values():
         options["offload"] = options["offload"] | {"disk_path": str(folder)}
     engine = zs.shard(model, optimizer, precision=precision, **options)

@@ -43,9 +43,7 @@ def _weights(rank: int, world: int, name: str, row: str, precision: str) -> dict
     model = make_model(width=WIDTH)
     given = {key: value.clone() for key, value in model.state_dict().items()}
     comm = zs.Comm(transport="gloo", node_size=2, weight_codec=name)
-    engine = zs.shard(
-        model, two_groups(model), policy=row, precision=precision, comm=comm, stall_timeout_s=20
-    )
+    engine = zs.shard(model, two_groups(model), policy=row, precision=precision, comm=comm)
     seen: dict[str, torch.Tensor] = {}
     block = model.blocks[1]
     block.up.register_forward_hook(
@@ -91,9 +89,7 @@ def test_weights_travel_encoded_and_masters_stay(name: str, row: str, precision:
 def _edited(rank: int, world: int) -> list[str]:
     model = make_model()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    engine = zs.shard(
-        model, two_groups(model), comm=zs.Comm(weight_codec="int4"), stall_timeout_s=20
-    )
+    engine = zs.shard(model, two_groups(model), comm=zs.Comm(weight_codec="int4"))
     with engine.gathered(writeback=True), torch.no_grad():
         model.head.weight.add_(1.0)
     after = engine.full_state_dict(rank0_only=False)
@@ -148,7 +144,7 @@ def _frozen(rank: int, world: int, path: str) -> dict[str, object]:
                     coder.decode(data, parameter.data.view(-1))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
-        engine = zs.shard(model, optimizer, comm=zs.Comm(**comm), stall_timeout_s=20)  # type: ignore[arg-type]
+        engine = zs.shard(model, optimizer, comm=zs.Comm(**comm))  # type: ignore[arg-type]
         losses[name] = []
         for step in range(4):
             loss = model(*batch(rank, step))
@@ -208,7 +204,7 @@ def _gradients(
     for name in ["", *names]:
         model = make_model(width=WIDTH)
         comm = zs.Comm(transport="gloo", node_size=2, hierarchical=levels, grad_codec=name or None)
-        engine = zs.shard(model, two_groups(model), comm=comm, stall_timeout_s=20)
+        engine = zs.shard(model, two_groups(model), comm=comm)
         model(*batch(rank, 0)).backward()
         parameters = dict(model.named_parameters())
         grads[name] = {key: engine.full_grad(parameter) for key, parameter in parameters.items()}  # type: ignore[misc]
@@ -255,7 +251,7 @@ def _overflow(rank: int, world: int) -> tuple[int, list[str]]:
     comm = zs.Comm(
         transport="gloo", node_size=2, hierarchical=True, **PLUS_PLUS, error_feedback=True
     )  # type: ignore[arg-type]
-    engine = zs.shard(model, optimizer, policy="hpz", comm=comm, stall_timeout_s=20)
+    engine = zs.shard(model, optimizer, policy="hpz", comm=comm)
     loss = model(*batch(rank, 0))
     (loss * float("inf") if rank == 3 else loss).backward()
     optimizer.step()
@@ -285,7 +281,7 @@ def _loco(rank: int, world: int, feedback: object) -> tuple[float, int]:
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     before = layer.weight.detach().clone()
     comm = zs.Comm(grad_codec="int4", error_feedback=feedback)  # type: ignore[arg-type]
-    engine = zs.shard(layer, optimizer, comm=comm, stall_timeout_s=20)
+    engine = zs.shard(layer, optimizer, comm=comm)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
     weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
     for _ in range(32):
@@ -325,9 +321,7 @@ def _held_residuals(rank: int, world: int) -> dict[str, tuple[int, int]]:
         model = make_model()
         optimizer = two_groups(model)
         comm = zs.Comm(grad_codec="int8", error_feedback=True)
-        engine = zs.shard(
-            model, optimizer, stage=2, precision="fp16", comm=comm, stall_timeout_s=20
-        )
+        engine = zs.shard(model, optimizer, stage=2, precision="fp16", comm=comm)
         before = train(engine, 2)
         if event == "reset":
             engine.reset()
@@ -358,9 +352,7 @@ def _counted(
     model = Net(width=WIDTH, layers=3)
     optimizer = two_groups(model)
     comm = zs.Comm(transport="gloo", node_size=2, hierarchical=True, **options)  # type: ignore[arg-type]
-    engine = zs.shard(
-        model, optimizer, policy=row, precision=precision, comm=comm, stall_timeout_s=20
-    )
+    engine = zs.shard(model, optimizer, policy=row, precision=precision, comm=comm)
     for _ in range(2):
         one_step(engine, model, optimizer, rank)
         assert not inside.is_gathering(engine)
@@ -444,7 +436,7 @@ def _one_node(rank: int, world: int) -> list[str]:
     ):
         model = make_model()
         with pytest.raises(ConfigError) as caught:
-            zs.shard(model, two_groups(model), comm=options, stall_timeout_s=20)
+            zs.shard(model, two_groups(model), comm=options)
         out.append(str(caught.value))
     return out
 

@@ -111,7 +111,7 @@ def _in_row(
 ) -> tuple[list[float], State]:
     model = _model()
     optimizer, losses = _optimizer(model), []
-    engine = zs.shard(model, optimizer, policy=row, mesh=mesh, stall_timeout_s=20)
+    engine = zs.shard(model, optimizer, policy=row, mesh=mesh)
     assert engine.world == 4
     for step in range(STEPS):
         for micro in range(micro_batches):
@@ -187,7 +187,7 @@ def _uneven(rank: int, world: int) -> tuple[float, float]:
     for is_summed in (False, True):
         model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = zs.shard(model, optimizer, mesh=mesh, stall_timeout_s=20)
+        engine = zs.shard(model, optimizer, mesh=mesh)
         x, y, at = (one.clone() for one in batches[mesh.get_local_rank("dp")])
         with in_parts(mesh["cp"], (x, 1), (y, 1), (at, 0)):
             loss = model(x, y, at, "sum" if is_summed else "mean")
@@ -212,7 +212,7 @@ def _other_axes(rank: int, world: int) -> dict[str, Any]:
     for names, dp in ((("cp", "dp"), None), (("rows", "cp"), "rows")):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         model = _model()
-        engine = zs.shard(model, mesh=mesh, dp=dp, stall_timeout_s=20)
+        engine = zs.shard(model, mesh=mesh, dp=dp)
         seen[names[0]] = engine.world
         engine.close()
     return seen

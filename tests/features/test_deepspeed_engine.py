@@ -18,11 +18,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import PLAIN, run_ranks
 from tests.support.training import Net, batch, make_model
+from zeroshard.comm.plain import on_cpu
 from zeroshard.deepspeed import (
     accelerator,
     helpers,
@@ -37,6 +39,7 @@ from zeroshard.deepspeed import held_parameters as states
 from zeroshard.deepspeed.answers import complete_batch
 from zeroshard.integrations import deepspeed
 
+EITHER = pytest.mark.parametrize("group", ["", PLAIN])
 STAGES = (0, 1, 2, 3)
 STEPS, MICRO = 4, 2
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 3}}
@@ -72,7 +75,7 @@ def one_step(engine: Any, rank: int, step: int) -> list[float]:
 def by_ddp(rank: int, *, clip: float = 0.05) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same training with torch alone."""
     model = make_model(layers=2)
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, process_group=on_cpu(_get_default_group()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = lr_schedules.make_schedule("WarmupLR", dict(SCHEDULE["params"]), optimizer)  # type: ignore[call-overload]
     losses = []
@@ -111,8 +114,9 @@ def _equals_ddp(rank: int, world: int) -> None:
         model(*batch(rank, 0)).backward()
 
 
-def test_losses_and_weights_are_those_of_ddp_at_every_stage() -> None:
-    run_ranks(2, _equals_ddp)
+@EITHER
+def test_losses_and_weights_are_those_of_ddp_at_every_stage(group: str) -> None:
+    run_ranks(2, _equals_ddp, device=group)
 
 
 def _draws_nothing(rank: int, world: int) -> None:
@@ -311,8 +315,9 @@ def _saves(rank: int, world: int, path: str) -> None:
     engine.destroy()
 
 
-def test_a_checkpoint_resumes_under_another_stage(tmp_path: Path) -> None:
-    run_ranks(2, _saves, str(tmp_path))
+@EITHER
+def test_a_checkpoint_resumes_under_another_stage(tmp_path: Path, group: str) -> None:
+    run_ranks(2, _saves, str(tmp_path), device=group)
 
 
 def _draws() -> list[Any]:
@@ -377,6 +382,19 @@ def test_a_script_that_logs_gradients_finds_none_as_in_deepspeed() -> None:
     run_ranks(2, _logs_gradients)
 
 
+def test_initialize_logs_the_line_of_versions_that_programs_look_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    small.logger.addHandler(caplog.handler)
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 1), config=config(2))
+    engine.destroy()
+    small.logger.removeHandler(caplog.handler)
+    told = [line for line in caplog.messages if "DeepSpeed info: version=" in line]
+    git = "git-hash=zeroshard, git-branch=zeroshard"
+    assert told == [f"[Rank 0] DeepSpeed info: version={deepspeed.__version__}, {git}"]
+    assert deepspeed.__version__.endswith("+zeroshard"), "the line says whose it is"
+
+
 def test_a_warmup_of_no_steps_is_taken_as_the_shortest(caplog: pytest.LogCaptureFixture) -> None:
     small.logger.addHandler(caplog.handler)
     rates = []
@@ -413,7 +431,7 @@ def _states(rank: int, world: int, keys: dict[str, Any]) -> None:
         local = states.safe_get_local_grad(weight)
         assert local is not None
         held = torch.tensor(local.numel())
-        dist.all_reduce(held)
+        dist.all_reduce(held, group=on_cpu(_get_default_group()))
         assert held == weight.numel() * (world if stage == 0 else 1)
         beside = engine.module.blocks[0].norm.weight  # on the same rank
         untouched = states.safe_get_full_grad(beside)
@@ -442,8 +460,9 @@ def _states(rank: int, world: int, keys: dict[str, Any]) -> None:
         engine.destroy()
 
 
-def test_masters_gradients_and_moments_are_read_and_set_whole() -> None:
-    run_ranks(2, _states, {})
+@EITHER
+def test_masters_gradients_and_moments_are_read_and_set_whole(group: str) -> None:
+    run_ranks(2, _states, {}, device=group)
 
 
 def test_they_are_on_the_host_and_in_bf16_too() -> None:
@@ -489,8 +508,9 @@ def _gathered(rank: int, world: int) -> None:
         assert not hasattr(weight, "ds_id")
 
 
-def test_gathered_parameters_take_the_modifiers_edits() -> None:
-    run_ranks(2, _gathered)
+@EITHER
+def test_gathered_parameters_take_the_modifiers_edits(group: str) -> None:
+    run_ranks(2, _gathered, device=group)
 
 
 def _init(rank: int, world: int) -> None:
@@ -512,8 +532,9 @@ def _init(rank: int, world: int) -> None:
     assert torch.nn.Linear(2, 2).weight.dtype is torch.float32
 
 
-def test_a_model_built_under_zero_init_has_rank_0s_values() -> None:
-    run_ranks(2, _init)
+@EITHER
+def test_a_model_built_under_zero_init_has_rank_0s_values(group: str) -> None:
+    run_ranks(2, _init, device=group)
 
 
 def _arguments(rank: int, world: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import PLAIN, run_ranks
 from tests.support.training import batch, make_model
 from zeroshard.deepspeed import held_parameters as states
 from zeroshard.deepspeed import zero
@@ -197,11 +197,11 @@ def _edits(rank: int, world: int) -> None:
             engine.destroy()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "group"), [(1, ""), (2, PLAIN)])
 def test_under_sanity_checks_an_edit_without_a_modifier_is_an_error_on_every_rank(
-    world: int,
+    world: int, group: str
 ) -> None:
-    run_ranks(world, _edits)
+    run_ranks(world, _edits, device=group)
 
 
 def test_a_parameter_of_zero_init_has_an_address() -> None:

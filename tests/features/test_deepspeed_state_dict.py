@@ -20,12 +20,22 @@ from zeroshard.deepspeed.small import logger
 from zeroshard.integrations import deepspeed
 
 
+class _Norm(nn.BatchNorm1d):
+    """A layer with a state of its own."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor([3])
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        assert state.tolist() == [3]
+
+
 class Counted(nn.Module):
     """Two layers, a buffer that is saved and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.second = nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)
+        self.first, self.norm, self.second = nn.Linear(5, 7), _Norm(7), nn.Linear(7, 3)
         self.register_buffer("scratch", torch.ones(2), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -104,13 +114,28 @@ def _saves_an_adapter(rank: int, world: int, folder: str) -> None:
         engine.backward(engine(torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))))
         engine.step()
         path = Path(folder, str(stage))
+        if rank == 0 and stage == 3:
+            with pytest.raises(
+                zs.StateError, match=r"call engine\.save_pretrained\(DIRECTORY\) on"
+            ):
+                engine.module.save_pretrained(path)
+            assert not path.exists()
+        elif stage == 3:  # as Accelerate calls it elsewhere
+            engine.module.save_pretrained(path / "none", is_main_process=False)
         engine.save_pretrained(path)
         saved.append(load_file(path / "adapter_model.safetensors"))
+        with zero.GatheredParameters(model.parameters()):
+            if rank == 0:
+                engine.module.save_pretrained(path / "gathered")
+        if rank == 0:
+            saved.append(load_file(path / "gathered" / "adapter_model.safetensors"))
         engine.destroy()
-    first, second = saved
-    assert first.keys() == second.keys() and len(first) == 4
-    for name, value in first.items():
-        torch.testing.assert_close(second[name], value)
+        assert not any("save_pretrained" in vars(module) for module in model.modules())
+    first, *others = saved
+    for other in others:
+        assert first.keys() == other.keys() and len(first) == 4
+        for name, value in first.items():
+            torch.testing.assert_close(other[name], value)
 
 
 def test_an_adapter_saves_itself_at_stage_3(tmp_path: Path) -> None:

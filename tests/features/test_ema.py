@@ -149,7 +149,7 @@ def _swap_fails(rank: int, world: int, at: str) -> None:
     """
     model = make_model()
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy="zero1", stall_timeout_s=20)
+    engine = zs.shard(model, optimizer, policy="zero1")
     ema = zs.EMA(engine, DECAY)
     model(*batch(rank, 0)).backward()
     optimizer.step()

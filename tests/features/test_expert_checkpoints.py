@@ -37,9 +37,7 @@ class Run:
             values = {name: torch.zeros_like(value) for name, value in named}
         self.model.load_state_dict(local_part(values, self.kind, place, self.ep))
         self.optimizer = two_groups(self.model)
-        self.engine = zs.shard(
-            self.model, self.optimizer, policy=row, stall_timeout_s=20, **options
-        )
+        self.engine = zs.shard(self.model, self.optimizer, policy=row, **options)
 
     def train(self, steps: range) -> None:
         for step in steps:

@@ -76,7 +76,7 @@ def _sharded(
     place, num_ranks = experts.get_local_rank("ep"), experts.size(1)
     model.load_state_dict(local_part(state, kind, place, num_ranks))
     optimizer = options.pop("optimizer", two_groups)(model)
-    options = {"policy": row, "stall_timeout_s": 20, "mesh_of": {PATTERN: experts}, **options}
+    options = {"policy": row, "mesh_of": {PATTERN: experts}, **options}
     return model, optimizer, zs.shard(model, optimizer, **options)
 
 
@@ -235,9 +235,7 @@ def _beside_stages(rank: int, world: int) -> None:
     state = local_part(whole_mixture(Stacked).state_dict(), Stacked, rank % 2, 2)
     model.load_state_dict(state)
     optimizer = two_groups(model)
-    engine = zs.shard(
-        model, optimizer, mesh=mesh, mesh_of={PATTERN: experts}, stall_timeout_s=20, stage=2
-    )
+    engine = zs.shard(model, optimizer, mesh=mesh, mesh_of={PATTERN: experts}, stage=2)
     whole = whole_mixture(Stacked)
     batches = [_batch(one, 0) for one in (0, 1)]
     whole(*(torch.cat(parts) for parts in zip(*batches, strict=True))).backward()
@@ -377,7 +375,7 @@ def _refused(rank: int, world: int) -> list[str]:
     state = local_part(whole_mixture(Stacked).state_dict(), Stacked, 0, 2)
     model.load_state_dict({k: v for k, v in state.items() if "experts" not in k}, strict=False)
     with pytest.raises(zs.PlanMismatch) as differs:
-        zs.shard(model, mesh_of={PATTERN: mesh}, stall_timeout_s=20)
+        zs.shard(model, mesh_of={PATTERN: mesh})
     told.append(str(differs.value))
     return told
 

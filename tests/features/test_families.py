@@ -119,7 +119,7 @@ def _through_two(rank: int, world: int, stage: int) -> None:
     )
     optimizers = [torch.optim.AdamW(model.parameters()) for model in (first, second)]
     engines = [
-        zs.shard(model, optimizer, stage=stage, stall_timeout_s=5)
+        zs.shard(model, optimizer, stage=stage)
         for model, optimizer in zip((first, second), optimizers, strict=True)
     ]
     chance = random.Random(rank)

@@ -383,7 +383,7 @@ def _ends_early(rank: int, world: int, transport: str) -> list[str]:
     model = seeded(Routed)()
     optimizer = two_groups(model)
     comm = zs.Comm(transport=transport, node_size=None)  # type: ignore[arg-type]
-    engine = zs.shard(model, optimizer, comm=comm, stall_timeout_s=20)
+    engine = zs.shard(model, optimizer, comm=comm)
     take_steps(rank, 2, model, optimizer, data=_routed)
     with torch.no_grad():
         model(*batch(rank, 2), [0])  # while the next block is on its way

@@ -143,7 +143,7 @@ def _recomputed(rank: int, world: int, row: str) -> list[list[str]]:
         for kind in ("zero3", row):
             model = SMALL()
             optimizer = two_groups(model)
-            engine = zs.shard(model, optimizer, policy=kind, comm=comm, stall_timeout_s=20)
+            engine = zs.shard(model, optimizer, policy=kind, comm=comm)
             for step in range(3):
                 forward(model, rank, step).backward()
                 with torch.no_grad():
@@ -208,9 +208,7 @@ def _saved(rank: int, world: int, path: str) -> list[str]:
         for row, loads in ((save, False), (load, True)):
             model = make_model()
             optimizer = two_groups(model)
-            engine = zs.shard(
-                model, optimizer, policy=row, comm=zs.Comm(node_size=2), stall_timeout_s=20
-            )
+            engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(node_size=2))
             if loads:
                 zs.load(f"{path}/{save}", engine)
             for step in range(2):
@@ -332,9 +330,7 @@ def _counted(rank: int, world: int, precision: str) -> dict[tuple[str, str], tup
             model = Net(width=WIDTH, layers=2)
             optimizer = two_groups(model)
             comm = zs.Comm(transport="gloo", node_size=2, hierarchical=lowering)
-            engine = zs.shard(
-                model, optimizer, policy=row, precision=precision, comm=comm, stall_timeout_s=20
-            )
+            engine = zs.shard(model, optimizer, policy=row, precision=precision, comm=comm)
             for _ in range(2):
                 one_step(engine, model, optimizer, rank)
                 inside.wait_published(engine)  # what is published arrives in this step
@@ -377,7 +373,6 @@ def _at_rest(rank: int, world: int) -> dict[str, tuple[float, float, int]]:
             policy=row,
             precision="bf16",
             comm=zs.Comm(node_size=2),
-            stall_timeout_s=20,
         )
         loss = model(*batch(rank, 0))
         columns = inside.column_bytes(engine)
@@ -415,7 +410,7 @@ def _without_a_launcher(rank: int, world: int) -> tuple[str, str]:
     with pytest.raises(ConfigError) as caught:
         zs.shard(model, two_groups(model), policy="hpz")
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    engine = zs.shard(model, two_groups(model), policy="hpz", stall_timeout_s=20)
+    engine = zs.shard(model, two_groups(model), policy="hpz")
     name = engine.transport if hasattr(engine, "transport") else repr(engine)
     engine.close()
     return str(caught.value), str(name)
@@ -466,9 +461,7 @@ def test_ranks_that_disagree_about_the_node_size_are_told_who_says_what() -> Non
 def _flipped(rank: int, world: int, row: str) -> str:
     model = make_model()
     optimizer = two_groups(model)
-    engine = zs.shard(
-        model, optimizer, policy=row, comm=zs.Comm(node_size=2), verify_every=2, stall_timeout_s=20
-    )
+    engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(node_size=2), verify_every=2)
     try:
         for step in range(4):
             model(*batch(rank, step)).backward()

@@ -126,9 +126,7 @@ class Training:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
         self.optimizer = optimizer
-        self.engine = zs.shard(
-            self.model, optimizer, leaves=run.leaves, stall_timeout_s=20, **run.options
-        )
+        self.engine = zs.shard(self.model, optimizer, leaves=run.leaves, **run.options)
         self.norms: list[torch.Tensor] = []
 
     def loss(self, step: int, leaf: int) -> torch.Tensor:
@@ -547,11 +545,11 @@ def _refusals(rank: int, world: int, path: Path) -> dict[str, str]:
     model = Model()
 
     def made(**options: Any) -> Callable[[], object]:
-        return lambda: zs.shard(Model(), leaves=8, stall_timeout_s=20, **options)
+        return lambda: zs.shard(Model(), leaves=8, **options)
 
     out["few"] = raised(lambda: zs.shard(Model(), leaves=world - 1))
     out["levels"] = raised(lambda: zs.shard(Model(), leaves="3x"))
-    out["differs"] = raised(lambda: zs.shard(Model(), leaves=8 + rank, stall_timeout_s=20))
+    out["differs"] = raised(lambda: zs.shard(Model(), leaves=8 + rank))
     out["codec"] = raised(made(comm={"grad_codec": "int8"}))
     out["ordered"] = raised(made(comm={"ordered": False}))
     out["rounded"] = raised(made(precision=zs.Precision("bf16", accumulate="bf16")))
@@ -560,7 +558,7 @@ def _refusals(rank: int, world: int, path: Path) -> dict[str, str]:
     out["no share"] = raised(made(batch_shares=[1.0, 0.0]))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = zs.shard(model, optimizer, leaves=4, stage=2, stall_timeout_s=20)
+    engine = zs.shard(model, optimizer, leaves=4, stage=2)
 
     def backward() -> None:
         engine.backward(model(tokens_of(0, 0)))
@@ -625,7 +623,7 @@ def _refusals(rank: int, world: int, path: Path) -> dict[str, str]:
     optimizer.step()
     engine.close()
     torch.manual_seed(0)
-    plain = zs.shard(Model(), stall_timeout_s=20)
+    plain = zs.shard(Model())
     out["not given"] = raised(lambda: plain.leaves(0))
     plain.close()
     return out

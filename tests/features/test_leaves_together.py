@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -229,6 +230,43 @@ def test_reset_in_any_phase_of_a_step_with_leaves_brings_its_curve_back(where: s
         assert found == alone, options
 
 
+class _Two(nn.Module):
+    """Two units, of which only the second is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.used = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.used(hidden)
+
+
+def _partly_used(rank: int, world: int, rows: Sequence[str]) -> str:
+    """Train rows over sockets, where one rank shadows another one's last leaf; return the hash."""
+    found = set()
+    for row in rows:
+        torch.manual_seed(0)
+        model = _Two()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"policy": row, "units": [nn.Linear], "comm": {"transport": "gloo"}}
+        engine = zs.shard(model, optimizer, leaves=3, **options)
+        engine.reset()
+        for step in range(2):
+            for leaf in engine.leaves(step):
+                engine.backward(model(torch.full((2, 4), float(leaf))).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.add(digest_of(*engine.full_state_dict().values()))
+        engine.close()
+    assert len(found) == 1
+    return found.pop()
+
+
+def test_a_rank_without_a_leaf_gathers_no_unit_that_the_step_does_not_use() -> None:
+    rows = ["ddp", "zero1", "zero2", "zero3"]
+    assert run_ranks(2, _partly_used, rows)[0] == run_ranks(1, _partly_used, rows)[0]
+
+
 def _recounted(rank: int, world: int, path: Path, how: str) -> str:
     """Train three steps that the engine numbers, and between them do what `how` says."""
     run = Run({"stage": 3, "precision": "fp16"}, counted=True)
@@ -277,7 +315,7 @@ def _beside_tp(rank: int, world: int, stage: int) -> str:
         plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
         parallelize_module(block, mesh["tp"], plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine = zs.shard(model, optimizer, mesh=mesh, stage=stage, leaves=8, stall_timeout_s=20)
+    engine = zs.shard(model, optimizer, mesh=mesh, stage=stage, leaves=8)
     norms = []
     for step in range(3):
         for leaf in engine.leaves(step):
@@ -299,12 +337,10 @@ def test_with_tensor_parallel_ranks_fixed_the_data_parallel_ones_may_change() ->
 def _refused(rank: int, world: int) -> dict[str, str]:
     out = {}
     mesh = mesh_of(dp=1, ep=world)
-    engine = zs.shard(Model(), leaves=8, stall_timeout_s=20)
+    engine = zs.shard(Model(), leaves=8)
     calls = {
         "schedule": lambda: engine.follow(object()),
-        "experts": lambda: zs.shard(
-            Model(), leaves=8, mesh_of={"blocks.1": mesh}, stall_timeout_s=20
-        ),
+        "experts": lambda: zs.shard(Model(), leaves=8, mesh_of={"blocks.1": mesh}),
     }
     for name, call in calls.items():
         try:

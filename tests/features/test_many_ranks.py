@@ -11,15 +11,20 @@ One process is rank 0 of a fake process group. Calls are counted, nothing is tim
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard as zs
 from benchmarks.fake_world import fake_world
 from tests.support.python_calls import count_calls
+from zeroshard.comm import native_transport
 from zeroshard.core.layout import ALIGN
 
 UNITS, WIDTH = 4, 128
@@ -76,3 +81,39 @@ def test_a_step_calls_as_much_on_1024_ranks_as_on_64(row: str, comm: dict[str, A
     assert rest[0] == rest[1] if row == "ddp" else rest[0] < rest[1]
     if row == "zero3":  # 16 elements of a unit a rank, padded to 64, and two moments
         assert many["memory"].total <= 3 * UNITS * ALIGN * 4
+
+
+def _started(comm: dict[str, Any], world: int) -> Counter[str]:
+    """Return the collectives of a unit in a forward and a backward of stage 3 on `world` ranks."""
+    count: Counter[str] = Counter()
+
+    def counted(module: Any, name: str) -> Any:
+        original = getattr(module, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            count[name.removeprefix("group_")] += 1
+            return original(*args, **options)
+
+        return mock.patch.object(module, name, call)
+
+    with fake_world(world), ExitStack() as stack:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
+        optimizer = torch.optim.SGD(model.parameters())
+        comms = zs.Comm(transport="nccl", **comm)
+        zs.shard(model, optimizer, stage=3, units=[nn.Linear], comm=comms)
+        for name in ("group_all_gather", "group_reduce_scatter"):
+            stack.enter_context(counted(native_transport, name))
+        for name in ("broadcast", "reduce"):
+            stack.enter_context(counted(dist, name))
+        model(torch.ones(2, WIDTH)).pow(2).mean().backward()  # of what a fake broadcast has left
+    return Counter({name: round(number / UNITS) for name, number in count.items()})
+
+
+def test_shares_by_column_that_go_flat_are_a_broadcast_and_a_reduce_for_each_rank() -> None:
+    """As docs/zeropp.md counts them."""
+    deep = {"all_gather": 4, "reduce_scatter": 2}
+    for world in (64, 1024):
+        flat = {"broadcast": 2 * world, "reduce": world}
+        assert _started({"node_size": 8, "hierarchical": False}, world) == flat
+        assert _started({"node_size": 8}, world) == deep
+    assert _started({}, 64) == {"all_gather": 2, "reduce_scatter": 1}

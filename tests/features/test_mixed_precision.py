@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard as zs
+from benchmarks.fake_world import fake_world
 from tests.support.harness import run_ranks
 from tests.support.training import ROWS, VOCABULARY, Run, batch, make_sharded, take_steps
 
@@ -324,3 +325,25 @@ def test_other_errors_are_left_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="must match the size") as caught:
         model(torch.ones(2, 4))
     assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize(
+    ("world", "precision", "comm", "told"),
+    [
+        (16, "bf16", {}, "of 16 ranks are summed in bf16, rounded at each hop"),
+        (32, "bf16", {"node_size": 16}, "of 16 ranks"),  # fp32 between nodes
+        (8, "bf16", {}, ""),
+        (32, "bf16", {"node_size": 8}, ""),
+        (16, zs.Precision("bf16", reduce="fp32"), {}, ""),
+        (16, "bf16", {"ordered": True}, ""),
+        (16, "bf16", {"grad_codec": "int8"}, ""),
+    ],
+)
+def test_it_is_told_where_a_backend_rounds_sums_of_many_ranks_at_each_hop(
+    world: int, precision: Any, comm: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fake_world(world):
+        comms = zs.Comm(transport="nccl", **comm)
+        zs.shard(nn.Linear(64, 64), stage=2, precision=precision, comm=comms).close()
+    lines = [line for line in caplog.messages if "at each hop" in line]
+    assert len(lines) == bool(told) and told in "".join(lines)

@@ -73,7 +73,6 @@ def _attached(rank: int, world: int) -> list[str]:
             engine = zs.shard(
                 model,
                 precision="bf16",
-                stall_timeout_s=20,
                 **({} if offload is None else {"offload": offload}),
             )
             optimizer = two_groups(model)

@@ -22,7 +22,7 @@ def _train(
 ) -> dict[str, torch.Tensor]:
     model = make_model(width=48)
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, stall_timeout_s=20, **options)
+    engine = zs.shard(model, optimizer, policy=row, **options)
     for step in range(6):
         for micro in range(2):
             model(*batch(rank, 2 * step + micro)).backward()
@@ -80,7 +80,7 @@ def _case(
     # the same steps without sleep: step 1 takes one micro-batch only
     model = make_model(width=48)
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, stall_timeout_s=20, **options)
+    engine = zs.shard(model, optimizer, policy=row, **options)
     for step in range(6):
         for micro in range(1 if step == 1 else 2):
             model(*batch(rank, 2 * step + micro)).backward()

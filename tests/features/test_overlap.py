@@ -21,7 +21,7 @@ def _events(rank: int, world: int, policy: str = "zero3") -> list[tuple[str, str
     model = make_model(width=32, layers=LAYERS)
     optimizer = two_groups(model)
     comm = zs.Comm(transport="gloo")
-    engine = zs.shard(model, optimizer, policy=policy, comm=comm, stall_timeout_s=20)
+    engine = zs.shard(model, optimizer, policy=policy, comm=comm)
     events: list[tuple[str, str]] = []
     for index, block in enumerate(model.blocks):
         block.down.register_forward_hook(
@@ -81,7 +81,7 @@ def test_reduces_are_in_flight_while_backward_goes_on(policy: str) -> None:
 def _published(rank: int, world: int) -> list[tuple[str, str]]:
     model = make_model(width=32, layers=LAYERS)
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, stage=1, comm=zs.Comm(transport="gloo"), stall_timeout_s=20)
+    engine = zs.shard(model, optimizer, stage=1, comm=zs.Comm(transport="gloo"))
     events: list[tuple[str, str]] = []
     with inside.traced(engine, lambda what, name: events.append((what, name))):
         model(*batch(rank, 0)).backward()

@@ -216,7 +216,6 @@ def _measured(way: Way, case: Case) -> tuple[int, int]:
                 {"transport": way.transport, "node_size": way.node_size, **training.comm()}
             ),
             accumulation_budget=training.accumulation_budget,
-            stall_timeout_s=60,
         )
         allocated.watch()
         inputs = _inputs(way)

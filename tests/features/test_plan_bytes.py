@@ -161,7 +161,6 @@ def _sharded(
         comm=comm,
         shares=case.shares,
         accumulation_budget=budget,
-        stall_timeout_s=20,
     )
 
 
@@ -288,7 +287,7 @@ def _planned_and_held(rank: int, world: int) -> list[tuple[str, Any, Any]]:
         for given in ({"policy": name, "precision": precision}, {"config": written}):
             model = family.model(TINY)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            engine = zs.shard(model, optimizer, stall_timeout_s=20, **given)
+            engine = zs.shard(model, optimizer, **given)
             family.loss(model, family.data(TINY, rank, 0)).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -460,7 +459,6 @@ def _leaf_pairs(rank: int, world: int, cases: Sequence[LeafCase], path: Path) ->
             offload=plain.offload(path),
             comm=zs.Comm(transport="gloo", node_size=case.node_size),
             leaves=case.leaves,
-            stall_timeout_s=20,
         )
         most: dict[str, int] = {}
         for step in range(2):

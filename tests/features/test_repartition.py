@@ -143,7 +143,7 @@ def _kind(
             "momentum": lambda: torch.optim.SGD(trained, lr=0.1, momentum=0.9),
             "amsgrad": lambda: torch.optim.Adam(trained, lr=1e-3, amsgrad=True, fused=True),
         }.get(kind, lambda: torch.optim.AdamW(trained, lr=1e-3))()
-        options: Change = {"precision": precision, "stall_timeout_s": 30, **change}
+        options: Change = {"precision": precision, **change}
         if kind == "frozen in int8":
             options["comm"] = zs.Comm(frozen_codec="int8")
         stepped = None if kind == "no optimizer" else optimizer
@@ -570,7 +570,7 @@ def _fails_on_the_way(rank: int, world: int, transport: str, at: int) -> str:
     told.
     """
     comm = zs.Comm.model_validate({"transport": transport})
-    run = made(policy="zero1", averaged=True, stall_timeout_s=60, comm=comm)
+    run = made(policy="zero1", averaged=True, comm=comm)
     run.train(rank, range(2))
     real, begin, count = torch.Tensor.copy_, Move.begin, -1
 

@@ -56,9 +56,7 @@ def _counted(rank: int, world: int, cases: list[Case]) -> list[tuple[int, Counte
         model = Net(width=64, layers=2)
         optimizer = two_groups(model)
         comm = zs.Comm(transport="gloo", node_size=2, hierarchical=two_level, **codecs)  # type: ignore[arg-type]
-        engine = zs.shard(
-            model, optimizer, policy=row, precision="bf16", comm=comm, stall_timeout_s=20
-        )
+        engine = zs.shard(model, optimizer, policy=row, precision="bf16", comm=comm)
         inside.wait_published(engine)  # what shard() has published is here
         _taken(engine)
         for micro in range(3):

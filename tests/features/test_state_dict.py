@@ -26,6 +26,7 @@ from tests.support.training import (
     two_groups,
 )
 from zeroshard.errors import PlanMismatch, StateError
+from zeroshard.formats import export
 
 SHARDED = ("zero3", "zero3-keep")  # rows whose weights rest in slices
 
@@ -278,3 +279,113 @@ def test_a_checkpoint_with_the_names_from_before_hooks_loads(
     assert "_checkpoint_wrapped_module" in (path / "manifest.json").read_text()
     assert not zs.load(tmp_path, engine).skipped
     engine.close()
+
+
+# ---------------------------------------------------------------------------------- get_extra_state
+
+
+EXTRA = ("1._extra_state", "2._extra_state")
+
+
+class Counting(nn.Linear):
+    """A layer with a state of its own beside its parameters, as fp8 scales and metrics are."""
+
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def _counting() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    inner = checkpoint_wrapper(Counting(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), inner, Counting(4, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _layers(model: nn.Module) -> list[Counting]:
+    return [module for module in model.modules() if isinstance(module, Counting)]
+
+
+def _extra_states(rank: int, world: int, folder: Path, stage: int, precision: str) -> None:
+    model, optimizer = _counting()
+    engine = zs.shard(model, optimizer, stage=stage, precision=precision)
+    first, second = _layers(model)
+    if world == 2:
+        first.extra = {
+            "amax": torch.arange(6.0).view(2, 3),
+            "steps": 3,
+            "of": ("a", torch.ones(())),
+        }
+        second.extra = torch.tensor([rank], dtype=torch.uint8)  # another one on every rank
+        state = engine.full_state_dict()
+        with engine.gathered():
+            plain = model.state_dict()
+        if rank == 0:
+            assert list(state) == list(plain) and "1._extra_state" in state
+            assert torch.equal(state["1._extra_state"]["amax"], first.extra["amax"])
+            first.extra["amax"].zero_()
+            assert state["1._extra_state"]["amax"].any(), "it is a copy"
+            first.extra["amax"].copy_(torch.arange(6.0).view(2, 3))
+        names = engine.full_state_dict(names="2.*", rank0_only=False)
+        assert [*names] == ["2.weight", "2.bias", "2._extra_state"]
+        assert "2._extra_state" not in engine.full_state_dict(trained=True, rank0_only=False)
+        zs.save(folder, engine, step=1)
+        first.extra = second.extra = None
+    told = zs.load(folder, engine)
+    assert first.extra["steps"] == 3 and first.extra["of"] == ("a", torch.tensor(1.0))
+    assert torch.equal(first.extra["amax"], torch.arange(6.0).view(2, 3))
+    assert second.extra.tolist() == [rank if world == 2 else 0]  # other ranks: the first one's
+    assert not any("extra state" in one for one in told.skipped), told.skipped
+    second.extra = {"scale": object()}
+    with pytest.raises(zs.CheckpointError, match=r"\._extra_state\.scale is a object, which"):
+        zs.save(folder, engine, step=2)
+    engine.close()
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (3, "bf16")])
+def test_extra_states_of_modules_are_saved_loaded_and_exported(
+    stage: int, precision: str, tmp_path: Path
+) -> None:
+    for world in (2, 3):
+        run_ranks(world, _extra_states, tmp_path, stage, precision)
+    for name in ("out.pt", "out"):
+        export(tmp_path / "step-0000000001", tmp_path / name, "torch" if name == "out.pt" else "hf")
+    state = torch.load(tmp_path / "out.pt", weights_only=True)["model"]
+    assert state["1._extra_state"]["of"] == ("a", torch.tensor(1.0))
+    assert state["2._extra_state"].tolist() == [0]
+    model, _ = _counting()
+    model.load_state_dict(state)
+    assert _layers(model)[0].extra["steps"] == 3
+
+
+def _without_extra_states(rank: int, world: int, folder: Path) -> None:
+    model, optimizer = _counting()
+    plain = nn.Sequential(nn.Linear(4, 4), checkpoint_wrapper(nn.Linear(4, 4)), nn.Linear(4, 4))
+    engine = zs.shard(plain, torch.optim.SGD(plain.parameters(), lr=0.1), stage=3)
+    zs.save(folder, engine, step=1)
+    engine.close()
+    engine = zs.shard(model, optimizer, stage=3)
+    _layers(model)[0].extra = "kept"
+    told = zs.load(folder, engine)
+    assert _layers(model)[0].extra == "kept"
+    assert sorted(told.skipped) == [
+        f"the extra state {name!r} is not in the checkpoint" for name in EXTRA
+    ]
+    zs.save(folder, engine, step=2)
+    engine.close()
+    engine = zs.shard(plain, torch.optim.SGD(plain.parameters(), lr=0.1), stage=3)
+    told = zs.load(folder, engine)
+    assert sorted(told.skipped) == [
+        f"the extra state {name!r} is of no module here" for name in EXTRA
+    ]
+    engine.close()
+
+
+def test_checkpoints_and_models_without_extra_states_fit_those_with_them(tmp_path: Path) -> None:
+    run_ranks(2, _without_extra_states, tmp_path)
+    manifests = [(tmp_path / f"step-{n:010d}" / "manifest.json").read_text() for n in (1, 2)]
+    assert ["extra_state" in text for text in manifests] == [False, True]

@@ -130,9 +130,7 @@ def _sharded(
 ) -> tuple[nn.Module, zs.Engine]:
     model = parallelize_module(CASES[name].model(), mesh["tp"], CASES[name].plan())
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
-    return model, zs.shard(
-        model, optimizer, policy=row, mesh=mesh, **{"stall_timeout_s": 30, **options}
-    )
+    return model, zs.shard(model, optimizer, policy=row, mesh=mesh, **options)
 
 
 def _step(model: nn.Module, engine: zs.Engine, step: int) -> None:
@@ -151,7 +149,7 @@ def _frozen_and_averaged(rank: int, world: int) -> None:
             parameter.requires_grad_("gate" not in name)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
-        engine = zs.shard(model, optimizer, policy=row, mesh=mesh, stall_timeout_s=30)
+        engine = zs.shard(model, optimizer, policy=row, mesh=mesh)
         ema = zs.EMA(engine, 0.5)
         for step in range(2):
             _step(model, engine, step)
@@ -202,7 +200,7 @@ def _begun(rank: int, world: int) -> None:
             model(*next(micro_batches(0, 0, 37))).backward()
             optimizer.step()
             optimizer.zero_grad()
-        engine = zs.shard(model, optimizer, mesh=mesh, stall_timeout_s=30)
+        engine = zs.shard(model, optimizer, mesh=mesh)
         for step in range(begun, 2):
             _step(model, engine, step)
         states.append(engine.full_state_dict(rank0_only=False))
@@ -368,7 +366,7 @@ def _deferred(rank: int, world: int) -> None:
             model = CASES["llama"].model()
         parallelize_module(model, mesh["tp"], llama_plan())
         optimizer = torch.optim.AdamW(model.parameters())
-        engine = zs.shard(model, optimizer, mesh=mesh, stall_timeout_s=30)
+        engine = zs.shard(model, optimizer, mesh=mesh)
         _step(model, engine, 0)
         states.append(engine.full_state_dict(rank0_only=False))
         engine.close()
@@ -473,7 +471,7 @@ def _tp_plan(rank: int, world: int, directory: str, dp: int) -> None:
         model = _from_transformers(directory, mesh)
         model(**_tokens(0, 0))  # Transformers hangs its own hooks on gradients in the first forward
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-        engine = zs.shard(model, optimizer, policy=row, mesh=mesh, stall_timeout_s=30)
+        engine = zs.shard(model, optimizer, policy=row, mesh=mesh)
         for step in range(3):
             engine.backward(model(**_tokens(engine.rank, step)).loss)
             norm = float(engine.clip_grad_norm_(SMALL))

@@ -44,7 +44,6 @@ def _counted(
             policy=row,
             precision=precision,
             comm=zs.Comm(transport=transport),
-            stall_timeout_s=20,
         )
         padded = inside.padded_numel(engine)
         for micro_batches, no_sync in ((1, False), (1, False), (2, False), (2, True)):
@@ -110,9 +109,7 @@ def _interface(rank: int, world: int, row: str) -> tuple[int, int, float]:
     torch.manual_seed(0)
     model = Net(width=256, layers=6)  # 19 MB of weights: message headers vanish
     optimizer = two_groups(model)
-    engine = zs.shard(
-        model, optimizer, policy=row, comm=zs.Comm(transport="gloo"), stall_timeout_s=30
-    )
+    engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport="gloo"))
     model(*batch(rank, 0)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -196,9 +193,7 @@ def _adapter(rank: int, world: int, row: str) -> dict[str, Any]:
     for parameter in list(model.parameters())[:-2]:
         parameter.requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    engine = zs.shard(
-        model, optimizer, policy=row, comm=zs.Comm(transport="gloo"), stall_timeout_s=20
-    )
+    engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport="gloo"))
     payload = []
     for step in range(3):
         if step == 2:

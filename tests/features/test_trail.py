@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,6 @@ def test_a_trail_refuses_what_it_cannot_write(tmp_path: Path) -> None:
         return ""
 
     assert "ConfigError: every=0" in raised({"leaves": 4}, "trail", 0)
-    assert "ConfigError: engine.trail() needs" in raised({}, "trail", 1)
     assert "StorageError: trail" in raised({"leaves": 4}, "file/below", 1)
 
 
@@ -259,3 +259,205 @@ def test_a_trail_follows_no_link_waits_for_no_pipe_and_obeys_nobodys_request(
         assert "rank-00001.jsonl: cannot write it (Is a directory)" in said[2]
         assert said[3:] == ["nothing", "nothing"]
     assert precious.read_text() == "precious"
+
+
+# ----------------------------------------------------------------------------------- without leaves
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "zero1": {"stage": 1},
+    "zero2 in bf16": {"stage": 2, "precision": "bf16"},
+    "zero3": {"stage": 3},
+    "zero3 in fp16, accumulating": {"stage": 3, "precision": "fp16", "micro_batches": 3},
+    "zero1, accumulating": {"stage": 1, "micro_batches": 2, "no_sync": True},
+    "hpz": {"policy": "hpz", "comm": {"node_size": 1, "transport": "gloo"}},
+    "host": {"stage": 3, "offload": dict.fromkeys(("weight", "grad", "optimizer"), "host")},
+    "alone": {"stage": 3, "world": 1},
+}
+STEPS = 3
+
+
+def _plain(rank: int, world: int, path: Path, options: dict[str, Any], fault: str = "") -> None:
+    """Train without leaves, from the checkpoint beside the trail if there is one; rank 1 has the
+    `fault` in the first micro-batch of step AT.
+    """
+    options, saved = dict(options), path.parent / f"{path.name}-saved"
+    num_batches, no_sync = options.pop("micro_batches", 1), options.pop("no_sync", False)
+    stops, accumulates = options.pop("stops", STEPS), options.pop("accumulates", False)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    if fault == "weights":
+        with torch.no_grad():
+            model[1].weight[7].mul_(1.0001)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = zs.shard(model, optimizer, units=[torch.nn.Linear], sync_from=0, **options)
+    first = zs.load(saved, engine).step if saved.exists() else 0
+
+    def loss_of(batch: tuple[int, int]) -> torch.Tensor:
+        torch.manual_seed(100 * batch[0] + 10 * batch[1] + rank)
+        inputs = torch.randn(4, 8)
+        is_here = (rank, *batch) == (world - 1, AT, 0)
+        if is_here and fault == "data":
+            inputs[0, 0] += 1
+        if is_here and fault == "gradient":
+            left = [1.01]
+            model[1].weight.register_hook(lambda grad: grad * (left.pop() if left else 1.0))
+        loss = model(inputs).square().mean() / num_batches
+        return loss * 1.001 if is_here and fault == "loss" else loss
+
+    with engine.trail(path, every=1):
+        for step in range(first, stops):
+            with torch.no_grad():
+                model(torch.ones(1, 8))  # an evaluation is no micro-batch
+            batches = [(step, number) for number in range(num_batches)]
+            if accumulates:
+                engine.accumulate(batches, loss_of)
+            for batch in [] if accumulates else batches:
+                waits = no_sync and batch != batches[-1]
+                with engine.no_sync() if waits else nullcontext():
+                    engine.backward(loss_of(batch))
+            engine.clip_grad_norm_(0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+    if stops < STEPS:
+        zs.save(saved, engine, step=stops)
+    engine.close()
+
+
+def plain(path: Path, options: dict[str, Any], fault: str = "", world: int = 2) -> Path:
+    """Write the trail of a run without leaves."""
+    options = dict(options)
+    run_ranks(options.pop("world", world), _plain, path, options, fault)
+    return path
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_without_leaves_runs_of_the_same_ranks_are_compared(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = PLAIN[name]
+    good, again = (plain(tmp_path / one, options) for one in ("good", "again"))
+    found = compare(good, again, capsys)
+    assert found["equal"] and found["steps"] == [*range(STEPS)], found
+    bad = plain(tmp_path / "gradient", options, "gradient")
+    first, last = compare(good, bad, capsys)["first"], options.get("world", 2) - 1
+    # inside no_sync the gradient is handed over with the last micro-batch
+    number = options["micro_batches"] - 1 if options.get("no_sync") else 0
+    assert [first[key] for key in ("step", "phase", "unit", "leaf")] == [AT, "leaf", "1", None]
+    assert f"of micro-batch {number} of rank {last}, before it is sent" in first["meaning"], first
+    assert [one["ranks"] for one in first["holders"]] == [[last], [last]]
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    {
+        "data": (AT, "forward", "0", "the output of the unit in micro-batch 0 of rank 1"),
+        "loss": (AT, "loss", "", "the loss of micro-batch 0 of rank 1"),
+        "weights": (0, "weight", "1", "the weights at rest when the step begins"),
+    }.items(),
+)
+def test_without_leaves_a_difference_is_named(
+    fault: str, expected: tuple[Any, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = plain(tmp_path / "good", {"stage": 3})
+    first = compare(good, plain(tmp_path / "bad", {"stage": 3}, fault), capsys)["first"]
+    assert tuple(first[key] for key in ("step", "phase", "unit", "meaning")) == expected
+
+
+def test_without_leaves_rows_are_compared_by_what_they_have_summed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = plain(tmp_path / "zero3", {"stage": 3, "micro_batches": 2})
+    for stage in (0, 1, 2):
+        other = plain(tmp_path / f"zero{stage}", {"stage": stage, "micro_batches": 2})
+        assert compare(good, other, capsys)["equal"]
+    bad = plain(tmp_path / "bad", {"stage": 1, "micro_batches": 2}, "gradient")
+    first = compare(good, bad, capsys)["first"]
+    # the norm, and with it every unit's clipped gradient, differs, too
+    assert [first[key] for key in ("step", "phase", "unit")] == [AT, "reduced", "1"]
+
+
+def test_without_leaves_a_run_that_goes_on_adds_to_its_trail(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"stage": 3, "micro_batches": 2}
+    good = plain(tmp_path / "good", options)
+    for stops in (2, STEPS):
+        plain(tmp_path / "cut", options | {"stops": stops})
+    found = compare(good, tmp_path / "cut", capsys)
+    assert found["equal"] and found["steps"] == [*range(STEPS)]
+    for stops, fault in ((2, ""), (STEPS, "")):
+        plain(tmp_path / "bad", options | {"stops": stops}, fault, world=2 if stops == 2 else 1)
+    assert main(["compare", str(good), str(tmp_path / "bad")]) == 2
+    assert "step 2 was run on 2 ranks and on 1" in capsys.readouterr().err
+
+
+def test_without_leaves_micro_batches_of_accumulate_are_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"stage": 3, "micro_batches": 2, "accumulates": True}
+    good, again = (plain(tmp_path / one, options) for one in ("good", "again"))
+    assert compare(good, again, capsys)["equal"]
+    first = compare(good, plain(tmp_path / "bad", options, "gradient"), capsys)["first"]
+    assert [first[key] for key in ("step", "phase", "unit")] == [AT, "leaf", "1"]
+
+
+def test_without_leaves_what_needs_them_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = plain(tmp_path / "run", {"stage": 3})
+    leaves = write(2, Run({"stage": 3}), tmp_path / "leaves")
+    other = plain(tmp_path / "other", {"stage": 3}, world=3)
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in run.iterdir():
+        text = file.read_text()
+        (damaged / file.name).write_text(text.replace('"loss 0"', '"loss x"'))
+    refused = {
+        "step 0 was run on 2 ranks and on 3: without leaves": ["compare", str(run), str(other)],
+        "one run has leaves=none and the other 8": ["compare", str(run), str(leaves)],
+        "these runs have no leaves": ["compare", str(run), str(run), "--leaf", "0"],
+        "phase 'loss x' is not known": ["compare", str(run), str(damaged)],
+        "needs a run with leaves": ["replay", str(run), "--step", "0", "--", "a.py", str(run)],
+    }
+    capsys.readouterr()
+    for said, arguments in refused.items():
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1, error
+
+
+def _unlike(rank: int, world: int, path: Path) -> None:
+    """Train; the first forward of step 1 ends by an exception, and rank 1 has no data in step 2."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zs.shard(model, optimizer, stage=3, units=[torch.nn.Linear])
+    with engine.trail(path / "one", every=1):
+        for step in range(2):
+            torch.manual_seed(step)
+            if step and path.name == "fails":
+                with pytest.raises(RuntimeError):
+                    model(torch.randn(1, 8)).square().mean().backward()
+                    model(torch.randn(1, 9))
+                engine.reset()
+                torch.manual_seed(step)
+            model(torch.randn(1, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with engine.trail(path / "two", every=1), engine.join():
+        for _ in range(2 - rank):
+            engine.backward(model(torch.ones(1, 8)).square().mean())
+            engine.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    engine.close()
+
+
+def test_without_leaves_a_reset_and_ranks_without_data_leave_a_trail(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("good", "fails"):
+        run_ranks(2, _unlike, tmp_path / name)
+    for part, steps in (("one", [0, 1]), ("two", [2, 3])):
+        found = compare(tmp_path / "good" / part, tmp_path / "fails" / part, capsys)
+        assert found["equal"] and found["steps"] == steps, found

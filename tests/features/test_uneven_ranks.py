@@ -25,7 +25,7 @@ STEPS = 4
 
 
 class Halves(nn.Module):
-    """Two layers, of which each call runs one."""
+    """Two layers, of which each call runs one, or none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,8 @@ class Halves(nn.Module):
         self.b = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, half: str) -> torch.Tensor:
-        return torch.tanh((self.a if half == "a" else self.b)(x))
+        runs = {"a": self.a, "b": self.b}.get(half)
+        return torch.tanh(x if runs is None else runs(x))
 
 
 class Route(nn.Module):
@@ -80,6 +81,9 @@ class _ForeignCheckpoint(torch.autograd.Function):
 _CHECKPOINTS: dict[str, Any] = {
     "reentrant": lambda block, h, half: checkpoint(block, h, half, use_reentrant=True),
     "recomputed": lambda block, h, half: checkpoint(block, h, half, use_reentrant=False),
+    "twice": lambda block, h, half: checkpoint(
+        _CHECKPOINTS["reentrant"], block, h, half, use_reentrant=True
+    ),
     "foreign": lambda block, h, half: _ForeignCheckpoint.apply(block, half, h),
 }
 
@@ -229,11 +233,7 @@ def _held_back(rank: int, world: int) -> dict[str, list[str]]:
     for kind in ("by hand", *ROWS):
         model = seeded(Route)()
         optimizer = two_groups(model)
-        engine = (
-            None
-            if kind == "by hand"
-            else zs.shard(model, optimizer, policy=kind, stall_timeout_s=20)
-        )
+        engine = None if kind == "by hand" else zs.shard(model, optimizer, policy=kind)
         hand = ByHand(model)
         for step, route in enumerate(routes):
             loss = model(*batch(rank, step), route)
@@ -269,7 +269,7 @@ def _looked_at(rank: int, world: int, row: str) -> list[str]:
     for looks in (False, True):
         model = seeded(Route)()
         optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row, stall_timeout_s=20)
+        engine = zs.shard(model, optimizer, policy=row)
         for step in range(STEPS):
             with engine.no_sync():
                 for micro in range(2):
@@ -324,9 +324,7 @@ def _verified(rank: int, world: int, row: str) -> str:
     """
     model = seeded(Route)()
     optimizer = two_groups(model)
-    engine = zs.shard(
-        model, optimizer, policy=row, verify_every=1, units=CUTS["halves"], stall_timeout_s=20
-    )
+    engine = zs.shard(model, optimizer, policy=row, verify_every=1, units=CUTS["halves"])
     routes = [_plain("0a", "2b"), _plain("1a")][rank]
     take_steps(rank, 3, model, optimizer, data=lambda rank, step: (*batch(rank, step), routes))
     loss = model(*batch(rank, 3), routes)
@@ -367,7 +365,7 @@ def _in_parts(rank: int, world: int) -> dict[str, Any]:
     """
     model = seeded(Recomputed)()
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy="zero2", units=_holds_parameters, stall_timeout_s=20)
+    engine = zs.shard(model, optimizer, policy="zero2", units=_holds_parameters)
     reduced: list[str] = []
 
     def note(event: str, name: str) -> None:
@@ -406,7 +404,7 @@ def _apart(rank: int, world: int, row: str) -> list[str]:
     """
     model, expected = Either(), Either()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    options = {"comm": zs.Comm(transport="gloo"), "prefetch_bytes": 0, "stall_timeout_s": 10}
+    options = {"comm": zs.Comm(transport="gloo"), "prefetch_bytes": 0}
     engine = zs.shard(model, optimizer, policy=row, units=_holds_parameters, **options)
     batches = [
         torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(each))
@@ -434,7 +432,7 @@ def _cleared_on_one_rank(rank: int, world: int, row: str) -> float:
     """Clear gradients of a layer that only rank 1 has used; return the norm."""
     model = Either()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    engine = zs.shard(model, optimizer, policy=row, units=_holds_parameters, stall_timeout_s=10)
+    engine = zs.shard(model, optimizer, policy=row, units=_holds_parameters)
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
     model(x, (0, 1)[: rank + 1]).backward()
     for parameter in model.layers[1].parameters():
@@ -469,7 +467,7 @@ def _experts(rank: int, world: int, unit: type[nn.Module], comm: dict[str, str])
     torch.manual_seed(0)
     model = nn.ModuleList([Mixture(), Mixture()])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    stall_timeout_s = 3 if unit is nn.Linear else 60
+    stall_timeout_s = 3 if unit is nn.Linear else 300
     engine = zs.shard(
         model, optimizer, stage=3, units=[unit], comm=comm, stall_timeout_s=stall_timeout_s
     )
@@ -494,3 +492,54 @@ def test_where_every_rank_gathers_the_same_a_stall_of_other_experts_names_the_re
     told = run_ranks(2, _experts, nn.Linear, comm)
     assert any("comm.weight_codec" in one and "units=[its class]" in one for one in told), told
     assert run_ranks(2, _experts, Mixture, comm) == ["", ""]
+
+
+# every rank enters the same units in the same order, and uses other parameters of them
+_HALVES = {
+    "plain": ([_plain("0a", "1a", "2b")], [_plain("0b", "1a", "2a")]),
+    "none": ([_plain("0a", "1a", "2b")], [_plain("0a", "1-", "2-")]),
+    "repeated": ([_plain("0a", "1a", "0b", "2a")], [_plain("0a", "1b", "0a", "2b")]),
+    **{
+        how: ([_checkpointed(how, "0a", "1b", "2a")], [_checkpointed(how, "0b", "1b", "2-")])
+        for how in ("reentrant", "recomputed", "foreign")
+    },
+    "mixed": (
+        [_checkpointed("reentrant", "0a") + _plain("1a") + _checkpointed("recomputed", "2a")],
+        [_checkpointed("reentrant", "0b") + _plain("1b") + _checkpointed("recomputed", "2b")],
+    ),
+    "nested": (
+        [_checkpointed("twice", "0a", "1a", "2b")],
+        [_checkpointed("twice", "0b", "1-", "2b")],
+    ),
+}
+
+
+def _compare_halves(rank: int, world: int, frozen: bool) -> dict[str, list[str]]:
+    """Train in every row where collectives meet in the order in which they begin; return what
+    differs from data parallel training by hand.
+    """
+
+    def model() -> nn.Module:
+        made = seeded(Route)()
+        for block in made.blocks if frozen else ():
+            block.a.weight.requires_grad_(False)
+        return made
+
+    rows = {row: {} for row in ROWS} | {row: {"node_size": 1} for row in ("hpz", "mics", "hfsdp")}
+    out = {}
+    for how, routes in _HALVES.items():
+        case = Case(model, _runs(routes), ddp=None)
+        reference = train_case(rank, "reference", case, STEPS)
+        for row, nodes in rows.items():
+            comm = zs.Comm(transport="nccl", **nodes)
+            run = train_case(rank, row, case, STEPS, units=[Halves], comm=comm)
+            out[f"{how}, {row}"] = run.differs_from(reference)
+    return out
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_ranks_may_use_other_parameters_of_a_unit_where_collectives_meet_in_order(
+    frozen: bool,
+) -> None:
+    for differences in run_ranks(2, _compare_halves, frozen, timeout=300):
+        assert not any(differences.values()), differences

@@ -58,9 +58,9 @@ from zeroshard.launch.cli import main
 
 __all__ = ["Outcome", "command", "run_program"]
 
-STALL_S = 12.0
+STALL_S = 120.0
 SHORT_STALL_S = 1.0  # where a stall may be the right answer
-TIMEOUT_S = 40.0
+TIMEOUT_S = 200.0
 READS_EVERY_S = 0.001  # of a thread beside the loop
 PACKAGE = str(Path(zs.__file__).parent)
 

@@ -85,7 +85,6 @@ def train_case(rank: int, kind: str, case: Case, steps: int = STEPS, **options: 
             module,
             optimizer,
             policy=kind,
-            stall_timeout_s=20,
             strict=True,
             **case.options,
             **options,

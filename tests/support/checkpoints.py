@@ -93,9 +93,7 @@ def make(row: str = "zero3", seed: int = 0, **sizes: int) -> Training:
     model = Counting(**sizes)
     optimizer = two_groups(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-    return Training(
-        model, optimizer, schedule, zs.shard(model, optimizer, policy=row, stall_timeout_s=20)
-    )
+    return Training(model, optimizer, schedule, zs.shard(model, optimizer, policy=row))
 
 
 def train_and_save(

@@ -213,7 +213,7 @@ def _sharded(
         policy=row,
         comm=zs.Comm.model_validate(comm or {}),
         units=units if units is None else list(units),
-        **{"stall_timeout_s": 20, **options},
+        **options,
     )
     engine.reset_traffic()
     with inside.commands(engine, tape.note):

@@ -191,7 +191,7 @@ def in_turn(
         for parameter in model.experts.parameters():
             parameter.mul_(1 + mesh.get_local_rank("ep"))
     optimizer = two_groups(model.to(device))
-    options = {"mesh_of": {"experts.*": mesh}, "stall_timeout_s": 20, **options}
+    options = {"mesh_of": {"experts.*": mesh}, **options}
     engine = zs.shard(model, optimizer, policy=row, **options)
     for step in range(3):
         generator = torch.Generator().manual_seed(10 * step + rank)

@@ -100,9 +100,7 @@ class Player:
                     "precision": family.precision,
                     "broadcast_buffers": family.buffers,
                 } | options
-            self.engine = zs.shard(
-                model, self.optimizer, stage=stage if trained else 3, stall_timeout_s=30, **options
-            )
+            self.engine = zs.shard(model, self.optimizer, stage=stage if trained else 3, **options)
         elif trained:
             self.module = DistributedDataParallel(
                 InBf16(model) if self.rounded else model,

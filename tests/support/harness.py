@@ -43,6 +43,7 @@ from typing import Any, BinaryIO
 from tests.support.zygote import Forked, Nursery, Zygote
 
 __all__ = [
+    "PLAIN",
     "ProcessResult",
     "RankError",
     "RankFailure",
@@ -65,6 +66,9 @@ MIN_MORE_S = 0.1  # a limit is not extended by less
 BARRIER_TIMEOUT_S = 2.0
 GROUP_TIMEOUT_S = 300.0
 NUM_OUTPUT_LINES = 40
+PLAIN = (
+    "cuda:gloo"  # backends of a group that serves no CPU tensors, as `init_process_group("nccl")`
+)
 _OF_RANKS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
 
 
@@ -188,11 +192,11 @@ def _in_step() -> bool:
     """Whether every rank of the group answers within the short timeout."""
     from datetime import timedelta
 
-    import torch
     import torch.distributed as dist
 
     assert dist.group.WORLD is not None
-    gloo: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    served = min(dist.group.WORLD._device_types, key=lambda one: one.type != "cpu")
+    gloo: Any = dist.group.WORLD._get_backend(served)
     try:
         gloo.monitored_barrier(timeout=timedelta(seconds=BARRIER_TIMEOUT_S))
     except Exception:
@@ -201,12 +205,14 @@ def _in_step() -> bool:
 
 
 def _register(device: str) -> str:
-    """Import the module `device`, if there is one; return the backends of a process group."""
+    """Import the module `device`, if there is one; return the backends of a process group, which
+    `device` may be itself.
+    """
     import torch
     import torch.distributed as dist
 
-    if not device:
-        return "gloo"
+    if not device or ":" in device:
+        return device or "gloo"
     importlib.import_module(device)
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None, device
@@ -247,8 +253,10 @@ def _drop_groups() -> None:
     if dist.is_initialized() and len(dist.distributed_c10d._world.pg_map) > 1:
         if "torch.distributed.tensor" in sys.modules:
             _clear_caches_of_dtensor()
+        plain = sys.modules.get("zeroshard.comm.plain")  # which has a group beside one of no CPU
+        kept = {dist.group.WORLD, *(plain._beside.values() if plain else ())}
         for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not dist.group.WORLD:
+            if group not in kept:
                 dist.destroy_process_group(group)
         gc.collect()
 
@@ -640,7 +648,8 @@ def run_ranks(
 
     A gloo group over loopback is initialised; one torch thread per rank. Results travel by pickle,
     so tensors arrive as copies. `device`: a module that registers a type of device with torch; the
-    ranks of its pool import it first, and the group has its default backend beside gloo.
+    ranks of its pool import it first, and the group has its default backend beside gloo. Or the
+    backends themselves (`PLAIN`).
 
     Raises:
         RankError: a rank raised, died, or gave no answer in time (then with the stacks of all its

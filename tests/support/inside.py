@@ -19,6 +19,7 @@ import zeroshard as zs
 from tests.support.endless_link import Endless
 from tests.support.paced_link import Paced
 from zeroshard.comm.cpu import collectives
+from zeroshard.comm.levels import Levels
 from zeroshard.comm.transport import Transport
 from zeroshard.core.exact_sum import ExactSum
 from zeroshard.core.placement import Tier
@@ -46,6 +47,11 @@ def exchange(engine: zs.Engine, payload: bytes) -> list[bytes]:
 
 
 # ------------------------------------------------------------------------------------------- units
+
+
+def levels(engine: zs.Engine) -> Levels:
+    """Return the transports of all ranks, inside nodes and between them."""
+    return engine._context.levels
 
 
 def units(engine: zs.Engine) -> list[Unit]:
@@ -443,8 +449,7 @@ def other_norm(engine: zs.Engine, factor: float) -> Iterator[None]:
 @contextmanager
 def lost_leaf(engine: zs.Engine, unit_name: str, lost: int) -> Iterator[None]:
     """Inside, what a unit has of leaf `lost` is not sent; a trail has heard of it."""
-    leaves, begun = engine._context.leaves, list[int]()
-    assert leaves is not None
+    begun = list[int]()
     keys = [segment.key for segment in unit(engine, unit_name).segments]
 
     def lose(key: str, gradient: Callable[[], torch.Tensor | None]) -> None:
@@ -452,10 +457,13 @@ def lost_leaf(engine: zs.Engine, unit_name: str, lost: int) -> Iterator[None]:
         if buffer is not None:
             buffer.zero_()
 
-    leaves.handed_over.append(lose)
+    buckets = engine._backward.buckets
+    for bucket in buckets:
+        bucket.handed_over.append(lose)
     engine._loop.events.before_leaf.append(begun.append)
     yield
-    leaves.handed_over.remove(lose)
+    for bucket in buckets:
+        bucket.handed_over.remove(lose)
     engine._loop.events.before_leaf.remove(begun.append)
 
 

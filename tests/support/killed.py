@@ -137,7 +137,7 @@ def train(rank: int, plan: Plan, ready: Callable[[], None]) -> None:
     torch.manual_seed(rank)
     random.seed(rank)
     np.random.seed(rank)
-    engine = zs.shard(model, optimizer, stage=3, stall_timeout_s=30)
+    engine = zs.shard(model, optimizer, stage=3)
     position = Position(rank)
     states: dict[str, Any] = {"schedule": schedule, "position": position}
     reported = _Reports(plan, rank)

@@ -98,7 +98,6 @@ def begin(
         optimizer,
         mesh=mesh,
         policy=layout.row,
-        stall_timeout_s=30,
         **dict(layout.options),
     )
     return Run(case, mesh, model, optimizer, schedule, engine)

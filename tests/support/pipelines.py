@@ -218,7 +218,7 @@ def piped(
         optimizer,
         policy=row,
         mesh=mesh,
-        **{"stall_timeout_s": 40, **options},
+        **options,
     )
     make = get_schedule_class(name)
     schedule = make(

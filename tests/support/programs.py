@@ -90,7 +90,7 @@ class Program:
             precision=self.precision,
             comm=zs.Comm.model_validate({"transport": transport, **self.comm}),
             offload=zs.Offload(**self.offload),
-            **{"stall_timeout_s": 60, **self.options},
+            **self.options,
         )
         data = self._data(device, rank)
         trained = Trained(model, optimizer, engine, rank, data)

@@ -54,7 +54,7 @@ def made(seed: int = 0, *, averaged: bool = False, **options: Any) -> Trained:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter))
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, **{"stall_timeout_s": 30, **options})
+    engine = zs.shard(model, optimizer, **options)
     return Trained(model, optimizer, engine, zs.EMA(engine, 0.9) if averaged else None)
 
 

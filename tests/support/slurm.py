@@ -92,7 +92,7 @@ def _start(command: list[str], environ: dict[str, str]) -> None:
 
 
 def _wait_until_idle(environ: dict[str, str]) -> None:
-    end, line = time.monotonic() + 30, ["sinfo", "-h", "-o", "%t"]
+    end, line = time.monotonic() + 300, ["sinfo", "-h", "-o", "%t"]
     while time.monotonic() < end:
         env = {**os.environ, **environ}
         said = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)

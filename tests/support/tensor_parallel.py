@@ -276,9 +276,7 @@ def train(
     """Train over `mesh`, cut along 'tp' first; the engine is closed."""
     model = parallelize_module(case.model().to(mesh.device_type), mesh["tp"], case.plan())
     optimizer = two_groups(model, eps=_EPS)
-    engine = zs.shard(
-        model, optimizer, mesh=mesh, **{"stall_timeout_s": 30, "policy": "zero3", **options}
-    )
+    engine = zs.shard(model, optimizer, mesh=mesh, **{"policy": "zero3", **options})
     losses, norms = [], []
     for step in range(steps):
         batches = list(micro_batches(engine.rank, step, case.vocabulary, most))

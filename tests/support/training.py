@@ -211,7 +211,7 @@ def make_sharded(
     return (
         model,
         tied,
-        zs.shard(model, tied, policy=row, **{"comm": comm, "stall_timeout_s": 20, **options}),
+        zs.shard(model, tied, policy=row, **{"comm": comm, **options}),
     )
 
 
@@ -226,7 +226,7 @@ def wrapped(
         return model, None
     if kind == "torch-ddp":
         return DistributedDataParallel(model), None
-    return model, zs.shard(model, optimizer, policy=kind, **{"stall_timeout_s": 20, **options})
+    return model, zs.shard(model, optimizer, policy=kind, **options)
 
 
 def take_steps(
@@ -342,9 +342,7 @@ def train_row(
     """
     comm = zs.Comm.model_validate({"transport": transport})
     engine = (
-        None
-        if row == "plain"
-        else zs.shard(model, optimizer, policy=row, comm=comm, units=units, stall_timeout_s=20)
+        None if row == "plain" else zs.shard(model, optimizer, policy=row, comm=comm, units=units)
     )
     for number in range(steps):
         step(number)

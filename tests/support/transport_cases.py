@@ -19,6 +19,7 @@ from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import PlanMismatch, StateError, StorageError
 
+MOVED = (torch.int16, torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.complex64, torch.bool)
 LINKS = ("shared_memory", "gloo", "nccl", "local")
 
 
@@ -251,6 +252,21 @@ def loose_tensors_are_gathered(rank: int, world_size: int, spec: Spec) -> None:
             assert same(out, whole) and same(inside, whole)
 
 
+def bits_of_any_dtype_are_moved(rank: int, world_size: int, spec: Spec) -> None:
+    """Also of those in which a backend cannot compute."""
+    with opened(spec, rank) as transport:
+        for dtype in MOVED:
+            for ranges in spec.cuts()[:2]:
+                whole = torch.arange(end_of(ranges)).to(dtype)
+                out = torch.zeros(end_of(ranges)).to(dtype)
+                own = whole[slice(*ranges[rank])].clone()
+                transport.all_gather("codes", own, ranges, out).wait()
+                assert same(out, whole), dtype
+            number = torch.tensor(float(rank)).to(dtype)
+            transport.broadcast(number, world_size - 1)
+            assert same(number.view(1), torch.tensor([world_size - 1.0]).to(dtype)), dtype
+
+
 def exchange_brings_every_payload(rank: int, world_size: int, spec: Spec) -> None:
     with opened(spec, rank) as transport:
         for size in (0, 1, 247, 248, 249, 5000, 100_000):
@@ -385,7 +401,7 @@ def buffers_return_to_the_pool(rank: int, world_size: int, spec: Spec) -> None:
 
 def abandon_forgets_what_was_under_way(rank: int, world_size: int, spec: Spec) -> None:
     ranges, numel = spec.cut(*[64] * world_size), 64 * world_size
-    with opened(spec, rank, stall_timeout_s=10.0, pool_bytes=64 << 10) as transport:
+    with opened(spec, rank, pool_bytes=64 << 10) as transport:
         window = transport.window("w", ranges, torch.float32, CPU, replicated=True)
         for turn in range(3):
             if not spec.native:  # native collectives cannot be left half done
@@ -496,6 +512,7 @@ CASES = [
     none_contributes_zeros,
     keys_interleave_and_the_nth_meets_the_nth,
     loose_tensors_are_gathered,
+    bits_of_any_dtype_are_moved,
     exchange_brings_every_payload,
     broadcast_copies_from_the_source,
     traffic_is_what_came_from_others,

@@ -98,9 +98,7 @@ PAIRED = [
 MAPPED = [spec for spec in PAIRED if spec.name == "shared_memory"]
 
 
-def made(
-    spec: Spec, rank: int, *, stall_timeout_s: float = 20.0, pool_bytes: int | None = None
-) -> Transport:
+def made(spec: Spec, rank: int, *, pool_bytes: int | None = None) -> Transport:
     """Make `spec`'s transport over the default group."""
     with pretended_host(None if spec.host_size is None else rank // spec.host_size):
         levels = make_levels(
@@ -111,7 +109,6 @@ def made(
                 name=spec.name,
                 ordered=spec.ordered,
                 alias=spec.alias,
-                stall_timeout_s=stall_timeout_s,
                 pool_bytes=pool_bytes,
                 two_level=spec.two_level,
             ),

@@ -14,9 +14,7 @@ from typing import Any
 from zeroshard.checkpoint.experts import Experts
 from zeroshard.checkpoint.manifest import STATE, VALUE
 from zeroshard.checkpoint.rank_part import (
-    EXTRA,
-    RNG,
-    SCALER,
+    RESERVED,
     Stateful,
     names_of,
     parameters_of,
@@ -26,6 +24,7 @@ from zeroshard.checkpoint.step_reader import StepReader
 from zeroshard.checkpoint.values import decode
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, states_of
+from zeroshard.runtime.whole import extra_modules
 
 __all__ = ["Match", "Wanted"]
 
@@ -92,7 +91,8 @@ class Match:
                 " in the model"
             )
         # imports from some formats hold buffers as parameters
-        known_here = persistent_buffers(self._engine.module).keys() | self._elsewhere
+        module = self._engine.module
+        known_here = {*persistent_buffers(module), *extra_modules(module), *self._elsewhere}
         self.misfits += [
             f"parameter {other!r} of the checkpoint is not in the model"
             for other in left
@@ -157,5 +157,5 @@ class Match:
         kinds = {kind for _, kind in self._saved.pieces if kind != VALUE}
         averages = {kind for kind in kinds if not kind.startswith(STATE)}
         for name in sorted(averages | self._saved.manifest.states.keys()):
-            if name not in self._states and name not in (RNG, EXTRA, SCALER):
+            if name not in self._states and name not in RESERVED:
                 self.skipped.append(f"states[{name!r}]: not asked for")

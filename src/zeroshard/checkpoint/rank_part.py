@@ -47,18 +47,18 @@ from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.curve import curve_of
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece, states_of
-from zeroshard.runtime.whole import saved_names
+from zeroshard.runtime.whole import extra_modules, saved_names
 from zeroshard.state.local import is_dtensor, local_of, part_of
 from zeroshard.system.device import Device
 
 __all__ = [
-    "EXTRA", "RNG", "SCALER", "RankPart", "Stateful", "check_arguments", "collect", "divide",
-    "encoded_options", "generators", "names_of", "parameters_of",
-    "persistent_buffers", "restore_generators", "whole_parts",
+    "EXTRA", "OF_MODULES", "RESERVED", "RNG", "SCALER", "ExtraStates", "RankPart", "Stateful",
+    "check_arguments", "collect", "divide", "encoded_options", "generators", "names_of",
+    "parameters_of", "persistent_buffers", "restore_generators", "whole_parts",
 ]  # fmt: skip
 
-RNG, EXTRA, SCALER = "rng", "extra", "scaler"  # our own names among the states
-_RESERVED = (RNG, EXTRA, SCALER)
+# our own names among the states
+RNG, EXTRA, SCALER, OF_MODULES = RESERVED = ("rng", "extra", "scaler", "get_extra_state()")
 
 
 class Stateful(Protocol):
@@ -235,10 +235,10 @@ def collect(
         )
     averages = {name: state for name, state in states.items() if isinstance(state, EMA)}
     for name in states:
-        if name in _RESERVED or not name or "|" in name or "@" in name:
+        if name in RESERVED or not name or "|" in name or "@" in name:
             raise CheckpointError(
                 f"states: the name {name!r} cannot be used (no '|' or '@', and not"
-                f" {', '.join(_RESERVED)})"
+                f" {', '.join(RESERVED)})"
             )
     experts = Experts.of(engine)
     part.parameters = parameters_of(engine, experts, frozen=frozen, everywhere=True)
@@ -247,6 +247,7 @@ def collect(
     values: dict[str, Any] = {
         name: _state_dict(name, state) for name, state in states.items() if name not in averages
     }
+    values[OF_MODULES] = _state_dict(OF_MODULES, ExtraStates(engine.module))
     values |= {RNG: generators(), EXTRA: extra, SCALER: states_of(engine).scaler_state()}
     part.encoded = {name: _encoded(name, value) for name, value in values.items()}
     part.encoded |= {
@@ -257,6 +258,22 @@ def collect(
         for key, tensor in tensors.items():
             dtype_code(tensor.dtype, key)  # raises
     return part
+
+
+class ExtraStates:
+    """What the ``get_extra_state()`` of modules returns, as one state of a checkpoint."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = extra_modules(module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it by its name in ``module.state_dict()``."""
+        return {name: module.get_extra_state() for name, module in self.modules.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give the modules what there is of each."""
+        for name in self.modules.keys() & state.keys():
+            self.modules[name].set_extra_state(state[name])
 
 
 def _state_dict(name: str, state: Stateful) -> dict[str, Any]:
@@ -286,6 +303,8 @@ def divide(engine: Engine, part: RankPart) -> None:
         first = next(rank for rank, other in enumerate(everyone) if name in other)
         alike = all(other.get(name) == everyone[0].get(name) for other in everyone)
         is_first, is_buffer = ranks.rank == first, name.startswith(BUFFER)
+        if name == OF_MODULES and alike and not value:
+            continue  # no module of any rank has one
         if is_first or (mine[name] != everyone[first][name] if is_buffer else not alike):
             for key, tensor in tensors.items():
                 code = dtype_code(tensor.dtype, key)

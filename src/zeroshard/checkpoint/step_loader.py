@@ -20,8 +20,10 @@ from zeroshard.checkpoint.match import Match, Wanted
 from zeroshard.checkpoint.pipeline_stages import rank_there
 from zeroshard.checkpoint.rank_part import (
     EXTRA,
+    OF_MODULES,
     RNG,
     SCALER,
+    ExtraStates,
     generators,
     persistent_buffers,
     restore_generators,
@@ -51,7 +53,8 @@ class StepLoader:
         self.differed: list[str] = []
         self._saved = saved
         self._engine = engine
-        self._states = wanted.states
+        self._modules = ExtraStates(engine.module)
+        self._states = {**wanted.states, OF_MODULES: self._modules}
         self._own = {EXTRA, SCALER} | ({RNG} if wanted.generators else set())
         experts = Experts.of(engine)
         self._match = Match(saved, engine, experts, wanted)
@@ -93,6 +96,11 @@ class StepLoader:
         for name in self._saved.manifest.states:
             if name in self._states or name in self._own:
                 self._read_state(name)
+        there = self._values.get(OF_MODULES, {}).keys()
+        for name in self._modules.modules.keys() - there:
+            self.skipped.append(f"the extra state {name!r} is not in the checkpoint")
+        for name in there - self._modules.modules.keys() if not self._saved.manifest.places else ():
+            self.skipped.append(f"the extra state {name!r} is of no module here")
         try:
             states_of(self._engine).check_restored(self._values.get(SCALER, {}))
         except (ConfigError, TypeError, ValueError) as error:
@@ -199,6 +207,11 @@ class StepLoader:
         rank, value = 0, saved.get("same")
         if "same" not in saved and self._rank is not None:
             rank, value = self._rank, saved["ranks"][self._rank]
+        elif "same" not in saved and name == OF_MODULES:  # as buffers are: the first rank's
+            for rank, value in reversed([*enumerate(saved["ranks"])]):
+                fetch = partial(self._fetch, rank)
+                self._values[name] = self._values.get(name, {}) | decode(value, fetch)
+            return
         elif "same" not in saved:
             path = EXTRA if name == EXTRA else f"states[{name!r}]"
             value, differing = common_part(saved["ranks"], path, self._saved.identity)
@@ -218,7 +231,10 @@ class StepLoader:
                 " the same numbers, dropout's masks too: torch.manual_seed(seed + engine.rank)"
                 " after zs.load() gives each rank its own"
             )
-        self._values[name] = decode(value, lambda key: self._saved.fetch(f"{key}@{rank}"))
+        self._values[name] = decode(value, partial(self._fetch, rank))
+
+    def _fetch(self, rank: int, key: str) -> torch.Tensor:
+        return self._saved.fetch(f"{key}@{rank}")
 
     # ------------------------------------------------------------------ writing
 

@@ -50,13 +50,16 @@ def make_control(subgroup: Subgroup, spec: CommSpec, traffic: Traffic) -> PeerCo
         _refuse_or_warn(hosts, subgroup, required=spec.name != "auto")
     if len(hosts.groups) == 1:
         make = partial(PeerControl, subgroup, connections=None)  # nobody is far: end gloo's thread
-    return make(
+    control = make(
         hosts,
         spec.mesh,
         traffic,
         notices=notices_of(subgroup) if subgroup.size > 1 else None,
         stall_timeout_s=spec.stall_timeout_s,
     )
+    if spec.made is not None:
+        spec.made(control)
+    return control
 
 
 def connect_axes(axes: AlongAxes, spec: CommSpec, traffic: Traffic) -> AlongAxes:

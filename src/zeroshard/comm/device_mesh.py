@@ -37,6 +37,7 @@ class MeshAxes:
     along: AlongAxes
     mesh: DeviceMesh | None = None  # as it was given
     own: tuple[OwnMesh, ...] = ()  # of parameters that some of these ranks hold
+    limit_s: float | None = None  # how long they wait for each other before there is a transport
 
     @property
     def rank(self) -> int:
@@ -51,18 +52,25 @@ class MeshAxes:
     @property
     def ranks(self) -> GroupRanks:
         """These ranks, before there is a transport."""
-        return ranks_through(self.group)
+        return ranks_through(self.group, limit_s=self.limit_s)
 
 
-def mesh_axes_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = None) -> MeshAxes:
+def mesh_axes_of(
+    mesh: Any,
+    dp: Sequence[str] | str | None = None,
+    mesh_of: Any = None,
+    *,
+    limit_s: float | None = None,
+) -> MeshAxes:
     """Return the axes of `mesh` (None: all ranks are data parallel), of which the
-    dimensions `dp` are data parallel, and in the meshes of parameters, `mesh_of`. Collective.
+    dimensions `dp` are data parallel, and in the meshes of parameters, `mesh_of`. Collective; the
+    ranks wait for each other for `limit_s` (None: as their groups do).
 
     Raises ConfigError for what is no mesh of named dimensions with this rank in it, and
     PlanMismatch where the ranks name other dimensions, before any of their groups is used.
     """
     # without a mesh on any rank, the comparison of settings that follows tells
-    ranks = Ranks() if mesh is None and mesh_of is None else _members(mesh)
+    ranks = Ranks() if mesh is None and mesh_of is None else _members(mesh, limit_s)
     with ranks.together("shard()", remedy=_ALL) as meeting:
         dims, requests = _dims_of(mesh, dp), check_meshes(mesh_of)
         described = "none" if mesh is None else dims.describe()
@@ -71,11 +79,13 @@ def mesh_axes_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any 
     if mesh is None:
         group, axes = _everyone(), AlongAxes()
     else:
-        peers = ranks_through(*(mesh.get_group(index) for index in dims.beside))
+        beside = [mesh.get_group(index) for index in dims.beside]
+        peers = ranks_through(*beside, limit_s=limit_s)
         axes = AlongAxes(dims.places, dims.place(mesh.get_coordinate()), peers)
         group = _data_group(mesh, dims)
     with axes.together("shard()"):
-        return MeshAxes(group, dims, axes, mesh, own_meshes(requests, group))
+        own = own_meshes(requests, ranks_through(group, limit_s=limit_s), group)
+        return MeshAxes(group, dims, axes, mesh, own, limit_s)
 
 
 def _dims_of(mesh: Any, dp: Sequence[str] | str | None) -> Dims:
@@ -100,15 +110,15 @@ def _dims_of(mesh: Any, dp: Sequence[str] | str | None) -> Dims:
     return Dims.of(mesh.mesh_dim_names, mesh.shape, dp)
 
 
-def _members(mesh: Any) -> Ranks:
+def _members(mesh: Any, limit_s: float | None) -> Ranks:
     """Return all ranks of `mesh`, along groups that do not depend on its names: of the whole job
     those without a mesh; of a mesh that this rank is not in, itself.
     """
     if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
         return Ranks()
     if not isinstance(mesh, DeviceMesh) or mesh.size() == dist.get_world_size():
-        return ranks_through(_everyone())
-    return ranks_through(*(mesh.get_group(index) for index in range(mesh.ndim)))
+        return ranks_through(_everyone(), limit_s=limit_s)
+    return ranks_through(*(mesh.get_group(dim) for dim in range(mesh.ndim)), limit_s=limit_s)
 
 
 def _everyone() -> dist.ProcessGroup | None:

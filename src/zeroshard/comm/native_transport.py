@@ -15,6 +15,9 @@ skips the same steps. With 3 ranks, k = 2: 57344 on each is 3 x 14336 = 43008 on
 afterwards. Powers of two change no bit, but of numbers below 2^(k - 14), which lose up to k of
 their last bits; those below 2^(k - 25) are lost. A loss scale that grows keeps above that.
 
+What is gathered or broadcast travels as bytes: a backend has no type for all that PyTorch has
+(NCCL none for int16, uint16 and complex numbers), and moves bits the same.
+
 Invariant: every rank makes the same calls in the same order (the engine's identity check tells when
 not). On accelerators a collective is one operation of the stream that is current when it starts
 (``async_op=False``, as FSDP2 calls it): no stream of the backend's own, and no wait of the host,
@@ -28,6 +31,7 @@ temporary slice per reduce, N of them when ordered, which one kernel sums where 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -143,16 +147,21 @@ class NativeTransport:
             "all_gather", "nccl", cut.numel * itemsize, between=cut.numel_between * itemsize
         )
         works: list[Any] = []
-        if cut.is_equal:
-            if out.numel():
-                work = group_all_gather(self._group, out, local, self._to_gather)
-                works = self._to_wait_for(work)
-        else:
-            own = out[slice(*ranges[self.rank])]
-            if own.data_ptr() != local.data_ptr():
-                own.copy_(local)
-            works = self._each(self._send_share, out, ranges)
         what, under_way = f"gather of {key}", self._under_way
+        try:
+            if cut.is_equal:
+                if out.numel():
+                    share, whole = local.view(torch.uint8), out.view(torch.uint8)
+                    work = group_all_gather(self._group, whole, share, self._to_gather)
+                    works = self._to_wait_for(work)
+            else:
+                own = out[slice(*ranges[self.rank])]
+                if own.data_ptr() != local.data_ptr():
+                    own.copy_(local)
+                works = self._each(self._send_share, out, ranges)
+        except RuntimeError as error:
+            explain(error, what, self.control)
+            raise
         return NativeWork(self.control, under_way, what, works, None, [local, out], is_gather=True)
 
     def grad_buffer(
@@ -187,19 +196,21 @@ class NativeTransport:
         # [Note: sums in fp16]
         halvings = 0 if exchanges or dtype is not torch.float16 else (self.size - 1).bit_length()
         works: list[Any] = []
-        arrived = loan
-        if exchanges:
-            works = [self._all_to_all(data, arrived.view(self.size, own), ranges)]
-        else:
-            if halvings:
-                data.mul_(0.5**halvings)
-            if not self._cuts.of(ranges).is_equal:
+        arrived, what = loan, f"reduce of {request.key}"
+        if halvings:
+            data.mul_(0.5**halvings)
+        try:
+            if exchanges:
+                works = [self._all_to_all(data, arrived.view(self.size, own), ranges)]
+            elif not self._cuts.of(ranges).is_equal:
                 works = self._each(self._sum_share, data, ranges)
                 arrived = data[start:stop]
             elif numel:
-                works = self._to_wait_for(
-                    group_reduce_scatter(self._group, loan, data, self._to_sum)
-                )
+                work = group_reduce_scatter(self._group, loan, data, self._to_sum)
+                works = self._to_wait_for(work)
+        except RuntimeError as error:
+            explain(error, what, self.control)
+            raise
         num_bytes = own * dtype.itemsize
         self.traffic.add(
             "reduce_scatter",
@@ -221,7 +232,7 @@ class NativeTransport:
             self._temporaries.give(loan)
             self._pool.give(data)
 
-        alive, what = [data, arrived, out], f"reduce of {request.key}"
+        alive = [data, arrived, out]
         return NativeWork(
             self.control, self._under_way, what, works, finish, alive, is_gather=False
         )
@@ -248,6 +259,7 @@ class NativeTransport:
         )
 
     def _send_share(self, share: torch.Tensor, owner: int) -> Any:
+        share = share.view(torch.uint8)
         return dist.broadcast(share, group=self._group, group_src=owner, async_op=self._async_op)
 
     def _sum_share(self, share: torch.Tensor, owner: int) -> Any:
@@ -266,9 +278,16 @@ class NativeTransport:
         backend = self._group._get_backend(self._device)
         if self._async_op or not (backend.supports_coalescing and owners):
             return [start(data[slice(*ranges[owner])], owner) for owner in owners]
-        with dist.distributed_c10d._coalescing_manager(self._group, self._device):
-            for owner in owners:
-                start(data[slice(*ranges[owner])], owner)
+        try:
+            with dist.distributed_c10d._coalescing_manager(self._group, self._device):
+                for owner in owners:
+                    start(data[slice(*ranges[owner])], owner)
+        except (
+            BaseException
+        ):  # torch would let its group collect calls from here on, and start none
+            if dist.distributed_c10d._world.pg_coalesce_state.pop(self._group, None) is not None:
+                self._group._end_coalescing(self._device)
+            raise
         return []  # the current stream orders them
 
     def begin_write(self) -> None:
@@ -280,9 +299,9 @@ class NativeTransport:
         flat = (
             data.contiguous() if data.device == self._device else data.to(self._device).contiguous()
         )
-        work = dist.broadcast(flat, group=self._group, group_src=source, async_op=self._async_op)
+        work = self._send_share(flat.view(-1), source)
         if work is not None:
-            await_native(work, "broadcast", self.control)
+            await_native(work, f"broadcast from rank {source}", self.control)
         if flat.data_ptr() != data.data_ptr():
             data.copy_(flat)
         if self.rank != source:
@@ -374,13 +393,29 @@ def await_native(work: Any, what: str, control: PeerControl) -> None:
     try:
         work.wait(timedelta(seconds=control.stall_timeout_s))
     except RuntimeError as error:
-        text = str(error).split("\n")[0].split("] ")[-1][:160]
-        others = [peer for peer in range(control.size) if peer != control.rank]
-        if "imed out" in text or "timeout" in text:
-            raise StallError(
-                f"{what}: one of ranks {others} did not come within {control.stall_timeout_s:g} s"
-                f" ({text}){control.explain_stall()}"
-            ) from error
+        explain(error, what, control)
+        raise
+
+
+# of gloo ("Connection closed by peer", "Pair is not connected") and NCCL ("remote process exited or
+# there was a network error", "communicator was aborted")
+_LOST = re.compile("connect|socket|broken pipe|remote process|network|aborted", re.IGNORECASE)
+
+
+def explain(error: RuntimeError, what: str, control: PeerControl) -> None:
+    """Raise StallError or PeerLostError where `error` of the collective `what` is one of a limit of
+    time or of a connection; else note `what` in it.
+    """
+    said = str(error)
+    text = said.split("\n")[0].split("] ")[-1][:160]
+    others = [peer for peer in range(control.size) if peer != control.rank]
+    if "imed out" in said or "timeout" in said:
+        raise StallError(
+            f"{what}: one of ranks {others} did not come within {control.stall_timeout_s:g} s"
+            f" ({text}){control.explain_stall()}"
+        ) from error
+    if _LOST.search(said):
         raise PeerLostError(
             f"{what}: one of ranks {others} has ended or given up ({text})"
         ) from error
+    error.add_note(f"in the {what}")

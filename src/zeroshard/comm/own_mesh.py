@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.groups import make_group
 from zeroshard.comm.plain import ranks_through
+from zeroshard.comm.ranks import Ranks
 from zeroshard.core.dims import shared_dims
 from zeroshard.core.holders import Holders
 from zeroshard.errors import ConfigError
@@ -106,10 +107,10 @@ def check_meshes(mesh_of: Any) -> list[MeshRequest]:
 
 
 def own_meshes(
-    requests: Sequence[MeshRequest], group: dist.ProcessGroup | None
+    requests: Sequence[MeshRequest], ranks: Ranks, group: dist.ProcessGroup | None
 ) -> tuple[OwnMesh, ...]:
-    """Return the meshes that every rank of `group`, the data parallel ranks, has `requests` for.
-    Collective.
+    """Return the meshes that every one of `ranks`, the data parallel ones, which are those of
+    `group`, has `requests` for. Collective.
 
     Raises ConfigError, on all of them, where a mesh has ranks that are none of them.
     """
@@ -117,12 +118,12 @@ def own_meshes(
         return ()
     everyone = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     mine = [(one.place(), one.ranks()) for one in requests]
-    answers = ranks_through(group).share(mine, "shard()")
+    answers = ranks.share(mine, "shard()")
     own = []
     for index, one in enumerate(requests):
         placed = sorted({(answer[index][0], tuple(answer[index][1])) for answer in answers})
-        groups = list(dict.fromkeys(ranks for _, ranks in placed))
-        outside = {rank for ranks in groups for rank in ranks}.difference(everyone)
+        groups = list(dict.fromkeys(members for _, members in placed))
+        outside = {rank for members in groups for rank in members}.difference(everyone)
         if outside:
             raise ConfigError(
                 f"{one.name} has rank(s) {sorted(outside)} among those with the same parameters,"
@@ -133,7 +134,7 @@ def own_meshes(
                 f"{one.name} has groups of ranks that overlap, {list(map(list, groups))}: pass the"
                 " same mesh on every rank"
             )
-        places = tuple(tuple(everyone.index(rank) for rank in ranks) for ranks in groups)
+        places = tuple(tuple(everyone.index(rank) for rank in members) for members in groups)
         holders = Holders(places, everyone.index(dist.get_rank()))
         own.append(OwnMesh(one.pattern, group_along(one.mesh, one.dims), holders))
     return tuple(own)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroshard.comm.compat import all_gather_single
-from zeroshard.comm.groups import make_group
+from zeroshard.comm.groups import job_timeout, make_group
 from zeroshard.comm.ranks import Ranks
 from zeroshard.errors import StallError
 
@@ -39,17 +39,17 @@ _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 class GroupRanks(Ranks):
     """The ranks along process groups; see `ranks_through`."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(self, groups: Sequence[dist.ProcessGroup], limit_s: float | None) -> None:
         rank = 0
         for group in groups:
             rank = rank * group.size() + group.rank()
         exchange = self._gather if groups else None
         super().__init__(rank, prod(group.size() for group in groups), exchange)
-        self.limit_s: float | None = None  # how long it waits for others; None: as the group does
+        self._limit_s = limit_s  # how long it waits for others; None: as the group does
         self._groups = groups
 
     def _gather(self, payload: bytes, call: str) -> list[bytes]:
-        gather = partial(gather_bytes, call=call, limit_s=self.limit_s)
+        gather = partial(gather_bytes, call=call, limit_s=self._limit_s)
         parts = gather(self._groups[-1], payload)
         for group in reversed(self._groups[:-1]):
             text = json.dumps([part.decode("latin-1") for part in parts])
@@ -58,11 +58,11 @@ class GroupRanks(Ranks):
         return parts
 
 
-def ranks_through(*groups: dist.ProcessGroup | None) -> GroupRanks:
+def ranks_through(*groups: dist.ProcessGroup | None, limit_s: float | None = None) -> GroupRanks:
     """Return the ranks along process `groups`, in the order of their mesh: each rank is in one of
-    every axis. Without a group: this one rank.
+    every axis. Without a group: this one rank. They wait for each other for `limit_s`.
     """
-    return GroupRanks([group for group in groups if group is not None])
+    return GroupRanks([group for group in groups if group is not None], limit_s)
 
 
 def gather_bytes(
@@ -131,7 +131,7 @@ def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) < dist.get_world_size():
         return make_group(ranks, partial(_gather_on_device, group), backend="gloo")
-    made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo")
+    made: dist.ProcessGroup = dist.new_group(ranks, job_timeout(), "gloo")
     return made
 
 

@@ -6,9 +6,13 @@ asked for by name is made or refused.
 
 from __future__ import annotations
 
+import json
 import logging
-from dataclasses import replace
-from typing import Any
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 from torch import distributed as dist
@@ -17,7 +21,8 @@ from zeroshard.comm.connect import make_control
 from zeroshard.comm.cpu.control import PeerControl
 from zeroshard.comm.cpu.gloo_peers import Subgroup
 from zeroshard.comm.cpu.paired import PairedTransport
-from zeroshard.comm.groups import make_group
+from zeroshard.comm.groups import connected, job_timeout, make_group, timeout_of
+from zeroshard.comm.job import Seat, choose_interface, same_device
 from zeroshard.comm.levels import Levels
 from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.one_process import OneProcess
@@ -27,8 +32,12 @@ from zeroshard.comm.transport import CommSpec, Traffic, Transport
 from zeroshard.core.cost import all_gather, goes_deep, reduce_scatter
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.errors import ConfigError
+from zeroshard.system.device import Device
+from zeroshard.system.sockets import raise_file_limit
 
-__all__ = ["has_native", "make_levels", "make_transport"]
+__all__ = ["first_stall_timeout_s", "has_native", "make_levels", "make_transport"]
+
+STALL_TIMEOUT_S, FIRST_STALL_TIMEOUT_S = 300.0, 900.0  # unless the user says otherwise
 
 _logger = logging.getLogger(__name__)
 _NAMES = ("auto", "one_process", "shared_memory", "gloo", "mixed", "nccl")
@@ -94,7 +103,7 @@ def _check_name(name: str, world: int, *, has_group: bool) -> None:
 
 
 def _make_paired(group: dist.ProcessGroup, spec: CommSpec, traffic: Traffic) -> Levels:
-    everyone, mesh = Subgroup.of(group, spec.members), spec.mesh
+    everyone, mesh = _met(group, spec, ()), spec.mesh
 
     def make(subgroup: Subgroup, spec: CommSpec, traffic: Traffic) -> PairedTransport:
         return PairedTransport(make_control(subgroup, spec, traffic), spec)
@@ -116,15 +125,20 @@ def _make_paired(group: dist.ProcessGroup, spec: CommSpec, traffic: Traffic) -> 
 def _make_native(
     group: dist.ProcessGroup, device: torch.device, spec: CommSpec, traffic: Traffic
 ) -> Levels:
-    mesh = spec.mesh
-    _warn_of_timeout(group, device, spec)
-    named = Subgroup.of(group, spec.members)
+    mesh, devices = spec.mesh, () if device.type == "cpu" else (Device.of(device),)
+    named = _met(group, spec, devices)
     control = make_control(named, replace(spec, name="nccl"), traffic)
     _check_ordered(spec, control)
+    connect = partial(connected, device=device, limit_s=spec.stall_timeout_s)
+    connect(lambda: group, name="shard(): the group of all ranks")
     flat = NativeTransport(group, device, spec, control)
     if mesh.num_nodes == 1 or not (spec.columns or _ever_deep(spec)):
+        _warn_of_timeout([group], device, spec)
         return Levels(flat, spec=spec)
-    node, column = (_subgroup(group, ranks) for ranks in _subsets(mesh))
+    nodes, columns = (partial(_subgroup, group, ranks) for ranks in _subsets(mesh))
+    node = connect(nodes, name="shard(): the group inside a node")
+    column = connect(columns, name="shard(): the group between nodes")
+    _warn_of_timeout([group, node, column], device, spec)
     inside, between = _levels(spec)
     return Levels(
         flat,
@@ -132,6 +146,30 @@ def _make_native(
         NativeTransport(column, device, between, control),
         spec=spec,
     )
+
+
+def _met(group: dist.ProcessGroup, spec: CommSpec, devices: Sequence[Device]) -> Subgroup:
+    """Return the ranks of `group`, which take one device each where they say `devices`, ready for
+    sockets to each other. Collective. Raises ConfigError, on every rank.
+    """
+    raise_file_limit()  # somebody else may have made the job's group
+    mine = json.dumps([secrets.token_hex(16), asdict(Seat.of(*devices))])
+    answers = gather_bytes(group, mine.encode(), call="shard()", limit_s=spec.stall_timeout_s)
+    told = [json.loads(answer) for answer in answers]
+    seats = [Seat(**{**seat, "uuids": tuple(seat["uuids"])}) for _, seat in told]
+    choose_interface([seat.host for seat in seats])
+    members = spec.members or tuple(range(group.size()))
+    shared = same_device(seats, [0 if seat.uuids else None for seat in seats])
+    if shared:
+        device = devices[0].device
+        raise ConfigError(
+            f"rank(s) {[members[rank] for rank in shared]} compute on one device (uuid"
+            f" {seats[shared[0]].uuids[0]}; on rank {members[group.rank()]} the model is on"
+            f" {device}), and {devices[0].backend} takes one device for each rank: call"
+            f" torch.{device.type}.set_device(LOCAL_RANK), or zs.init_distributed(), before the"
+            " model is made"
+        )
+    return Subgroup(told[0][0], group.rank(), group.size(), members)
 
 
 def _check_ordered(spec: CommSpec, control: PeerControl) -> None:
@@ -151,15 +189,26 @@ def _check_ordered(spec: CommSpec, control: PeerControl) -> None:
         )
 
 
-def _warn_of_timeout(group: dist.ProcessGroup, device: torch.device, spec: CommSpec) -> None:
+def first_stall_timeout_s(group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """Return how long ranks of `group` wait for each other until the first step is over, where the
+    user has not said: for what is compiled on a cold cache, and a first batch from afar; less where
+    the backend would end the job before.
+    """
+    timeout = None if group is None else timeout_of(group, device)
+    if timeout is None:
+        return FIRST_STALL_TIMEOUT_S
+    within = timeout.total_seconds() - 2 * every(FIRST_STALL_TIMEOUT_S) - 1
+    return max(STALL_TIMEOUT_S, min(within, FIRST_STALL_TIMEOUT_S))
+
+
+def _warn_of_timeout(
+    groups: Sequence[dist.ProcessGroup], device: torch.device, spec: CommSpec
+) -> None:
     """Warn where the backend would end the job before a stall is told."""
-    backend = group._get_backend(device)
-    options: Any = getattr(backend, "options", None)  # some bind none
-    if options is None:  # a backend without a timeout
-        return
-    timeout_s = options._timeout.total_seconds()
+    timeouts = [timeout_of(group, device) for group in groups]
+    timeout_s = min((one.total_seconds() for one in timeouts if one), default=math.inf)
     told_s = spec.stall_timeout_s + 2 * every(spec.stall_timeout_s)
-    if timeout_s <= told_s and group.rank() == 0:
+    if timeout_s <= told_s and groups[0].rank() == 0:
         _logger.warning(
             "the process group's timeout of %g s is not above stall_timeout_s of %g s: the backend"
             " would end a job that stalls before it is told where its ranks are; lower"
@@ -203,7 +252,7 @@ def _subgroup(group: dist.ProcessGroup, subsets: list[tuple[int, ...]]) -> dist.
     mine = next(index for index, ranks in enumerate(subsets) if group.rank() in ranks)
     if group.size() < dist.get_world_size():
         return make_group(in_job[mine], lambda payload: gather_bytes(group, payload))
-    made: list[dist.ProcessGroup] = [dist.new_group(ranks) for ranks in in_job]
+    made: list[dist.ProcessGroup] = [dist.new_group(ranks, job_timeout()) for ranks in in_job]
     return made[mine]
 
 

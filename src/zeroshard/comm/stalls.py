@@ -27,14 +27,14 @@ from collections.abc import Callable, Mapping
 from zeroshard.comm.cpu.control import PeerControl, Plane
 from zeroshard.comm.cpu.notices import Notices
 from zeroshard.comm.launched import end_process
-from zeroshard.core.digest import Digest, Entered
+from zeroshard.core.digest import Digest
 from zeroshard.errors import StallError
 
 __all__ = ["StallWatch", "every"]
 
 _EVERY_S = 5.0
 _ANSWER_S = 1.0  # how long the store may take
-_NUM_RANKS, _NUM_PLACES = 8, 8  # named in an error
+_NUM_RANKS, _NUM_PLACES, _NUM_STARTED = 8, 8, 3  # named in an error
 _REMEDY = (
     "Collectives that were enqueued cannot be left, so nothing goes on after this: end the job and"
     " start it again from its last checkpoint"
@@ -82,18 +82,18 @@ class StallWatch(Plane):
             digest, timeout_s = self._digest(), self._control.stall_timeout_s
             if digest is None:
                 return
-            entered = digest.entered
+            entered, place = digest.entered, _place(digest)
             del digest  # while we sleep
             *_, at = entered
             silent_s = time.monotonic() - at
             to_say = entered if silent_s > every(timeout_s) else None
             if said is not to_say:
                 said = to_say
-                since = f"{time.time() - silent_s:.1f} {_place(entered)}"
+                since = f"{time.time() - silent_s:.1f} {place}"
                 self._notices.place(since if said is not None else "")
             # a wait of the host, which can raise, ends before
             if silent_s > timeout_s + every(timeout_s) and self._is_stuck():
-                end_process(self._error(entered, silent_s))
+                end_process(self._error(place, silent_s))
 
     def _is_stuck(self) -> bool:
         try:
@@ -101,16 +101,18 @@ class StallWatch(Plane):
         except RuntimeError:  # the device has failed: whoever waits for it is told
             return False
 
-    def _error(self, entered: Entered, silent_s: float) -> StallError:
+    def _error(self, place: str, silent_s: float) -> StallError:
         return StallError(
             f"rank {self._control.rank}: collectives have not ended on the device {silent_s:.1f} s"
-            f" after {_place(entered)}: a rank did not come{self.explain_stall()}"
+            f" after {place}: a rank did not come{self.explain_stall()}"
         )
 
 
-def _place(entered: Entered) -> str:
-    event, unit, step, _ = entered
-    return f"{event} of unit {unit!r} in step {step}" if unit else f"{event} in step {step}"
+def _place(digest: Digest) -> str:
+    event, unit, step, _ = digest.entered
+    place = f"{event} of unit {unit!r} in step {step}" if unit else f"{event} in step {step}"
+    started = digest.last(_NUM_STARTED)
+    return f"{place} (collectives started last: {', '.join(started)})" if started else place
 
 
 def _describe_places(places: Mapping[int, str]) -> str:

@@ -69,6 +69,7 @@ class CommSpec:
     columns: bool = False  # the row keeps columns
     node_sums: bool = False  # the row keeps sums of nodes
     hop_dtype: torch.dtype = torch.float32  # in which sums of nodes travel
+    made: Callable[[Ranks], None] | None = None  # is told of each control plane
     # what errors call the ranks; (): their numbers in the group
     members: tuple[int, ...] = ()
 

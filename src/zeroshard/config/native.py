@@ -83,8 +83,11 @@ class Config(Strict):
         ge=0,
         description="The most bytes of weights gathered ahead of their use (default: chosen).",
     )
-    stall_timeout_s: float = Field(
-        default=300.0, gt=0, description="After how many seconds a wait for a rank is a StallError."
+    stall_timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="After how many seconds a wait for a rank is a StallError (default: 900 until"
+        " the first step is over, then 300).",
     )
     strict: bool = Field(
         default=False, description="Whether writes to released parameters are found by value."

@@ -79,6 +79,13 @@ class Digest:
             entry for entry, ranks in self._log if ranks is None
         )
 
+    def last(self, number: int) -> list[str]:
+        """Return the last `number` collectives of this step, or fewer, the newest last; in any
+        thread.
+        """
+        entries = [entry.split()[:2] for entry, _ in self._log.copy()]
+        return [" ".join(entry) for entry in entries if entry[0] in ("gather", "reduce")][-number:]
+
     def advance(self, step: int | None = None) -> None:
         """Start the next step, or that numbered `step`."""
         self.step = self.step + 1 if step is None else step

@@ -95,8 +95,8 @@ class _Pass(Generic[U]):
     trace: list[U] = field(default_factory=list)
     position: int = -1
     so_far: list[U] = field(default_factory=list)
-    # the same two with the units that were kept for a backward
-    last_uses: list[U] = field(default_factory=list)
+    # the same two with the units that were kept for a backward; None before any pass
+    last_uses: list[U] | None = None
     uses: list[U] = field(default_factory=list)
 
 
@@ -108,14 +108,19 @@ class Order(Generic[U]):
 
     def begin(self, phase: Hashable) -> None:
         """Start a pass: the last pass becomes the trace."""
-        current = self._passes.get(phase, _Pass())
-        self._passes[phase] = _Pass(
-            trace=current.so_far or current.trace, last_uses=current.uses or current.last_uses
-        )
+        current = self._passes.get(phase)
+        if current is None:
+            self._passes[phase] = _Pass()
+        else:
+            last_uses = current.uses or current.last_uses or []
+            self._passes[phase] = _Pass(current.so_far or current.trace, last_uses=last_uses)
 
-    def last_uses(self, phase: Hashable) -> list[U]:
-        """Return the units of the last complete pass, in order, kept ones included."""
-        return list(self._passes[phase].last_uses) if phase in self._passes else []
+    def last_uses(self, phase: Hashable) -> list[U] | None:
+        """Return the units of the last complete pass that gathered any, in order, kept ones
+        included: none where no pass has, and None before any pass.
+        """
+        current = self._passes.get(phase)
+        return None if current is None or current.last_uses is None else list(current.last_uses)
 
     def seed(self, phase: Hashable, trace: Sequence[U]) -> None:
         """Take `trace` for that of the pass before the first."""

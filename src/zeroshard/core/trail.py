@@ -1,12 +1,13 @@
-"""The trail of a run with leaves: hashes of what every step read, summed and wrote, and where two
-trails part. Ranks, rows and tiers of the two need not be the same.
+"""The trail of a run: hashes of what every step read, summed and wrote, and where two trails part.
+Ranks (with leaves), rows and tiers of the two need not be the same.
 
 A rank's file has a header, and a record per step::
 
     {"trail": 1, "rank": 1, "world": 2, "row": "zero3", "leaves": "8", "units": [...], ...}
     {"step": 10, "hashes": {"weight": {UNIT: HASH}, "leaf 4": {UNIT: HASH}, "norm": {"": HEX}}}
 
-Units of a phase of a leaf stand in the order in which they were run.
+Units of a phase of a leaf stand in the order in which they were run. Of a run without leaves (its
+"leaves" are "") micro-batch k of a rank is number k * world + rank, in the place of a leaf.
 
 Hashes of two kinds, by phase (`PHASES`)::
 
@@ -39,9 +40,11 @@ PHASES = {
     "weight": "the weights at rest when the step begins",
     "gather": "the weights as gathered",
     "forward": "the output of the unit in a leaf",
+    "loss": "the loss of a leaf",
     "leaf": "the gradient of a leaf, before it is sent",
     "backward": "the gradient that the unit returns to its inputs in a leaf",
     "sum": "the sum of the leaves' gradients",
+    "reduced": "the gradient of all ranks, before it is clipped",
     "norm": "the norm of the gradient",
     "grad": "the gradient that the optimizer takes, averaged and clipped",
     "option": "an option of the optimizer",
@@ -49,8 +52,8 @@ PHASES = {
     "master": "the masters after the step",
     "published": "the weights at rest after the step",
 }
-SLICED = {"weight", "sum", "grad", "state", "master", "published"}
-OF_LEAF = {"forward", "leaf", "backward"}
+SLICED = {"weight", "sum", "reduced", "grad", "state", "master", "published"}
+OF_LEAF = {"forward", "loss", "leaf", "backward"}
 
 Hashes = Mapping[str, Mapping[str, str]]  # by phase, and by unit
 
@@ -62,7 +65,7 @@ class Header:
     rank: int
     world: int
     row: str
-    leaves: str
+    leaves: str  # "": the run has none
     every: int
     units: tuple[str, ...]
     groups: Mapping[str, int]  # by unit: ranks of one number hold slices of one whole

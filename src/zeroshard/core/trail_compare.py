@@ -91,18 +91,22 @@ class Difference:
     holders: tuple[Held, ...]
     # by run, the ranks that hold something else than most; where nobody can tell: of both runs
     suspects: tuple[tuple[int, ...], tuple[int, ...]]
+    num_ranks: int = 0  # of runs without leaves
 
     @property
     def leaf(self) -> int | None:
         """The leaf, where it is what one has computed."""
         name, _, detail = self.phase.partition(" ")
-        return int(detail) if name in OF_LEAF else None
+        return int(detail) if name in OF_LEAF and not self.num_ranks else None
 
     @property
     def meaning(self) -> str:
         """What differs, in words."""
         name, _, detail = self.phase.partition(" ")
         words = PHASES[name]
+        if name in OF_LEAF and self.num_ranks:
+            number, rank = divmod(int(detail), self.num_ranks)
+            return words.replace("a leaf", f"micro-batch {number} of rank {rank}")
         if name in OF_LEAF:
             return words.replace("a leaf", f"leaf {detail}")
         return f"{words} ({detail})" if detail else words
@@ -135,8 +139,11 @@ def compare(
         both = [step for step in both if step in steps]
     if not both:
         raise ValueError("no step is there of every rank in both trails")
+    for step in both:
+        _check_comparable(step, first.steps[step][0].header, second.steps[step][0].header)
     headers = [trail.steps[both[0]][0].header for trail in (first, second)]
-    _check_comparable(*headers)
+    if leaf is not None and not headers[0].leaves:
+        raise ValueError("these runs have no leaves, of which one could be compared alone")
     if unit is not None and unit not in headers[0].units:
         raise ValueError(f"there is no unit {unit!r}: there are {', '.join(headers[0].units)}")
     for step in both:
@@ -150,9 +157,15 @@ def compare(
     return Comparison(tuple(both), (), _notes(*headers))
 
 
-def _check_comparable(first: Header, second: Header) -> None:
+def _check_comparable(step: int, first: Header, second: Header) -> None:
     if first.leaves != second.leaves:
-        raise ValueError(f"one run has leaves={first.leaves} and the other {second.leaves}")
+        names = [one.leaves or "none" for one in (first, second)]
+        raise ValueError(f"one run has leaves={names[0]} and the other {names[1]}")
+    if not first.leaves and first.world != second.world:
+        raise ValueError(
+            f"step {step} was run on {first.world} ranks and on {second.world}: without leaves a"
+            " sum belongs to one number of ranks; give both runs zs.shard(..., leaves=V)"
+        )
     if first.units != second.units:
         raise ValueError("the models are cut into other units")
 
@@ -171,9 +184,12 @@ def _differences(
 ) -> Iterator[Difference]:
     """Yield what differs in one step, in the order in which a step runs."""
     ours, theirs = _held(first, 0), _held(second, 1)
-    same_cut = first[0].header.cut == second[0].header.cut
-    for key in _in_order({**ours, **theirs}, first[0].header.units):
+    header, other = first[0].header, second[0].header
+    num_ranks = 0 if header.leaves else header.world
+    for key in _in_order({**ours, **theirs}, header.units):
         here, there = ours.get(key, []), theirs.get(key, [])
+        if num_ranks and key[0].startswith("leaf") and header.row != other.row:
+            continue  # rows differ in which micro-batches they add before they reduce
         if not key[0].startswith("gather"):  # of units that a rank's first leaf has gathered
             here = here or [Held(0, _ABSENT, {})]
             there = there or [Held(1, _ABSENT, {})]
@@ -181,8 +197,8 @@ def _differences(
         values = {one.value for one in holders}
         if len(values) > 1:
             right = {one.value for one in there} if is_replay else set()
-            suspects = _suspects(holders, right, same_cut=same_cut)
-            yield Difference(step, *key, holders, suspects)
+            suspects = _suspects(holders, right, same_cut=header.cut == other.cut)
+            yield Difference(step, *key, holders, suspects, num_ranks)
 
 
 def _in_order(keys: Iterable[_Key], units: Sequence[str]) -> list[_Key]:
@@ -202,7 +218,8 @@ def _in_order(keys: Iterable[_Key], units: Sequence[str]) -> list[_Key]:
             place = handed_over.index(unit) + 0.5  # its parameters' gradients come before
         else:
             place = float(run[key[0]].index(unit))
-        return _ORDER["forward"], int(detail), int(name != "forward"), place, 0, ""
+        turn = {"forward": 0, "loss": 1}.get(name, 2)
+        return _ORDER["forward"], int(detail), turn, place, 0, ""
 
     return sorted(keys, key=order)
 

@@ -19,20 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
 import zeroshard as zs
+from zeroshard.comm.plain import ranks_through
 from zeroshard.config.strict_json import parse_json
 from zeroshard.deepspeed import comm, held_parameters, released_states
 from zeroshard.deepspeed.answers import Client, complete_batch
 from zeroshard.deepspeed.deepspeed_engine import DeepSpeedEngine
+from zeroshard.deepspeed.helpers import default_git
 from zeroshard.deepspeed.leaf_flags import flag_configured
 from zeroshard.deepspeed.leaf_walk import LeafWalk
 from zeroshard.deepspeed.loaders import make_loader
 from zeroshard.deepspeed.lr_schedules import make_schedule
+from zeroshard.deepspeed.names import VERSION
 from zeroshard.deepspeed.optimizers import make_optimizer
+from zeroshard.deepspeed.small import log_dist
 from zeroshard.deepspeed.small import logger as _log
 from zeroshard.deepspeed.verdict import accepted, section, try_schedule
 from zeroshard.deepspeed.zero import end_init_blocks
@@ -78,6 +81,8 @@ def initialize(
         distributed_port=options.get("distributed_port", 29500),
         dist_init_required=options.get("dist_init_required"),
     )
+    git = f"git-hash={default_git}, git-branch={default_git}"
+    log_dist(f"DeepSpeed info: version={VERSION}, {git}", ranks=[0])  # programs look for it
     if isinstance(model, DeepSpeedEngine):
         raise zs.ConfigError("the model is an engine already: give initialize() engine.module")
     objects = {"optimizer": optimizer, "scheduler": lr_scheduler}
@@ -197,7 +202,7 @@ def _sharded(
         engine.hide_gradients()
     walk = None
     if batch.leaves is not None:
-        walk = LeafWalk(engine, _common_seed(next(model.parameters()).device))
+        walk = LeafWalk(engine, _common_seed())
     out = DeepSpeedEngine(engine, config, batch, clipping, walk, client)
     held_parameters.own(engine, out.destroy)
     zero = config.get("zero_optimization")
@@ -211,12 +216,10 @@ def _sharded(
     return out
 
 
-def _common_seed(device: torch.device) -> int:
-    """Return rank 0's seed, by way of `device`."""
-    seed = torch.tensor([torch.initial_seed() % 2**63], device=device)
-    if comm.is_initialized():
-        dist.broadcast(seed, 0)
-    return int(seed)
+def _common_seed() -> int:
+    """Return rank 0's seed."""
+    ranks = ranks_through(comm.data_parallel_group())
+    return int(ranks.share(torch.initial_seed() % 2**63, "initialize()")[0])
 
 
 def _tell(line: str) -> None:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import zeroshard as zs
+from zeroshard.comm.plain import on_cpu, ranks_through
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.deepspeed import comm
 from zeroshard.deepspeed.engine_names import remedy
@@ -258,10 +259,9 @@ def _edited(params: list[Any], before: list[tuple[torch.device, str]]) -> list[s
         return []
     pairs = zip(params, before, strict=True)
     changes = [digest_of(one.detach().to(place)) != digest for one, (place, digest) in pairs]
-    flags = torch.tensor(changes, dtype=torch.int32, device=before[0][0])
-    if dist.is_initialized():
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return [name_of(one) for one, flag in zip(params, flags.tolist(), strict=True) if flag]
+    of_ranks = ranks_through(comm.data_parallel_group()).share(changes, "GatheredParameters")
+    changed = map(any, zip(*of_ranks, strict=True))
+    return [name_of(one) for one, flag in zip(params, changed, strict=True) if flag]
 
 
 def _broadcast(params: list[Any], rank: int) -> None:
@@ -269,8 +269,10 @@ def _broadcast(params: list[Any], rank: int) -> None:
         return
     with torch.no_grad():
         for parameter in params:
-            dense = parameter.data.contiguous()
-            dist.broadcast(dense, rank)
+            dense, group = parameter.data.contiguous(), comm.data_parallel_group()
+            if dense.device.type == "cpu":
+                group = on_cpu(group)
+            dist.broadcast(dense.view(-1).view(torch.uint8), rank, group=group)
             if dense.data_ptr() != parameter.data.data_ptr():
                 parameter.data.copy_(dense)
 

@@ -1,8 +1,9 @@
 """Export a step: Transformers (safetensors), one torch file, or torch.distributed.checkpoint.
 
 Exported are the values (the fp32 master of a trained parameter, the weight of a frozen one) and
-rank 0's persistent buffers; for torch and DCP also the optimizer's state. Tied parameters are
-stored under their first name in safetensors files, and under each of their names in the others.
+rank 0's persistent buffers; for torch and DCP also the optimizer's state and what the
+``get_extra_state()`` of modules had returned. Tied parameters are stored under their first name in
+safetensors files, and under each of their names in the others.
 
 Invariant: every byte read is verified; the output gets its final name when all of it is on disk.
 Cost of ``hf``: one pass, and memory for one chunk (for a parameter that is channels_last, or was
@@ -35,6 +36,7 @@ from zeroshard.checkpoint.manifest import (
     TensorEntry,
     row_stride,
 )
+from zeroshard.checkpoint.rank_part import OF_MODULES
 from zeroshard.checkpoint.shard_files import DTYPES, OpenShards, as_bytes, dtype_code, header_of
 from zeroshard.checkpoint.spans import copy_common, stored_span
 from zeroshard.checkpoint.steps import StepFiles
@@ -145,6 +147,20 @@ class _ExportedStep:
                 flat = replace(entry, start=0, stop=entry.numel)
                 found.append(_Item(name, entry.dtype, shape, (flat,)))
         return found
+
+    def extra_states(self) -> dict[str, Any]:
+        """Return what modules' ``get_extra_state()`` had returned, of each the first rank's."""
+        saved = self.manifest.states.get(OF_MODULES, {"same": {}})
+        loose, out = self.manifest.loose(), dict[str, Any]()
+        of_ranks = [saved["same"]] if "same" in saved else saved["ranks"]
+        for rank, values in reversed([*enumerate(of_ranks)]):
+
+            def fetch(key: str, rank: int = rank) -> torch.Tensor:
+                entry = loose[f"{key}@{rank}"]
+                return self._shards.read(entry, 0, entry.numel).view(entry.shape).clone()
+
+            out |= decode(values, fetch)
+        return out
 
     def optimizer_state(self, name: str) -> dict[str, _Item]:
         """Return the tensors of the optimizer's state of a parameter, by key."""
@@ -344,7 +360,8 @@ def _no_tensors(key: str) -> torch.Tensor:
 
 
 def _write_torch(source: _ExportedStep, items: list[_Item], path: Path) -> None:
-    content: dict[str, Any] = {"model": _model_state(source, items), "step": source.manifest.step}
+    model = {**_model_state(source, items), **source.extra_states()}
+    content: dict[str, Any] = {"model": model, "step": source.manifest.step}
     if source.manifest.optimizer is not None:
         content["optimizer"], content["param_groups"] = _optimizer_state(source)
         content["optimizer_class"] = source.manifest.optimizer.get("class")
@@ -367,7 +384,8 @@ def _write_dcp(source: _ExportedStep, items: list[_Item], directory: Path) -> No
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    content: dict[str, Any] = {"model": _model_state(source, items), "step": source.manifest.step}
+    model = {**_model_state(source, items), **source.extra_states()}
+    content: dict[str, Any] = {"model": model, "step": source.manifest.step}
     if source.manifest.optimizer is not None:
         state, groups = _optimizer_state(source)
         content["optimizer"] = {"state": state, "param_groups": groups}

@@ -26,13 +26,13 @@ from dataclasses import asdict
 from typing import Any
 
 from zeroshard.system.keeper_client import MAX_RECORD, KeptPart, read_note
+from zeroshard.system.sockets import raise_file_limit
 
 __all__ = ["KeeperServer"]
 
 _PATIENCE_S = 10.0  # for a rank that has connected and says nothing
 _FULL = (errno.EMFILE, errno.ENFILE)
 _FULL_PAUSE_S = 0.05
-_MOST_FILES = 1 << 16  # two for each part that is kept here
 
 
 class _PartFiles:
@@ -66,7 +66,7 @@ class KeeperServer:
         self._files: dict[tuple[Any, ...], _PartFiles] = {}  # by slot
         self._count = 0
         self._lock = threading.Lock()
-        _raise_limit()
+        raise_file_limit()  # two files for each part that is kept here
         self._spare: int | None = _nothing()  # given up to take a connection at the limit
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("\0" + self.address)
@@ -197,14 +197,6 @@ class KeeperServer:
 def _nothing() -> int:
     """Return a descriptor of an empty file."""
     return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _raise_limit() -> None:
-    """Let this process open as many files as its hard limit allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _is_ours(connection: socket.socket) -> bool:

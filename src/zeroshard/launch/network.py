@@ -1,20 +1,13 @@
-"""Addresses of this host: where the first host listens, and by which interface others are reached.
-
-Standard library only.
-"""
+"""Where the first host of a job listens. Standard library only."""
 
 from __future__ import annotations
 
-import fcntl
-import ipaddress
 import socket
-import struct
 
 from zeroshard.launch.options import UsageError
+from zeroshard.system.sockets import is_loopback
 
-__all__ = ["interface_towards", "is_loopback", "listen"]
-
-_SIOCGIFADDR = 0x8915
+__all__ = ["listen"]
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -50,35 +43,3 @@ def listen(address: str, port: int) -> socket.socket:
             remedy = f"--master-port {port} cannot be used; leave it out to get a free one"
         raise UsageError(f"cannot listen at {address}:{port}: {error.strerror}; {remedy}") from None
     return listener
-
-
-def is_loopback(address: str) -> bool:
-    """Whether `address`, as written, reaches this host alone."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
-
-
-def interface_towards(address: str) -> str | None:
-    """Return the network interface by which this host reaches `address`, None if unknown."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing
-            own = probe.getsockname()[0]
-            if is_loopback(own) and not is_loopback(address):
-                return None  # the host's own name, see listen()
-            names = [name for _, name in socket.if_nameindex()]
-            return next((name for name in names if _has_address(probe, name, own)), None)
-    except OSError:
-        return None
-
-
-def _has_address(probe: socket.socket, interface: str, address: str) -> bool:
-    try:
-        request = struct.pack("256s", interface.encode())
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-    except OSError:  # it has no IPv4 address
-        return False
-    first = socket.inet_ntoa(answer[20:24])
-    return first == address or (is_loopback(first) and is_loopback(address))

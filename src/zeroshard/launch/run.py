@@ -31,12 +31,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from zeroshard.launch import elastic, in_place, network, worker
+from zeroshard.launch import elastic, in_place, worker
 from zeroshard.launch.leftovers import Janitor
 from zeroshard.launch.options import HostPlace, RunOptions, UsageError, check_least
 from zeroshard.launch.outcome import Outcome, report_restart, report_stall, say
 from zeroshard.launch.supervisor import Failure, Supervisor
 from zeroshard.system.device import allocator_setting
+from zeroshard.system.sockets import interface_towards
 
 __all__ = [
     "SIGNAL_GRACE_S", "THREADS", "Setting", "launch", "leave", "run_ranks", "settings_for",
@@ -225,7 +226,7 @@ def _set_environment(
     if options.local_rank is not None:
         os.environ[worker.LOCAL_RANK] = str(int(options.local_rank))
     if options.place is not None:
-        interface = network.interface_towards(options.place.master_addr)
+        interface = interface_towards(options.place.master_addr)
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     elif options.standalone:

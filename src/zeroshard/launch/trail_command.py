@@ -173,6 +173,10 @@ def _replay(arguments: argparse.Namespace) -> int:
             f" {recorded})"
         )
     headers = [record.header for record in trail.steps[step]]
+    if not headers[0].leaves:
+        raise UsageError(
+            f"replay: needs a run with leaves, zs.shard(..., leaves=V), and {run} has none"
+        )
     leaves = Tree.parse(headers[0].leaves).leaves
     if arguments.leaf is not None and arguments.leaf >= leaves:
         raise UsageError(f"replay: --leaf {arguments.leaf}: {run} has leaves 0 to {leaves - 1}")
@@ -317,7 +321,7 @@ _ALONE = (
 )  # fmt: skip
 _COMPARE_OPTIONS = (
     Option("RUN_A", "a directory with rank-*.jsonl", Path, dest="run_a"),
-    Option("RUN_B", "another one, of a run on any number of ranks", Path, dest="run_b"),
+    Option("RUN_B", "another one, with leaves of any number of ranks", Path, dest="run_b"),
     *_ALONE,
 )  # fmt: skip
 COMPARE = Subcommand(

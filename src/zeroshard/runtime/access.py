@@ -39,7 +39,7 @@ from zeroshard.runtime.weights import Weights
 __all__ = ["StateAccess"]
 
 _DELAYED = "delayed_steps"
-_STEPS = "steps"  # by which engine.leaves() numbers them
+_STEPS = "steps"  # by which engine.leaves() and engine.trail() number them
 
 
 class StateAccess:
@@ -274,14 +274,13 @@ class StateAccess:
         return [] if self._sharded is None else [list(group) for group in self._sharded.parameters]
 
     def scaler_state(self) -> dict[str, float]:
-        """Return the fp16 loss scaler's state, empty in other precisions, and how many steps
-        `delayed_update` and a run with leaves have counted.
+        """Return the fp16 loss scaler's state, and how many steps the engine and `delayed_update`
+        have counted.
         """
         state = {} if self._scaler is None else self._scaler.state_dict()
+        state[_STEPS] = self._finalizer.step
         if self._sharded is not None and self._context.tiering.delayed_update is not None:
             state[_DELAYED] = self._sharded.runner.num_steps
-        if self._context.leaves is not None:
-            state[_STEPS] = self._finalizer.step
         return state
 
     def begin_load(self) -> None:

@@ -265,6 +265,8 @@ class Accumulate:
         section. That of the first one begins the backward of all, on `stack`.
         """
         loss, weight = _loss_and_weight(one.take())
+        for listener in self._loop.events.lost:
+            listener(loss)
         with self._turn(one.index), weighed(self._backward, self._scaler, loss, weight) as scaled:
             count = self._backward.mode.weight
             if one.index:

@@ -95,8 +95,12 @@ class _Listeners:
                 *([] if options.clip_norm is None else [self._clip]),
             ],
             averaged=[] if options.verify_every is None else [self._verify],
-            after_step=beats,
+            after_step=[*beats, self._first_step_over],
         )
+
+    def _first_step_over(self) -> None:
+        self.events.after_step.remove(self._first_step_over)
+        self._context.first_step_over()
 
     def _check_finished(self) -> None:
         if self._sharded is not None:
@@ -109,10 +113,7 @@ class _Listeners:
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients; return their norm before."""
-        norm = self._finalizer.clip(max_norm)
-        for listener in self.events.clipped:
-            listener(norm)
-        return norm
+        return self._finalizer.clip(max_norm, self.events.clipped)
 
     def _clip(self) -> None:
         """Clip as the configuration says where the user has not clipped."""

@@ -181,45 +181,59 @@ class Backward:
         """Whether a backward is under way."""
         return bool(self._pass.tasks) or self._pass.driven or self._pass.awaits_outer
 
-    def before_unit(self, unit: Unit, epoch: int) -> None:
-        """A gradient arrives at `unit`'s outputs: its weights are needed as they were in the
-        forward under `epoch`.
+    def before_units(self, units: Sequence[Unit], epoch: int) -> None:
+        """A gradient arrives at the outputs of a module of `units`: their weights are needed as
+        they were in the forward under `epoch`.
         """
         task = torch._C._current_graph_task_id()
         current, weights = self._pass, self._weights
-        if (
-            current.at == (unit, task)
-            and not current.finished
-            and epoch == weights.epoch
-            and weights.availability.refusal is None
-            and weights.schedule.serves(unit.residency)
-        ):
-            return  # another output of a module inside it
-        self.enter()
-        self._weights.check_epoch(unit, epoch)
-        again = torch.is_grad_enabled()
-        unit.residency.acquire(Use.BACKWARD)
-        self._pass.reach(unit, task, again=again)
-        self._release_finished(unit)
-        if again:  # create_graph=True: another backward may go through this one
-            self._weights.hold(unit, "backward", Until.STEP)
-        else:
-            if commands := weights.need(unit, "backward"):
-                weights.run(commands)
+        for unit in units:
+            if (
+                current.at == (unit, task)
+                and not current.finished
+                and epoch == weights.epoch
+                and weights.availability.refusal is None
+                and weights.schedule.serves(unit.residency)
+            ):
+                continue  # another output of a module inside it
+            self.enter()
+            current = self._pass
+            weights.check_epoch(unit, epoch)
+            again = torch.is_grad_enabled()
+            unit.residency.acquire(Use.BACKWARD)
+            self._go_on(current.reach(unit, task, again=again), units)
+            if again:  # create_graph=True: another backward may go through this one
+                weights.hold(unit, "backward", Until.STEP)
+            else:
+                if commands := weights.need(unit, "backward"):
+                    weights.run(commands)
 
-    def _release_finished(self, follows: Unit) -> None:
-        """The backward has come to unit `follows`: release the others whose gradients have all
-        come.
+    def _go_on(self, left: Unit | None, to: Sequence[Unit]) -> None:
+        """The backward has come from unit `left` to units `to`: hand `left` over, and release the
+        others whose gradients have all come.
 
         Not when they come: autograd hands a gradient over before it runs the other nodes of the
         module, which may read ``weight.detach()``. It runs the nodes that were made last first, so
-        all nodes of a unit have run when it comes to another unit, but for units around others.
+        all nodes of a unit have run when it comes to another unit, but for units around others. By
+        then a unit of which some parameters are unused here is handed over, too: other ranks, which
+        use them, have done so, and collectives meet in the order in which they begin.
         """
         finished = self._pass.finished
-        finished.pop(follows.index, None)
+        if left is not None and left.index not in self._pass.reduced and left not in to:
+            self._leave_behind(left)
+        for unit in to:
+            finished.pop(unit.index, None)
         for unit in list(finished.values()):
             if not unit.holds_others:
                 self._weights.after_backward(finished.pop(unit.index))
+
+    def _leave_behind(self, unit: Unit) -> None:
+        """All nodes of `unit` have run, but for those of units inside it."""
+        if not unit.holds_others and self._is_due(unit):
+            self.reductions.open_zeros(unit, sync=self.mode.sync)
+            self._hand_over(unit)
+            if not unit.has_frozen:
+                self._pass.finished[unit.index] = unit
 
     def after_inputs(self, unit: Unit, *, before_others: bool = False) -> None:
         """The gradients of `unit`'s inputs are there: whatever did not get one by now gets none
@@ -419,7 +433,7 @@ class Backward:
             # before they gather on
             for unit in chain((None,), self._weights.shadow("backward")):
                 if unit is not None and unit.index not in self._pass.reduced:
-                    self.reductions.open_zeros(unit)
+                    self.reductions.open_zeros(unit, sync=sync)
                     if unit.index not in last:
                         self._hand_over(unit)
                 while due and due[0][1] <= self._weights.schedule.num_gathered:
@@ -429,6 +443,9 @@ class Backward:
             self._end()
 
     def _leave(self, task: int) -> None:
+        if len(self._pass.tasks) > 1:
+            for unit in self._pass.tasks[task].entered:
+                self._leave_behind(unit)
         entered = self._pass.pop(task)
         if not self.running:
             self._end()

@@ -134,10 +134,15 @@ class BackwardPass:
         self.at = (None, -1)
         return self.tasks.pop(task).entered
 
-    def reach(self, unit: Unit, task: int, *, again: bool) -> None:
-        """A gradient has arrived at `unit`'s outputs; `again`: the next one is of interest, too."""
-        self.tasks[task].entered.append(unit)
+    def reach(self, unit: Unit, task: int, *, again: bool) -> Unit | None:
+        """A gradient has arrived at `unit`'s outputs; `again`: the next one is of interest, too.
+        Return the unit that this task came to before.
+        """
+        entered = self.tasks[task].entered
+        left = entered[-1] if entered else None
+        entered.append(unit)
         self.at = (None if again else unit, task)
+        return left
 
 
 class Accumulation:

@@ -107,6 +107,8 @@ class Bucket:
         self.loan: Loan | None = None  # None where the gradient is summed where it rests
         self._lender = flat.lender  # of the buffer that is open
         self.reduction: Reduction | None = None
+        # called before a reduce with `key` and what returns this rank's gradient, None without one
+        self.handed_over: list[Callable[[str, Callable[[], torch.Tensor | None]], None]] = []
         self._micro_batches, self._own = micro_batches, own_leaves
         self._sum = micro_batches if own_leaves is None else own_leaves  # the one in use
         self._column = layout.span(plan.rank, Scope.NODE_SHARD)
@@ -237,7 +239,9 @@ class Bucket:
         if with_earlier and self._micro_batches.waits:
             self._move_sum(make_room)
         self._zero_unfilled()
-        leaves, request = self._leaves, self._request
+        leaves, request, own = self._leaves, self._request, self._own
+        for listener in self.handed_over if leaves is None or leaves.own is not None else ():
+            listener(self.key, (lambda: self.buffer) if own is None else own.leaf)  # else zeros
         if leaves is not None:
             if not self._end_leaf(leaves, make_room):
                 return None
@@ -272,8 +276,6 @@ class Bucket:
         rank's own leaves.
         """
         own = self._own
-        for listener in leaves.handed_over if leaves.own is not None else ():  # else it adds zeros
-            listener(self.key, (lambda: self.buffer) if own is None else own.leaf)
         if own is None:
             return True
         if leaves.is_last:

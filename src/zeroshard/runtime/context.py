@@ -103,6 +103,7 @@ class Context:
     tiering: Tiering = field(default_factory=Tiering)
     own: Mapping[str, Context] = field(default_factory=dict)  # of units with a mesh of their own
     leaves: Leaves | None = None  # of a run whose sums do not depend on the ranks
+    first_step_over: Callable[[], None] = lambda: None  # others are waited for less from here on
 
     def of(self, pattern: str) -> Context:
         """Return the context of units of `pattern`, "" for those over all ranks."""

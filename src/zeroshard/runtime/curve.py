@@ -11,20 +11,21 @@ import torch
 from zeroshard.runtime.access import StateAccess
 from zeroshard.system.device import Device
 
-__all__ = ["curve_of", "departures"]
+__all__ = ["curve_of", "departures", "kernels_of"]
 
 
 def curve_of(states: StateAccess) -> dict[str, str]:
     """Return the tree of an engine's leaves, and with what its kernels run; empty without
     leaves.
     """
-    if states.tree is None:
-        return {}
-    kind = states.device.type
+    return {} if states.tree is None else {"leaves": str(states.tree), **kernels_of(states.device)}
+
+
+def kernels_of(device: torch.device) -> dict[str, str]:
+    """Return what chooses the kernels of a process that computes on `device`."""
     return {
-        "leaves": str(states.tree),
         "torch": torch.__version__,
-        "device": kind if kind == "cpu" else Device.of(states.device).facts()["name"],
+        "device": device.type if device.type == "cpu" else Device.of(device).facts()["name"],
         "vector instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
     }

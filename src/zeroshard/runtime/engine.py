@@ -266,6 +266,8 @@ class Engine(Assembly):
         rank of their loss says; other parameters that `loss` reaches see it, too.
         """
         self._states.check_open(trained=True)
+        for listener in self._loop.events.lost:
+            listener(loss)
         with weighed(self._backward, self._scaler, loss, weight) as scaled:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
@@ -442,9 +444,10 @@ class Engine(Assembly):
         rank0_only: bool = True,
         names: str | Iterable[str] | None = None,
         trained: bool = False,
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """Return the model's whole ``state_dict()`` on CPU, DTensors whole, streamed a unit at a
-        time; empty on other ranks, and on replicas along 'tp', unless `rank0_only` is False.
+        time, with what ``get_extra_state()`` of modules returns here; empty on other ranks, and on
+        replicas along 'tp', unless `rank0_only` is False.
 
         `trained`: of the parameters that require a gradient alone, without buffers: an adapter.
         `names`: of these names alone, or of those that match a pattern (``"*.lora_*"``), as
@@ -519,18 +522,19 @@ class Engine(Assembly):
 
     def trail(self, directory: str | Path, *, every: int = 10) -> AbstractContextManager[None]:
         """Write hashes of every n-th step inside (numbers that `every` divides) to
-        ``DIRECTORY/rank-00000.jsonl``, one file per rank, for a run with leaves: ``zeroshard
-        compare`` says where the trails of two runs part, on any numbers of ranks, and ``zeroshard
-        replay`` runs a step again.
+        ``DIRECTORY/rank-00000.jsonl``, one file per rank: ``zeroshard compare`` says where the
+        trails of two runs part. With ``zs.shard(..., leaves=V)`` these may have any numbers of
+        ranks, and ``zeroshard replay`` runs a step again; without, both have the same ranks.
 
-        Hashed are, by unit, weights, the gradient of each leaf, sums, and optimizer states
-        (docs/replay.md). Lines are added to a file that is there. Bits, order and traffic of the
-        steps do not change. Enter it between steps, and anew after ``engine.repartition()``.
+        Hashed are, by unit, weights, the gradient of each leaf (without leaves: micro-batch), sums,
+        and optimizer states (docs/replay.md). Lines are added to a file that is there. Bits, order
+        and traffic of the steps do not change. Enter it between steps, and anew after
+        ``engine.repartition()``.
 
-        Collective. Raises ConfigError without `leaves`, or where the mesh has axes beside the data
-        parallel one; PlanMismatch where ranks differ about `every`; StorageError where the
-        directory cannot be written, or a file there is a link or no regular one: at once, on every
-        rank, or at the end.
+        Collective. Raises ConfigError where the mesh has axes beside the data parallel one, or
+        parameters with a mesh of their own; PlanMismatch where ranks differ about `every`;
+        StorageError where the directory cannot be written, or a file there is a link or no regular
+        one: at once, on every rank, or at the end.
         """
         self._states.check_open()
         return trailing(

@@ -11,10 +11,11 @@
     before_backward  a gradient has come to an output of a module; the module's units
     after_backward   the weights are there for it
     returned         a gradient has come to an input of a module that spans units; both
+    lost             a loss is about to have its backward, in engine.backward() or accumulate()
     before_leaves    the loop over a step's leaves begins; the step's number and the seed
     before_leaf      a leaf of this rank begins; its number
     after_leaves     every leaf has had its backward; sums may still be under way
-    clipped          the gradients are clipped; their norm before that
+    clipped          the norm of the gradients is known; they are about to be clipped
     before_step      optimizer.step() begins
     averaged         the gradients are averaged, and every rank knows; nothing is written yet
     after_step       what the step wrote is published
@@ -57,6 +58,7 @@ class StepEvents:
     before_backward: _OfUnits = field(default_factory=list)
     after_backward: _Listeners = field(default_factory=list)
     returned: list[Callable[[Sequence[Unit], torch.Tensor], None]] = field(default_factory=list)
+    lost: list[Callable[[torch.Tensor], None]] = field(default_factory=list)
     before_leaves: list[Callable[[int, int], None]] = field(default_factory=list)
     before_leaf: list[Callable[[int], None]] = field(default_factory=list)
     after_leaves: _Listeners = field(default_factory=list)

@@ -30,7 +30,7 @@ from __future__ import annotations
 import logging
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -506,13 +506,17 @@ class Finalizer:
         payloads = self._transport.control.exchange(total.pack(), _NORM)
         return sum(map(ExactSum.unpack, payloads), ExactSum())
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip(
+        self, max_norm: float, listeners: Sequence[Callable[[torch.Tensor], None]]
+    ) -> torch.Tensor:
         """Scale the averaged gradient so that its norm is at most `max_norm`; return the norm
-        before, as torch's clip does.
+        before, as torch's clip does, after giving it to `listeners`.
         """
         self._backward.tell("clip", max_norm)
         self._backward.decisions.note("max_norm of clip_grad_norm_()", repr(max_norm))
         total = self.norm(max_norm)
+        for listener in listeners:
+            listener(total)
         self.clipped = self.clipped or math.isfinite(max_norm)  # else it is only read
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         factor = float(coefficient)

@@ -108,7 +108,7 @@ class Join:
         elif what == "backward":
             self._backward.shadow(**argument)
         elif what == "clip":
-            self._finalizer.clip(argument)
+            self._finalizer.clip(argument, self._loop.events.clipped)
         elif what == "average":
             if (average := self._averages[argument]()) is not None:
                 average.update()

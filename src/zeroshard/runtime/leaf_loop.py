@@ -44,7 +44,7 @@ class LeafLoop(Iterator[int]):
         numbers of this rank's. Raises ConfigError where these are not all of that engine's
         `leaves`, or a trail is written, StateError where gradients of an earlier step are there.
         """
-        if leaves.handed_over:
+        if self._loop.events.before_leaf:
             raise ConfigError(
                 "engine.accumulate() inside engine.trail(), which follows one leaf after another:"
                 " run the loop over engine.leaves() there"

@@ -90,7 +90,7 @@ class LeafTurns:
         for number in range(done, self._leaves.num_rounds):
             self._go_to(number)
             for unit in self._ending if number >= len(self._leaves.of_rank) else ():
-                self._backward.reductions.open_zeros(unit)  # as ranks with a leaf do
+                self._backward.reductions.open_zeros(unit, sync=True)  # as ranks with a leaf do
             self.reduce()
         self._ended.update(self._ending)
         self._ending = ()

@@ -42,9 +42,6 @@ class Leaves:
         self.tree, self._rank = deal.tree, rank
         self.is_local = deal.is_local  # whether each rank adds up its own leaves
         self._rounds, self._sums, self._num_ranks = deal.rounds, deal.sums, len(deal.counts)
-        # called with a segment's key and what returns this rank's gradient of it, None where it
-        # has none
-        self.handed_over: list[Callable[[str, Callable[[], torch.Tensor | None]], None]] = []
         self.keep: Callable[[Any, torch.Tensor], bool] = _keep_none  # see at_once
         self._walk: Callable[[], Generator[int] | None] = lambda: None
         self.abandon()

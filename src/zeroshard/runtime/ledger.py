@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zeroshard.comm.groups import connection_bytes
 from zeroshard.core.placement import Tier
 from zeroshard.errors import StorageError
 from zeroshard.runtime.engine import Engine, living_engines, open_engines, states_of
@@ -74,6 +75,8 @@ class ProcessMemory:
     pss: int | None  # resident, pages that n processes map divided by n
     device_allocated: int | None  # in tensors on the current device of the accelerator
     device_reserved: int | None  # by torch's allocator there
+    # that connecting process groups took there, beside torch's allocator
+    device_connections: int | None = None
 
     @classmethod
     def now(cls) -> ProcessMemory:
@@ -86,6 +89,7 @@ class ProcessMemory:
             pss=_kilobytes(_ROLLUP, "Pss:"),
             device_allocated=allocated,
             device_reserved=reserved,
+            device_connections=connection_bytes(),
         )
 
 
@@ -185,6 +189,9 @@ class MemoryTable:
             "device: allocated in tensors": process.device_allocated,
             "device: counted by the engines above": self.accounted["device"],
             "device: difference": over["device"],
+            "device: connections of process groups, beside the allocator's": (
+                process.device_connections
+            ),
         }
         if process.device_allocated is None:
             rows = {name: size for name, size in rows.items() if not name.startswith("device")}

@@ -177,8 +177,7 @@ class Loop:
         """`grad` has come to an output of a module that ran under `epoch`; it is left as it is."""
         for arrived in self.events.before_backward:
             arrived(units)
-        for unit in units:
-            self.backward.before_unit(unit, epoch)
+        self.backward.before_units(units, epoch)
         for listener in self.events.after_backward:
             listener()
 
@@ -271,7 +270,7 @@ class Loop:
             self._rest.publish(everything=False)
         self._context.faults.agree()
         self._finalizer.after_step()
-        for listener in self.events.after_step:
+        for listener in [*self.events.after_step]:  # the first step's leaves the list
             listener()
 
     def publish_late(self) -> None:

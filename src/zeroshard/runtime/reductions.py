@@ -80,10 +80,11 @@ class Reductions:
                 self._flushing.append(bucket)
         return any_started
 
-    def open_zeros(self, unit: Unit) -> None:
+    def open_zeros(self, unit: Unit, *, sync: bool) -> None:
         """Lend buffers as ranks with gradients do: that decides which units are gathered ahead."""
         for bucket in unit.buckets:
-            bucket.open_zeros(self.make_room)
+            if sync or not bucket.sums_micro_batches:
+                bucket.open_zeros(self.make_room)
 
     def finish(self, command: Command) -> None:
         """Execute WAIT_REDUCE or POLL_REDUCE."""

@@ -1,13 +1,15 @@
 """What ``engine.trail(directory)`` writes: the hashes of core/trail.py, a line per step.
 
-    before_leaves     weights, this rank's slice at rest
+    before_leaves     weights, this rank's slice at rest; without leaves: before_forward, or where a
+                      rank without data comes to the step, before_step
     computed          in each leaf's forward, the output of a module that is a unit; in the rank's
                       first one also the weights as they are gathered for it
     after_backward    each unit as it is gathered for the rank's first backward
     a leaf's gradient handed over to its reduce, of the dtype and numbers that travel
     returned          the gradient that a unit returns to each of its inputs
+    lost              without leaves, the loss
     after_leaves      this rank's slice of every sum, once its reduces are over
-    clipped           the norm
+    clipped           the norm; without leaves this rank's slice of the averages before the clip
     averaged          what the optimizer is about to take, and its options
     after_step        its state, masters, and the weights that follow from them; the line is written
 
@@ -45,10 +47,11 @@ from zeroshard.core.trail import FORMAT
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.context import Context
-from zeroshard.runtime.curve import curve_of
+from zeroshard.runtime.curve import curve_of, kernels_of
 from zeroshard.runtime.events import StepEvents
 from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.loop import Loop
+from zeroshard.runtime.recomputed import is_checkpointed
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.trail_lines import StepHashes, TrailFile
 from zeroshard.runtime.trees import tensors_within
@@ -68,10 +71,9 @@ class TrailWriter:
         self,
         loop: Loop,
         states: StateAccess,
-        leaves: Leaves,
+        leaves: Leaves | None,
         *,
         every: int,
-        rank: int,
         file: TrailFile,
         replay: Replay | None,
     ) -> None:
@@ -79,7 +81,7 @@ class TrailWriter:
         self._states = states
         self._leaves = leaves
         self._every = every
-        self._rank = rank
+        self._rank, self._world = states.transport.rank, states.transport.size
         self._file = file
         self._replay = replay
         trained = [(unit, segment) for unit in loop.weights.units for segment in unit.trainable]
@@ -89,22 +91,30 @@ class TrailWriter:
         self._hashes: StepHashes | None = None  # of the step under way, if it is one to record
         self._leaf: int | None = None
         self._numbers = count()  # of tensors inside a leaf
+        self._begun = -1  # without leaves, the step whose first forward has come
+        self._micro_batches = count()  # and the numbers of the step's micro-batches
         self._coming: Sequence[Unit] = ()
 
     def listeners(self) -> StepEvents:
         """Return what listens to the events of a step."""
-        return StepEvents(
-            before_leaves=[self._begin],
-            before_leaf=[self._begin_leaf],
+        events = StepEvents(
             computed=[self._computed],
             returned=[self._returned],
             before_backward=[self._before_backward],
             after_backward=[self._gathered],
-            after_leaves=[self._summed],
             clipped=[self._clipped],
             averaged=[self._averaged],
             after_step=[self._stepped],
         )
+        if self._leaves is None:
+            events.before_forward.append(self._begin_micro_batch)
+            events.lost.append(self._lost)
+            events.before_step.append(self._begin_late)
+        else:
+            events.before_leaves.append(self._begin)
+            events.before_leaf.append(self._begin_leaf)
+            events.after_leaves.append(self._summed)
+        return events
 
     # ------------------------------------------------------------------ the events of a step
 
@@ -112,7 +122,7 @@ class TrailWriter:
         self._hashes = None if step % self._every else StepHashes(step, seed)
         if self._hashes is None:
             return
-        if (leaf := self._only) is not None:
+        if self._leaves is not None and (leaf := self._only) is not None:
             self._leaves.run_only(leaf)
         self._states.join_step()
         with self._file.losing():
@@ -130,9 +140,28 @@ class TrailWriter:
     def _begin_leaf(self, leaf: int) -> None:
         self._leaf, self._numbers = leaf, count()
 
+    def _begin_micro_batch(self) -> None:
+        """Without leaves: a forward of the model begins. The first one that finds no gradient
+        begins a step, or begins it anew after ``engine.reset()``.
+        """
+        if not (torch.is_grad_enabled() or is_checkpointed()):
+            return
+        if not self._loop.backward.accumulation.has_gradient:
+            self._begun = -1
+        self._begin_late()
+        self._begin_leaf(next(self._micro_batches))
+
+    def _begin_late(self) -> None:
+        """Begin the step that is under way if no forward of this rank has."""
+        if self._begun != (step := self._loop.weights.digest.step):
+            self._begun, self._leaf = step, None
+            self._micro_batches = count(self._rank, self._world)
+            self._begin(step, 0)
+
     def _computed(self, units: Sequence[Unit], output: Any) -> None:
         # of a recomputation the output is what it was
-        if self._hashes is None or torch._C._current_graph_task_id() >= 0:
+        evaluates = self._loop.weights.schedule.evaluates
+        if self._hashes is None or evaluates or torch._C._current_graph_task_id() >= 0:
             return
         self._add_gathered("gather forward", units)
         self._add_tensors("forward", units, tensors_within(output))
@@ -149,12 +178,16 @@ class TrailWriter:
             self._add_tensors("backward", units, [grad])
 
     def handed_over(self, key: str, gradient: Callable[[], torch.Tensor | None]) -> None:
-        """This rank's gradient of segment `key` is about to be sent (`Leaves.handed_over`)."""
-        buffer = None if self._hashes is None else gradient()
+        """This rank's gradient of segment `key` is about to be sent (`Bucket.handed_over`)."""
+        buffer = None if self._hashes is None or self._leaf is None else gradient()
         if self._hashes is not None and buffer is not None:
             unit, segment = self._by_key[key]
             number = whole_digest(buffer, segment.flat.layout.slots)
             self._hashes.add(f"leaf {self._leaf}", unit, number)
+
+    def _lost(self, loss: torch.Tensor) -> None:
+        if self._hashes is not None and self._leaf is not None:
+            self._hashes.add(f"loss {self._leaf}", "", digest_at(loss, 0))
 
     def _summed(self) -> None:
         hashes, self._leaf = self._hashes, None
@@ -171,8 +204,13 @@ class TrailWriter:
             self._add_gradient(hashes, "sum", segment, pieces, first)
 
     def _clipped(self, norm: torch.Tensor) -> None:
-        if self._hashes is not None:
-            self._hashes.texts["norm"] = {"": float(norm).hex()}
+        if self._leaves is None:
+            self._begin_late()
+        if self._hashes is None:
+            return
+        self._hashes.texts["norm"] = {"": float(norm).hex()}
+        for _, segment in self._trained if self._leaves is None else ():
+            self._add_gradient(self._hashes, "reduced", segment, segment.stepped_pieces, 0)
 
     def _averaged(self) -> None:
         if self._hashes is not None:
@@ -302,8 +340,6 @@ def trailing(
     leaves = context.leaves
     if type(every) is not int or every < 1:
         raise ConfigError(f"every={every!r}: a number of steps, at least 1")
-    if leaves is None:
-        raise ConfigError("engine.trail() needs zs.shard(..., leaves=V): its hashes are of leaves")
     if context.axes.size > 1 or context.own:
         raise ConfigError(
             "engine.trail() writes the trail of data parallel ranks, and this run has other axes or"
@@ -315,18 +351,21 @@ def trailing(
             meeting.compare({"every": str(every)})
             file = TrailFile(Path(directory) / f"rank-{rank:05d}.jsonl")
             stack.callback(file.close)
-            replay = _asked(Path(directory) / REPLAY_FILE)
+            replay = None if leaves is None else _asked(Path(directory) / REPLAY_FILE)
         stack.pop_all()
     file.write(_header(context, loop.weights.units, states, every=every, row=row))
-    writer = TrailWriter(loop, states, leaves, every=every, rank=rank, file=file, replay=replay)
-    leaves.handed_over.append(writer.handed_over)
+    writer = TrailWriter(loop, states, leaves, every=every, file=file, replay=replay)
+    buckets = loop.backward.buckets
+    for bucket in buckets:
+        bucket.handed_over.append(writer.handed_over)
     failed = True
     try:
         with loop.events.around(writer.listeners()):
             yield
         failed = False
     finally:
-        leaves.handed_over.remove(writer.handed_over)
+        for bucket in buckets:
+            bucket.handed_over.remove(writer.handed_over)
         file.close()
         if file.failure is not None and not failed:
             raise file.failure
@@ -366,12 +405,12 @@ def _header(
         "rank": rank,
         "world": mesh.size,
         "row": row,
-        "leaves": str(states.tree),
+        "leaves": "" if states.tree is None else str(states.tree),
         "every": every,
         "units": [unit.name for unit in units],
         "groups": groups,
         "cut": f"{xxhash.xxh3_64_intdigest(chr(10).join(cuts).encode()):016x}",
-        "curve": curve_of(states),
+        "curve": curve_of(states) or kernels_of(states.device),
         "stepped": stepped,
         "summed": summed,
     }

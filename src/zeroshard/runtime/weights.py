@@ -305,9 +305,9 @@ class Weights:
         """
         self.begin(phase)
         if self._ordered:
+            last = self.schedule.last_pass(phase)
             in_order = self.units if phase == "forward" else self.units[::-1]
-            last = [self.units[index] for index in self.schedule.last_pass(phase)]
-            for unit in last or in_order:
+            for unit in in_order if last is None else [self.units[index] for index in last]:
                 self.unshard(unit, phase)
                 yield unit
                 self.after_backward(unit) if phase == "backward" else self.after_forward(unit)

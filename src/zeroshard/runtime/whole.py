@@ -14,11 +14,14 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.utils._pytree import tree_map
 
 from zeroshard.comm.mesh_ranks import AlongAxes
 from zeroshard.core.part import Part
@@ -34,7 +37,7 @@ from zeroshard.runtime.weights import Weights
 from zeroshard.state.local import is_dtensor, local_of, point_at, whole_of
 from zeroshard.state.state import State
 
-__all__ = ["Whole", "saved_names"]
+__all__ = ["Whole", "extra_modules", "saved_names"]
 
 _log = logging.getLogger("zeroshard")
 _LOST = "parameter %r was written to while it was released: close() gives back what was trained"
@@ -47,9 +50,10 @@ _SAME = (
 
 
 def saved_names(module: nn.Module) -> dict[str, str]:
-    """Return the name in ``module.state_dict()`` of each parameter and persistent buffer by its own
-    name, where modules have hooks that give others (as torch's CheckpointWrapper); nothing of a
-    model without any. What a hook computes anew keeps its name, and what it takes out is left out.
+    """Return the name in ``module.state_dict()`` of each parameter, persistent buffer and extra
+    state by its own name, where modules have hooks that give others (as torch's CheckpointWrapper);
+    nothing of a model without any. What a hook computes anew keeps its name, and what it takes out
+    is left out.
 
     The hooks see tensors without numbers, since weights rest sharded.
     """
@@ -63,7 +67,8 @@ def saved_names(module: nn.Module) -> dict[str, str]:
             for name, buffer in child._buffers.items()
             if name not in child._non_persistent_buffers_set
         }
-        for name, tensor in (*child._parameters.items(), *buffers.items()):
+        extra = {_EXTRA_STATE_KEY_SUFFIX: torch.empty(0)} if _has_extra_state(child) else {}
+        for name, tensor in (*child._parameters.items(), *buffers.items(), *extra.items()):
             if tensor is not None:
                 state[prefix + name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                 places[id(state[prefix + name])] = prefix + name
@@ -80,6 +85,24 @@ def saved_names(module: nn.Module) -> dict[str, str]:
     state = collect(module, "", OrderedDict())
     moved = {places[id(value)]: name for name, value in state.items() if id(value) in places}
     return moved | {name: name for name in places.values() if name in state and name not in moved}
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    """Whether the class of `module` has a ``get_extra_state()`` of its own."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have an extra state, by the name in ``module.state_dict()`` of what
+    their ``get_extra_state()`` returns.
+    """
+    found = {
+        f"{prefix}.{_EXTRA_STATE_KEY_SUFFIX}".removeprefix("."): child
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        if _has_extra_state(child)
+    }
+    hooked = saved_names(module) if found else {}
+    return {hooked.get(name, name): child for name, child in found.items()}
 
 
 class Whole:
@@ -317,8 +340,8 @@ class Whole:
         rank0_only: bool = True,
         names: str | Iterable[str] | None = None,
         trained: bool = False,
-    ) -> dict[str, torch.Tensor]:
-        """Return the model's ``state_dict()``, or those of its tensors that are asked for, on CPU;
+    ) -> dict[str, Any]:
+        """Return the model's ``state_dict()``, or those of its entries that are asked for, on CPU;
         see Engine.full_state_dict. Parameters with a mesh of their own are those of this rank; the
         first of each group of ranks that hold the same has them.
         """
@@ -335,22 +358,31 @@ class Whole:
                     values[id(parameter)] = whole.detach().to("cpu", copy=True)
         # on every rank, since all ranks of a DTensor take part
         buffers = {id(b): whole_of(b) for b in self._module.buffers() if id(b) in chosen}
+        extra = {
+            id(one): tree_map(_copied, one.get_extra_state())
+            for one in state.values()
+            if isinstance(one, nn.Module)
+        }
         if not keep:
             return {}
-        out: dict[str, torch.Tensor] = {}
+        out: dict[str, Any] = {}
         for name, tensor in state.items():
             if isinstance(tensor, nn.Parameter):
                 out[name] = values[id(tensor)]
+            elif isinstance(tensor, nn.Module):
+                out[name] = extra[id(tensor)]
             else:
                 out[name] = buffers[id(tensor)].detach().to("cpu", copy=True)
         return out
 
-    def _chosen(self, names: str | Iterable[str] | None, trained: bool) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers that are asked for, by every name that a state_dict
-        has. Raises ConfigError for a pattern that matches none, PlanMismatch where ranks ask for
-        others.
+    def _chosen(
+        self, names: str | Iterable[str] | None, trained: bool
+    ) -> dict[str, torch.Tensor | nn.Module]:
+        """Return the parameters and buffers that are asked for, and the modules whose extra state
+        is, by every name that a state_dict has. Raises ConfigError for a pattern that matches none,
+        PlanMismatch where ranks ask for others.
         """
-        state: dict[str, torch.Tensor] = {}
+        state: dict[str, torch.Tensor | nn.Module] = {}
         for prefix, module in self._module.named_modules(remove_duplicate=False):
             dot = f"{prefix}." if prefix else ""
             for name, parameter in module._parameters.items():
@@ -359,6 +391,8 @@ class Whole:
             for name, buffer in module._buffers.items() if not trained else ():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     state[dot + name] = buffer
+            if _has_extra_state(module) and not trained:
+                state[dot + _EXTRA_STATE_KEY_SUFFIX] = module
         if hooked := saved_names(self._module):
             state = {there: state[name] for name, there in hooked.items() if name in state}
         is_all = names is None and not trained
@@ -563,3 +597,10 @@ def _by_parameter(
             for name, slot in zip(segment.names, segment.flat.layout.slots, strict=True):
                 parts[name] = flat[slot.offset : slot.stop]
     return parts
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a part of an extra state, of a tensor on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    return deepcopy(value)

@@ -6,37 +6,41 @@ compared, before the first parameter is changed.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.connect import connect_axes
+from zeroshard.comm.cpu.control import PeerControl
 from zeroshard.comm.device_mesh import MeshAxes, mesh_axes_of
-from zeroshard.comm.launched import meeting_file
+from zeroshard.comm.job import init_distributed
 from zeroshard.comm.mesh_ranks import MeshRanks
 from zeroshard.comm.own_mesh import OwnMesh
 from zeroshard.comm.ranks import Ranks
-from zeroshard.comm.select import make_levels
+from zeroshard.comm.select import (
+    FIRST_STALL_TIMEOUT_S,
+    STALL_TIMEOUT_S,
+    first_stall_timeout_s,
+    make_levels,
+)
 from zeroshard.comm.transport import CommSpec, Transport
 from zeroshard.config import Config, ShardOptions, build_config
 from zeroshard.core.holders import Holders
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
+from zeroshard.core.precision import dtype_name
 from zeroshard.core.schedule import grad_pool_bytes
 from zeroshard.core.tree import Deal, Tree
-from zeroshard.errors import ConfigError, StallError, StorageError
+from zeroshard.errors import StorageError
 from zeroshard.memory import MemoryCounter, Pages
 from zeroshard.nn.deferred import (
     allocate,
@@ -59,7 +63,6 @@ from zeroshard.sharding.request import ShardRequest, requested
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceMemory
 from zeroshard.system.device import Device
-from zeroshard.system.mpi import rank_variables
 from zeroshard.tier.link import link_of
 from zeroshard.tier.store import Store
 from zeroshard.tier.stores import make_store
@@ -70,97 +73,7 @@ if TYPE_CHECKING:
 __all__ = ["deferred_init", "init_distributed", "materialize", "shard"]
 
 _log = logging.getLogger("zeroshard")
-
-
-def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -> None:
-    """Join the process group that torchrun (or ``zeroshard run``) describes in the environment.
-
-    Does nothing for a single process (no ``RANK`` in the environment) or where a group exists
-    already. Tasks of a Slurm step or of an MPI job become ranks: without ``RANK``, torchrun's
-    variables are set from those of srun or mpirun, which on several hosts does not say
-    ``MASTER_ADDR``. Where torch has an accelerator, each rank takes the device of its
-    ``LOCAL_RANK``; the backend is then the one of its type (nccl, xccl), which connects here and
-    now, and gloo for CPU tensors, else gloo. Where a host has fewer devices than ranks they meet
-    over gloo alone, with a warning; of several hosts it raises ConfigError. Ranks that
-    ``zeroshard run`` has started on one host meet in a file that only this user can read. Raises
-    StallError where not all ranks have come after `timeout_s`.
-    """
-    if dist.is_initialized():
-        return
-    from_tasks = rank_variables(os.environ)
-    os.environ.update(from_tasks)
-    if "RANK" not in os.environ:
-        return
-    backend, device = _take_device(backend, is_task=bool(from_tasks))
-    timeout, path = timedelta(seconds=timeout_s), meeting_file()
-    join = partial(dist.init_process_group, backend, timeout=timeout, device_id=device)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if path is None:
-        try:
-            join()
-        except dist.DistStoreError as error:
-            at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise StallError(
-                f"init_distributed(): not all of {size} ranks met at {at} within {timeout_s:g} s:"
-                " see whether all have been started, or raise timeout_s if they are only slow"
-            ) from error
-        atexit.register(_leave_group)
-        return
-    store = dist.FileStore(path, size)  # type: ignore[attr-defined]
-    keys = [f"zeroshard/{number}" for number in range(size)]
-    store.set(keys[rank], "joins")
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError as error:
-        absent = [number for number, key in enumerate(keys) if not store.check([key])]
-        raise StallError(
-            f"init_distributed(): rank(s) {absent} did not come within {timeout_s:g} s; see what"
-            " they are doing, or raise timeout_s if they are only slow"
-        ) from error
-    join(store=store, rank=rank, world_size=size)
-
-
-def _take_device(backend: str | None, *, is_task: bool) -> tuple[str, torch.device | None]:
-    """Make this rank's device the current one, where its host has one for each of its ranks. Return
-    the backend, and the device if the backend is to know it.
-    """
-    local_rank, accelerator = int(os.environ.get("LOCAL_RANK", 0)), Device.accelerator()
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
-    num_devices = 0 if accelerator is None else accelerator.count()
-    if is_task and num_devices == 1:
-        local_rank, num_ranks = 0, 1  # with --gpus-per-task=1 each task sees its own alone
-    if accelerator is None or num_ranks > num_devices:
-        if accelerator is not None and backend is None:
-            _tell_of_too_few(f"{num_devices} {accelerator.type} device(s)", num_ranks, local_rank)
-        return backend or "gloo", None
-    own, native = accelerator.make_current(local_rank), accelerator.backend
-    if native in (None, "gloo"):
-        return backend or "gloo", None
-    backend = backend or f"cpu:gloo,{own.type}:{native}"
-    return backend, own if native in backend else None
-
-
-def _tell_of_too_few(devices: str, num_ranks: int, local_rank: int) -> None:
-    """Warn once, or raise where other hosts may have enough, and so another backend."""
-    found = f"this host has {devices} for {num_ranks} ranks"
-    if int(os.environ["WORLD_SIZE"]) > num_ranks:
-        raise ConfigError(
-            f"{found}: start one rank for each device, or call init_distributed('gloo') on all"
-        )
-    if local_rank == 0:
-        _log.warning(
-            "%s: they meet over gloo, and share what they compute on; for the device's own"
-            " collectives start one rank for each",
-            found,
-        )
-
-
-def _leave_group() -> None:
-    """Destroy a group of gloo alone that the program has left as it is: with torch 2.13 one process
-    in about 30 aborts at its end where its sockets are still connected. NCCL would wait for others.
-    """
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.destroy_process_group()
+_MANY = 16  # ranks from which it is told that a backend rounds their sum at each hop
 
 
 def shard(
@@ -196,12 +109,18 @@ def shard(
     Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every
     rank, before anything is changed.
     """
-    mesh_axes = mesh_axes_of(mesh, dp, mesh_of)
+
+    @cache
+    def settings() -> Config:
+        return build_config(config, stage=stage, policy=policy, units=units, **overrides)
 
     def read() -> tuple[Call, Config]:
-        call = Call(model_of(model), optimizer, mesh_axes, sync_from)
-        return call, build_config(config, stage=stage, policy=policy, units=units, **overrides)
+        return Call(model_of(model), optimizer, mesh_axes, sync_from), settings()
 
+    limit_s = None
+    with suppress(Exception):  # `read` raises it, where all ranks hear of it
+        limit_s = settings().stall_timeout_s
+    mesh_axes = mesh_axes_of(mesh, dp, mesh_of, limit_s=limit_s or FIRST_STALL_TIMEOUT_S)
     request = requested(mesh_axes, read)
     context = _make_context(request, mesh_axes, sync_from, trains=optimizer is not None)
     context.prepare([local_of(buffer) for buffer in request.model.buffers()])
@@ -240,6 +159,8 @@ def _make_context(
     settings, policy = request.settings, request.policy
     precision = settings.resolved_precision()
     device = next(request.model.parameters()).device
+    controls: list[Any] = []
+    first_s = settings.stall_timeout_s or first_stall_timeout_s(mesh_axes.group, device)
     spec = CommSpec(
         request.mesh,
         name=settings.comm.transport,
@@ -248,14 +169,34 @@ def _make_context(
         node_sums=policy.sums_nodes,
         hop_dtype=torch.bfloat16 if settings.comm.grad_codec == "bf16" else torch.float32,
         ordered=settings.comm.ordered if settings.leaves is None else True,
-        stall_timeout_s=settings.stall_timeout_s,
+        stall_timeout_s=first_s,
         pool_bytes=_pool_bytes(request, ""),
+        made=controls.append,
     )
+    one_queue = f"{device.type.upper()}_DEVICE_MAX_CONNECTIONS"
+    if os.environ.get(one_queue) == "1" and mesh_axes.rank == 0:
+        _log.warning(
+            "%s=1 puts all streams of a device into one queue: gathers and reduces wait for what is"
+            " computed, and nothing overlaps; unset it (other libraries set it for their tensor"
+            " parallelism)",
+            one_queue,
+        )
     with mesh_axes.along.together("shard()"):
         tiering = _make_tiering(request, mesh_axes, device)
         levels = make_levels(mesh_axes.group, device, spec)
     transport = levels.flat
     axes = connect_axes(mesh_axes.along, spec, transport.traffic)
+    is_native = transport.name == "nccl" and not (spec.ordered or settings.comm.grad_codec)
+    is_half, many = precision.wire.itemsize < 4, levels.inside.size >= _MANY
+    if is_native and is_half and many and transport.rank == 0:
+        _log.warning(
+            "gradients of %d ranks are summed in %s, rounded at each hop of the backend's sum:"
+            " precision=zs.Precision(%r, reduce='fp32') sends fp32, comm=zs.Comm(ordered=True) adds"
+            " in fp32 (docs/mixed-precision.md)",
+            levels.inside.size,
+            dtype_name(precision.wire),
+            dtype_name(precision.compute),
+        )
     context = Context(
         policy=policy,
         precision=precision,
@@ -272,9 +213,17 @@ def _make_context(
         prepare=lambda tensors: _prepare(tensors, transport, sync_from),
         tiering=tiering,
         leaves=_leaves_of(request, transport.rank),
+        first_step_over=partial(
+            _limit_waits, controls, settings.stall_timeout_s or STALL_TIMEOUT_S
+        ),
     )
     own = {one.pattern: _own_context(one, context, request, spec) for one in mesh_axes.own}
     return replace(context, own=own)
+
+
+def _limit_waits(controls: Iterable[PeerControl], stall_timeout_s: float) -> None:
+    for control in controls:
+        control.limit_waits(stall_timeout_s)
 
 
 def _leaves_of(request: ShardRequest, rank: int) -> Leaves | None:

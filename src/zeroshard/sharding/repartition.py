@@ -30,6 +30,7 @@ from zeroshard.checkpoint.save import end_saves
 from zeroshard.comm.device_mesh import MeshAxes, mesh_axes_of
 from zeroshard.comm.hand_over import HandOver, HandOverError
 from zeroshard.comm.ranks import Ranks
+from zeroshard.comm.select import FIRST_STALL_TIMEOUT_S
 from zeroshard.config import AUTO, Config, build_config
 from zeroshard.core.digest import first_difference, holders
 from zeroshard.core.placement import Tier
@@ -472,7 +473,8 @@ def _measured(
 
 def _mesh_axes_in(mesh: DeviceMesh, changes: Mapping[str, Any]) -> MeshAxes:
     """Return the axes of `mesh`. Collective over it; raises ConfigError."""
-    mesh_axes = mesh_axes_of(mesh, changes.get("dp"))
+    limit_s = changes.get("stall_timeout_s") or FIRST_STALL_TIMEOUT_S
+    mesh_axes = mesh_axes_of(mesh, changes.get("dp"), limit_s=limit_s)
     if mesh_axes.dims.others:
         raise ConfigError(
             f"{_CALL} moves data parallel ranks alone, and mesh= has other dimensions:"

@@ -69,14 +69,13 @@ def requested(mesh_axes: MeshAxes, read: Callable[[], tuple[Call, Config]]) -> S
     A check raises on its own rank. The ranks meet at the end of each `together`, so that every rank
     raises: this rank's error, else a PlanMismatch with another's or with the first difference. They
     meet twice: about settings, and about the model. Raises StallError where a rank does not come
-    within `stall_timeout_s`.
+    within the limit of `mesh_axes`.
     """
     ranks = mesh_axes.ranks
     together = partial(ranks.together, "shard()", remedy=REMEDY)
     with mesh_axes.along.together("shard()"):
         with together() as meeting:
             call, settings = read()
-            ranks.limit_s = settings.stall_timeout_s
             _report_settings(call, settings, meeting)
         numbers = _numbers(call, settings)
     facts = meeting.answers

@@ -16,6 +16,7 @@ place. torch is imported when it is asked: the command line reads names of varia
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -207,6 +208,14 @@ class Device:
 
     # ------------------------------------------------------------------ what it is
 
+    @property
+    def uuid(self) -> str:
+        """What no other device of this host has, also where this process sees only some of them."""
+        found = getattr(self.module, "get_device_properties", lambda *_: None)(*self._which)
+        seen = os.environ.get(VISIBLE_DEVICES.get(self.type, ""), "").split(",")
+        number = ("".join(seen[self.device.index or 0 :][:1]) or self.device.index) or 0
+        return str(getattr(found, "uuid", f"{self.type}:{number}"))
+
     def facts(self) -> dict[str, Any]:
         """Return its "name", "type" and "index", all of its memory ("memory_bytes"), and
         "capability", "backend" and "uuid", which no other device of this host has.
@@ -221,7 +230,7 @@ class Device:
             "memory_bytes": self.mem_get_info()[1] if total is None else int(total),
             "capability": None if major is None else f"{major}.{minor}",
             "backend": self.backend,
-            "uuid": str(getattr(found, "uuid", self.device)),
+            "uuid": self.uuid,
         }
 
 

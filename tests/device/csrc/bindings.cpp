@@ -52,6 +52,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("unregister_host", &unregister_host);
 
   m.def("zccl_over", &zccl_over);
+  m.def("take_collectives", &take_collectives);
+  m.def("name_collectives", &name_collectives);
 }
 
 }  // namespace zsim

@@ -3,6 +3,7 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <map>
 #include <mutex>
 #include <utility>
 
@@ -25,11 +26,40 @@ using TensorLists = std::vector<Tensors>;
 using Body = std::function<intrusive_ptr<Work>(c10d::Backend&, Tensors&)>;
 
 struct Part {  // one collective, or one of those that a group of calls starts together
+  std::string kind;  // with its root and its bytes, where all ranks have the same; "": of two ranks
+  std::string dtype;
   std::vector<KernelTensor> tensors;
   Body body;
 };
 
+// Compares what each rank has come to. A communicator knows no names: calls meet by their order
+// alone. Those of one kind and size mix their numbers, whatever they are; others wait for ever,
+// which is told here at once.
+void meet(c10d::Backend& host, const std::vector<Part>& parts) {
+  std::string mine;
+  for (const Part& part : parts) {
+    if (part.kind.empty()) return;
+    mine += part.kind + "; ";
+  }
+  constexpr int64_t size = 160;
+  if (mine.size() > size) mine = mine.substr(0, 120) + std::to_string(std::hash<std::string>{}(mine));
+  mine.resize(size, ' ');
+  Tensors own{at::from_blob(mine.data(), {size}, at::kChar)};
+  TensorLists all{{}};
+  for (int rank = 0; rank < host.getSize(); ++rank) all[0].push_back(at::empty({size}, at::kChar));
+  host.allgather(all, own)->wait();
+  std::string told;
+  bool differs = false;
+  for (const Tensor& one : all[0]) {
+    const std::string text(static_cast<const char*>(one.const_data_ptr()), size);
+    differs |= text != mine;
+    told += "\n  " + text.substr(0, text.find_last_not_of("; ") + 1);
+  }
+  TORCH_CHECK(!differs, "zccl: ranks wait for ever in collectives that do not meet:", told);
+}
+
 void run_together(c10d::Backend& host, const std::vector<Part>& parts) {
+  if (host.getSize() > 1) meet(host, parts);
   TensorLists tensors;  // until all are done
   std::vector<intrusive_ptr<Work>> works;
   for (const Part& part : parts) {
@@ -40,6 +70,22 @@ void run_together(c10d::Backend& host, const std::vector<Part>& parts) {
   for (const auto& work : works)
     if (work) work->wait();
 }
+
+// NCCL's, as PyTorch gives them to it; float8 since NCCL 2.24 alone.
+bool has_type(at::ScalarType type) {
+  switch (type) {
+    case at::kByte: case at::kChar: case at::kBool: case at::kInt: case at::kLong:
+    case at::kHalf: case at::kBFloat16: case at::kFloat: case at::kDouble:
+      return true;
+    default:
+      return false;
+  }
+}
+
+std::mutex order;  // of the collectives of a process, over all groups
+MarkPtr last;
+std::vector<std::string> launched;
+std::string launched_for;  // what the program says that the next ones are for
 
 class LaneWork final : public Work {
  public:
@@ -113,7 +159,7 @@ class Zccl final : public c10d::Backend {
 
   intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) override {
     return launch("broadcast", OpType::BROADCAST, tensors, o.asyncOp,
-                  [o](auto& host, auto& t) { return host.broadcast(t, o); });
+                  [o](auto& host, auto& t) { return host.broadcast(t, o); }, true, o.rootRank);
   }
 
   intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override {
@@ -127,7 +173,7 @@ class Zccl final : public c10d::Backend {
     return launch("reduce", OpType::REDUCE, tensors, o.asyncOp,
                   reducing(o, 0, size_, [](auto& host, auto& t, auto& options) {
                     return host.reduce(t, options);
-                  }));
+                  }), true, o.rootRank);
   }
 
   intrusive_ptr<Work> _allgather_base(Tensor& out, Tensor& in,
@@ -176,7 +222,7 @@ class Zccl final : public c10d::Backend {
       if (t.size() > 1) out.push_back({t.begin(), t.end() - 1});
       Tensors in{t.back()};
       return host.gather(out, in, o);
-    });
+    }, true, o.rootRank);
   }
 
   intrusive_ptr<Work> scatter(Tensors& outs, TensorLists& ins,
@@ -187,7 +233,7 @@ class Zccl final : public c10d::Backend {
                     if (t.size() > 1) in.push_back({t.begin(), t.end() - 1});
                     Tensors out{t.back()};
                     return host.scatter(out, in, o);
-                  });
+                  }, true, o.rootRank);
   }
 
   intrusive_ptr<Work> alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& receives,
@@ -196,7 +242,7 @@ class Zccl final : public c10d::Backend {
     return launch("alltoall", OpType::ALLTOALL_BASE, {out, in}, o.asyncOp,
                   [o, receives, sends](auto& host, auto& t) mutable {
                     return host.alltoall_base(t[0], t[1], receives, sends, o);
-                  });
+                  }, false);
   }
 
   intrusive_ptr<Work> alltoall(Tensors& outs, Tensors& ins,
@@ -205,7 +251,7 @@ class Zccl final : public c10d::Backend {
                   [o, n = size_](auto& host, auto& t) {
                     Tensors out(t.begin(), t.begin() + n), in(t.begin() + n, t.end());
                     return host.alltoall(out, in, o);
-                  });
+                  }, false);
   }
 
   intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
@@ -219,7 +265,7 @@ class Zccl final : public c10d::Backend {
 
   intrusive_ptr<Work> barrier(const c10d::BarrierOptions& o) override {
     return enqueue_parts("barrier", OpType::BARRIER, current_device(), o.asyncOp, {},
-                         {{{}, [o](auto& host, auto&) { return host.barrier(o); }}});
+                         {{"barrier", "", {}, [o](auto& host, auto&) { return host.barrier(o); }}});
   }
 
   // Several at once: from here, calls are collected ...
@@ -257,11 +303,19 @@ class Zccl final : public c10d::Backend {
     return endCoalescing();
   }
 
+  // `is_sized`: the first tensor is as large on every rank.
   intrusive_ptr<Work> launch(const char* name, OpType type, Tensors tensors, bool is_async,
-                             Body body) {
-    Part part{{}, std::move(body)};
+                             Body body, bool is_sized = true, int64_t root = -1) {
+    Part part{"", toString(tensors[0].scalar_type()), {}, std::move(body)};
+    if (type != OpType::SEND && type != OpType::RECV) {
+      part.kind = name;
+      if (root >= 0) part.kind += " of rank " + std::to_string(root);
+      if (is_sized) part.kind += " " + std::to_string(tensors[0].nbytes());
+    }
     for (const Tensor& tensor : tensors) {
       TORCH_CHECK(is_ours(tensor), "zccl: a tensor of ", tensor.device(), " in ", name);
+      TORCH_CHECK(has_type(tensor.scalar_type()), "zccl: NCCL has no type for ",
+                  tensor.scalar_type(), " in ", name);
       TORCH_CHECK(tensor.is_contiguous(), "zccl: tensors must be contiguous in ", name);
       part.tensors.push_back(for_kernel(tensor));
     }
@@ -277,10 +331,12 @@ class Zccl final : public c10d::Backend {
                                     Tensors held, std::vector<Part> parts) {
     ++calls_;
     Lane lane = current_lane(device);
+    const std::string from = std::to_string(lane.stream);
     if (is_async) {  // as NCCL's: a stream of its own, which comes after the current one
-      if (own_stream_ < 0) own_stream_ = new_stream(device);
+      auto own = own_streams_.find(device);
+      if (own == own_streams_.end()) own = own_streams_.emplace(device, new_stream(device)).first;
       const MarkPtr now = mark(lane);
-      lane.stream = own_stream_;
+      lane.stream = own->second;
       lane_waits(lane, now);
     } else {
       held.clear();  // freed on the stream that uses them
@@ -290,9 +346,12 @@ class Zccl final : public c10d::Backend {
       // Collectives of a process start in the order of their calls, whatever their groups and
       // lanes: one that blocks a lazy schedule's only thread would wait for a rank that waits for
       // it.
-      static std::mutex order;
-      static MarkPtr last;
       const std::lock_guard<std::mutex> lock(order);
+      for (const Part& part : parts)
+        if (!part.kind.empty())
+          launched.push_back(from + "|" + getGroupUid() + "|" +
+                             std::to_string(size_) + "|" + part.kind + "|" + part.dtype + "|" +
+                             launched_for);
       enqueue(lane, name,
               [host = host_, parts = std::move(parts)] { run_together(*host, parts); },
               std::exchange(last, done), done);
@@ -303,7 +362,7 @@ class Zccl final : public c10d::Backend {
 
   const intrusive_ptr<c10d::Backend> host_;
   const intrusive_ptr<Options> options_;
-  int64_t own_stream_ = -1;
+  std::map<int, int64_t> own_streams_;  // by device
   uint64_t calls_ = 0;
   bool collects_ = false;
   std::vector<Part> collected_;
@@ -315,6 +374,16 @@ class Zccl final : public c10d::Backend {
 intrusive_ptr<c10d::Backend> zccl_over(const intrusive_ptr<c10d::Backend>& host,
                                        std::chrono::milliseconds timeout) {
   return c10::make_intrusive<Zccl>(host, timeout);
+}
+
+std::vector<std::string> take_collectives() {
+  const std::lock_guard<std::mutex> lock(order);
+  return std::exchange(launched, {});
+}
+
+void name_collectives(const std::string& name) {
+  const std::lock_guard<std::mutex> lock(order);
+  launched_for = name;
 }
 
 }  // namespace zsim

@@ -9,8 +9,10 @@ Its kernels are the CPU's, run later by the stream that they were launched on. S
     x = torch.ones(4, device="zsim")        # torch.zsim is as torch.cuda
     zsim.host_waits()                       # why the host has waited, and how often
 
-Environment: ``ZSIM_DEVICES`` (2), ``ZSIM_SCHEDULE`` (threads), ``ZSIM_SEED`` (0), ``ZSIM_MEMORY``
-(bytes of each device, 2 GiB), ``ZSIM_STALL_S`` (seconds after which a wait raises, 120).
+Environment: ``ZSIM_DEVICES`` (2), ``ZSIM_FIRST`` (the host's number of the first of them; by
+default devices are this process's alone), ``ZSIM_SCHEDULE`` (threads), ``ZSIM_SEED`` (0),
+``ZSIM_MEMORY`` (bytes of each device, 2 GiB), ``ZSIM_STALL_S`` (seconds after which a wait raises,
+120).
 
 Lanes are threads: a process that has loaded this must not fork, and pytest's own never loads it.
 """
@@ -34,12 +36,14 @@ __all__ = [
     "SCHEDULES",
     "host_waits",
     "launched_operators",
+    "name_collectives",
     "register_host",
     "schedule",
     "set_delay",
     "set_memory_limit",
     "set_schedule",
     "synchronous_operators",
+    "take_collectives",
     "take_log",
     "unregister_host",
 ]
@@ -99,6 +103,18 @@ def set_memory_limit(bytes: int, device: int = 0) -> None:
 def take_log(on: bool) -> list[str]:
     """Return the tasks that ran since the last call, each "device.stream:name"; `on`: write on."""
     return list(_zsim.take_log(on))
+
+
+def take_collectives() -> list[str]:
+    """Return the collectives of all groups that were launched since the last call, in order, each
+    "stream|group|its size|kind|dtype|what for".
+    """
+    return list(_zsim.take_collectives())
+
+
+def name_collectives(name: str) -> None:
+    """Say what the collectives to come are for."""
+    _zsim.name_collectives(name)
 
 
 def register_host(address: int, bytes: int) -> None:

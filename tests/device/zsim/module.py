@@ -7,6 +7,7 @@ The names are ``torch.cuda``'s.
 
 from __future__ import annotations
 
+import os
 import socket
 import uuid
 from collections.abc import Iterable
@@ -98,7 +99,9 @@ class DeviceProperties:
 
 def get_device_properties(device: DeviceLike = None) -> DeviceProperties:
     index = _index(device)
-    name = f"{socket.gethostname()} zsim {index}"
+    first = os.environ.get("ZSIM_FIRST")  # unset: this process's own
+    number = f"{os.getpid()} {index}" if first is None else int(first) + index
+    name = f"{socket.gethostname()} zsim {number}"
     return DeviceProperties("zsim", mem_get_info(index)[1], uuid.uuid5(uuid.NAMESPACE_DNS, name))
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import zeroshard as zs
 from tests.support.harness import run_ranks, spawn_ranks
 from zeroshard.comm.groups import make_group
 from zeroshard.comm.plain import gather_bytes, ranks_through
@@ -85,71 +84,6 @@ def _make_bound(rank: int, world: int) -> None:
 def test_members_alone_make_no_group_that_would_be_split_off_the_job_s() -> None:
     results = spawn_ranks(3, _make_bound)
     assert [result.exitcode for result in results] == [0] * 3, results
-
-
-def _joined(
-    kind: str, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
-) -> list[tuple[str, Any]]:
-    """Pretend that this host has four devices of `kind`; return what will be done to join."""
-    made: list[tuple[str, Any]] = []
-    module = torch.get_device_module(kind)
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(kind)
-    )
-    monkeypatch.setattr(module, "device_count", lambda: 4)
-    monkeypatch.setattr(module, "set_device", lambda index: made.append(("set", index)))
-    monkeypatch.setattr(
-        dist,
-        "init_process_group",
-        lambda backend, *, device_id, **_: made.append((backend, device_id)),
-    )
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("kind", "asked", "backend", "has_device"),
-    [
-        ("cuda", None, "cpu:gloo,cuda:nccl", True),
-        ("cuda", "nccl", "nccl", True),
-        ("cuda", "gloo", "gloo", False),
-        ("xpu", None, "cpu:gloo,xpu:xccl", True),
-        ("xpu", "xccl", "xccl", True),
-        ("xpu", "gloo", "gloo", False),
-    ],
-)
-def test_the_backend_of_an_accelerator_is_told_the_device_of_the_rank(
-    kind: str,
-    asked: str | None,
-    backend: str,
-    has_device: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = _joined(kind, monkeypatch, {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2"})
-    zs.init_distributed(asked)
-    assert made == [("set", 2), (backend, torch.device(kind, 2) if has_device else None)]
-
-
-@pytest.mark.parametrize("local_rank", [0, 1, 4])
-def test_ranks_that_have_no_device_each_all_meet_over_gloo(
-    local_rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    own = {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank)}
-    sizes = {"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "5"}
-    made = _joined("cuda", monkeypatch, own | sizes)
-    zs.init_distributed()
-    assert made == [("gloo", None)]
-    assert ("4 cuda device(s) for 5 ranks: they meet over gloo" in caplog.text) is (local_rank == 0)
-
-
-def test_they_are_refused_where_other_hosts_may_have_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "9", "LOCAL_WORLD_SIZE": "5"}
-    made = _joined("cuda", monkeypatch, own)
-    with pytest.raises(zs.ConfigError, match="one rank for each device, or call init_distributed"):
-        zs.init_distributed()
-    zs.init_distributed("gloo")
-    assert made == [("gloo", None)]
 
 
 def _through_two_groups(rank: int, world: int) -> tuple[int, int, list[Any]]:

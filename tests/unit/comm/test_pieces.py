@@ -23,7 +23,7 @@ from zeroshard.errors import ConfigError, PeerLostError, StallError
 CPU = torch.device("cpu")
 
 
-def pair(stall_timeout_s: float = 10.0) -> tuple[Links, Links]:
+def pair(stall_timeout_s: float = 300.0) -> tuple[Links, Links]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return tuple(
         Links({peer: end}, members=(0, 1), stall_timeout_s=stall_timeout_s)

@@ -221,6 +221,15 @@ def test_the_last_pass_has_the_units_that_were_kept_for_it_and_no_other() -> Non
     assert executor.schedule.last_pass("backward") == [2, 0]
 
 
+def test_a_pass_that_gathers_nothing_is_no_reason_to_gather_everything() -> None:
+    schedule = _executor([4] * 3, None, kept=True).schedule
+    assert schedule.last_pass("backward") is None
+    list(schedule.begin("backward"))
+    assert schedule.last_pass("backward") is None
+    list(schedule.begin("backward"))
+    assert schedule.last_pass("backward") == []
+
+
 def test_a_unit_gathered_for_another_order_gives_way() -> None:
     executor = _executor([4, 4, 12], 12, kept=False)
     for _ in range(2):

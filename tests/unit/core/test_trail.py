@@ -45,13 +45,14 @@ def slices(total: int, world: int) -> list[str]:
 
 def hashes(rank: int, world: int, step: int) -> Hashes:
     """What a rank writes without a fault."""
-    sliced = ("weight", "sum", "grad", "state exp_avg", "master", "published")
+    sliced = ("weight", "sum", "reduced", "grad", "state exp_avg", "master", "published")
     out = {
         phase: {unit: slices(hash((phase, unit, step)), world)[rank] for unit in UNITS}
         for phase in sliced
     }
     for leaf in range(rank, 4, world):
         out[f"forward {leaf}"] = {unit: f"{leaf}{step}{unit}" for unit in UNITS}
+        out[f"loss {leaf}"] = {"": f"{leaf}{step}"}
         for phase in ("leaf", "backward"):
             out[f"{phase} {leaf}"] = {unit: f"{leaf}{step}{unit}" for unit in reversed(UNITS)}
     copies = {"seed": {"": "0"}, "norm": {"": "0x1p+0"}, "option": {"lr": "0.1"}}
@@ -101,9 +102,9 @@ def test_trails_without_a_fault_are_equal_whatever_the_ranks(world: int) -> None
 
 @pytest.mark.parametrize("phase", [*PHASES])
 def test_each_phase_is_told_and_comes_before_all_later_ones(phase: str) -> None:
-    details = {name: f"{name} 1" for name in ("forward", "leaf", "backward")}
+    details = {name: f"{name} 1" for name in ("forward", "loss", "leaf", "backward")}
     details |= {"state": "state exp_avg", "gather": "gather forward"}
-    names = {"seed": "", "norm": "", "option": "lr"}
+    names = {"seed": "", "loss": "", "norm": "", "option": "lr"}
     later = [*PHASES][[*PHASES].index(phase) :]
     places = {details.get(one, one): names.get(one, "second") for one in later}
     bad = trail(2, change=changed(1, 1, places))
@@ -120,9 +121,11 @@ def _is_tied(phase: str) -> bool:
     return phase in (
         "weight",
         "forward",
+        "loss",
         "leaf",
         "backward",
         "sum",
+        "reduced",
         "grad",
         "state",
         "master",
@@ -161,7 +164,7 @@ def test_a_copy_on_one_rank_is_blamed_against_the_most() -> None:
 
 def test_whole_states_of_every_rank_are_compared_each() -> None:
     def whole(rank: int, step: int, found: Hashes) -> None:
-        for phase in ("weight", "grad", "state exp_avg", "master", "published"):
+        for phase in ("weight", "reduced", "grad", "state exp_avg", "master", "published"):
             found[phase] = {u: f"{hash((phase, u, step)) & MASK:x}".zfill(16) for u in UNITS}
 
     def bad(rank: int, step: int, found: Hashes) -> None:

@@ -21,6 +21,7 @@ from zeroshard.launch.cli import build_parsers
 from zeroshard.launch.options import UsageError, parse_run
 from zeroshard.launch.outcome import Outcome
 from zeroshard.launch.supervisor import Failure
+from zeroshard.system.sockets import interface_towards
 
 MARK = "it-was-run"
 SHOW = """
@@ -206,4 +207,4 @@ def test_a_port_is_held_from_the_moment_it_is_told() -> None:
         network.listen("192.0.2.1", 0)  # an address for examples, which nobody has
     with pytest.raises(UsageError, match="is not known here"):
         network.listen("no-such-host.invalid", 0)
-    assert network.interface_towards("127.0.0.3") == "lo"
+    assert interface_towards("127.0.0.3") == "lo"

@@ -139,6 +139,10 @@ class PeerControl(Ranks):
         self._planes: list[Plane] = []
         serve_while_waiting(self)
 
+    def limit_waits(self, stall_timeout_s: float) -> None:
+        """Wait for at most `stall_timeout_s` from here on."""
+        self.stall_timeout_s = self.dispatcher.links.stall_timeout_s = stall_timeout_s
+
     def attach(self, plane: Plane) -> None:
         """Have every wait serve `plane`, and every `give_up` reset it."""
         self._planes.append(plane)

@@ -44,7 +44,6 @@ import atexit
 import contextlib
 import os
 import queue
-import secrets
 import struct
 import threading
 import time
@@ -62,7 +61,6 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
 from zeroshard.comm.cpu.notices import Notices
-from zeroshard.comm.plain import gather_bytes
 from zeroshard.errors import ConfigError, PeerLostError, StallError
 from zeroshard.memory import drain
 
@@ -309,12 +307,6 @@ class Subgroup:
     rank: int
     size: int
     members: tuple[int, ...]  # what errors call its ranks
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup, members: tuple[int, ...] = ()) -> Subgroup:
-        """Return the subgroup of all ranks of `group`, called `members`. Collective."""
-        name = gather_bytes(group, secrets.token_bytes(16))[0].hex()
-        return cls(name, group.rank(), group.size(), members or tuple(range(group.size())))
 
     def part(self, ranks: Sequence[int]) -> Subgroup:
         """Return the subgroup of some of our `ranks`, this one among them."""

@@ -107,7 +107,7 @@ class Links:
         self.generation = 0
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()
-        self._stall_timeout_s = stall_timeout_s
+        self.stall_timeout_s = stall_timeout_s
         self._sockets = sockets
         self._peer_of = {sock.fileno(): peer for peer, sock in sockets.items()}
         self._processes: dict[int, int] = {}  # peer -> pidfd
@@ -140,7 +140,7 @@ class Links:
                 send_record(self._sockets[peer], record, fd)
                 return
             except BlockingIOError:
-                deadline = deadline or time.monotonic() + self._stall_timeout_s
+                deadline = deadline or time.monotonic() + self.stall_timeout_s
                 self._make_room(peer, kind, deadline)
             except (BrokenPipeError, ConnectionError):
                 self._drain(peer)  # what it said before it ended still counts
@@ -151,7 +151,7 @@ class Links:
         if time.monotonic() > deadline:
             raise StallError(
                 f"rank {self.members[peer]} reads no messages ({kind.name}) since"
-                f" {self._stall_timeout_s:g} s"
+                f" {self.stall_timeout_s:g} s"
             )
         self._poll.modify(self._sockets[peer], select.EPOLLIN | select.EPOLLOUT)
         self._fill_inbox(0.1)

@@ -121,8 +121,8 @@ class Schedule:
             and self._idle is None
         )
 
-    def last_pass(self, phase: Phase) -> list[int]:
-        """Return the units that the last pass gathered, or found kept, in order; empty before the
+    def last_pass(self, phase: Phase) -> list[int] | None:
+        """Return the units that the last pass gathered, or found kept, in order; None before the
         first.
         """
         return self._order.last_uses(phase)

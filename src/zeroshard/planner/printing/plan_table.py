@@ -175,6 +175,14 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{training.precision}, gradients rest in {training.accumulate}, {training.optimizer};"
         f" {counted} {of}, activations {activations}",
     )
+    if machine.accelerator and machine.gpus > 1:
+        several = "up to 3 groups a rank (all; inside and between nodes)"
+        groups = "1 group a rank" if machine.mesh.num_nodes == 1 else several
+        yield (
+            "NCCL",
+            f"{groups}: what their connections take is in the allowance of peaks, not planned;"
+            " zs.memory_table() has it as measured",
+        )
     from zeroshard.planner.machine import presets
 
     if training.precision == "bf16" and not presets().get(machine.name, {}).get("bf16", True):

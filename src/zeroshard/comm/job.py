@@ -1,0 +1,301 @@
+"""``zeroshard.init_distributed``: the ranks of a job meet, and take one backend by one rule.
+
+    1. every rank comes to a store: a private file of ``zeroshard run``, or TCP at MASTER_ADDR
+    2. each says its host, its place there, and the devices that it sees
+    3. all decide the same of what all have said (`seated`), and make the group
+
+A rank alone cannot decide: it may see its own device alone (as ``srun --gpus-per-task``, MPI's
+wrappers and Kubernetes start it) or all of them, and LOCAL_RANK does not say which. Uuids tell
+devices apart.
+
+NCCL is bound to the device of its rank while it connects, and not longer: of a bound group torch
+splits every other one, in which all ranks of the job take part, and a library that makes a group
+of some ranks with these alone (``use_local_synchronization``) would wait for ever.
+
+At the end of a program NCCL's communicators can be destroyed by all ranks of a host together, and
+only once nothing is under way. So the ranks that end well meet in the store once more, and leave
+the group to the end of the process where some have failed, or do not come soon.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from threading import Event, Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from zeroshard.comm.cpu.rendezvous import boot_id
+from zeroshard.comm.groups import connected
+from zeroshard.comm.launched import meeting_file
+from zeroshard.errors import ConfigError, PeerLostError, StallError
+from zeroshard.system.device import Device, all_devices
+from zeroshard.system.mpi import rank_variables
+from zeroshard.system.sockets import interface_towards, raise_file_limit
+
+__all__ = ["Seat", "choose_interface", "init_distributed", "same_device", "seated"]
+
+_log = logging.getLogger("zeroshard")
+_LEAVE_S = 10.0  # how long a rank that ends well waits for its device, and for the others
+_num_calls = 0  # of this process: each meets under keys of its own
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What one rank says of itself."""
+
+    host: str
+    place: int | None = None  # LOCAL_RANK, where somebody has set it
+    type: str = ""  # of the devices that it sees; "": there are none
+    backend: str | None = None  # that serves them
+    uuids: tuple[str, ...] = ()  # of these devices
+
+    @classmethod
+    def of(cls, *devices: Device) -> Seat:
+        """Return this rank's, which sees `devices`."""
+        try:
+            host = boot_id()
+        except OSError:
+            host = socket.gethostname()
+        place = os.environ.get("LOCAL_RANK")
+        own = cls(host, None if place is None else int(place))
+        if not devices:
+            return own
+        uuids = tuple(device.uuid for device in devices)
+        return cls(own.host, own.place, devices[0].type, devices[0].backend, uuids)
+
+    @property
+    def kind(self) -> tuple[str, str | None]:
+        """The type of its devices, and the backend of that."""
+        return self.type, self.backend
+
+    @property
+    def machine(self) -> str:
+        """Where its devices are: containers of one machine are hosts of their own, and may share
+        some.
+        """
+        return self.host.partition(" ")[0]
+
+
+def init_distributed(
+    backend: str | None = None, *, timeout_s: float = 1800.0, join_timeout_s: float = 600.0
+) -> None:
+    """Join the process group that torchrun (or ``zeroshard run``) describes in the environment.
+
+    Does nothing for a single process (no ``RANK`` in the environment) or where a group exists
+    already. Tasks of a Slurm step or of an MPI job become ranks: without ``RANK``, torchrun's
+    variables are set from those of srun or mpirun, which on several hosts does not say
+    ``MASTER_ADDR``.
+
+    The ranks meet first, for at most `join_timeout_s` (or `timeout_s`, if that is less), and each
+    says which devices it sees. Where every rank has an accelerator of its own, that of its
+    ``LOCAL_RANK``, or the only one that it sees, becomes the current device, and the backend is
+    the one of its type (nccl, xccl), which connects here and now, and gloo for CPU tensors. Ranks
+    of one host that share devices all meet over gloo, with a warning; of several hosts that is a
+    ConfigError. After `timeout_s` the backend ends a collective. Ranks that ``zeroshard run`` has
+    started on one host meet in a file that only this user can read. The group is destroyed when
+    the program ends, unless the program has done so.
+
+    Raises StallError, which names them, where some ranks have not come, and PeerLostError where the
+    process that they meet in is gone.
+    """
+    global _num_calls
+    if dist.is_initialized():
+        return
+    os.environ.update(rank_variables(os.environ))
+    if "RANK" not in os.environ:
+        return
+    raise_file_limit()
+    _num_calls += 1
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    limit_s = min(join_timeout_s, timeout_s)
+    store = _store(rank, size, limit_s)
+    seats = _seats(store, rank, size, limit_s)
+    name, index = seated(seats, rank, backend)
+    choose_interface([seat.host for seat in seats])
+    device = None if index is None else all_devices()[0].make_current(index)
+    bound = device if device is not None and str(seats[rank].backend) in name else None
+    timeout = timedelta(seconds=timeout_s)
+    store.set_timeout(timeout)
+
+    def join() -> dist.ProcessGroup:
+        whole = PrefixStore("default_pg", store)
+        dist.init_process_group(
+            name, store=whole, rank=rank, world_size=size, timeout=timeout, device_id=bound
+        )
+        return dist.group.WORLD  # type: ignore[return-value]
+
+    group = connected(join, bound or torch.device("cpu"), "init_distributed()", limit_s)
+    group.bound_device_id = None
+    atexit.register(_leave, group, store, bound, os.getpid())
+
+
+def seated(seats: Sequence[Seat], rank: int, asked: str | None) -> tuple[str, int | None]:
+    """Return the backend of all ranks, whose `seats` these are, and the index of the device of
+    `rank`, None where it takes none. `asked` is the backend that the program wants. The same on
+    every rank, but for the index. Raises ConfigError.
+    """
+    indices = _indices(seats)
+    shared = same_device(seats, indices)
+    own = None if shared else indices[rank]
+    natives = {seat.backend for seat in seats if seat.uuids} - {None, "gloo"}
+    wanted = natives if asked is None else {one for one in natives if one and one in asked}
+    if not wanted:
+        return asked or "gloo", own
+    first = next(seat.kind for seat in seats if seat.uuids)
+    others = [number for number, seat in enumerate(seats) if seat.kind != first]
+    if others:
+        raise ConfigError(
+            f"rank(s) {others} do not see devices of type {first[0]!r}, and the others do: start"
+            " ranks where each sees one, or call init_distributed('gloo') on all"
+        )
+    if not shared:
+        return asked or f"cpu:gloo,{first[0]}:{first[1]}", own
+    here = [number for number, seat in enumerate(seats) if seat.machine == seats[shared[0]].machine]
+    num_devices = len({seats[number].uuids[indices[number] or 0] for number in here})
+    found = (
+        f"a host has {num_devices} {first[0]} device(s) for {len(here)} ranks: ranks {shared} take"
+        " the same one"
+    )
+    if asked is not None or len({seat.host for seat in seats}) > 1:
+        raise ConfigError(
+            f"{found}; start one rank for each device, or call init_distributed('gloo') on all"
+        )
+    if rank == 0:
+        _log.warning(
+            "%s; all meet over gloo, and share what they compute on; for the device's own"
+            " collectives start one rank for each",
+            found,
+        )
+    return "gloo", None
+
+
+def same_device(seats: Sequence[Seat], indices: Sequence[int | None]) -> list[int]:
+    """Return the first ranks that take one device, by their `indices`; [] where none do."""
+    taken: dict[tuple[str, str], list[int]] = {}
+    for rank, (seat, index) in enumerate(zip(seats, indices, strict=True)):
+        if index is not None:
+            taken.setdefault((seat.machine, seat.uuids[index]), []).append(rank)
+    return next((ranks for ranks in taken.values() if len(ranks) > 1), [])
+
+
+def _indices(seats: Sequence[Seat]) -> list[int | None]:
+    """Return which of the devices that it sees each rank takes, by its place on its host."""
+    before: Counter[str] = Counter()
+    indices: list[int | None] = []
+    for seat in seats:
+        place = before[seat.host] if seat.place is None else seat.place
+        before[seat.host] += 1
+        indices.append(place % len(seat.uuids) if seat.uuids else None)
+    return indices
+
+
+def choose_interface(hosts: Sequence[str]) -> None:
+    """Let gloo take the interface by which the first of several `hosts` is reached, unless the
+    user has named one: by itself it takes that of the host's name, which is often loopback.
+    """
+    address = os.environ.get("MASTER_ADDR")
+    if len(set(hosts)) == 1 or address is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    interface = interface_towards(address)
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def _store(rank: int, size: int, limit_s: float) -> Any:
+    """Return where the ranks meet. Raises ConfigError and StallError."""
+    path = meeting_file()
+    if path is not None:
+        return dist.FileStore(path, size)  # type: ignore[attr-defined]
+    unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if unset:
+        raise ConfigError(
+            f"RANK is set and {unset[0]} is not: set it on all ranks to where rank 0 listens, or"
+            " use zeroshard run"
+        )
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address,
+            port,
+            size,
+            listens,
+            timeout=timedelta(seconds=limit_s),
+            wait_for_workers=False,  # it would count those that come
+            multi_tenant=True,
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+        )
+    except dist.DistNetworkError as error:
+        if listens:  # the port is taken, or the address is not this host's
+            raise
+        raise StallError(
+            f"init_distributed(): rank(s) [0] did not come within {limit_s:g} s: nobody answers at"
+            f" {address}:{port}; see whether rank 0 runs, and whether that address is its host's"
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"zeroshard/{attempt}/{_num_calls}", store)
+
+
+def _seats(store: Any, rank: int, size: int, limit_s: float) -> list[Seat]:
+    """Return what every rank says of itself. Raises StallError."""
+    keys = [f"zeroshard/{number}" for number in range(size)]
+    store.set(keys[rank], json.dumps(asdict(Seat.of(*all_devices()))))
+    try:
+        store.wait(keys, timedelta(seconds=limit_s))
+        said = map(json.loads, store.multi_get(keys))
+    except dist.DistNetworkError as error:
+        raise PeerLostError(
+            "init_distributed(): the process where all ranks meet, of rank 0 or of its launcher,"
+            " has ended or given up: see its error"
+        ) from error
+    except RuntimeError as error:
+        absent = [number for number, key in enumerate(keys) if not store.check([key])]
+        raise StallError(
+            f"init_distributed(): rank(s) {absent} did not come within {limit_s:g} s; see what"
+            " they are doing, or raise join_timeout_s if they are only slow"
+        ) from error
+    return [Seat(**{**one, "uuids": tuple(one["uuids"])}) for one in said]
+
+
+def _leave(group: dist.ProcessGroup, store: Any, device: torch.device | None, pid: int) -> None:
+    """Destroy `group`, which `init_distributed` has made in the process `pid`, where the program
+    has left it as it is.
+
+    Over gloo one process in about 30 aborts at its end where its sockets are still connected (torch
+    2.13). NCCL warns, and its end waits for the other ranks of the host.
+    """
+    if os.getpid() != pid or dist.group.WORLD is not group:
+        return
+    if device is not None:
+        if sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None:
+            return  # this rank has failed, and the others may wait for it on their devices
+        idle = Event()
+
+        def wait() -> None:
+            with suppress(RuntimeError):
+                Device.of(device).synchronize()
+                idle.set()
+
+        Thread(target=wait, daemon=True).start()
+        if not idle.wait(_LEAVE_S):  # a collective is left that the others never come to
+            return
+        keys = [f"zeroshard/left/{number}" for number in range(group.size())]
+        try:
+            store.set(keys[group.rank()], "")
+            store.wait(keys, timedelta(seconds=_LEAVE_S))
+        except RuntimeError:  # they go on, have failed, or whoever held the store is gone
+            return
+    dist.destroy_process_group()
