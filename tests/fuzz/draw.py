@@ -15,8 +15,10 @@ from tests.fuzz.optimizers import OPTIMIZERS
 from tests.fuzz.program import (
     CODED_ROWS,
     CROSSING,
+    CUT_OFF,
     EVENTS,
     INTERRUPTS,
+    READS,
     WRITES,
     Layer,
     Micro,
@@ -28,8 +30,9 @@ from tests.fuzz.program import (
 )
 from zeroshard.core.policy import ROWS
 
-__all__ = ["HELD_BACK", "SWITCHES", "draw"]
+__all__ = ["HELD_BACK", "LATER", "SWITCHES", "draw"]
 
+LATER = 93_300  # from this seed on programs are disturbed, too (_with_disturbances)
 TIERS = ("device", "host", "disk")
 KINDS = (
     "linear",
@@ -64,7 +67,76 @@ def _drawn(seed: int) -> Program:
     varied = rng.random() < 0.2  # the same on every rank, but not every layer once
     steps = tuple(_step(rng, program, branches, varied) for _ in range(rng.randint(2, 3)))
     program = _with_leaves(_with_meetings(replace(program, steps=steps)))
-    return _with_writes(_with_interrupts(_with_looks(program)))
+    program = _with_writes(_with_interrupts(_with_looks(program)))
+    if seed >= LATER:
+        return _with_disturbances(program)
+    if any("load" in step.between for step in program.steps):
+        return replace(program, counted=False)
+    return program
+
+
+def _with_disturbances(program: Program) -> Program:
+    """Draw what happens beside the loop, or to it: threads that read, ranks without data, late
+    updates that are read, runs that go back, exceptions of one rank or out of a signal's handler,
+    and trails.
+    """
+    rng = random.Random(f"disturbances of {program.seed}")
+    if program.leaves is None and rng.random() < 0.2:
+        program = replace(program, leaves=rng.choice(("4", "6", "7", "8", "2x3")))
+    if program.leaves is not None:
+        layers = tuple(replace(x, dropout=x.dropout or rng.random() < 0.4) for x in program.layers)
+        counted, trailed = rng.random() < 0.6, rng.random() < 0.5
+        program = replace(program, layers=layers, counted=counted, trailed=trailed)
+    if rng.random() < 0.25:
+        program = replace(program, watched=rng.choice(("all", "one")))
+    if rng.random() < 0.35:
+        program = _with_late_updates(program, rng)
+    events = [*rng.sample(CUT_OFF, 2), *READS] if rng.random() < 0.6 else []
+    if rng.random() < 0.45:
+        events += ["save", "save", "back", "load"]
+        more = tuple(_step(rng, program, False, False) for _ in range(2))
+        program = replace(
+            program, steps=program.steps + more, keep_last=rng.choice((None, 1, 2, 3))
+        )
+    absences = 0.6 if rng.random() < 0.4 else 0.0
+    steps = []
+    for step in program.steps:
+        between = list(step.between)
+        for _ in range(rng.choice((0, 1, 2)) if events else 0):
+            between.insert(rng.randint(0, len(between)), rng.choice(events))
+        ranks = rng.sample(range(program.world), rng.randint(1, max(1, program.world - 1)))
+        absent = tuple(ranks) if rng.random() < absences else ()
+        steps.append(replace(step, between=tuple(between), absent=absent))
+    averaged = program.averaged or (absences > 0 and rng.random() < 0.8)
+    return replace(program, steps=tuple(steps), averaged=averaged)
+
+
+def _with_late_updates(program: Program, rng: random.Random) -> Program:
+    """Let the optimizer's state rest elsewhere and step late, and read whole weights meanwhile."""
+    tiers = [
+        (w, g, o)
+        for w in TIERS
+        for g in TIERS
+        for o in ("host", "disk")
+        if tiers_allowed(program.row, w, g, o)
+    ]
+    if not tiers:
+        return program
+    weight, grad, optimizer = rng.choice(tiers)
+    steps = []
+    for step in program.steps:
+        micros = tuple(replace(micro, reads=rng.choice(("", "", *READS))) for micro in step.micros)
+        reads = rng.choice(((), READS[:1], READS[1:]))
+        steps.append(replace(step, micros=micros, between=(*step.between, *reads)))
+    return replace(
+        program,
+        weight_tier=weight,
+        grad_tier=grad,
+        optimizer_tier=optimizer,
+        fraction=1.0,
+        delayed=rng.choice((0, 0, 1, 2)),
+        steps=tuple(steps),
+    )
 
 
 def _with_interrupts(program: Program) -> Program:
@@ -360,7 +432,9 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "assigned gradients": _steps(lambda s: replace(s, assigned=False)),
     "between steps": _steps(lambda s: replace(s, between=())),
     "saves": _steps(
-        lambda s: replace(s, between=tuple(e for e in s.between if e not in ("save", "load")))
+        lambda s: replace(
+            s, between=tuple(e for e in s.between if e not in ("save", "load", "back"))
+        )
     ),
     "repartition": _steps(
         lambda s: replace(s, between=tuple(e for e in s.between if e not in ROWS))
@@ -371,6 +445,17 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
         lambda s: replace(s, between=tuple(e for e in s.between if e not in INTERRUPTS))
     ),
     "counted steps": _plain(counted=False),
+    "readers": _plain(watched=""),
+    "late updates": _plain(delayed=None),
+    "trails": _plain(trailed=False),
+    "ranks without data": _steps(lambda s: replace(s, absent=())),
+    "kept saves": _plain(keep_last=None),
+    "going back": _steps(lambda s: replace(s, between=tuple(e for e in s.between if e != "back"))),
+    "reads": _steps(lambda s: replace(s, between=tuple(e for e in s.between if e not in READS))),
+    "reads in a step": _micros(lambda m: replace(m, reads="")),
+    "steps that are cut off": _steps(
+        lambda s: replace(s, between=tuple(e for e in s.between if e not in CUT_OFF))
+    ),
     "input gradient": _plain(input_grad=False),
     "checkpoint": _layers(lambda x: replace(x, checkpoint="")),
     "reentrant checkpoint": _layers(

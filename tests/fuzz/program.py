@@ -12,13 +12,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from zeroshard.core.placement import Tier
-from zeroshard.core.policy import row
+from zeroshard.core.policy import ROWS, row
 
 __all__ = [
     "CODED_ROWS",
     "CROSSING",
+    "CUT_OFF",
     "EVENTS",
     "INTERRUPTS",
+    "NEUTRAL",
+    "READS",
     "WRITES",
     "Layer",
     "Micro",
@@ -38,6 +41,18 @@ LENDING = ("linear", "gate", "block")  # kinds of layers with a parameter that o
 EVENTS = ("average", "offload", "save", "load", "reset")  # between steps; the others are rows
 INTERRUPTS = ("early", "late")  # between steps, too
 WRITES = ("edit", "climb", "write")  # ... and those that change weights by hand
+READS = ("read", "show")  # ... and those that look at whole weights
+CUT_OFF = (  # ... and steps that one rank gives up alone, or that signals end
+    "alone forward",
+    "alone backward",
+    "alone step",
+    "signal forward",
+    "signal backward",
+    "signal clip",
+    "signal step",
+    "signal gather",
+)
+NEUTRAL = (*CUT_OFF, *READS, *INTERRUPTS, "climb", "offload")  # after which all is as it was
 CROSSING = ("experts", "attend")  # kinds whose gradients come from the losses of other ranks, too
 
 
@@ -68,6 +83,8 @@ class Micro:
     penalty: str = ""  # "square" (p.square()) or "float" (p.float()) over all parameters
     evaluate: str = ""  # "no_grad" or "inference", between forward and backward
     zero_part: bool = False  # clear the gradients of some parameters after the backward
+    # whole weights are read between forward and backward ("show"), or after it ("read")
+    reads: str = ""
     routes: tuple[tuple[int, ...], ...] = ()  # per rank: which layers run, in which order
     halves: tuple[str, ...] = ()  # per rank: which halves of forks run, "l", "r" or "lr"
 
@@ -80,13 +97,16 @@ class Step:
     clip: float | None = None
     zero: str = "none"  # "zeros" (set_to_none=False), "model", "keep" (not at all)
     assigned: bool = False  # .grad of some parameters is assigned by hand before the step
+    absent: tuple[int, ...] = ()  # the ranks that have no data for it: it runs in engine.join()
     # what happens between this step and the next, in this order: "average" (an evaluation inside
     # EMA.swapped()), "offload" (offload_states() and back), a row to repartition() to, "save",
     # "load" (the newest save), "reset" (an exception in a forward, then engine.reset()), "early"
     # and "late" (the same in a backward, of the first leaf: at its loss, or when it comes to the
     # first layer), "edit" (rows are set inside gathered()), "climb" (all are changed there, and put
     # back in the next such context), "write" (weights are written outside of it, where every rank
-    # has them whole)
+    # has them whole), "back" (an earlier save is loaded, whose number saves go on from), "read"
+    # (full_state_dict()), "show" (gathered()), or one of CUT_OFF: a step that one rank gives up by
+    # an exception, or in which a signal's handler raises on some ranks, then engine.reset()
     between: tuple[str, ...] = ()
 
 
@@ -129,6 +149,10 @@ class Program:
     leaves: str | None = None
     counted: bool = False  # the engine numbers the steps of leaves
     looks: bool = False  # for anomalies, in every step
+    delayed: int | None = None  # Offload(delayed_update=)
+    keep_last: int | None = None  # of the saves
+    watched: str = ""  # a thread reads weights meanwhile, on "all" ranks or on "one"
+    trailed: bool = False  # in engine.trail(), which is compared with that of an undisturbed run
     layers: tuple[Layer, ...] = (Layer(),)
     steps: tuple[Step, ...] = (Step(), Step())
 
@@ -222,14 +246,26 @@ def repair(program: Program) -> Program:
             for layer in program.layers
         )
         program = replace(program, layers=_repaired_layers(layers))
-    if program.leaves is None or any("load" in step.between for step in program.steps):
-        program = replace(program, counted=False)  # the engine goes back, and the program does not
-    if program.leaves is not None:
+    if program.leaves is None:
+        program = replace(program, counted=False, trailed=False)
+    else:
         program = _repaired_leaves(program)
+    if program.optimizer_tier == "device" or program.fraction != 1.0:
+        program = replace(program, delayed=None)
+    if program.delayed is not None or program.precision == "fp16":
+        # the run beside it has other numbers; NaN of a sum that overflows is any NaN
+        program = replace(program, trailed=False)
+    program = _repaired_joins(program)
     program = _repaired_options(program)
+    rows = (program.row, *(e for step in program.steps for e in step.between if e in ROWS))
+    if any(row(name).default.weight.is_sharded for name in rows):
+        program = replace(program, watched="")  # gathered weights go while a thread reads them
     if program.branches:  # a rank cannot clear a gradient that it does not have
         kept = [
-            replace(step, micros=tuple(replace(micro, zero_part=False) for micro in step.micros))
+            replace(
+                step,
+                micros=tuple(replace(micro, zero_part=False, reads="") for micro in step.micros),
+            )
             for step in program.steps
         ]
         program = replace(program, steps=tuple(kept))
@@ -270,8 +306,53 @@ def _one_backward(micro: Micro, *, is_alone: bool) -> Micro:
     one forward.
     """
     forwards = 1 if is_alone or micro.backward != "once" else micro.forwards
-    micro = replace(micro, backward="once", before="", zero_part=False, forwards=forwards)
+    micro = replace(micro, backward="once", before="", zero_part=False, forwards=forwards, reads="")
     return replace(micro, penalty="", evaluate="") if is_alone else micro
+
+
+def _repaired_joins(program: Program) -> Program:
+    """Take out of steps that some ranks sit out what these do not follow, and the steps where
+    nobody can.
+    """
+    barred = program.leaves is not None or program.has_experts or program.branches
+    barred = barred or program.gathered_features or program.weights == "batches"
+    barred = barred or any(layer.kind in CROSSING for layer in program.layers)
+    in_step = program.gathers_in_step
+    if in_step and not barred and any(step.absent for step in program.steps):
+        # a rank without data follows the gathers of the last step that it took part in
+        program = _without_routes(program)
+    steps = []
+    for number, step in enumerate(program.steps):
+        absent = tuple(sorted({rank for rank in step.absent if rank < program.world}))
+        if barred or len(absent) == program.world or (in_step and not number):
+            absent = ()
+        if absent:
+            micros = tuple(
+                replace(
+                    micro,
+                    forwards=1 if in_step else micro.forwards,
+                    backward="once" if in_step else micro.backward,
+                    before="",
+                    penalty="",
+                    evaluate="",
+                    zero_part=False,
+                    reads="",
+                )
+                for micro in step.micros
+            )
+            step = replace(step, micros=micros, zero="none", assigned=False)
+        steps.append(replace(step, absent=absent))
+    if any(step.absent for step in steps):  # that context meets the ranks
+        program = replace(program, looks=False)
+    return replace(program, steps=tuple(steps))
+
+
+def _without_routes(program: Program) -> Program:
+    steps = tuple(
+        replace(step, micros=tuple(replace(m, routes=(), halves=()) for m in step.micros))
+        for step in program.steps
+    )
+    return replace(program, steps=steps)
 
 
 def _repaired_options(program: Program) -> Program:
@@ -307,9 +388,14 @@ def _repaired_options(program: Program) -> Program:
 def _may_happen(program: Program, event: str, earlier: Sequence[str]) -> bool:
     if event == "average":
         return program.averaged
-    if event == "load":
+    if event in ("load", "back"):
         return "save" in earlier
-    return event in (*EVENTS, *INTERRUPTS, *WRITES) or _may_become(program, event)
+    if event in CUT_OFF:  # the user's own collectives would wait for who has given up
+        crosses = any(layer.kind in CROSSING for layer in program.layers)
+        return not (crosses or program.gathered_features)
+    if event == "write" and program.delayed is not None:
+        return False  # an error, where weights are a step behind their masters
+    return event in (*EVENTS, *INTERRUPTS, *WRITES, *READS) or _may_become(program, event)
 
 
 def _may_become(program: Program, name: str) -> bool:

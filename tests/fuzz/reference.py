@@ -23,7 +23,7 @@ import copy
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +34,7 @@ from tests.fuzz.optimizers import make_optimizer
 from tests.fuzz.program import Program, experts_apart, num_leaves
 from tests.support.sums import sum_in_order, sum_in_tree
 
-__all__ = ["DECAY", "DTYPES", "ByHand", "ByLeaves", "Change"]
+__all__ = ["DECAY", "DTYPES", "ByHand", "ByLeaves", "Change", "Saves", "sum_of"]
 
 DECAY = 0.75  # of the moving average
 T = TypeVar("T")
@@ -64,6 +64,27 @@ def _is_expert(name: str) -> bool:
     return ".experts." in name
 
 
+class Saves:
+    """Which steps a directory holds, in the order of their saves, and at which one the run is."""
+
+    def __init__(self, keep_last: int | None) -> None:
+        self.at = self.count = 0
+        self.there: list[int] = []
+        self._keep = keep_last or 0
+
+    def save(self) -> int:
+        """Count one more save; return its number."""
+        self.at, self.count = self.at + 1, self.count + 1
+        self.there = [*(step for step in self.there if step != self.at), self.at][-self._keep :]
+        return self.at
+
+    def load(self, *, back: bool) -> int:
+        """Go to the newest save, or `back` to an earlier one; return its number."""
+        earlier = self.there[0] if self.count % 2 else self.there[-2:][0]
+        self.at = earlier if back else self.there[-1]
+        return self.at
+
+
 class ByHand:
     """Trains a plain model; the same methods as ``Sharded``."""
 
@@ -87,7 +108,11 @@ class ByHand:
             for name, master in self.masters.items()
             if master.requires_grad
         }
-        self.saved: dict[str, Any] = {}
+        self.saves = Saves(program.keep_last)
+        self.saved: dict[int, dict[str, Any]] = {}
+        self.taken = 0  # steps, those that overflowed among them
+        self.started = 0  # without them
+        self.lags = False  # the weights are a step behind the masters
         self.assigned: dict[str, torch.Tensor] = {}  # gradients, by hand, for this step
         self.partial: dict[str, torch.Tensor] = {}  # of this rank
         self.node_partials: dict[str, list[torch.Tensor]] = {}  # of every node
@@ -125,6 +150,16 @@ class ByHand:
             self.weight += sum(weights)
         loss = loss.float() * self.scale if self.scale != 1.0 else loss
         loss.backward(retain_graph=retain_graph)
+        self._reduce_brought()
+
+    def shadow(self, *, sync: bool, weights: Sequence[float]) -> None:
+        """Take part in a backward of the others, without a loss."""
+        self._reopen()
+        self.weight += sum(weights)
+        with contextlib.nullcontext() if sync else self.no_sync():
+            self._reduce_brought()
+
+    def _reduce_brought(self) -> None:
         brought, self.brought = self.brought, {}
         if self.first == "micro-batches" and (self.partial or not self.sync):
             for name, each in brought.items():
@@ -256,14 +291,17 @@ class ByHand:
         self._divide()
         here = all(bool(torch.isfinite(total).all()) for total in self.totals.values())
         finite = all(self._of_each_expert(here))
+        self.taken += 1
+        self.publish()
         if finite:
             for name, master in self.masters.items():
                 master.grad = self.totals.get(name)
             self.optimizer.step()
-            with torch.no_grad():
-                for name, parameter in self.parameters.items():
-                    if parameter.requires_grad:
-                        parameter.copy_(self.masters[name])
+            late = self.program.delayed
+            self.lags = late is not None and self.started >= late
+            self.started += 1
+            if not self.lags:
+                self._publish_masters()
         elif self.program.precision == "fp16":
             self.scale = max(self.scale / 2, 1.0)
 
@@ -285,6 +323,26 @@ class ByHand:
 
     # ---------------------------------------------------------------------------- between steps
 
+    def publish(self) -> None:
+        """Bring a step that was taken late into the weights."""
+        if self.lags:
+            self._publish_masters()
+        self.lags = False
+
+    def read(self, how: str, *, within: bool = False) -> float:
+        """Return a sum over whole weights, with the last step unless `within` the next one."""
+        if not within:
+            self.publish()
+        return sum_of(self.parameters.values())
+
+    def cut_off(self, attempt: Callable[[], None], *, loads: bool) -> None:
+        """A step that is given up changes nothing."""
+        self.publish()
+
+    def joined(self, here: bool) -> contextlib.AbstractContextManager[bool]:
+        """Ranks without data take part all the same."""
+        return contextlib.nullcontext(True)
+
     def average(self) -> None:
         """Update the moving average."""
         masters = [self.masters[name].detach() for name in self.averages]
@@ -294,6 +352,9 @@ class ByHand:
     def swapped(self) -> Iterator[None]:
         self._publish(self.averages)
         yield
+        self._publish_masters()
+
+    def _publish_masters(self) -> None:
         self._publish({name: self.masters[name] for name in self.averages})
 
     @torch.no_grad()
@@ -313,6 +374,7 @@ class ByHand:
     @torch.no_grad()
     def edit(self, change: Change) -> None:
         """Change every trained weight that `change` gives another for."""
+        self.publish()
         for parameter in self.parameters.values():
             if parameter.requires_grad:
                 change(parameter)
@@ -320,6 +382,7 @@ class ByHand:
 
     def climb(self, change: Change) -> None:
         """What is put back has changed nothing."""
+        self.publish()
 
     write = edit
 
@@ -329,21 +392,24 @@ class ByHand:
     def repartition(self, row: str) -> None:
         self.first = _adds_first(self.program, row)
         self.zero_grad("none")
+        self.publish()
 
     def save(self) -> None:
-        self.saved = copy.deepcopy(
+        self.publish()
+        self.saved[self.saves.save()] = copy.deepcopy(
             {
                 "masters": {name: master.detach() for name, master in self.masters.items()},
                 "buffers": dict(self.model.named_buffers()),
                 "averages": self.averages,
                 "optimizer": self.optimizer.state_dict(),
                 "scale": self.scale,
+                "counts": (self.taken, self.started),
             }
         )
 
     @torch.no_grad()
-    def load(self) -> None:
-        saved = copy.deepcopy(self.saved)
+    def load(self, *, back: bool = False) -> None:
+        saved = copy.deepcopy(self.saved[self.saves.load(back=back)])
         for name, value in saved["masters"].items():
             self.masters[name].copy_(value)
             if self.masters[name].requires_grad:
@@ -352,9 +418,15 @@ class ByHand:
             buffer.copy_(saved["buffers"][name])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.averages, self.scale = saved["averages"], saved["scale"]
+        self.taken, self.started = saved["counts"]
+        self.lags = False
+
+    def back(self) -> None:
+        self.load(back=True)
 
     def reset(self) -> None:
         """What an exception has cut off leaves no gradient."""
+        self.publish()
         self.zero_grad("none")
         self.partial, self.node_partials, self.brought = {}, {}, {}
 
@@ -366,6 +438,7 @@ class ByHand:
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Return the state: masters where there are any, else the model's own numbers."""
+        self.publish()
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
 
@@ -375,7 +448,10 @@ class ByLeaves(ByHand):
     """
 
     def leaves(self, step: int) -> Iterator[int]:
-        """Yield the leaves of `step`, each with its random numbers."""
+        """Yield the leaves of `step`, or of the next by its own count, each with its random
+        numbers.
+        """
+        step = self.taken if self.program.counted else step
         before, self.of_leaves = torch.get_rng_state(), list[Grads]()
         self.weights.clear()
         for leaf in range(num_leaves(self.program)):
@@ -387,11 +463,11 @@ class ByLeaves(ByHand):
         for name in {name for grads in self.of_leaves for name in grads}:
             zeros = torch.zeros(self.parameters[name].shape)
             each = [grads[name].float() if name in grads else zeros for grads in self.of_leaves]
-            self.totals[name] = self._sum_of_leaves(each).clone()
+            self.totals[name] = self.sum_of_leaves(each).clone()
         self.weight = math.fsum(self.weights)
         self.weights.clear()
 
-    def _sum_of_leaves(self, each: list[torch.Tensor]) -> torch.Tensor:
+    def sum_of_leaves(self, each: list[torch.Tensor]) -> torch.Tensor:
         """Return the sum by the levels that are declared, else by powers of two."""
         levels = [int(size) for size in (self.program.leaves or "").split("x")]
         if len(levels) > 1:
@@ -414,6 +490,12 @@ class ByLeaves(ByHand):
         for total in () if self.divided else self.totals.values():
             total.div_((self.weight or num_leaves(self.program)) * self.scale)
         self.divided = True
+
+
+@torch.no_grad()
+def sum_of(weights: Iterable[torch.Tensor]) -> float:
+    """Return a sum of all elements, and twice those of every other tensor."""
+    return math.fsum((1 + at % 2) * float(w.double().sum()) for at, w in enumerate(weights))
 
 
 def _squares(total: torch.Tensor) -> list[float]:

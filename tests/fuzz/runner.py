@@ -5,12 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import io
+import itertools
+import json
 import random
+import signal
+import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -29,8 +37,11 @@ from tests.fuzz.model import (
 )
 from tests.fuzz.optimizers import make_optimizer
 from tests.fuzz.program import (
+    CUT_OFF,
     EVENTS,
     INTERRUPTS,
+    NEUTRAL,
+    READS,
     WRITES,
     Micro,
     Program,
@@ -39,15 +50,19 @@ from tests.fuzz.program import (
     experts_apart,
     num_leaves,
 )
-from tests.fuzz.reference import DECAY, DTYPES, ByHand, ByLeaves, Change
+from tests.fuzz.reference import DECAY, DTYPES, ByHand, ByLeaves, Change, Saves, sum_of
 from tests.support.harness import RankError, run_ranks
+from zeroshard.core.policy import ROWS
 from zeroshard.errors import StateError, ZeroshardError
+from zeroshard.launch.cli import main
 
 __all__ = ["Outcome", "command", "run_program"]
 
 STALL_S = 120.0
 SHORT_STALL_S = 1.0  # where a stall may be the right answer
 TIMEOUT_S = 200.0
+READS_EVERY_S = 0.001  # of a thread beside the loop
+PACKAGE = str(Path(zs.__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -75,6 +90,8 @@ class Trainer(Protocol):
     def backward(
         self, loss: torch.Tensor, *, retain_graph: bool = False, weights: Sequence[float] = ()
     ) -> None: ...
+    def shadow(self, *, sync: bool, weights: Sequence[float]) -> None: ...
+    def joined(self, here: bool) -> contextlib.AbstractContextManager[bool]: ...
     def leaves(self, step: int) -> Iterator[int]: ...
     def clip(self, max_norm: float) -> float: ...
     def step(self) -> None: ...
@@ -90,6 +107,9 @@ class Trainer(Protocol):
     def repartition(self, row: str) -> None: ...
     def save(self) -> None: ...
     def load(self) -> None: ...
+    def back(self) -> None: ...
+    def read(self, how: str, *, within: bool = False) -> float: ...
+    def cut_off(self, attempt: Callable[[], None], *, loads: bool) -> None: ...
     def reset(self) -> None: ...
     def finish(self) -> dict[str, torch.Tensor]: ...
 
@@ -97,15 +117,23 @@ class Trainer(Protocol):
 class Sharded:
     """Trains the same model through zeroshard."""
 
-    def __init__(self, model: nn.Module, program: Program, path: str) -> None:
+    def __init__(self, model: nn.Module, program: Program, path: str, trail: str = "") -> None:
+        """`trail`: the folder in `path` to which a trail is written."""
         self.model, self.program, self.path = model, program, path
         self.optimizer = make_optimizer(program, dict(model.named_parameters()))
         self.engine = zs.shard(model, self.optimizer, **_options(program, model, path))
         self.ema = zs.EMA(self.engine, DECAY) if program.averaged else None
-        self.num_saves = 0
+        self.saves = Saves(program.keep_last)
         self.savers: list[zs.Saver] = []
         if any("save" in step.between for step in program.steps):
-            self.savers.append(zs.Saver(path, self.engine))
+            self.savers.append(zs.Saver(path, self.engine, keep_last=program.keep_last))
+        self.trail = Path(path) / trail if trail else None
+        self.trailing = contextlib.ExitStack()
+        self._enter_trail()
+
+    def _enter_trail(self) -> None:
+        if self.trail is not None:
+            self.trailing.enter_context(self.engine.trail(self.trail, every=1))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return self.engine.no_sync()
@@ -123,6 +151,14 @@ class Sharded:
             loss.backward(retain_graph=True)
         else:
             self.engine.backward(loss)
+
+    def shadow(self, *, sync: bool, weights: Sequence[float]) -> None:
+        """join() does it at its end."""
+
+    @contextlib.contextmanager
+    def joined(self, here: bool) -> Iterator[bool]:
+        with self.engine.join():
+            yield here
 
     def leaves(self, step: int) -> Iterator[int]:
         number = None if self.program.counted else step
@@ -204,23 +240,65 @@ class Sharded:
         self.engine.reload_states()
 
     def repartition(self, row: str) -> None:
+        self.trailing.close()
         self.engine.repartition(policy=row)
+        self._enter_trail()
 
     def save(self) -> None:
         """Save with the newest saver; the others were made before."""
-        self.num_saves += 1
-        if self.num_saves % 2 == 0:
-            self.savers.append(zs.Saver(self.path, self.engine, background=False))
-        self.savers[-1].save(self.num_saves)
+        step = self.saves.save()
+        if self.saves.count % 2 == 0:
+            keep = self.program.keep_last
+            saver = zs.Saver(self.path, self.engine, background=False, keep_last=keep)
+            self.savers.append(saver)
+        self.savers[-1].save(step)
         self.savers[-1].wait()
+        if self.engine.rank == 0:
+            there = sorted(int(found.name[5:]) for found in Path(self.path).glob("step-*"))
+            newest = zs.latest_step(self.path)
+            assert (there, newest) == (sorted(self.saves.there), step), (there, newest, step)
 
     def load(self) -> None:
-        zs.load(self.path, self.engine)
+        newest = self.saves.load(back=False)
+        restored = zs.load(self.path, self.engine)
+        assert restored.step == newest, f"step {restored.step} is not {newest}, the newest"
+
+    def back(self) -> None:
+        zs.load(self.path, self.engine, step=self.saves.load(back=True))
+
+    def read(self, how: str, *, within: bool = False) -> float:
+        named = dict(self.model.named_parameters())
+        if how == "read":
+            state = self.engine.full_state_dict(rank0_only=False)
+            return sum_of([state[name].to(parameter.dtype) for name, parameter in named.items()])
+        with self.engine.gathered():
+            return sum_of(named.values())
+
+    def cut_off(self, attempt: Callable[[], None], *, loads: bool) -> None:
+        """Begin a step that ends by an exception, and reset; `loads`: it may have been taken in
+        part, and what was before is loaded.
+        """
+        before = f"{self.path}/before"
+        if loads:
+            zs.save(before, self.engine, step=1)
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        try:
+            attempt()
+            raise AssertionError("nothing has raised")
+        except (BadBatchError, KeyboardInterrupt, StateError) as error:
+            if isinstance(error, StateError) and "gave up this step" not in str(error):
+                raise  # else another rank was there before
+        self.engine.reset()
+        if loads:
+            zs.load(before, self.engine)
+        for buffer, value in zip(self.model.buffers(), buffers, strict=True):
+            buffer.copy_(value)
 
     def reset(self) -> None:
         self.engine.reset()
 
     def finish(self) -> dict[str, torch.Tensor]:
+        self.trailing.close()
         for saver in self.savers:
             saver.close()
         state = self.engine.full_state_dict(rank0_only=False)
@@ -230,6 +308,69 @@ class Sharded:
             same = torch.equal(given.nan_to_num(), state[name].nan_to_num())
             assert same or self.program.coded, f"close() gives other numbers of {name} back"
         return state
+
+
+@contextlib.contextmanager
+def _watched(model: nn.Module) -> Iterator[None]:
+    """Read weights in a thread of its own, which has them or is told why not."""
+    told, over = list[Exception](), threading.Event()
+
+    def read() -> None:
+        for number in itertools.count():
+            for parameter in model.parameters():
+                with contextlib.suppress(StateError), torch.no_grad():
+                    # a tensor of its own, which holds its memory
+                    float((parameter.data if number % 2 else parameter.detach()).sum())
+            if over.wait(READS_EVERY_S):
+                return
+
+    def look() -> None:
+        try:
+            read()
+        except Exception as error:
+            told.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    if told:
+        raise AssertionError(f"a thread beside the loop got {told[0]!r}")
+
+
+class _Struck(KeyboardInterrupt):
+    """Raised by a signal's handler."""
+
+
+class _Strike:
+    """A signal at the n-th place inside the package where Python looks for one."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def __enter__(self) -> None:
+        if self.left > 0:
+            self._handler = signal.signal(signal.SIGUSR2, self._raise)
+            sys.setprofile(self._look)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        if self.left >= 0 and hasattr(self, "_handler"):
+            signal.signal(signal.SIGUSR2, self._handler)
+
+    def _look(self, frame: FrameType, event: str, argument: object) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(PACKAGE):
+            self.left -= 1
+            if not self.left:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGUSR2)
+
+    @staticmethod
+    def _raise(number: int, frame: FrameType | None) -> None:
+        raise _Struck
 
 
 def _refused(call: Callable[[], object]) -> None:
@@ -251,7 +392,9 @@ def _options(program: Program, model: nn.Module, path: str) -> dict[str, Any]:
             "grad_codec": program.grad_codec,
         }
     )
-    stall = SHORT_STALL_S if _may_refuse(program) else STALL_S
+    stall = STALL_S
+    if _may_refuse(program):
+        stall = SHORT_STALL_S if program.branches else 4 * SHORT_STALL_S
     options: dict[str, Any] = {
         "policy": program.row,
         "precision": program.precision,
@@ -268,6 +411,7 @@ def _options(program: Program, model: nn.Module, path: str) -> dict[str, Any]:
                 "optimizer": optimizer,
                 "fraction": program.fraction,
                 **disk,
+                **({} if program.delayed is None else {"delayed_update": program.delayed}),
             }
         )
     if program.leaves is not None:
@@ -305,7 +449,11 @@ def _is_unit(program: Program, name: str, module: nn.Module) -> bool:
 
 def _may_refuse(program: Program) -> tuple[str, ...]:
     """Return the errors that are a right answer to this program; see docs/STATUS.md, Known."""
-    if program.branches and program.gathers_in_step:
+    rows = (program.row, *(event for step in program.steps for event in step.between))
+    gathers = [replace(program, row=row).gathers_in_step for row in rows if row in ROWS]
+    absent = any(step.absent for step in program.steps)
+    # a rank without data gathers as in its own last pass
+    if (program.branches and program.gathers_in_step) or (absent and any(gathers)):
         return ("StallError", "PlanMismatch")
     return ()
 
@@ -342,8 +490,12 @@ def _weights(program: Program, number: int) -> list[float]:
 class _Loop:
     """A program's steps on one rank; `numbers` is everything that it computes on the way."""
 
-    def __init__(self, program: Program, rank: int, trainer: Trainer) -> None:
+    def __init__(
+        self, program: Program, rank: int, trainer: Trainer, *, planted: bool = False
+    ) -> None:
+        """`planted`: the loss of the first leaf is another one."""
         self.program, self.rank, self.trainer = program, rank, trainer
+        self.planted = planted
         self.numbers: dict[tuple[int, int | None, int], float] = {}  # by step, leaf, and in order
         self._step = self._count = self._num_backwards = 0
         self._leaf: int | None = None
@@ -354,28 +506,44 @@ class _Loop:
             torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, 0.7) if program.schedule else None
         )
         for self._step, step in enumerate(program.steps):
-            with trainer.looking() if program.looks else contextlib.nullcontext():
-                self._take(step)
-            if step.assigned:
-                trainer.assign(self._grads())
-            if step.clip is not None:
-                self._note(trainer.clip(step.clip))
-            with warnings.catch_warnings():
-                # an fp16 step that is skipped leaves the scheduler ahead
-                warnings.simplefilter("ignore")
-                trainer.step()
-                if scheduler is not None:
+            here = self.rank not in step.absent
+            with trainer.joined(here) if step.absent else contextlib.nullcontext(True) as runs:
+                with trainer.looking() if program.looks else contextlib.nullcontext():
+                    self._take(step, here=here)
+                if runs:
+                    self._end(step, here=here)
+            if scheduler is not None:
+                with warnings.catch_warnings():
+                    # an fp16 step that is skipped leaves the scheduler ahead
+                    warnings.simplefilter("ignore")
                     scheduler.step()
-            if program.averaged:
-                trainer.average()
-            trainer.zero_grad(step.zero)
             for event in step.between:
+                if program.trailed:  # each begins as it does in the run without the others
+                    self._begin_leaf(None)
                 self._between(event)
 
-    def _take(self, step: Step) -> None:
+    def _end(self, step: Step, *, here: bool) -> None:
+        """End a step, in the place of join() where this rank is not `here`."""
+        trainer = self.trainer
+        if step.assigned:
+            trainer.assign(self._grads())
+        if step.clip is not None:
+            norm = trainer.clip(step.clip)
+            self._note(*[norm] * here)
+        trainer.step()
+        if self.program.averaged:
+            trainer.average()
+        trainer.zero_grad(step.zero)
+
+    def _take(self, step: Step, *, here: bool) -> None:
         """Run the micro-batches of a step, or its leaves."""
         for micro in () if self.program.leaves else step.micros:
-            self._micro(micro)
+            if here:
+                self._micro(micro)
+                continue
+            self._count += micro.forwards
+            for _ in range({"once": 1, "twice": 2, "each": micro.forwards}[micro.backward]):
+                self.trainer.shadow(sync=not micro.no_sync, weights=self._next_weights())
         for leaf in self.trainer.leaves(self._step) if self.program.leaves else ():
             self._begin_leaf(leaf)
             self._micro(step.micros[0])
@@ -420,7 +588,15 @@ class _Loop:
                 trainer.reset()
         elif event in INTERRUPTS:
             self._interrupt(late=event == "late")
-        elif event in EVENTS:
+        elif event in CUT_OFF:
+            before = self._count, self._num_backwards
+            attempt = functools.partial(self._attempt, *event.split())
+            trainer.cut_off(attempt, loads=event == "signal step")
+            self._count, self._num_backwards = before
+            self._leaf = None
+        elif event in READS:
+            self._note(trainer.read(event))
+        elif event in (*EVENTS, "back"):
             getattr(trainer, event)()
         elif event in WRITES:
             getattr(trainer, event)(_set_row if self._count % 2 else _shrink)
@@ -459,6 +635,44 @@ class _Loop:
         if self.program.leaves:
             self._begin_leaf(None)
 
+    def _attempt(self, kind: str, where: str) -> None:
+        """Take a step that one rank gives up by an exception `where` it says, or in which signals
+        come to some.
+        """
+        trainer, world = self.trainer, self.program.world
+        rng = random.Random(f"{self.program.seed} {kind} {where} {self._step} {self._count}")
+        alone = kind == "alone" or rng.random() < 0.4
+        gives_up = not alone or rng.randrange(world) == self.rank
+        lefts = [int(2 ** rng.uniform(0, 10)) for _ in range(world)]
+        strike = _Strike(lefts[self.rank] if kind == "signal" and gives_up else 0)
+        fails = kind == "alone" and gives_up
+
+        def within(phase: str) -> contextlib.AbstractContextManager[None]:
+            return strike if phase == where else contextlib.nullcontext()
+
+        if where == "gather":
+            with within("gather"):
+                for how in READS:
+                    trainer.read(how)
+        for leaf in trainer.leaves(self._step + 1) if self.program.leaves else (None,):
+            if leaf is not None:
+                self._begin_leaf(leaf)
+            with within("forward"):
+                loss, _ = self._forward(Micro(), fails=fails and where == "forward")
+            if fails and where == "backward":
+                loss.register_hook(_give_up)
+            with within("backward"):
+                trainer.backward(loss, weights=self._next_weights())
+        if (where, kind) != ("step", "alone"):  # else the others need nobody for their step
+            with within("clip"):
+                trainer.clip(1.0)
+        if gives_up and (where, kind) != ("step", "signal"):
+            raise BadBatchError
+        with within("step"):
+            trainer.step()
+        assert (where, kind) == ("step", "signal"), "nobody was told that a rank gave up"
+        raise BadBatchError
+
     def _micro(self, micro: Micro) -> None:
         trainer = self.trainer
         with trainer.no_sync() if micro.no_sync else contextlib.nullcontext():
@@ -470,7 +684,11 @@ class _Loop:
                 losses[-1] = losses[-1] + 1e-2 * self._penalty(micro.penalty)
             if micro.evaluate:
                 self._evaluate(micro, micro.evaluate)
+            if micro.reads == "show":
+                self._note(trainer.read("show", within=True))
             self._backward(micro, losses)
+            if micro.reads == "read":
+                self._note(trainer.read("read", within=True))
         self._note(*(loss.item() for loss in losses))
         if micro.zero_part:
             names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
@@ -526,6 +744,8 @@ class _Loop:
 
     def _backward(self, micro: Micro, losses: list[torch.Tensor]) -> None:
         trainer = self.trainer
+        if self.planted and (self._step, self._leaf) == (0, 0):
+            losses = [1.5 * loss for loss in losses]
         if micro.backward == "each":
             for loss in reversed(losses):
                 trainer.backward(loss, weights=self._next_weights())
@@ -544,7 +764,13 @@ class _Loop:
         self._num_backwards += 1
         if self.program.weights == "losses":
             if self.program.leaves is None:
-                return _weights(self.program, self._num_backwards)
+                absent = self.program.steps[self._step].absent
+                weights = _weights(self.program, self._num_backwards)
+                weights = [0.0 if at in absent else one for at, one in enumerate(weights)]
+                first = next(at for at in range(len(weights)) if at not in absent)
+                return (
+                    weights if any(weights) else [float(at == first) for at in range(len(weights))]
+                )
             # not 0 in the first leaf of a step
             weights = _weights(self.program, self._num_backwards)
             return [weights[0] if self._leaf else 1.5]
@@ -552,6 +778,10 @@ class _Loop:
             return []
         shares = _weights(self.program, 0)
         return shares if len(set(shares)) > 1 else []  # equal ones are none
+
+
+def _give_up(grad: torch.Tensor) -> None:
+    raise BadBatchError
 
 
 def _set_row(weight: torch.Tensor) -> None:
@@ -595,11 +825,57 @@ def _by_hand(program: Program, rank: int) -> _Result:
     return _Result(loop.numbers, trainer.finish())
 
 
-def _sharded(program: Program, rank: int, path: str) -> _Result:
-    trainer = Sharded(_model(program), program, path)
-    loop = _Loop(program, rank, trainer)
-    loop.run()
+def _sharded(
+    program: Program, rank: int, path: str, trail: str = "", *, planted: bool = False
+) -> _Result:
+    trainer = Sharded(_model(program), program, path, trail)
+    loop = _Loop(program, rank, trainer, planted=planted)
+    watches = program.watched == "all" or (program.watched == "one" and rank == 0)
+    with _watched(trainer.model) if watches else contextlib.nullcontext():
+        loop.run()
     return _Result(loop.numbers, trainer.finish())
+
+
+def _undisturbed(program: Program) -> Program:
+    """Return the same training without what leaves no trace, in another row and on one tier."""
+    steps = tuple(
+        replace(step, between=tuple(e for e in step.between if e not in (*NEUTRAL, *ROWS)))
+        for step in program.steps
+    )
+    away = dict.fromkeys(("weight_tier", "grad_tier", "optimizer_tier"), "device")
+    row = "zero3" if program.row == "zero2" else "zero2"
+    return replace(program, steps=steps, row=row, fraction=1.0, watched="", **away)  # type: ignore[arg-type]
+
+
+def _part_of_trails(program: Program, rank: int, path: str) -> str:
+    """Return what is wrong about the trails of the program, the undisturbed one, and one with
+    another loss in its first leaf.
+    """
+    other = _undisturbed(program)
+    for trail in ("undisturbed", "planted"):
+        with tempfile.TemporaryDirectory(dir=path) as own:  # each rank's: saves go to rank 0's
+            shared = [own]
+            if program.world > 1:
+                dist.broadcast_object_list(shared)
+            _sharded(other, rank, shared[0], f"../{trail}", planted=trail == "planted")
+            _meet(program.world)
+    if rank:
+        return ""
+    same, first = _compared(path, "trail", "undisturbed"), None
+    if not same["equal"]:
+        return f"the trail of the undisturbed run is another: {same['first']}"
+    first = _compared(path, "undisturbed", "planted")["first"]
+    if first is None or (first["step"], first["phase"], first["leaf"]) != (0, "leaf", 0):
+        return f"a leaf's other loss in step 0 is told as {first}"
+    return ""
+
+
+def _compared(path: str, first: str, second: str) -> dict[str, Any]:
+    """Return what ``zeroshard compare --json`` says of two trails."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        main(["compare", f"{path}/{first}", f"{path}/{second}", "--json"])
+    found: dict[str, Any] = json.loads(said.getvalue())
+    return found
 
 
 def _first_difference(program: Program, mine: _Result, right: _Result) -> str:
@@ -652,14 +928,16 @@ def run_on_rank(rank: int, world: int, program: Program, path: str) -> tuple[str
         if not all(torch.isfinite(v).all() for v in right.state.values() if v.is_floating_point()):
             return "impossible", "the reference is not finite"
         try:
-            mine = _sharded(program, rank, path)
+            mine = _sharded(program, rank, path, "trail" if program.trailed else "")
         except ZeroshardError as error:
             text = f"{type(error).__name__}: {error}"
             del error
             gc.collect()
             _meet(world)
             return "refused", text
-    difference = _first_difference(program, mine, right)
+        difference = _first_difference(program, mine, right)
+        if program.trailed:
+            difference = difference or _part_of_trails(program, rank, path)
     return ("differs", difference) if difference else ("same", "")
 
 

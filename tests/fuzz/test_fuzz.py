@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.draw import draw
+from tests.fuzz.draw import LATER, draw
 from tests.fuzz.program import Layer, Micro, Program, Step, describe, repair
 from tests.fuzz.runner import command, report, run_program
 from tests.fuzz.shrink import shrink
@@ -29,14 +29,16 @@ def _failures(first: int, path: Path) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("first", range(0, QUICK, CHUNK))
+@pytest.mark.parametrize("first", [*range(0, QUICK, CHUNK), LATER])
 def test_random_programs_train_to_the_bits_of_the_reference(first: int, tmp_path: Path) -> None:
     failures = _failures(first, tmp_path)
     assert not failures, "\n\n".join(failures)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(QUICK, SLOW, CHUNK))
+@pytest.mark.parametrize(
+    "first", [*range(QUICK, SLOW, CHUNK), *range(LATER + CHUNK, LATER + 600, CHUNK)]
+)
 def test_more_random_programs_train_to_the_bits_of_the_reference(
     first: int, tmp_path: Path
 ) -> None:
@@ -173,8 +175,9 @@ def test_what_later_seeds_have_found(name: str, tmp_path: Path) -> None:
 
 
 def test_a_seed_draws_one_program_and_describes_it() -> None:
-    programs = [draw(seed) for seed in range(60)]
-    assert programs == [draw(seed) for seed in range(60)]
+    seeds = [*range(30), *range(LATER, LATER + 30)]
+    programs = [draw(seed) for seed in seeds]
+    assert programs == [draw(seed) for seed in seeds]
     assert len(set(programs)) == 60
     assert all(repair(program) == program for program in programs), "drawn programs are in order"
     assert command(programs[7]) == "python -m tests.fuzz 7"
