@@ -204,9 +204,8 @@ class Backward:
             self._go_on(current.reach(unit, task, again=again), units)
             if again:  # create_graph=True: another backward may go through this one
                 weights.hold(unit, "backward", Until.STEP)
-            else:
-                if commands := weights.need(unit, "backward"):
-                    weights.run(commands)
+            elif commands := weights.need(unit, "backward"):
+                weights.run(commands)
 
     def _go_on(self, left: Unit | None, to: Sequence[Unit]) -> None:
         """The backward has come from unit `left` to units `to`: hand `left` over, and release the
@@ -444,9 +443,8 @@ class Backward:
             self._end()
 
     def _leave(self, task: int) -> None:
-        if len(self._pass.tasks) > 1:
-            for unit in self._pass.tasks[task].entered:
-                self._leave_behind(unit)
+        for unit in self._pass.tasks[task].entered if len(self._pass.tasks) > 1 else ():
+            self._leave_behind(unit)
         entered = self._pass.pop(task)
         if not self.running:
             self._end()
