@@ -121,7 +121,7 @@ def _saves_an_adapter(rank: int, world: int, folder: str) -> None:
                 engine.module.save_pretrained(path)
             assert not path.exists()
         elif stage == 3:  # as Accelerate calls it elsewhere
-            engine.module.save_pretrained(path / "none", is_main_process=False)
+            engine.module.save_pretrained(f"{path}-none", is_main_process=False)
         engine.save_pretrained(path)
         saved.append(load_file(path / "adapter_model.safetensors"))
         with zero.GatheredParameters(model.parameters()):

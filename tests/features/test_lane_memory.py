@@ -120,7 +120,8 @@ def test_shares_that_the_backend_takes_one_by_one_are_one_call_where_it_groups_t
         transport.all_gather("b", own[:0], ((0, 0),) * 4, own[:0]).wait()
         transport.close()
     gathers, sums = (
-        [f"{name} of 4 at {owner}" for owner in range(3)] for name in ("broadcast", "reduce")
+        [f"{name} of {size} at {owner}" for owner in range(3)]
+        for name, size in (("broadcast", 16), ("reduce", 4))  # bytes, and numbers
     )
     assert calls == ["begin", *gathers, "end", "begin", *sums, "end"]
 

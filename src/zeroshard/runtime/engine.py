@@ -633,7 +633,8 @@ class Engine(Assembly):
         self._recovery.meet(self._sharded, "engine.reset()")
         if self._offloaded is None:  # else everything had arrived before
             self._states.rest.publish_again()
-            if not self._context.faults.is_lost:
+            lags = self._sharded is not None and self._sharded.runner.lags
+            if lags and not self._context.faults.is_lost:
                 self._states.finish_step()
 
     def close(self) -> None:
