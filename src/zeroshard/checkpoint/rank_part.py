@@ -16,8 +16,9 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ from zeroshard.checkpoint.manifest import (
 )
 from zeroshard.checkpoint.shard_files import WRITTEN_BY, Stored, as_bytes, dtype_code
 from zeroshard.checkpoint.spans import whole_stride
-from zeroshard.checkpoint.values import encode, no_tensors
+from zeroshard.checkpoint.values import decode, encode, no_tensors
 from zeroshard.core.boxes import Box, box_of
 from zeroshard.core.layout import Range
 from zeroshard.core.overlaps import overlap
@@ -261,7 +262,7 @@ def collect(
 
 
 class ExtraStates:
-    """What the ``get_extra_state()`` of modules returns, as one state of a checkpoint."""
+    """Holds the modules that have a ``get_extra_state()``, as one state of a checkpoint."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = extra_modules(module)
@@ -274,6 +275,17 @@ class ExtraStates:
         """Give the modules what there is of each."""
         for name in self.modules.keys() & state.keys():
             self.modules[name].set_extra_state(state[name])
+
+    @staticmethod
+    def decoded(saved: dict[str, Any], fetch: Callable[[int, str], torch.Tensor]) -> dict[str, Any]:
+        """Return the state that the ranks have `saved`, of each module the first rank's, as of
+        buffers; `fetch(rank, key)` reads a tensor.
+        """
+        out = dict[str, Any]()
+        of_ranks = [saved["same"]] if "same" in saved else saved["ranks"]
+        for rank, values in reversed([*enumerate(of_ranks)]):
+            out |= decode(values, partial(fetch, rank))
+        return out
 
 
 def _state_dict(name: str, state: Stateful) -> dict[str, Any]:

@@ -207,10 +207,8 @@ class StepLoader:
         rank, value = 0, saved.get("same")
         if "same" not in saved and self._rank is not None:
             rank, value = self._rank, saved["ranks"][self._rank]
-        elif "same" not in saved and name == OF_MODULES:  # as buffers are: the first rank's
-            for rank, value in reversed([*enumerate(saved["ranks"])]):
-                fetch = partial(self._fetch, rank)
-                self._values[name] = self._values.get(name, {}) | decode(value, fetch)
+        elif "same" not in saved and name == OF_MODULES:
+            self._values[name] = ExtraStates.decoded(saved, self._fetch)
             return
         elif "same" not in saved:
             path = EXTRA if name == EXTRA else f"states[{name!r}]"

@@ -36,7 +36,7 @@ from zeroshard.checkpoint.manifest import (
     TensorEntry,
     row_stride,
 )
-from zeroshard.checkpoint.rank_part import OF_MODULES
+from zeroshard.checkpoint.rank_part import OF_MODULES, ExtraStates
 from zeroshard.checkpoint.shard_files import DTYPES, OpenShards, as_bytes, dtype_code, header_of
 from zeroshard.checkpoint.spans import copy_common, stored_span
 from zeroshard.checkpoint.steps import StepFiles
@@ -150,17 +150,14 @@ class _ExportedStep:
 
     def extra_states(self) -> dict[str, Any]:
         """Return what modules' ``get_extra_state()`` had returned, of each the first rank's."""
+        loose = self.manifest.loose()
+
+        def fetch(rank: int, key: str) -> torch.Tensor:
+            entry = loose[f"{key}@{rank}"]
+            return self._shards.read(entry, 0, entry.numel).view(entry.shape).clone()
+
         saved = self.manifest.states.get(OF_MODULES, {"same": {}})
-        loose, out = self.manifest.loose(), dict[str, Any]()
-        of_ranks = [saved["same"]] if "same" in saved else saved["ranks"]
-        for rank, values in reversed([*enumerate(of_ranks)]):
-
-            def fetch(key: str, rank: int = rank) -> torch.Tensor:
-                entry = loose[f"{key}@{rank}"]
-                return self._shards.read(entry, 0, entry.numel).view(entry.shape).clone()
-
-            out |= decode(values, fetch)
-        return out
+        return ExtraStates.decoded(saved, fetch)
 
     def optimizer_state(self, name: str) -> dict[str, _Item]:
         """Return the tensors of the optimizer's state of a parameter, by key."""
