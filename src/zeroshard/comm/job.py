@@ -26,7 +26,7 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -54,7 +54,7 @@ _num_calls = 0  # of this process: each meets under keys of its own
 
 @dataclass(frozen=True)
 class Seat:
-    """What one rank says of itself."""
+    """One rank's host, and the devices that it sees: the ranks tell each other, as JSON."""
 
     host: str
     place: int | None = None  # LOCAL_RANK, where somebody has set it
@@ -76,6 +76,11 @@ class Seat:
         uuids = tuple(device.uuid for device in devices)
         return cls(own.host, own.place, devices[0].type, devices[0].backend, uuids)
 
+    @classmethod
+    def told(cls, said: Mapping[str, Any]) -> Seat:
+        """Return another rank's, of which it has `said` the fields."""
+        return cls(**{**said, "uuids": tuple(said["uuids"])})
+
     @property
     def kind(self) -> tuple[str, str | None]:
         """The type of its devices, and the backend of that."""
@@ -83,8 +88,8 @@ class Seat:
 
     @property
     def machine(self) -> str:
-        """Where its devices are: containers of one machine are hosts of their own, and may share
-        some.
+        """The machine of its devices: containers of one machine are hosts of their own, and may
+        share some.
         """
         return self.host.partition(" ")[0]
 
@@ -267,7 +272,7 @@ def _seats(store: Any, rank: int, size: int, limit_s: float) -> list[Seat]:
             f"init_distributed(): rank(s) {absent} did not come within {limit_s:g} s; see what"
             " they are doing, or raise join_timeout_s if they are only slow"
         ) from error
-    return [Seat(**{**one, "uuids": tuple(one["uuids"])}) for one in said]
+    return [Seat.told(one) for one in said]
 
 
 def _leave(group: dist.ProcessGroup, store: Any, device: torch.device | None, pid: int) -> None:
