@@ -282,9 +282,8 @@ class NativeTransport:
             with dist.distributed_c10d._coalescing_manager(self._group, self._device):
                 for owner in owners:
                     start(data[slice(*ranges[owner])], owner)
-        except (
-            BaseException
-        ):  # torch would let its group collect calls from here on, and start none
+        except BaseException:
+            # torch would let its group collect calls from here on, and start none
             if dist.distributed_c10d._world.pg_coalesce_state.pop(self._group, None) is not None:
                 self._group._end_coalescing(self._device)
             raise

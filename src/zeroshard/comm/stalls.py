@@ -82,11 +82,13 @@ class StallWatch(Plane):
             digest, timeout_s = self._digest(), self._control.stall_timeout_s
             if digest is None:
                 return
-            entered, place = digest.entered, _place(digest)
-            del digest  # while we sleep
+            entered = digest.entered
             *_, at = entered
             silent_s = time.monotonic() - at
-            to_say = entered if silent_s > every(timeout_s) else None
+            is_silent = silent_s > every(timeout_s)
+            place = _place(digest) if is_silent else ""
+            del digest  # while we sleep
+            to_say = entered if is_silent else None
             if said is not to_say:
                 said = to_say
                 since = f"{time.time() - silent_s:.1f} {place}"
