@@ -1,4 +1,4 @@
-"""Where the first host of a job listens. Standard library only."""
+"""Find the address at which the first host of a job listens. Standard library only."""
 
 from __future__ import annotations
 

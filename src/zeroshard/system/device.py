@@ -210,7 +210,7 @@ class Device:
 
     @property
     def uuid(self) -> str:
-        """What no other device of this host has, also where this process sees only some of them."""
+        """Its name among all devices of this host, also where this process sees only some."""
         found = getattr(self.module, "get_device_properties", lambda *_: None)(*self._which)
         seen = os.environ.get(VISIBLE_DEVICES.get(self.type, ""), "").split(",")
         number = ("".join(seen[self.device.index or 0 :][:1]) or self.device.index) or 0

@@ -1,5 +1,5 @@
-"""What sockets take of this host: the interface by which another one is reached, and how many files
-a process may open. Standard library only.
+"""Find the interface by which another host is reached, and raise how many files a process may
+open. Standard library only.
 """
 
 from __future__ import annotations
