@@ -26,7 +26,7 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -77,9 +77,9 @@ class Seat:
         return cls(own.host, own.place, devices[0].type, devices[0].backend, uuids)
 
     @classmethod
-    def told(cls, said: Mapping[str, Any]) -> Seat:
-        """Return another rank's, of which it has `said` the fields."""
-        return cls(**{**said, "uuids": tuple(said["uuids"])})
+    def told(cls, said: Iterable[Mapping[str, Any]]) -> list[Seat]:
+        """Return those of all ranks, of which each has `said` the fields."""
+        return [cls(**{**one, "uuids": tuple(one["uuids"])}) for one in said]
 
     @property
     def kind(self) -> tuple[str, str | None]:
@@ -272,7 +272,7 @@ def _seats(store: Any, rank: int, size: int, limit_s: float) -> list[Seat]:
             f"init_distributed(): rank(s) {absent} did not come within {limit_s:g} s; see what"
             " they are doing, or raise join_timeout_s if they are only slow"
         ) from error
-    return [Seat.told(one) for one in said]
+    return Seat.told(said)
 
 
 def _leave(group: dist.ProcessGroup, store: Any, device: torch.device | None, pid: int) -> None:

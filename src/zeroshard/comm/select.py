@@ -156,7 +156,7 @@ def _met(group: dist.ProcessGroup, spec: CommSpec, devices: Sequence[Device]) ->
     mine = json.dumps([secrets.token_hex(16), asdict(Seat.of(*devices))])
     answers = gather_bytes(group, mine.encode(), call="shard()", limit_s=spec.stall_timeout_s)
     told = [json.loads(answer) for answer in answers]
-    seats = [Seat.told(seat) for _, seat in told]
+    seats = Seat.told([seat for _, seat in told])
     choose_interface([seat.host for seat in seats])
     members = spec.members or tuple(range(group.size()))
     shared = same_device(seats, [0 if seat.uuids else None for seat in seats])
