@@ -69,7 +69,12 @@ def strayed(log: Sequence[Call]) -> str:
     lanes: dict[tuple[str, str], str] = {}
     for call in log:
         if call.key:
-            expected = "reduce" if call.key.startswith("reduce of ") else call.lane
+            expected = call.lane
+            if call.key.startswith("reduce of ") and not expected.startswith("reduce"):
+                expected = "reduce"
+            is_gather = call.key.startswith("all_gather of ") and not call.key.endswith(".master")
+            if is_gather and expected == "compute":
+                expected = "gather"
             if call.lane != lanes.setdefault((call.group, call.key), expected):
                 return f"not on {lanes[call.group, call.key]}: {call}"
     return ""
@@ -82,7 +87,7 @@ def _told(what: str, heads: dict[int, Call]) -> str:
 @contextmanager
 def meeting(world: int) -> Iterator[None]:
     """Raise AssertionError on every rank at the end of the body where calls in it do not meet, or
-    a unit's are not on one lane, which for its reduces is "reduce". Collective.
+    a unit's are not on one lane, which for its reduces is a reduce lane. Collective.
     """
     from tests.device import zsim
 

@@ -117,10 +117,12 @@ class Omission:
         self._lanes[id(event)] = event, lane
         return event
 
-    def _join(self, original: Callable[..., Any], streams: Any, event: Any) -> None:
-        _, lane = self._lanes.get(id(event), (None, "?"))
-        if not self._leaves_out(f"join({lane})"):
-            original(streams, event)
+    def _join(
+        self, original: Callable[..., Any], streams: Any, event: Any, lane: str = "compute"
+    ) -> None:
+        _, of = self._lanes.get(id(event), (None, "?"))
+        if not self._leaves_out(f"join({of})"):
+            original(streams, event, lane)
 
     def _copy(
         self, original: Callable[..., Any], out: Any, source: Any, non_blocking: bool = False

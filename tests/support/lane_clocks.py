@@ -53,10 +53,10 @@ class LaneClocks:
         """Return where `lane` is."""
         return lane, self.reached(lane)
 
-    def join(self, event: Event) -> None:
-        """Let compute come after `event`."""
-        lane, clock = event
-        self._synchronise(f"join({lane})", "compute", clock)
+    def join(self, event: Event, lane: Lane = "compute") -> None:
+        """Let `lane` come after `event`."""
+        of, clock = event
+        self._synchronise(f"join({of})", lane, clock)
 
     def drain(self) -> None:
         """The host waits for all lanes."""

@@ -131,8 +131,8 @@ class _Streams(NoStreams):
     def mark(self, lane: Lane) -> Event:
         return self._time.mark(self._name(lane))
 
-    def join(self, event: Event) -> None:
-        self._time.join(event)
+    def join(self, event: Event, lane: Lane = "compute") -> None:
+        self._time.join(event, lane)
 
     def drain(self) -> None:
         self._time.drain()

@@ -62,6 +62,7 @@ class Step:
     kind: str = "wire"
     describe: Callable[[], Operation] | None = None  # for a trace
     unused: Callable[[], None] | None = None  # gives back what it was to use, if it never starts
+    between: bool = False  # whether it is a collective over nodes, whose wire is another one
 
 
 class Follower(Work, Protocol):

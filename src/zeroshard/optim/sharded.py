@@ -498,7 +498,12 @@ class ShardedOptimizer:
         take = self._hooks.before_step()
         self.is_cut_off = True
         self._step.begin([shard.tensor.grad for shard in self.pieces()])
-        self._start_tiles(take)
+        failed = not self._succeeds(self.join)  # the tiles' part of the step before ends first
+        if self.runner.lags:
+            self._hooks.publish_late()
+            self.runner.lags = False
+        if take:
+            self._succeeds(partial(self.runner.start, self.tiles, failed=failed))
         self._step.is_broken = False
         for tile in self.tiles:
             takes = take and tile.method is StepMethod.BY_USER
@@ -509,15 +514,6 @@ class ShardedOptimizer:
             if empty is not None:
                 empty.grad = None
         self.runner.begin_own()
-
-    def _start_tiles(self, take: bool) -> None:
-        """Start the tiles' part of the step; the one before ends first."""
-        failed = not self._succeeds(self.join)
-        if self.runner.lags:
-            self._hooks.publish_late()
-            self.runner.lags = False
-        if take:
-            self._succeeds(partial(self.runner.start, self.tiles, failed=failed))
 
     def _succeeds(self, call: Callable[[], None]) -> bool:
         """Return whether `call` reads and writes its tiers; where it cannot, the step raises that

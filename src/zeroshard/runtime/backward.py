@@ -160,21 +160,14 @@ class Backward:
             current = self._begin(retains=retains_graph())
         checkpoint = checkpoint_around()
         if not current.tasks:
-            if checkpoint is None:
-                self._note_outer()
-            else:
+            if checkpoint is None and current.recomputed:  # nested ones cannot ask
+                current.outer.update(
+                    id(leaf.parameter) for leaf in self.parameters if _gets_gradient(leaf.parameter)
+                )
+            elif checkpoint is not None:
                 when_over(checkpoint, self.enter)  # which the backward around it has to
         current.push(task, checkpoint=checkpoint is not None, retains=retains_graph())
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._leave(task))
-
-    def _note_outer(self) -> None:
-        """Where units run again, note which parameters the outermost backward brings a gradient
-        itself: nested ones cannot ask.
-        """
-        if self._pass.recomputed:
-            self._pass.outer.update(
-                id(leaf.parameter) for leaf in self.parameters if _gets_gradient(leaf.parameter)
-            )
 
     @property
     def running(self) -> bool:

@@ -243,8 +243,12 @@ class Bucket:
         for listener in self.handed_over if leaves is None or leaves.own is not None else ():
             listener(self.key, (lambda: self.buffer) if own is None else own.leaf)  # else zeros
         if leaves is not None:
-            if not self._end_leaf(leaves, make_room):
-                return None
+            if own is not None:  # the sum of this rank's own leaves is reduced, after the last
+                if leaves.is_last:
+                    self._open(make_room)
+                own.end_leaf(leaves.own, self.buffer)
+                if not leaves.is_last:
+                    return None
             request = replace(request, sums=leaves.sums)
         accumulator, (resting, fresh) = self.accumulator, self.accumulator.open()
         if self.buffer is not None and self.loan is None:
@@ -270,18 +274,6 @@ class Bucket:
         if self.buffer is None:
             self._open(make_room)
         self._micro_batches.move_to(self.views, self.filled)
-
-    def _end_leaf(self, leaves: Leaves, make_room: Callable[[int], None]) -> bool:
-        """A leaf's gradients have all come. Return whether a reduce takes them, or the sum of this
-        rank's own leaves.
-        """
-        own = self._own
-        if own is None:
-            return True
-        if leaves.is_last:
-            self._open(make_room)
-        own.end_leaf(leaves.own, self.buffer)
-        return leaves.is_last
 
     def reduce_inside(self, *, make_room: Callable[[int], None]) -> Flight:
         """Return a flight, to be started, that sums what is here over the ranks of this node; the
@@ -332,7 +324,7 @@ class Bucket:
             return [self._first(reduce, Axis.FLAT)]
         both = levels.node_sum(request, out, accumulate=accumulate, held=held)
         describe = partial(self._operation, Axis.NODE)
-        second = Step(both.between, describe=describe, unused=both.unused)
+        second = Step(both.between, describe=describe, unused=both.unused, between=True)
         return [self._first(both.inside, Axis.LOCAL), second]
 
     def _first(self, reduce: Callable[..., Work], axis: Axis) -> Step:

@@ -172,8 +172,10 @@ class Finalizer:
         if self._finite is not None and not backward.accumulation.changed:
             if self._set and only is None:
                 self._look_again()
-            if self._finite:
-                self._take_late(only)
+            if self._finite and self._assigned.take(only):  # compared in the next step
+                self._assigned.check_finite()
+                self._assigned.store()
+                backward.seal()
             return self._finite
         if self._assigned.take():
             self._assigned.replace_sums()
@@ -196,7 +198,8 @@ class Finalizer:
             self._tell(meeting, answers, united, weight)
         culprits = [bad for bad in meeting.answers if bad]
         if weight is not None:
-            self._divide(weight)
+            for gradient in backward.gradients:
+                gradient.divide(weight)
         if self._assigned.store():
             backward.seal()
         self._count_bad(culprits)
@@ -225,15 +228,6 @@ class Finalizer:
         self._count_bad(culprits)
         self._finite = not culprits
 
-    def _take_late(self, only: nn.Parameter | None) -> None:
-        """Take what was assigned since the gradients were averaged; the ranks compare it in the
-        next step.
-        """
-        if self._assigned.take(only):
-            self._assigned.check_finite()
-            self._assigned.store()
-            self._backward.seal()
-
     def _divisor(self) -> float:
         """Return the number by which sums are divided, but for the weights of losses."""
         divisor = self._loss_scale() * self._backward.accumulation.divisor
@@ -259,11 +253,6 @@ class Finalizer:
         bad.append(backward.saved.read_released or self._assigned.first_bad() or "")
         self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step
         return self._compare(unreduced, bad[0])
-
-    def _divide(self, weight: float) -> None:
-        """Divide by the weights of all ranks, which are known now."""
-        for gradient in self._backward.gradients:
-            gradient.divide(weight)
 
     def _read(self, *, squares: bool) -> bool:
         """Read once what is to be known of averages on an accelerator: their `squares`, or whether

@@ -42,6 +42,7 @@ from zeroshard.errors import StorageError
 from zeroshard.memory import placeholder_value, reads_wait
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flight import Flight
+from zeroshard.runtime.streams import Lane
 from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.full import FullBuffer
 from zeroshard.state.state import State
@@ -242,7 +243,7 @@ class FlatWeights:
 
     def _gather_column(self, out: torch.Tensor | None = None) -> Work:
         assert self.window is not None, self.key
-        self.wait_published()
+        self.wait_published("gather")
         return self.window.gather(out)
 
     @cached_property
@@ -392,17 +393,17 @@ class FlatWeights:
         levels, column, base = self.context.levels, self.rest.whole, self.rest_span[0]
         own = column[self.own_span[0] - base : self.own_span[1] - base]
         starts = levels.gathers((Axis.NODE,), self.key, own, self.layout.ranges, column)
-        # no "wire": its wait would come at once where streams are enqueued on, and not where the
-        # column is needed
-        steps = [Step(starts[0], "copy"), Step(self.window.publish, "here")]
-        self._publishing = Flight([steps], self.context.streams, None)
+        steps = [Step(starts[0], between=True), Step(self.window.publish, "here", between=True)]
+        self._publishing = Flight([steps], self.context.streams, "gather")
         self._publishing.go()
         levels.hold_writes(self._publishing)
 
-    def wait_published(self) -> None:
-        """Return when what rests here is up to date with what other nodes have published."""
+    def wait_published(self, lane: Lane = "compute") -> None:
+        """Return when what rests here is up to date, on `lane`, with what other nodes have
+        published.
+        """
         if self._publishing is not None:
-            self._publishing.wait()
+            self._publishing.wait(lane)
             self._publishing = None
 
     def abandon(self) -> None:
@@ -421,7 +422,7 @@ class _Gather:
         self._memory = flat.context.memory
         self._route = route
         self._source = self._whole = source  # what a hop sends, and what the last one has filled
-        self._starts: Sequence[Start] = ()
+        self._starts: Iterator[Start] = iter(())
         self._key = f"{flat.key}.weight"
         self._window = flat.window
         if source is flat.column:
@@ -437,8 +438,14 @@ class _Gather:
                 yield Step(self._read, "read", self._reading)
             elif kind is Kind.ALL_GATHER:
                 hops = tuple(group)
-                for hop, start in zip(hops, self._gathers(hops), strict=True):
-                    yield Step(start, describe=partial(self._gathering, hop))
+                if hops[0].wire.codec is None:
+                    starts = self._gathers(hops)
+                else:
+                    yield Step(partial(self._receive, hops), "here")
+                    starts = [lambda: next(self._starts)()] * len(hops)
+                for hop, start in zip(hops, starts, strict=True):
+                    describe, between = partial(self._gathering, hop), hop.axis is Axis.NODE
+                    yield Step(start, describe=describe, between=between)
             elif kind is Kind.ENCODE:
                 yield Step(self._encode, "here")
             elif kind is Kind.KEEP:
@@ -450,8 +457,6 @@ class _Gather:
         """Return the starts of the levels of one all-gather."""
         flat, window, local, key = self._flat, self._window, self._source, self._key
         axes = tuple(hop.axis for hop in hops if hop.axis is not None)
-        if hops and hops[0].wire.codec is not None:
-            return [partial(self._gather_encoded, axes, level) for level in range(len(axes))]
         if isinstance(window, PrivateWindow) and hops and flat.scope is not Scope.NODE_SHARD:
             local, key = flat.weight.whole, flat.key  # what this rank has stepped
         elif window is not None:
@@ -497,12 +502,12 @@ class _Gather:
     def _empty(self, numel: int) -> torch.Tensor:
         return self._memory.empty(self._codec.encoded_bytes(numel), torch.uint8)
 
-    def _gather_encoded(self, axes: tuple[Axis, ...], level: int) -> Work | None:
-        if level == 0:
-            self._whole, flat = self._empty(self._flat.layout.numel), self._flat
-            levels, ranges = flat.context.levels, flat.encoded_ranges
-            self._starts = levels.gathers(axes, self._key, self._source, ranges, self._whole)
-        return self._starts[level]()
+    def _receive(self, hops: Sequence[Hop]) -> None:
+        """Take memory for the encoded buffer: on the lane on which it is decoded and dropped."""
+        self._whole, flat = self._empty(self._flat.layout.numel), self._flat
+        levels, ranges = flat.context.levels, flat.encoded_ranges
+        axes = [hop.axis for hop in hops if hop.axis is not None]
+        self._starts = iter(levels.gathers(axes, self._key, self._source, ranges, self._whole))
 
     def _keep(self) -> None:
         self._flat.arrive(self._whole)
@@ -510,4 +515,4 @@ class _Gather:
     def _decode(self) -> None:
         self._codec.decode(self._whole, self._flat.full)
         self._whole = self._source = self._flat.full  # nothing else holds the encoding
-        self._starts = ()
+        self._starts = iter(())

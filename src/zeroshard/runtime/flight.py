@@ -13,6 +13,9 @@ same places of the program on every rank, and never because its read has ended. 
 collective meet by key: each starts as soon as the one before is over, whatever this rank waits for
 then (comm/levels.py); where operations meet in the order in which they begin, at once.
 
+A hop between nodes has a lane of its own, as it has a wire: it follows the hops before it on the
+flight's lane, and those after it follow it.
+
 Invariant: where streams are enqueued on (``Streams.enqueues``) a collective is over for us once it
 is enqueued: the lane orders it with the hops after it, and the host waits for nothing but disks.
 """
@@ -21,13 +24,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from enum import Enum
 
 from zeroshard.comm.levels import Levels, Step
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StorageError
-from zeroshard.runtime.streams import Event, Lane, Streams
+from zeroshard.runtime.streams import BETWEEN, Event, Lane, Streams
 
 __all__ = ["Flight", "Go"]
 
@@ -48,8 +51,8 @@ _OVER = DoneWork()
 class Flight:
     """Routes under way, and the event after which compute may use their results."""
 
-    __slots__ = ("__weakref__", "_at", "_event", "_is_going", "_lane", "_levels", "_routes",
-                 "_streams", "_works")  # fmt: skip
+    __slots__ = ("__weakref__", "_arrived", "_at", "_event", "_is_going", "_lane", "_levels",
+                 "_routes", "_streams", "_works")  # fmt: skip
 
     def __init__(
         self,
@@ -66,6 +69,7 @@ class Flight:
         self._at = [0] * len(self._routes)  # the step that comes next
         self._works: list[Work | None] = [None] * len(self._routes)  # of the step before
         self._event: Event = None
+        self._arrived: Event = None  # of the last hop between nodes, until a hop comes after it
         self._is_going = False
 
     def go(self, how: Go = Go.START, *, fork: bool = False) -> None:
@@ -78,8 +82,11 @@ class Flight:
         lane = self._lane if streams.has_lanes else None
         recording = streams.probe.recording
         if fork and lane is not None:
-            streams.fork(lane)
-        there = None if lane is None else streams.on(lane)
+            for steps in self._routes:
+                if steps and not steps[0].between:  # those fork their own lane
+                    streams.fork(lane)
+                    break
+        there, far = None if lane is None else streams.on(lane), None
         if there is not None:
             there.__enter__()
         try:
@@ -97,14 +104,21 @@ class Flight:
                         self._works[number] = work = None
                         break
                     step = steps[at]
+                    if lane is not None and (step.between or self._arrived is not None):
+                        far = self._change_lane(steps, at, lane)
+                        if far is not None and at and not steps[at - 1].between:
+                            marks = False  # that lane follows what this one has been given
                     since = None if recording is None else recording.now()
                     work = step.start()
-                    marks = marks or step.kind != "read"
+                    marks = marks or (step.kind != "read" and far is None)
                     if step.kind == "wire" and streams.enqueues and work is not None:
                         work.wait()
                         work = _OVER
                     if recording is not None and step.describe is not None and work is not None:
                         work = recording.watch(work, step.describe(), since)
+                    if far is not None and lane is not None:
+                        far.__exit__(None, None, None)
+                        far, self._arrived = None, streams.mark(BETWEEN[lane])
                     at += 1
                     self._at[number] = at
                     self._works[number] = work = None if type(work) is DoneWork else work
@@ -112,11 +126,34 @@ class Flight:
                 self._event = streams.mark(lane)
         finally:
             self._is_going = False
+            if far is not None:
+                far.__exit__(*sys.exc_info())
             if there is not None:
                 there.__exit__(*sys.exc_info())
         if has_levels and how in (Go.START, Go.ADVANCE) and self._has_levels:
             assert self._levels is not None
             self._levels.follow(self)
+
+    def _change_lane(
+        self, steps: Sequence[Step], at: int, lane: Lane
+    ) -> AbstractContextManager[None] | None:
+        """Let the step that comes next follow those before it; where it is between nodes, return
+        their lane, entered.
+        """
+        streams, between = self._streams, BETWEEN[lane]
+        was_between = at > 0 and steps[at - 1].between
+        if not steps[at].between:
+            if was_between:
+                streams.join(self._arrived, lane)
+                self._arrived = None
+            return None
+        if at == 0:
+            streams.fork(between)
+        elif not was_between:
+            streams.join(streams.mark(lane), between)
+        there = streams.on(between)
+        there.__enter__()
+        return there
 
     def _goes_on(self, work: Work, steps: Sequence[Step], at: int, how: Go) -> bool:
         """Whether to wait for the step before `at`, under way as `work`, and go on."""
@@ -154,8 +191,8 @@ class Flight:
         if self._reads_first:
             self.go(Go.ADVANCE)
 
-    def wait(self) -> None:
-        """Return when the results may be used on compute. Idempotent; a wait that raised may be
+    def wait(self, lane: Lane = "compute") -> None:
+        """Return when the results may be used on `lane`. Idempotent; a wait that raised may be
         tried again.
         """
         for number, work in enumerate(self._works):
@@ -170,8 +207,11 @@ class Flight:
                 self.go(Go.WAIT)
         self._routes, self._at, self._works = (), [], []
         if self._event is not None:
-            self._streams.join(self._event)
+            self._streams.join(self._event, lane)
             self._event = None
+        if self._arrived is not None:
+            self._streams.join(self._arrived, lane)
+            self._arrived = None
 
     def start_all(self) -> None:
         """Start the last level of every collective, once those before are over."""

@@ -23,7 +23,7 @@ import torch
 from zeroshard.comm.levels import Step
 from zeroshard.core.layout import Range
 from zeroshard.core.recording import Operation
-from zeroshard.core.route import Hop, Kind
+from zeroshard.core.route import Axis, Hop, Kind
 from zeroshard.errors import StorageError
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
@@ -240,7 +240,7 @@ class Accumulator:
         axes = [hop.axis for hop in hops if hop.axis is not None]
         starts = flat.context.levels.gathers(axes, self.key, mine, flat.layout.ranges, whole)
         return [
-            Step(start, describe=partial(self._gathering, hop))
+            Step(start, describe=partial(self._gathering, hop), between=hop.axis is Axis.NODE)
             for hop, start in zip(hops, starts, strict=True)
         ]
 

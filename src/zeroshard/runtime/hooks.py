@@ -209,8 +209,18 @@ class Hooks:
             self._install_state(module, held)
         for unit in units:
             for segment in unit.segments:
-                self._tie_parameters(unit, segment)
-        self._install_parameters()
+                for name, parameter in zip(segment.names, segment.parameters, strict=True):
+                    self._handles.append(_ParameterTie(self, unit, segment, parameter, name))
+                if unit.residency.state is not UnitState.FULL:
+                    release_classes(segment.parameters)
+        # [Note: weak hooks] what hangs on a tensor is invisible to the garbage collector: it holds
+        # nothing of the engine
+        ids = dict[int, int]()
+        for number, leaf in enumerate(loop.backward.parameters):
+            hooked: Any = leaf.parameter  # the method is untyped in torch
+            taker = loop.backward.taker(number, ids)
+            self._handles.append(hooked.register_post_accumulate_grad_hook(taker))
+            ids[number] = self._handles[-1].id
 
     def remove(self) -> None:
         """Take every hook off."""
@@ -402,24 +412,6 @@ class Hooks:
             hook = tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
             if tensor.grad_fn is None:
                 on_leaves.append(hook)
-
-    # ------------------------------------------------------------------ parameters
-
-    def _tie_parameters(self, unit: Unit, segment: Segment) -> None:
-        for name, parameter in zip(segment.names, segment.parameters, strict=True):
-            self._handles.append(_ParameterTie(self, unit, segment, parameter, name))
-        if unit.residency.state is not UnitState.FULL:
-            release_classes(segment.parameters)
-
-    def _install_parameters(self) -> None:
-        # [Note: weak hooks] what hangs on a tensor is invisible to the garbage collector: it holds
-        # nothing of the engine
-        backward, ids = self.loop.backward, dict[int, int]()
-        for number, leaf in enumerate(backward.parameters):
-            hooked: Any = leaf.parameter  # the method is untyped in torch
-            handle = hooked.register_post_accumulate_grad_hook(backward.taker(number, ids))
-            self._handles.append(handle)
-            ids[number] = handle.id
 
     # ------------------------------------------------------------------ state_dict, load_state_dict
 

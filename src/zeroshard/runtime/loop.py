@@ -200,7 +200,12 @@ class Loop:
         """
         in_backward = torch._C._current_graph_task_id() >= 0
         phase: Phase = "backward" if in_backward else "forward"
-        if threading.get_ident() != self._thread and not in_backward and self._is_beside_loop():
+        if (
+            threading.get_ident() != self._thread
+            and not in_backward
+            and this_micro_batch() is None
+            and any(thread.ident == self._thread for thread in threading.enumerate())
+        ):
             raise StateError(
                 f"parameter {name!r} cannot be read here ({operation}): this is not the thread of"
                 " the training loop, which its weights are not ready for. Read it in that thread,"
@@ -222,11 +227,6 @@ class Loop:
         if not (in_backward or self.weights.schedule.running):
             self.weights.digest.num_begun += self.backward.runs_plainly
         self.weights.hold(unit, phase, Until.BACKWARD_ENDS if may_follow else Until.FORWARD_ENDS)
-
-    def _is_beside_loop(self) -> bool:
-        """Whether this thread is none that runs the model."""
-        alive = any(thread.ident == self._thread for thread in threading.enumerate())
-        return alive and this_micro_batch() is None
 
     def hold(self, unit: Unit) -> None:
         """Keep `unit` gathered until the next step."""

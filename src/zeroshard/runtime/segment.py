@@ -280,7 +280,9 @@ class Segment:
     def can_bring_from_rest(self, start: int, stop: int) -> bool:
         """Whether stepped masters may go into the weights as they are, from where they rest."""
         return self.master_is_weight or (
-            self.flat.dtype is self.weight.dtype is self._master.dtype and stop <= self.weight.split
+            self.master is not None
+            and self.flat.dtype is self.weight.dtype is self.master.dtype
+            and stop <= self.weight.split
         )
 
     def bring_from_rest(self, start: int, stop: int) -> list[Work]:
@@ -289,11 +291,6 @@ class Segment:
             return []
         assert self.weight.tensor is not None
         return self._sent(self.own_master.read(start, stop, self.weight.tensor[start:stop]), None)
-
-    @property
-    def _master(self) -> State:
-        assert self.master is not None, self.key
-        return self.master
 
     def _sent(self, works: list[Work], source: object) -> list[Work]:
         self.uploads += [(work, source) for work in works if not isinstance(work, DoneWork)]

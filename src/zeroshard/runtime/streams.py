@@ -1,10 +1,10 @@
 """Stream and event work, behind one small protocol, so that it can be checked without an
 accelerator.
 
-Three lanes: ``compute`` (the user's current stream), ``gather`` and ``reduce``. The engine follows
-one discipline, FSDP2's without ``record_stream``: a buffer is allocated and freed in the compute
-lane's order; another lane that uses it first waits for compute (``fork``), and compute waits for
-the lane's event before it touches or frees the buffer (``join``).
+Lanes: ``compute`` (the user's current stream), ``gather`` and ``reduce``, and one beside each for
+what goes between nodes. One discipline, FSDP2's without ``record_stream``: a buffer is allocated
+and freed in the compute lane's order; another lane that uses it first waits for compute (``fork``),
+and compute waits for the lane's event before it touches or frees the buffer (``join``).
 
     compute:  alloc(full) . fork ............... join . read(full) ... free(full)
     gather:                  \\_ write(full) _ mark _/
@@ -21,7 +21,7 @@ is called on).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol, get_args
 
@@ -31,6 +31,7 @@ from zeroshard.core.recording import Probe
 from zeroshard.system.device import Device
 
 __all__ = [
+    "BETWEEN",
     "LANES",
     "AcceleratorStreams",
     "Event",
@@ -40,10 +41,12 @@ __all__ = [
     "make_streams",
 ]
 
-Lane = Literal["compute", "gather", "reduce"]
+Lane = Literal["compute", "gather", "reduce", "gather between", "reduce between"]
 Event = Any  # opaque to the engine
 
 LANES: tuple[Lane, ...] = get_args(Lane)
+# the lane of hops between nodes, which use another wire than those of the lane beside it
+BETWEEN: Mapping[Lane, Lane] = {"gather": "gather between", "reduce": "reduce between"}
 
 
 class Streams(Protocol):
@@ -68,14 +71,14 @@ class Streams(Protocol):
     def mark(self, lane: Lane) -> Event:
         """Return an event that comes after everything enqueued on `lane` so far."""
 
-    def join(self, event: Event) -> None:
-        """Let compute wait for `event`."""
+    def join(self, event: Event, lane: Lane = "compute") -> None:
+        """Let `lane` wait for `event`."""
 
     def drain(self) -> None:
         """Return when nothing is under way on any lane: the host waits. After an exception."""
 
     def is_idle(self) -> bool:
-        """Whether nothing is under way on the gather and reduce lanes. Any thread may ask."""
+        """Whether nothing is under way on any lane but compute. Any thread may ask."""
 
 
 def make_streams(device: torch.device | str) -> Streams:
@@ -103,7 +106,7 @@ class NoStreams:
     def mark(self, lane: Lane) -> Event:
         return None
 
-    def join(self, event: Event) -> None: ...
+    def join(self, event: Event, lane: Lane = "compute") -> None: ...
 
     def drain(self) -> None: ...
 
@@ -162,10 +165,10 @@ class AcceleratorStreams:
             self.probe.recording.marked(event)
         return event
 
-    def join(self, event: Event) -> None:
-        recording = self.probe.recording
+    def join(self, event: Event, lane: Lane = "compute") -> None:
+        recording = self.probe.recording if lane == "compute" else None
         since = None if recording is None else recording.now()
-        self._stream("compute").wait_event(event)
+        self._stream(lane).wait_event(event)
         if recording is not None:
             recording.joined(event, since)
 

@@ -195,8 +195,13 @@ class Weights:
         self._phase = phase
         state = unit.residency.state
         if state is not UnitState.FULL:
-            if peek_stack() is not None or forward_ad._current_level >= 0:
-                _refuse_transforms(unit)
+            transforms = peek_stack() is not None or forward_ad._current_level >= 0
+            if transforms and unit.residency.traits.is_sharded:
+                raise StateError(
+                    f"unit {unit.name!r} would be gathered inside a transform (torch.vmap,"
+                    " torch.func.grad, jvp, forward-mode AD), which cannot follow memory that is"
+                    " released: run the transform inside engine.gathered(), on every rank"
+                )
             if state is UnitState.RESTING:
                 self.availability.check_gather()
 
@@ -328,15 +333,3 @@ class Weights:
         self.schedule.reset()
         for unit, rests in zip(self.units, rested, strict=True):
             unit.abandon(rested=rests)
-
-
-def _refuse_transforms(unit: Unit) -> None:
-    """Raise StateError where `unit` would be gathered inside the transform of torch.func that is
-    at work, which cannot follow memory that comes and goes.
-    """
-    if unit.residency.traits.is_sharded:
-        raise StateError(
-            f"unit {unit.name!r} would be gathered inside a transform (torch.vmap, torch.func.grad,"
-            " jvp, forward-mode AD), which cannot follow memory that is released: run the"
-            " transform inside engine.gathered(), on every rank"
-        )

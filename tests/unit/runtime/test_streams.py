@@ -10,6 +10,7 @@ import torch
 
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.streams import (
+    LANES,
     AcceleratorStreams,
     Lane,
     NoStreams,
@@ -59,7 +60,7 @@ class FakeStream:
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
     """A stand-in for torch.cuda's streams; the value is the stack of current streams."""
     current = [FakeStream("user")]
-    names = iter(["gather", "reduce"])
+    names = iter(LANES[1:])
 
     @contextmanager
     def enter(stream: FakeStream) -> Iterator[None]:

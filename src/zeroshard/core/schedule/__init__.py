@@ -292,12 +292,9 @@ class Schedule:
             sizes=self._sizes,
             live_bytes=0,
             budget_bytes=allowed,
-            is_live=self._is_live,
+            is_live=lambda index: self.units[index].state is not RESTING,
             around=self._around,
         )
-
-    def _is_live(self, index: int) -> bool:
-        return self.units[index].state is not RESTING
 
     def _advance(self) -> Commands:
         """Let the gathers under way go on that began with reads. Where weights are read around the
