@@ -518,6 +518,13 @@ def _transports() -> list[Case]:
         made.append(Case(f"native {row}", program, is_plain=True, worlds=(1,)))
     read = Closed(precision="fp32", comm=NATIVE, prepare=project_embedding, **TWO)
     made.append(Case("native, all read", read, worlds=(1,)))
+    apart = {"separate_reduce_group": True}
+    made += [
+        Case(f"reduces apart, {row}", Program(row=row, comm=apart)) for row in ("zero3", "zero1")
+    ]
+    made.append(
+        Case("reduces apart, hpz", Program(row="hpz", comm={"node_size": 1, **apart}), worlds=(2,))
+    )
     return made + [Case(f"ordered {row}", Program(row=row, comm={"ordered": True})) for row in ROWS]
 
 

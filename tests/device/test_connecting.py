@@ -63,6 +63,35 @@ def test_groups_are_connected_before_weights_are_allocated_and_their_bytes_are_t
         assert "MB" in line, line
 
 
+def _reduces_apart(rank: int, world: int) -> list[dict[str, set[str]]]:
+    """Return the groups of gathers and of reduces in a step, at stage 3 and in two levels."""
+    from tests.device import zsim
+
+    seen = []
+    for options in ({}, {"node_size": 1, "hierarchical": True}):
+        comm = zs.Comm(separate_reduce_group=True, **options)
+        model, optimizer, engine = _sharded(policy="zero3", comm=comm)
+        zsim.take_collectives()
+        engine.backward(model(torch.ones(2, 8, device="zsim")).sum())
+        optimizer.step()
+        groups_of: dict[str, set[str]] = {"allgather": set(), "reduce_scatter": set()}
+        for call in zsim.take_collectives():
+            _, group, size, kind, *_ = call.split("|")
+            if int(size) > 1:
+                groups_of[kind.split()[0]].add(group)
+        seen.append(groups_of)
+        engine.close()
+    return seen
+
+
+def test_reduces_have_a_communicator_of_their_own_where_asked() -> None:
+    for flat, deep in run_ranks(2, _reduces_apart, device=_DEVICE, timeout=60):
+        for groups_of in (flat, deep):
+            assert len(groups_of["allgather"]) == len(groups_of["reduce_scatter"]) == 1
+            assert not groups_of["allgather"] & groups_of["reduce_scatter"]
+        assert flat["allgather"] != deep["allgather"]
+
+
 def _cannot_connect(rank: int, world: int, text: str) -> str:
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError(text)

@@ -13,8 +13,8 @@ from tests.support.harness import run_ranks
 from tests.support.training import ROWS
 
 ROUND = (
-    "hpz", "mics", "hfsdp", "ordered zero3", "codecs, hpz", "a fraction", "no_sync",
-    "two levels of 2, zero3", "pipeline zero3", "tensor parallel zero3", "leaves zero3",
+    "hpz", "mics", "hfsdp", "ordered zero3", "reduces apart, hpz", "codecs, hpz", "a fraction",
+    "no_sync", "two levels of 2, zero3", "pipeline zero3", "tensor parallel zero3", "leaves zero3",
     "leaves zero1, on the host", "inference in int8, from the host", "experts zero3",
     "a rank leaves", "kept in memory, one goes on", "integers of 16 bits, equal",
     "integers of 16 bits, shares",

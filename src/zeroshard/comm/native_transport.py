@@ -104,7 +104,9 @@ class NativeTransport:
         device: torch.device,
         spec: CommSpec,
         control: PeerControl,
+        reduce_group: dist.ProcessGroup | None = None,
     ) -> None:
+        """`reduce_group`: the same ranks, for reduces; None: `group` is for both."""
         self.control = control
         self.name = "nccl"
         self.rank = group.rank()
@@ -113,7 +115,7 @@ class NativeTransport:
         self.keyed = False
         self.traffic = control.traffic
         self.ordered = bool(spec.ordered)
-        self._group = group
+        self._group, self._reduce_group = group, reduce_group or group
         self._device = device
         # whether the host waits for collectives; else the current stream orders them
         self._async_op = host_waits(device)
@@ -158,7 +160,7 @@ class NativeTransport:
                 own = out[slice(*ranges[self.rank])]
                 if own.data_ptr() != local.data_ptr():
                     own.copy_(local)
-                works = self._each(self._send_share, out, ranges)
+                works = self._each(self._group, self._send_share, out, ranges)
         except RuntimeError as error:
             explain(error, what, self.control)
             raise
@@ -203,10 +205,10 @@ class NativeTransport:
             if exchanges:
                 works = [self._all_to_all(data, arrived.view(self.size, own), ranges)]
             elif not self._cuts.of(ranges).is_equal:
-                works = self._each(self._sum_share, data, ranges)
+                works = self._each(self._reduce_group, self._sum_share, data, ranges)
                 arrived = data[start:stop]
             elif numel:
-                work = group_reduce_scatter(self._group, loan, data, self._to_sum)
+                work = group_reduce_scatter(self._reduce_group, loan, data, self._to_sum)
                 works = self._to_wait_for(work)
         except RuntimeError as error:
             explain(error, what, self.control)
@@ -252,10 +254,17 @@ class NativeTransport:
         """Send each rank's slice to that rank; theirs of ours become the rows of `arrived`."""
         if list(ranges) != sorted(ranges):
             slices = [data[start:stop] for start, stop in ranges]
-            return dist.all_to_all([*arrived], slices, group=self._group, async_op=self._async_op)
+            return dist.all_to_all(
+                [*arrived], slices, group=self._reduce_group, async_op=self._async_op
+            )
         receives, sends = [arrived.shape[1]] * self.size, [stop - start for start, stop in ranges]
         return dist.all_to_all_single(
-            arrived.view(-1), data, receives, sends, group=self._group, async_op=self._async_op
+            arrived.view(-1),
+            data,
+            receives,
+            sends,
+            group=self._reduce_group,
+            async_op=self._async_op,
         )
 
     def _send_share(self, share: torch.Tensor, owner: int) -> Any:
@@ -263,10 +272,12 @@ class NativeTransport:
         return dist.broadcast(share, group=self._group, group_src=owner, async_op=self._async_op)
 
     def _sum_share(self, share: torch.Tensor, owner: int) -> Any:
-        return dist.reduce(share, group=self._group, group_dst=owner, async_op=self._async_op)
+        group = self._reduce_group
+        return dist.reduce(share, group=group, group_dst=owner, async_op=self._async_op)
 
     def _each(
         self,
+        group: dist.ProcessGroup,
         start: Callable[[torch.Tensor, int], Any],
         data: torch.Tensor,
         ranges: Sequence[Range],
@@ -275,17 +286,17 @@ class NativeTransport:
         groups them.
         """
         owners = [rank for rank, (first, last) in enumerate(ranges) if last > first]
-        backend = self._group._get_backend(self._device)
+        backend = group._get_backend(self._device)
         if self._async_op or not (backend.supports_coalescing and owners):
             return [start(data[slice(*ranges[owner])], owner) for owner in owners]
         try:
-            with dist.distributed_c10d._coalescing_manager(self._group, self._device):
+            with dist.distributed_c10d._coalescing_manager(group, self._device):
                 for owner in owners:
                     start(data[slice(*ranges[owner])], owner)
         except BaseException:
             # torch would let its group collect calls from here on, and start none
-            if dist.distributed_c10d._world.pg_coalesce_state.pop(self._group, None) is not None:
-                self._group._end_coalescing(self._device)
+            if dist.distributed_c10d._world.pg_coalesce_state.pop(group, None) is not None:
+                group._end_coalescing(self._device)
             raise
         return []  # the current stream orders them
 

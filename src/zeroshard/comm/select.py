@@ -79,6 +79,11 @@ def make_levels(
             "ordered=False: on CPU ranks the ordered exchange is the only reduce (and the fast"
             " one); leave it out"
         )
+    if spec.separate_reduce_group:
+        raise ConfigError(
+            "comm.separate_reduce_group=True is for NCCL: other transports run gathers and reduces"
+            " beside each other anyway; leave it out"
+        )
     if spec.name == "auto" and not on_cpu:
         spec = replace(spec, name="gloo")
     if not on_cpu and spec.name != "gloo":
@@ -131,19 +136,29 @@ def _make_native(
     _check_ordered(spec, control)
     connect = partial(connected, device=device, limit_s=spec.stall_timeout_s)
     connect(lambda: group, name="shard(): the group of all ranks")
-    flat = NativeTransport(group, device, spec, control)
+
+    def for_reduces(subsets: list[tuple[int, ...]], name: str) -> dist.ProcessGroup | None:
+        if not spec.separate_reduce_group:
+            return None
+        return connect(partial(_subgroup, group, subsets), name=f"shard(): {name}, for reduces")
+
+    apart = for_reduces([tuple(range(mesh.size))], "the group of all ranks")
+    flat = NativeTransport(group, device, spec, control, apart)
     if mesh.num_nodes == 1 or not (spec.columns or _ever_deep(spec)):
         _warn_of_timeout([group], device, spec)
         return Levels(flat, spec=spec)
-    nodes, columns = (partial(_subgroup, group, ranks) for ranks in _subsets(mesh))
-    node = connect(nodes, name="shard(): the group inside a node")
-    column = connect(columns, name="shard(): the group between nodes")
+    levels = _subsets(mesh)
+    names = ("the group inside a node", "the group between nodes")
+    node, column = (
+        connect(partial(_subgroup, group, subsets), name=f"shard(): {name}")
+        for subsets, name in zip(levels, names, strict=True)
+    )
     _warn_of_timeout([group, node, column], device, spec)
     inside, between = _levels(spec)
     return Levels(
         flat,
-        NativeTransport(node, device, inside, control),
-        NativeTransport(column, device, between, control),
+        NativeTransport(node, device, inside, control, for_reduces(levels[0], names[0])),
+        NativeTransport(column, device, between, control, for_reduces(levels[1], names[1])),
         spec=spec,
     )
 

@@ -59,6 +59,7 @@ class CommSpec:
     name: str = "auto"
     # sum by the tree also where the backend has a faster sum of its own
     ordered: bool | None = None
+    separate_reduce_group: bool = False  # NCCL's: else gathers and reduces share a communicator
     stall_timeout_s: float = 300.0
     # of the gradient buffers, of which at least one is always given; None: twice the largest
     pool_bytes: int | None = None

@@ -99,6 +99,11 @@ class Comm(Strict):
         description="Whether collectives go in two levels, inside nodes and between them (default:"
         " those that so move fewer bytes between hosts).",
     )
+    separate_reduce_group: bool = Field(
+        default=False,
+        description="Whether reduces have a process group of their own (nccl), so that no gather"
+        " stands behind a reduce; it takes device memory.",
+    )
     frozen_codec: str | None = Field(
         default=None,
         description="The code in which weights that are not trained rest and travel (MixZ++).",

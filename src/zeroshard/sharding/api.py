@@ -168,6 +168,7 @@ def _make_context(
         columns=policy.keeps_columns,
         node_sums=policy.sums_nodes,
         hop_dtype=torch.bfloat16 if settings.comm.grad_codec == "bf16" else torch.float32,
+        separate_reduce_group=settings.comm.separate_reduce_group,
         ordered=settings.comm.ordered if settings.leaves is None else True,
         stall_timeout_s=first_s,
         pool_bytes=_pool_bytes(request, ""),
