@@ -143,7 +143,12 @@ def _zeroshard(row: str, transport: str, tiers: dict[str, Any]) -> Builder:
             optimizer,
             policy=row,
             precision=setup.precision,
-            comm=zs.Comm.model_validate({"transport": transport}),
+            comm=zs.Comm.model_validate(
+                {
+                    "transport": transport.removesuffix("-apart"),
+                    "separate_reduce_group": transport.endswith("-apart"),
+                }
+            ),
             offload=zs.Offload(disk_path=path, **tiers),
         )
         update = _updating(optimizer, engine.clip_grad_norm_, setup)

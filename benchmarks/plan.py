@@ -110,6 +110,7 @@ CONTENDERS = {
     "zero3@gloo": "the same over sockets",
     "zero3-keep@gloo": "the same over sockets",
     "zero3@nccl": "the same over the process group's own collectives, also in one process",
+    "zero3@nccl-apart": "the same with a communicator of their own for reduces",
     "zero3@fake8": (
         "the same in one process as rank 0 of 8, whose collectives only copy (losses mean nothing)"
     ),

@@ -4,10 +4,11 @@
 #   scripts/gpu.sh [--wheels DIR] [--device cpu] OUT [PART or SET ...]      (default: first to sixth)
 #   scripts/gpu.sh --list                                                   (parts, their seconds, their sets)
 #
-# A set takes at most nine minutes, also where every part runs into its time limit. OUT/PART.txt holds what a part printed, OUT/parts.txt
+# A set takes at most nine minutes ("two", for two GPUs, six: scripts/gpus.sh OUT), also where every part runs into its time limit. OUT/PART.txt holds what a part printed, OUT/parts.txt
 # its exit code and seconds, OUT/*.json what was measured, contender by contender. Where the smoke part fails, nothing else is run.
 # --wheels DIR: packages that the interpreter $PYTHON lacks are installed from DIR, for this run alone. $DISK: a folder on a local disk.
-# --device cpu: without a GPU, at tiny size, to try this script: the benchmarks run, the tests of tests/gpu are only collected.
+# --device cpu: without a GPU, at tiny size, to try this script: the benchmarks run, the tests of tests/gpu are only collected, but for
+# those of two GPUs, which run on two pretended devices.
 set -uo pipefail
 
 parts() {
@@ -43,6 +44,12 @@ hosted      210  sixth   1.3B with states on the host beside FSDP2's
 rest        170  sixth   programs of the pretended device that no run has reached
 coded        60  sixth   codec kernels, GB/s
 most        100  sixth   the largest model on a card of 8 GiB
+set-up       40  two     two GPUs over NCCL: who takes which device, and bytes of communicators
+data         90  two     every row in three precisions beside plain PyTorch
+options      70  two     ordered, codecs, shares, averages, save and load, nodes of one, a group without CPU tensors
+order        55  two     each rank's log of collectives by lane; late lanes, and memory overwritten as it is freed
+ends         55  two     ranks that differ, fail, run out of memory or are killed: what is told, in how many seconds
+beside       50  two     speed with a clip beside FSDP2, with and without a communicator for reduces
 END
 }
 
@@ -64,6 +71,10 @@ tests() { # FILE...: of tests/gpu, what they measure printed
     local words=(-q -s -p no:cacheprovider --basetemp "$out/$part.tmp")
     [[ $device == cuda ]] || words+=(--collect-only)
     "$python" -m pytest "${words[@]}" "$@"
+}
+
+two() { # WHICH: of the tests of two GPUs, also where two pretended devices stand for them
+    "$python" -m pytest -q -s -p no:cacheprovider --basetemp "$out/$part.tmp" -m "slow or not slow" tests/gpu/test_two_gpus.py -k "$1"
 }
 
 run_part() {
@@ -102,6 +113,12 @@ run_part() {
             tests -n 8 "${programs[@]}" ;;
         coded) bench coded codec --elements "$elements" ;;
         most) bench most offload --parts largest --precision bf16 --card-gib 8 --largest-s 30 --disk-path "$disk" ;;
+        set-up) two devices ;;
+        data) two plain_pytorch ;;
+        options) two "repeats or cpu_tensors" ;;
+        order) two "one_order or late_lanes" ;;
+        ends) two "told or reset" ;;
+        beside) bench beside step --nproc 2 --sizes "$wide" --precision bf16 --contenders "$pair" --alive 2 --pairs 4 --steps 5 ;;
         tiers) tests tests/gpu/test_tiers_device.py tests/gpu/test_overlap_cuda.py ;;
     esac
 }
@@ -133,8 +150,8 @@ for word in "${@:-first second third fourth fifth sixth}"; do
 done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3} disk=${DISK:-${TMPDIR:-/tmp}}
-large=1.3b medium=medium wide=wide llama=llama elements=67108864
-[[ $device == cuda ]] || large=tiny medium=tiny wide=tiny llama=tiny-llama elements=65536
+large=1.3b medium=medium wide=wide llama=llama elements=67108864 pair=zero3,fsdp2,zero3@nccl-apart
+[[ $device == cuda ]] || large=tiny medium=tiny wide=tiny llama=tiny-llama elements=65536 pair=zero3,fsdp2
 export PYTHONPATH=$PWD/src:$PWD PYTHONUNBUFFERED=1
 
 lacking=$(missing)
@@ -151,8 +168,8 @@ failed=0
 for part in "${chosen[@]}"; do
     seconds=$(parts | awk -v part="$part" '$1 == part { print $2 }') begin=$SECONDS
     echo "== $part: at most $seconds s"
-    export -f run_part bench speed pairs12 tests
-    export part device out python disk large medium wide llama elements
+    export -f run_part bench speed pairs12 tests two
+    export part device out python disk large medium wide llama elements pair
     timeout --kill-after 2 "$seconds" bash -c run_part 2>&1 | tee "$out/$part.txt"
     code=${PIPESTATUS[0]}
     echo "$part: exit code $code, $((SECONDS - begin)) s" | tee -a "$out/parts.txt"

@@ -52,8 +52,8 @@ def test_no_set_of_parts_can_take_longer_than_nine_minutes() -> None:
     seconds: Counter[str] = Counter()
     for _, limit, name in _table():
         seconds[name] += limit
-    assert list(seconds) == ["first", "second", "third", "fourth", "fifth", "sixth"]
-    assert max(seconds.values()) <= SET_SECONDS, seconds
+    assert list(seconds) == ["first", "second", "third", "fourth", "fifth", "sixth", "two"]
+    assert max(seconds.values()) <= SET_SECONDS and seconds["two"] <= 360, seconds
 
 
 def test_every_part_is_there_and_every_gpu_test_belongs_to_one() -> None:

@@ -204,16 +204,20 @@ def _in_step() -> bool:
     return True
 
 
-def _register(device: str) -> str:
-    """Import the module `device`, if there is one; return the backends of a process group, which
-    `device` may be itself.
+def _register(device: str, rank: int) -> str:
+    """Import the module that `device` names, if it does, and let it give `rank` its device; return
+    the backends of a process group, which `device` may name, alone or behind the module.
     """
     import torch
     import torch.distributed as dist
 
-    if not device or ":" in device:
-        return device or "gloo"
-    importlib.import_module(device)
+    module, _, backends = device.rpartition(" ") if ":" in device else (device, "", "")
+    if module:
+        loaded = importlib.import_module(module)
+        if hasattr(loaded, "take_rank"):
+            loaded.take_rank(rank)
+    if not module or backends:
+        return backends or "gloo"
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None, device
     return f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}"
@@ -309,7 +313,7 @@ def worker_main(
     connection = Connection(fd)
     import torch.distributed as dist
 
-    backend = _register(device)
+    backend = _register(device, rank)
     if init_group:
         _init_group(connection, rank, world_size, backend)
     connection.send_bytes(b"ready")
