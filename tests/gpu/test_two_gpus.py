@@ -24,9 +24,9 @@ from tests.device.meetings import Call, strayed
 from tests.device.programs import CASES, DEVICE, NODE_ROWS, PRECISIONS, Schedule, compare
 from tests.gpu.chosen import HAS_CUDA, PRETENDED
 from tests.support.harness import run_ranks, spawn_ranks
+from tests.support.inside import lanes_of, levels
 from tests.support.training import ROWS, Net, batch, two_groups
 from zeroshard.comm.native_transport import NativeTransport
-from zeroshard.runtime.streams import LANES
 
 HAS_TWO = torch.cuda.device_count() > 1
 PAIR = "tests.gpu.own_gpu" if HAS_TWO else PRETENDED
@@ -103,8 +103,7 @@ def _logged(rank: int, world: int, name: str) -> list[Call]:
         return noted
 
     def take_lanes(run: Any, step: int) -> None:
-        streams = run.engine._context.streams
-        lanes.update({streams._lanes[lane].stream_id: lane for lane in LANES[1:]})
+        lanes.update(lanes_of(run.engine))
 
     originals = {kind: getattr(NativeTransport, kind) for kind in ("all_gather", "reduce")}
     for kind, original in originals.items():
@@ -238,7 +237,7 @@ def _takes_device(rank: int, world: int, case: str) -> str:
         return f"{type(error).__name__}: {error}"
     with suppress(AttributeError):
         print(zs.memory_table().process.device_connections, "bytes of connections")
-    return engine._context.levels.name
+    return levels(engine).name
 
 
 @pytest.mark.gpu

@@ -54,6 +54,12 @@ def levels(engine: zs.Engine) -> Levels:
     return engine._context.levels
 
 
+def lanes_of(engine: zs.Engine) -> dict[int, str]:
+    """Return the lanes of an engine on a device, but compute, by the id of their stream."""
+    streams: Any = engine._context.streams
+    return {stream.stream_id: lane for lane, stream in streams._lanes.items()}
+
+
 def units(engine: zs.Engine) -> list[Unit]:
     """Return the units of `engine`, in order."""
     return list(engine._weights.units)
