@@ -11,7 +11,9 @@ torch.distributed, or, on CPU ranks, the control plane's ``progress``, which cop
 whatever has begun. What ``progress`` and ``serve`` do for transfers under way
 depends on how fast the other ranks are: it is not counted as a way to the wire, and `deepest` is
 the deepest frame in ``comm/`` with it (so `deepest` has no limit). The files are those of which
-each of five ``optimizer.step()`` runs a function: what only a late rank brings is left out.
+each of five ``optimizer.step()`` runs a function: what only a late rank brings is left out. So it
+is of what five whole steps (forward, backward, step) each run: `lines`, distinct ones, `functions`,
+and the files that these are in, `ring`.
 
 A limit is today's value and goes down, never up; `aim` is where it is to go. `scripts/shape.py`
 counts what the source says by itself, `tests/features/test_budgets.py` the Python calls of a unit
@@ -52,12 +54,26 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "two levels": (4, {"transport": "gloo", "node_size": 2, "hierarchical": True}),
 }
 LIMITS = {
-    "nccl": {"gather": 5, "reduce": 5, "files": 39},
-    "shared memory": {"gather": 6, "reduce": 8, "files": 39},
-    "two levels": {"gather": 8, "reduce": 7, "files": 44},
+    "nccl": {"gather": 5, "reduce": 5, "files": 39, "lines": 1600, "functions": 400, "ring": 53},
+    "shared memory": {
+        "gather": 6,
+        "reduce": 8,
+        "files": 39,
+        "lines": 1770,
+        "functions": 470,
+        "ring": 53,
+    },
+    "two levels": {
+        "gather": 8,
+        "reduce": 7,
+        "files": 44,
+        "lines": 1920,
+        "functions": 515,
+        "ring": 58,
+    },
 }
 AIMS = {
-    "nccl": {"gather": 5, "reduce": 5, "files": 20},
+    "nccl": {"gather": 5, "reduce": 5, "files": 20, "lines": 900, "functions": 150, "ring": 15},
     "shared memory": {"gather": 7, "reduce": 9, "files": 20},
     "two levels": {"gather": 6, "files": 20},
 }
@@ -71,10 +87,36 @@ class Counts:
     frames: Mapping[str, int]  # by kind
     deepest: Mapping[str, int]
     step: tuple[str, ...]  # files
+    whole: Mapping[str, int]  # lines, functions and files of a step with its forward and backward
 
     def value(self, what: str) -> int:
-        """Return one count: of a kind, or the files."""
-        return len(self.step) if what == "files" else self.frames[what]
+        """Return one count: of a kind, of a whole step, or the files."""
+        return len(self.step) if what == "files" else {**self.frames, **self.whole}[what]
+
+
+class Lines:
+    """Sees every line of the library that runs on this thread while it is entered."""
+
+    def __init__(self) -> None:
+        self.lines: set[tuple[str, int]] = set()
+        self.functions: set[tuple[str, int]] = set()  # by their first line
+
+    def __enter__(self) -> Lines:
+        self._before = sys.gettrace()
+        sys.settrace(self._seen)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
+
+    def _seen(self, frame: FrameType, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.startswith(SOURCE):
+            return None
+        if event == "call":
+            self.functions.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+        elif event == "line":
+            self.lines.add((frame.f_code.co_filename, frame.f_lineno))
+        return self._seen
 
 
 class Watch:
@@ -137,6 +179,7 @@ def count(rank: int, world_size: int, options: Mapping[str, Any]) -> Counts:
     batch = torch.randn(4, 64)
     threads = torch.autograd.is_multithreading_enabled()
     passes, files = Watch(), []
+    whole: list[Lines] = []
     for step in range(2 + STEPS):
         torch.autograd.set_multithreading_enabled(step < 2)
         watched = step >= 2
@@ -150,10 +193,22 @@ def count(rank: int, world_size: int, options: Mapping[str, Any]) -> Counts:
             model(batch).square().mean().backward()
             optimizer.step()
         optimizer.zero_grad()
+    for _ in range(STEPS):
+        with Lines() as lines:
+            model(batch).square().mean().backward()
+            optimizer.step()
+        whole.append(lines)
+        optimizer.zero_grad()
     torch.autograd.set_multithreading_enabled(threads)
     engine.close()
     step_files = tuple(sorted(name.removeprefix(SOURCE) for name in set.intersection(*files)))
-    return Counts(passes.frames, passes.deepest, step_files)
+    lines, functions = (
+        set.intersection(*(getattr(one, what) for one in whole)) for what in ("lines", "functions")
+    )
+    sizes = {
+        "lines": len(lines), "functions": len(functions), "ring": len({file for file, _ in lines})
+    }  # fmt: skip
+    return Counts(passes.frames, passes.deepest, step_files, sizes)
 
 
 def too_large(counted: Mapping[str, Counts]) -> list[str]:

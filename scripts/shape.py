@@ -4,6 +4,7 @@
     python scripts/shape.py            # a table
     python scripts/shape.py --json     # the same as one line of JSON
     python scripts/shape.py --check    # exit code 1 where a row is above its limit (`make lint`)
+    python scripts/shape.py --rooms main  # lines of code by room, and what is more than in `main`
 
 A limit is what a row may not exceed; it goes down as the code becomes smaller, never up. An aim is
 where a row is to go. Rows without a limit are information: the attributes and methods of one class
@@ -14,9 +15,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import io
 import json
 import re
+import subprocess
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -55,6 +59,14 @@ class Row:
     where: str = ""
     limit: int | None = None
     aim: int | None = None
+
+
+def after_docstring(function: FUNCTION) -> int:
+    """Return the line before the first of a function's body, docstring left out."""
+    first = function.body[0]
+    if ast.get_docstring(function, clean=False) is None:
+        return first.lineno - 1
+    return first.end_lineno or first.lineno
 
 
 def num_lines(function: FUNCTION) -> int:
@@ -127,6 +139,54 @@ def undocumented(tree: ast.Module, implemented: Container[str] = ()) -> Iterator
                     yield f"{node.name}.{method.name}"
 
 
+def code_lines(text: str) -> int:
+    """Return the lines of code in `text`: docstrings, comments and blank lines are none."""
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    lines: set[int] = set()
+    begins = True  # whether a statement begins: a string there is a docstring
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped and not (begins and token.type == tokenize.STRING):
+            lines.update(range(token.start[0], token.end[0] + 1))
+        begins = token.type in skipped if token.type != tokenize.NL else begins
+    return len(lines) - 1  # the end of the file is a token
+
+
+def rooms(texts: Mapping[str, str]) -> Counter[str]:
+    """Return the lines of code by room, of `texts` by path in the package."""
+    counted: Counter[str] = Counter()
+    for path, text in texts.items():
+        counted[path.partition("/")[0] if "/" in path else "."] += code_lines(text)
+    return counted
+
+
+def texts_of(base: str) -> dict[str, str]:
+    """Return the texts of the package by path, as commit `base` of git has them ("": as they lie
+    here).
+    """
+    if not base:
+        return {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+
+    def git(*words: str) -> str:
+        run = subprocess.run(["git", "-C", ROOT, *words], stdout=subprocess.PIPE, check=True)
+        return run.stdout.decode()
+
+    package = f"{PACKAGE.relative_to(ROOT)}/"
+    names = git("ls-tree", "-r", "--name-only", base, package).splitlines()
+    return {
+        name.removeprefix(package): git("show", f"{base}:{name}")
+        for name in names
+        if name.endswith(".py")
+    }
+
+
+def tell_rooms(base: str) -> None:
+    """Print the lines of code by room, and the difference to commit `base`."""
+    now, before = rooms(texts_of("")), rooms(texts_of(base))
+    for room in sorted(now | before, key=lambda room: -now[room]):
+        print(f"{now[room]:7} {now[room] - before[room]:+7}  {room}")
+    print(f"{now.total():7} {now.total() - before.total():+7}  all")
+
+
 def reading(root: Path, package: Path) -> list[Path]:
     """Return the files of the package that README and the tour, but for its last section, name."""
     tour = (root / "docs" / "tour.md").read_text().partition("\n## And elsewhere")[0]
@@ -141,7 +201,7 @@ def measure() -> list[Row]:
     parsed = {path: ast.parse(text) for path, text in texts.items()}
     trees = {str(path.relative_to(PACKAGE)): tree for path, tree in parsed.items()}
     return [
-        *line_rows(sum(lines.values())),
+        *line_rows(sum(lines.values()), len(lines), sum(map(code_lines, texts.values()))),
         *function_rows(trees),
         *class_rows(trees),
         *condition_rows(trees),
@@ -150,7 +210,7 @@ def measure() -> list[Row]:
     ]
 
 
-def line_rows(lines: int) -> Iterator[Row]:
+def line_rows(lines: int, num_files: int, code: int) -> Iterator[Row]:
     """Yield the rows about lines, tests and scripts included where it says so."""
     wide = Counter(
         str(path.relative_to(ROOT))
@@ -161,7 +221,9 @@ def line_rows(lines: int) -> Iterator[Row]:
     )
     files = reading(ROOT, PACKAGE)
     read = sum(path.read_text().count("\n") for path in files)
-    yield Row("lines in the package", lines, aim=50000)
+    yield Row("lines in the package", lines, aim=51000)
+    yield Row("of these, lines of code: no docstring, comment or blank line", code)
+    yield Row("files of the package", num_files, aim=180)
     yield Row(f"lines over {COLUMNS} columns", sum(wide.values()), ", ".join(wide), limit=0)
     yield Row(
         "lines that README and tour ask to read", read, f"{len(files)} files", limit=7650, aim=5000
@@ -183,6 +245,9 @@ def function_rows(trees: shape_names.Trees) -> Iterator[Row]:
         for path, tree in trees.items()
         for thing in undocumented(tree, documented)
     ]
+    bodies = [node.end_lineno - after_docstring(node) for node, _ in every if node.end_lineno]
+    yield Row("functions", len(every), aim=3600)
+    yield Row("lines of ten functions' bodies: mean", round(10 * sum(bodies) / len(every)), aim=100)
     yield Row(
         "lines of a function: 95th percentile", lengths[int(0.95 * len(lengths))][0], limit=40
     )
@@ -292,7 +357,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--check", action="store_true", help="say only which rows are too large")
+    parser.add_argument("--rooms", metavar="COMMIT", help="code by room, and more than there")
     args = parser.parse_args()
+    if args.rooms:
+        tell_rooms(args.rooms)
+        return 0
     rows = measure()
     above = [row for row in rows if row.limit is not None and row.value > row.limit]
     if args.json:

@@ -21,7 +21,9 @@ def test_no_way_to_the_wire_and_no_step_is_longer_than_its_limit(name: str) -> N
 def test_a_count_above_its_limit_is_named_and_so_is_one_that_is_missing() -> None:
     limits = frames.LIMITS["nccl"]
     deeper = {"gather": limits["gather"] + 1, "reduce": 0}
-    counts = frames.Counts(deeper, deeper, ("/runtime/loop.py",))
+    counts = frames.Counts(
+        deeper, deeper, ("/runtime/loop.py",), {"lines": 1, "functions": 1, "ring": 1}
+    )
     assert frames.too_large({"nccl": counts}) == [
         f"nccl, gather: {deeper['gather']}, limit {limits['gather']}",
         f"nccl, reduce: 0, limit {limits['reduce']}",

@@ -188,3 +188,23 @@ def test_a_row_above_its_limit_fails_the_check_and_is_named(
     monkeypatch.setattr(shape, "measure", lambda: [shape.Row("lines", 4, "here", limit=3)])
     assert shape.main() == 1
     assert capsys.readouterr().err == "lines: 4, limit 3: here\n"
+
+
+def test_lines_of_code_are_those_without_docstrings_comments_and_blank_lines(
+    shape: ModuleType,
+) -> None:
+    text = '"""A module.\n\nOf two paragraphs."""\n\nimport os  # why\n\n# a comment\n'
+    text += (
+        'def f(\n    a,\n):\n    """It says."""\n    text = """of\n    two"""\n    return text\n'
+    )
+    assert shape.code_lines(text) == 7
+    rooms = shape.rooms({"core/a.py": text, "core/b/c.py": text, "d.py": "import os\n"})
+    assert rooms == {"core": 14, ".": 1}
+
+
+def test_a_body_begins_after_its_docstring(shape: ModuleType) -> None:
+    functions = ast.parse(
+        'def f():\n    """It\n    says."""\n    a = 1\n    return a\ndef g(): ...'
+    ).body
+    lengths = [node.end_lineno - shape.after_docstring(node) for node in functions]  # type: ignore[attr-defined]
+    assert lengths == [2, 1]
