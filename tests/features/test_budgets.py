@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ import zeroshard as zs
 from benchmarks.fake_world import fake_world
 from tests.support.lane_sanitizer import LaneSanitizer
 from tests.support.python_calls import count_calls
+from zeroshard.core.schedule import Reduces, Schedule
 from zeroshard.runtime.engine import states_of
 
 WORLD = 8
@@ -253,3 +255,49 @@ def test_a_unit_takes_no_more_calls_of_python_than_today() -> None:
     calls = {name: _calls(name) for name in ("plain", "zero3")}
     per_unit = (calls["zero3"] - calls["plain"]) / UNITS
     assert per_unit <= MOST_CALLS, f"{per_unit:.0f} calls per unit and step"
+
+
+# -------------------------------------------------------------------------------- what is repeated
+
+
+def _decided(log: list[Any], kind: type, name: str) -> mock._patch[Any]:
+    """Write down each call of a generator of commands, and what it has yielded."""
+    original = getattr(kind, name)
+
+    def call(self: Any, *args: Any, **options: Any) -> Iterator[Any]:
+        event = [name, *map(str, args), str(options)]
+        log.append(event)
+        for command in original(self, *args, **options) or ():
+            event.append(str(command))
+            yield command
+
+    return mock.patch.object(kind, name, call)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("row", ROWS)
+def test_from_the_third_step_on_a_step_is_the_one_before(row: str, micro_batches: int) -> None:
+    """Every event and every command: what a recorded step can stand for."""
+    log: list[Any] = []
+    names = {
+        Schedule: "begin end_pass leave end_backward end_step need after_forward after_backward"
+        " publish release_unused drop_ahead release_idle",
+        Reduces: "make_room before handed_over finish",
+    }
+    with fake_world(WORLD), ExitStack() as stack:
+        for kind, methods in names.items():
+            for name in methods.split():
+                stack.enter_context(_decided(log, kind, name))
+        training = _Training(row, ROWS[row], "bf16")
+        assert training.engine is not None
+        steps = []
+        for _ in range(5):
+            log.clear()
+            for micro in range(micro_batches):
+                last = micro == micro_batches - 1
+                with nullcontext() if last else training.engine.no_sync():
+                    training.backward(training.forward())
+            training.update()
+            steps.append([list(event) for event in log])
+        training.engine.close()
+    assert steps[2] and steps[2] == steps[3] == steps[4]
