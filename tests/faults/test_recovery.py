@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import run_ranks
+from tests.support.harness import run_ranks, spawn_ranks
 from tests.support.launched import HELLO, Job
 from tests.support.training import (
     ROWS,
@@ -34,6 +35,7 @@ from tests.support.training import (
     train_with_ddp,
     two_groups,
 )
+from zeroshard.comm import native_transport
 from zeroshard.errors import CheckpointError, StallError, StateError, StorageError
 
 
@@ -309,6 +311,82 @@ def test_after_one_ranks_exception_all_ranks_reset_and_train_on(
     transport: str, row: str, where: str
 ) -> None:
     assert run_ranks(2, _one_elsewhere, transport, where, row, timeout=90) == [[], []]
+
+
+# ---------------------------------------------------- where collectives meet in the order of starts
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _apart(
+    rank: int, world: int, row: str, call: str, comm: dict[str, Any]
+) -> tuple[list[str], list[str], float]:
+    """In the middle of a step, twice, rank 1 has no memory for a collective that the others have
+    started; return what differs from a run without these steps, and what was logged.
+    """
+    comms = zs.Comm(transport="nccl", **comm)
+    if world == 2:
+        expected = _plain(rank, [0, 2, 4])
+    else:  # the backend adds more ranks than two in another order than DDP's
+        model, optimizer, engine = _made(row, comm=comms)
+        losses = take_steps(rank, [0, 2, 4], model, optimizer)
+        expected = Run(losses, engine.full_state_dict(rank0_only=False))
+    model, optimizer, engine = _made(row, comm=comms)
+    losses = take_steps(rank, 1, model, optimizer)
+    said, took_s = _Lines(), 0.0
+    logging.getLogger("zeroshard").addHandler(said)
+    # rank 1 fails before its second collective of a step, others after theirs
+    name = f"group_{call}" if rank == 1 else "NativeWork"
+    real = getattr(native_transport, name)
+    for step in (2, 4):
+        made = [0]
+
+        def start(*args: Any, made: list[int] = made, **kw: Any) -> Any:
+            made[0] += rank == 1 or kw["is_gather"] is (call == "all_gather")
+            if made[0] == 2:
+                raise OutOfMemory
+            return real(*args, **kw)
+
+        with mock.patch.object(native_transport, name, start), pytest.raises(OutOfMemory):
+            model(*batch(rank, step - 1)).backward()
+        begin = time.monotonic()
+        engine.reset()
+        took_s = max(took_s, time.monotonic() - begin)
+        losses += take_steps(rank, [step], model, optimizer)
+    differs = Run(losses, engine.full_state_dict(rank0_only=False)).differs_from(expected)
+    engine.reset()  # they have started as many
+    engine.close()
+    return differs, said.lines, took_s
+
+
+@pytest.mark.parametrize(
+    ("world", "row", "call", "comm"),
+    [
+        (2, "zero3", "all_gather", {}),
+        (2, "zero3", "reduce_scatter", {}),
+        (2, "zero2", "reduce_scatter", {}),
+        (4, "hpz", "all_gather", {"node_size": 2, "hierarchical": True}),
+        (4, "hfsdp", "reduce_scatter", {"node_size": 2}),
+    ],
+)
+def test_ranks_that_have_started_different_numbers_of_collectives_connect_anew_and_train_on(
+    world: int, row: str, call: str, comm: dict[str, Any]
+) -> None:
+    for rank, result in enumerate(spawn_ranks(world, _apart, row, call, comm)):
+        assert result.result is not None, result
+        differs, lines, took_s = result.result
+        assert not differs, differs
+        told = [line for line in lines if line.startswith("engine.reset(): ")]
+        assert len(told) == 2, (rank, lines)
+        assert "connect anew" in told[0] and "rank 1: " in told[0], told
+        assert took_s < 10  # of 300
 
 
 def _many(rank: int, world: int) -> None:

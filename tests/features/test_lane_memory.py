@@ -27,7 +27,7 @@ from zeroshard.comm.levels import Levels, NodeSum
 from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.transport import CommSpec, ReduceRequest
 from zeroshard.core.placement import Mesh
-from zeroshard.errors import ConfigError
+from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.streams import NoStreams
 from zeroshard.runtime.weights import Weights
@@ -81,6 +81,33 @@ def test_collectives_of_an_accelerator_are_operations_of_the_current_stream(
             transport.close()
     assert len(calls) > 2 * WORLD  # uneven shares take one per rank
     assert not any(calls)
+
+
+def test_what_a_rank_has_enqueued_alone_is_aborted_or_the_reset_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cannot(backend: object) -> None:
+        raise RuntimeError("Backend does not support abort")
+
+    aborted: list[object] = []
+    with fake_world(2):
+        assert dist.group.WORLD is not None
+        device, spec = torch.device("cuda"), CommSpec(Mesh(1, 2), name="nccl")
+        backend = type(dist.group.WORLD._get_backend(device))
+        control: Any = select.make_control(None, spec, None)  # type: ignore[arg-type]
+        transport = NativeTransport(dist.group.WORLD, device, spec, control)
+        transport.abandon()
+        transport.all_gather("a", torch.zeros(1), ((0, 1), (1, 2)), torch.zeros(2))
+        monkeypatch.setattr(control, "agree", lambda *_, value: [value, [0, [0, 1]]])
+        monkeypatch.setattr(backend, "abort", cannot, raising=False)
+        said = r"rank 0: 1; rank 1: 0\), which wait on the device for ever"
+        with pytest.raises(StateError, match=said):
+            transport.abandon()
+        monkeypatch.setattr(backend, "abort", lambda one: aborted.append(one))
+        transport.abandon()
+        assert aborted == [dist.group.WORLD._get_backend(device)]
+        assert transport._group is not dist.group.WORLD
+        transport.close()
 
 
 def test_shares_that_the_backend_takes_one_by_one_are_one_call_where_it_groups_them(

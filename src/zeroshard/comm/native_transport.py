@@ -31,10 +31,12 @@ temporary slice per reduce, N of them when ordered, which one kernel sums where 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,17 +45,21 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from zeroshard.comm.compat import group_all_gather, group_reduce_scatter
 from zeroshard.comm.cpu.control import PeerControl
+from zeroshard.comm.groups import make_group
 from zeroshard.comm.ordered import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.stalls import StallWatch
 from zeroshard.comm.transport import CommSpec, ReduceRequest, Work
-from zeroshard.core.digest import Digest
+from zeroshard.core.digest import Digest, holders
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh
-from zeroshard.errors import PeerLostError, StallError
+from zeroshard.errors import PeerLostError, StallError, StateError
 from zeroshard.memory import Pool
 
 __all__ = ["NativeTransport"]
+
+_log = logging.getLogger(__name__)
+_RESET = "engine.reset()"
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,7 @@ class NativeTransport:
         self._pool = Pool(spec.pool_bytes)
         self._temporaries = Pool(spec.pool_bytes)
         self._under_way: list[NativeWork] = []
+        self._num_started = 0  # collectives, on the group of now
         self._cuts = _Cuts(self.rank, spec.mesh)
 
     def window(
@@ -155,6 +162,7 @@ class NativeTransport:
                 if out.numel():
                     share, whole = local.view(torch.uint8), out.view(torch.uint8)
                     work = group_all_gather(self._group, whole, share, self._to_gather)
+                    self._num_started += 1
                     works = self._to_wait_for(work)
             else:
                 own = out[slice(*ranges[self.rank])]
@@ -209,6 +217,7 @@ class NativeTransport:
                 arrived = data[start:stop]
             elif numel:
                 work = group_reduce_scatter(self._reduce_group, loan, data, self._to_sum)
+                self._num_started += 1
                 works = self._to_wait_for(work)
         except RuntimeError as error:
             explain(error, what, self.control)
@@ -252,28 +261,29 @@ class NativeTransport:
         self, data: torch.Tensor, arrived: torch.Tensor, ranges: Sequence[Range]
     ) -> Any:
         """Send each rank's slice to that rank; theirs of ours become the rows of `arrived`."""
+        group, asynchronous = self._reduce_group, self._async_op
         if list(ranges) != sorted(ranges):
             slices = [data[start:stop] for start, stop in ranges]
-            return dist.all_to_all(
-                [*arrived], slices, group=self._reduce_group, async_op=self._async_op
-            )
-        receives, sends = [arrived.shape[1]] * self.size, [stop - start for start, stop in ranges]
-        return dist.all_to_all_single(
-            arrived.view(-1),
-            data,
-            receives,
-            sends,
-            group=self._reduce_group,
-            async_op=self._async_op,
-        )
+            work = dist.all_to_all([*arrived], slices, group=group, async_op=asynchronous)
+        else:
+            sizes = [arrived.shape[1]] * self.size, [stop - start for start, stop in ranges]
+            rows = arrived.view(-1)
+            work = dist.all_to_all_single(rows, data, *sizes, group=group, async_op=asynchronous)
+        self._num_started += 1
+        return work
 
     def _send_share(self, share: torch.Tensor, owner: int) -> Any:
         share = share.view(torch.uint8)
-        return dist.broadcast(share, group=self._group, group_src=owner, async_op=self._async_op)
+        group, asynchronous = self._group, self._async_op
+        work = dist.broadcast(share, group=group, group_src=owner, async_op=asynchronous)
+        self._num_started += 1
+        return work
 
     def _sum_share(self, share: torch.Tensor, owner: int) -> Any:
-        group = self._reduce_group
-        return dist.reduce(share, group=group, group_dst=owner, async_op=self._async_op)
+        group, asynchronous = self._reduce_group, self._async_op
+        work = dist.reduce(share, group=group, group_dst=owner, async_op=asynchronous)
+        self._num_started += 1
+        return work
 
     def _each(
         self,
@@ -335,8 +345,46 @@ class NativeTransport:
         self.control.give_up()
 
     def abandon(self) -> None:
+        """See Transport. Where some ranks have started a collective more than others, what follows
+        would meet what was left: then the ranks of all groups beside this one connect anew.
+
+        Raises StateError, on every rank, where the device waits for what was left and the backend
+        cannot abort it.
+        """
         self.give_up()
         self.control.abandon()
+        ranks = dist.get_process_group_ranks(self._group)
+        told = self.control.agree({}, _RESET, value=[self._num_started, ranks])
+        started: dict[tuple[int, ...], list[int]] = {}  # by group: of its ranks
+        for number, members in told:
+            started.setdefault(tuple(members), []).append(number)
+        unlike = [group for group, numbers in started.items() if len(set(numbers)) > 1]
+        if not unlike:
+            return
+        shown = holders([str(number) for number in started[unlike[0]]], unlike[0])
+        said = f"{_RESET}: some ranks had started more collectives than others ({shown})"
+        if not self._async_op:
+            try:
+                for group in {self._group, self._reduce_group}:
+                    group._get_backend(self._device).abort()
+            except (AttributeError, RuntimeError) as error:
+                raise StateError(
+                    f"{said}, which wait on the device for ever, and this backend cannot abort"
+                    f" them ({str(error)[:80]}): start the job again from its last checkpoint"
+                ) from error
+        _log.warning(
+            "%s: they connect anew. Collectives of the program's own on the group that shard() took"
+            " fail from here on, or meet what was left there: make another group for them",
+            said,
+        )
+        # connected by its first collective: other groups may have left something on the device
+        exchange = partial(self.control.exchange, call=_RESET)
+        backend = str(dist.get_backend_config(self._group))
+        is_shared = self._reduce_group is self._group
+        self._group, self._num_started = make_group(ranks, exchange, backend=backend), 0
+        self._reduce_group = (
+            self._group if is_shared else make_group(ranks, exchange, backend=backend)
+        )
 
     def close(self) -> None:
         self.control.close()

@@ -90,7 +90,9 @@ class Config(Strict):
         " the first step is over, then 300).",
     )
     strict: bool = Field(
-        default=False, description="Whether writes to released parameters are found by value."
+        default=False,
+        description="Whether writes to released parameters are found by value, and forwards without"
+        " gradients that ranks run differently at their end, where gathers meet by order (NCCL).",
     )
     verify_every: int | None = Field(
         default=None,

@@ -21,8 +21,9 @@ from collections import deque
 from collections.abc import Sequence
 from functools import cache
 from time import monotonic
+from typing import Any
 
-__all__ = ["Digest", "Entered", "first_difference", "holders"]
+__all__ = ["Digest", "Entered", "describe_unlike", "first_difference", "first_unlike", "holders"]
 
 # "forward", "backward" or "reduce" and the unit, or "step"; number of the step; monotonic seconds
 Entered = tuple[str, str, int, float]
@@ -44,6 +45,7 @@ class Digest:
         self.num_begun = 0
         self.entered: Entered = ("shard()", "", 0, monotonic())
         self._ordered: dict[Ranks, int] = {}
+        self._asked: int | None = None  # the order at the last `has_news`
         self._unordered = 0
         self._log: deque[tuple[str, Ranks | None]] = deque(maxlen=_MOST_LOGGED)
 
@@ -66,6 +68,11 @@ class Digest:
         """Return the digest of what has been folded since the last `advance`, 64 bits."""
         start = _hash(f"step {self.step}") ^ self._ordered.get(among, 0)
         return (start * _PRIME ^ self._unordered) & _MASK
+
+    def has_news(self, among: Ranks) -> bool:
+        """Whether ordered collectives `among` these ranks were folded since this was last asked."""
+        before, self._asked = self._asked, self._ordered.get(among)
+        return self._asked not in (None, before)
 
     def reduced(self) -> int:
         """Return the digest of what folds as a set, 64 bits: replicas along the mesh, whose units
@@ -91,6 +98,7 @@ class Digest:
         self.step = self.step + 1 if step is None else step
         self.num_begun = 0
         self._ordered.clear()
+        self._asked = None
         self._unordered = 0
         self._log.clear()
 
@@ -114,6 +122,28 @@ def first_difference(logs: Sequence[Sequence[str]]) -> tuple[int, list[str]]:
         if len(set(entries)) > 1:
             return position, entries
     return length, ["the same"] * len(logs)
+
+
+def first_unlike(held: Sequence[Sequence[Ranks]], of_ranks: Sequence[Any]) -> dict[int, Any]:
+    """Return, by rank, the first of `of_ranks` (by rank, and number in `held`) in which ranks that
+    meet in collectives differ; `held`: the groups of ranks that hold the same parameters.
+    """
+    for number, groups in enumerate(held):
+        for group in groups:
+            found = [of_ranks[rank][number] for rank in group]
+            if found.count(found[0]) < len(found):
+                return dict(zip(group, found, strict=True))
+    return {}
+
+
+def describe_unlike(held: Sequence[Sequence[Ranks]], logs: Sequence[Sequence[list[str]]]) -> str:
+    """Return where the `logs`, by rank and number in `held`, first differ, and the remedy."""
+    unlike = first_unlike(held, logs)
+    position, entries = first_difference(list(unlike.values()))
+    return (
+        f"the first difference is number {position}: {holders(entries, list(unlike))}. Units must"
+        " run on every rank in the same order, as often, and in the same no_sync() contexts"
+    )
 
 
 def holders(entries: Sequence[str], ranks: Sequence[int] | None = None) -> str:

@@ -7,16 +7,19 @@ none beside that of the parts.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import nn
 
+from zeroshard.comm.cpu.control import PeerControl
 from zeroshard.comm.launched import heartbeat
-from zeroshard.core.digest import Digest
+from zeroshard.core.digest import Digest, describe_unlike, first_unlike
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
+from zeroshard.errors import PlanMismatch
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import Tile
@@ -41,6 +44,8 @@ from zeroshard.runtime.whole import Whole
 from zeroshard.state.local import local_of
 
 __all__ = ["Assembly"]
+
+_EVALUATED = "a forward without gradients"
 
 
 class _Listeners:
@@ -78,6 +83,8 @@ class _Listeners:
         # elsewhere ranks may run forwards that the others do not
         may_agree = context.weights_leave or context.transport.size == 1
         agrees = bool(context.tiering.away) and may_agree
+        self._control = context.transport.control
+        by_order = isinstance(self._control, PeerControl) and not context.levels.keyed
         return StepEvents(
             before_forward=[
                 faults.check,
@@ -88,6 +95,7 @@ class _Listeners:
             ],
             forward_begun=[self._broadcast] if options.broadcast_buffers else [],
             forward_agreed=[self._agree] if agrees else [],
+            evaluated=[self._post_digests] if by_order else [],
             before_step=[
                 faults.check,
                 self._weights.availability.check_trained,
@@ -126,6 +134,42 @@ class _Listeners:
         with self._context.faults.together(lost=True):
             if self._sharded is not None:
                 self._sharded.runner.raise_failure()
+
+    def _post_digests(self) -> None:
+        """Post the digests of what this rank has gathered, if anything, since the ranks last
+        compared: no step may follow, whose agreement would do so.
+        """
+        context, digest, before = self._context, self._weights.digest, self.events.before_forward
+        if digest.has_news(context.holders.members):
+            _, members = context.held
+            mine = struct.pack(f"<{len(members)}Q", *map(digest.value, members))
+            assert isinstance(self._control, PeerControl), self._control
+            self._control.post(mine, _EVALUATED, self._compare_digests)
+            if context.options.strict:
+                self._control.read_posted()
+            elif self._read_digests not in before:
+                before.append(self._read_digests)
+
+    def _read_digests(self) -> None:
+        """A forward begins after one without gradients: compare before its backward meets others'.
+        Between two of the latter hosts may be one forward apart.
+        """
+        if torch.is_grad_enabled():
+            self.events.before_forward.remove(self._read_digests)  # the last of them
+            assert isinstance(self._control, PeerControl), self._control
+            self._control.read_posted()
+
+    def _compare_digests(self, payloads: Sequence[bytes]) -> None:
+        """Raise PlanMismatch where ranks that meet in gathers have posted unlike digests."""
+        held, members = self._context.held
+        if first_unlike(held, [struct.unpack(f"<{len(members)}Q", one) for one in payloads]):
+            mine = list(map(self._weights.digest.log, members))
+            logs = self._control.share(mine, f"the comparison of {_EVALUATED}")
+            raise PlanMismatch(
+                f"the ranks ran other units in {_EVALUATED}; {describe_unlike(held, logs)}. Gathers"
+                " meet by their order alone here, so units of one size may have been mixed: drop"
+                " the results, and call engine.reset() on every rank"
+            )
 
     def _verify(self) -> None:
         if self._finalizer.is_every(self._context.options.verify_every):

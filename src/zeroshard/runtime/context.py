@@ -119,6 +119,14 @@ class Context:
         """All transports of the engine."""
         return Transports(self.levels, tuple(one.levels for one in self.own.values()))
 
+    @cached_property
+    def held(self) -> tuple[list[tuple[tuple[int, ...], ...]], list[tuple[int, ...]]]:
+        """The groups of ranks that hold the same parameters, for each way in which some are held,
+        and the group of this rank in each.
+        """
+        every = {one.holders.groups: one.holders.members for one in (self, *self.own.values())}
+        return list(every), list(every.values())
+
     @property
     def weights_leave(self) -> bool:
         """Whether any weights rest on another tier than the device, on any rank."""

@@ -5,6 +5,7 @@
     forward_begun    its first gathers have been started, or those of others' forward (join.py)
     after_forward    it has ended, perhaps by an exception
     forward_agreed   it has ended well, on every rank: failures may be shared
+    evaluated        the same of one without gradients, which no step may follow
     before_module    a module's forward begins; the units that it needs
     computed         a module that units belong to has computed its output; they and the output
     after_module     it has ended
@@ -52,6 +53,7 @@ class StepEvents:
     forward_begun: _Listeners = field(default_factory=list)
     after_forward: _Listeners = field(default_factory=list)
     forward_agreed: _Listeners = field(default_factory=list)
+    evaluated: _Listeners = field(default_factory=list)
     before_module: _OfUnits = field(default_factory=list)
     computed: list[Callable[[Sequence[Unit], Any], None]] = field(default_factory=list)
     after_module: _Listeners = field(default_factory=list)

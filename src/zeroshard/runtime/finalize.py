@@ -32,13 +32,12 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import nn
 
 from zeroshard.comm.ranks import Meeting
-from zeroshard.core.digest import Digest, first_difference, holders
+from zeroshard.core.digest import Digest, describe_unlike, first_unlike, holders
 from zeroshard.core.exact_sum import ExactSum
 from zeroshard.errors import PlanMismatch, StateError
 from zeroshard.optim.scaler import LossScaler
@@ -49,8 +48,6 @@ from zeroshard.runtime.trainable import AssignedGradients, names_of
 from zeroshard.state.reduction import SquaresRequest, SquaresSum, read_squares
 
 __all__ = ["Finalizer"]
-
-T = TypeVar("T")
 
 _log = logging.getLogger("zeroshard")
 _STEP = "optimizer.step() or clip_grad_norm_()"
@@ -116,9 +113,7 @@ class Finalizer:
         self._transport = context.transport
         self._axes = context.axes
         self._everyone = context.everyone
-        contexts = (context, *context.own.values())
-        self._holders = list({one.holders.groups: one.holders for one in contexts}.values())
-        self._members = [one.members for one in self._holders]
+        self._held, self._members = context.held
         self._probe = context.streams.probe
         self._digest = digest
         self._scaler = scaler
@@ -285,7 +280,7 @@ class Finalizer:
         width = (len(used) + 7) // 8
         with self._probe.waiting("reduce"):
             payloads = self._transport.control.exchange(mine.pack(width), _STEP)
-        count = len(self._holders)
+        count = len(self._held)
         read = {one: _Answer.unpack(one, width, count) for one in set(payloads)}  # mostly one
         answers = [read[payload] for payload in payloads]
         known = {answer.micro_batches for answer in answers} - {UNKNOWN}
@@ -293,7 +288,7 @@ class Finalizer:
         if len({(answer.digests, answer.decisions) for answer in answers}) > 1:
             decided = {answer.decisions for answer in answers}
             done = [answer.digests for answer in answers]
-            differs = differs or len(decided) > 1 or bool(self._first_unlike(done))
+            differs = differs or len(decided) > 1 or bool(first_unlike(self._held, done))
         if differs:
             self._refuse()
         decisions.compared()
@@ -315,17 +310,6 @@ class Finalizer:
                 self._digest.step,
                 min(begun),
             )
-
-    def _first_unlike(self, of_ranks: Sequence[Sequence[T]]) -> dict[int, T]:
-        """Return, by rank, the first of `of_ranks` (by rank, and number in `_holders`) in which
-        ranks that meet in collectives differ.
-        """
-        for number, holding in enumerate(self._holders):
-            for group in holding.groups:
-                found = [of_ranks[rank][number] for rank in group]
-                if found.count(found[0]) < len(found):
-                    return dict(zip(group, found, strict=True))
-        return {}
 
     def _loss_scale(self) -> float:
         if self._scaler is None or not self._backward.accumulation.has_gradient:
@@ -398,9 +382,7 @@ class Finalizer:
                 " have not; load a checkpoint"
             )
         if len(set(micro_batches) - {UNKNOWN}) > 1:
-            shown = holders(
-                ["unknown" if count == UNKNOWN else str(count) for count in micro_batches]
-            )
+            shown = holders(["unknown" if one == UNKNOWN else str(one) for one in micro_batches])
             raise PlanMismatch(
                 "the ranks have run different numbers of backwards since zero_grad() in step"
                 f" {step} ({shown}): accumulate as many micro-batches and call zero_grad() at the"
@@ -414,13 +396,8 @@ class Finalizer:
                     " on every rank; a scheduler or condition that looks at the loss needs the same"
                     " loss on every rank (average it first)"
                 )
-        unlike = self._first_unlike(logs)
-        position, entries = first_difference(list(unlike.values()))
-        raise PlanMismatch(
-            f"the ranks did different things in step {step}; the first difference is number"
-            f" {position}: {holders(entries, list(unlike))}. Units must run on every rank in the"
-            " same order, as often, and in the same no_sync() contexts"
-        )
+        difference = describe_unlike(self._held, logs)
+        raise PlanMismatch(f"the ranks did different things in step {step}; {difference}")
 
     def _count_bad(self, culprits: Sequence[str]) -> None:
         if not culprits:

@@ -32,6 +32,7 @@ from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.loop import Loop
+from zeroshard.runtime.recomputed import is_checkpointed
 
 __all__ = ["Average", "Join"]
 
@@ -76,6 +77,8 @@ class Join:
 
     def _announce(self, what: str, argument: Any = None) -> None:
         options = None
+        if what == "forward":
+            argument = not (torch.is_grad_enabled() or is_checkpointed())  # whether it evaluates
         if what in ("clip", "step"):  # where the ranks compare them
             groups = self._optimizer.optimizer.param_groups
             options = [
@@ -104,7 +107,8 @@ class Join:
             for group, values in zip(optimizer.param_groups, options, strict=True):
                 _take_over(group, values)
         if what == "forward":
-            self._loop.shadow_forward()
+            with torch.set_grad_enabled(not argument):
+                self._loop.shadow_forward()
         elif what == "backward":
             self._backward.shadow(**argument)
         elif what == "clip":

@@ -112,11 +112,12 @@ class Loop:
             listener()
 
     def agree(self) -> None:
-        """It has ended well: share failures between the ranks, including those of a step that
-        overlaps this forward.
-        """
+        """It has ended well: share failures, also of a step that overlaps it, and compare."""
         for listener in self.events.forward_agreed:
             listener()
+        if not (torch.is_grad_enabled() or is_checkpointed()):
+            for listener in self.events.evaluated:
+                listener()
 
     def shadow_forward(self) -> None:
         """Take part in a forward of the other ranks, without one of our own: what their gathers

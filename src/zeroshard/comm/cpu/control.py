@@ -12,13 +12,18 @@ beyond 248 bytes) per far one.
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-from zeroshard.comm.cpu.gloo_peers import Connections, GlooPeers, Subgroup, Transfer
+from zeroshard.comm.cpu.gloo_peers import Connections, GlooPeers, Heads, Subgroup, Transfer
 from zeroshard.comm.cpu.links import Dispatcher, Links, MessageKind, framed, given_up, unframed
 from zeroshard.comm.cpu.notices import Notices
 from zeroshard.comm.cpu.rendezvous import HostGroups
+from zeroshard.comm.launched import end_process
 from zeroshard.comm.ranks import Ranks
 from zeroshard.comm.transport import (
     Traffic,
@@ -28,14 +33,18 @@ from zeroshard.comm.transport import (
     stop_serving,
 )
 from zeroshard.core.placement import Mesh
-from zeroshard.errors import StallError
+from zeroshard.errors import PlanMismatch, StallError, ZeroshardError
 
 __all__ = ["PeerControl", "PeerOperation", "Plane"]
 
 # a rank that waits for a slot and hears nothing for so long is stuck ([Note: relief])
 _IDLE_S = 0.0002
 _PATIENT_S = 0.1
+_LAST_S = 10.0  # for which a program that ends waits for what other ranks have posted
 _LISTEN_AFTER_S = 1.0  # when a wait begins to ask whether it can ever end
+
+# the call, our frame, its number for near ranks, and what far ones send
+_Exchange = tuple[str, bytes, int, Heads | None]
 
 
 class Plane:
@@ -136,6 +145,8 @@ class PeerControl(Ranks):
         self.notices = notices
         self._far_notices = notices if self.far else None  # near ranks are told on their sockets
         self._has_given_up = False
+        self._posted: Callable[[], None] | None = None  # reads what was posted, and is unread
+        self._has_posted = False
         self._planes: list[Plane] = []
         serve_while_waiting(self)
 
@@ -177,11 +188,23 @@ class PeerControl(Ranks):
 
     def exchange_quietly(self, payload: bytes, call: str) -> list[bytes]:
         """Exchange what is not the engine's payload, and so is not counted."""
+        self.read_posted()
+        return self._end_exchange(self._begin_exchange(payload, call))
+
+    def _begin_exchange(self, payload: bytes, call: str) -> _Exchange:
+        """Send `payload`. Never waits; the next exchange begins when this one has ended."""
         frame = framed(call, payload)
-        sequence = self.dispatcher.send_payload(frame)
-        parts = {self.rank: frame}
+        sequence, heads = self.dispatcher.send_payload(frame), None
         if self.far:
-            parts |= self.messages.exchange(frame, self.far, f"exchange of {call}")
+            heads = self.messages.begin_exchange(frame, self.far, f"exchange of {call}")
+        return call, frame, sequence, heads
+
+    def _end_exchange(self, begun: _Exchange) -> list[bytes]:
+        """Return every rank's payload."""
+        call, frame, sequence, heads = begun
+        parts = {self.rank: frame}
+        if heads is not None:
+            parts |= self.messages.end_exchange(frame, heads, f"exchange of {call}")
 
         def missing() -> set[int]:
             return self.dispatcher.payloads_missing(sequence)
@@ -189,6 +212,25 @@ class PeerControl(Ranks):
         self.wait_until(lambda: not missing(), f"exchange of {call}", near=missing, call=call)
         parts |= self.dispatcher.take_payloads(sequence)
         return unframed([parts[rank] for rank in range(self.size)], self.members)
+
+    def post(self, payload: bytes, call: str, read: Callable[[list[bytes]], None]) -> None:
+        """Send `payload`, and let `read` have every rank's when the next exchange or post begins,
+        in `read_posted`, or at the end of the program. Never waits for what is posted here.
+        """
+        self.read_posted()
+        if not self._has_posted:
+            self._has_posted = True
+            atexit.register(_read_at_exit, weakref.ref(self), os.getpid())
+        begun = self._begin_exchange(payload, call)
+        self._posted = lambda: read(self._end_exchange(begun))
+
+    def read_posted(self) -> None:
+        """Wait for what every rank has posted last, if it was not read, and raise what its reader
+        raises.
+        """
+        if (read := self._posted) is not None:
+            self._posted = None
+            read()
 
     def check_peers(self, what: str) -> None:
         self.progress()
@@ -310,7 +352,7 @@ class PeerControl(Ranks):
     def give_up(self) -> None:
         if self._has_given_up:
             return
-        self._has_given_up = True
+        self._has_given_up, self._posted = True, None
         for plane in self._planes:
             plane.reset()
         self.messages.abandon()
@@ -340,10 +382,27 @@ class PeerControl(Ranks):
 
     def close(self) -> None:
         stop_serving(self)
+        self._posted = None
         self.messages.close()
         self.dispatcher.close()
         for plane in self._planes:
             plane.close()
+
+
+def _read_at_exit(control: weakref.ref[PeerControl], pid: int) -> None:
+    """Read what the process `pid` has posted last, which no exchange has followed: end it with the
+    error that this would have raised.
+    """
+    posting, failed = control(), sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if posting is None or posting._posted is None or failed is not None or os.getpid() != pid:
+        return
+    posting.limit_waits(min(posting.stall_timeout_s, _LAST_S))
+    try:
+        posting.read_posted()
+    except PlanMismatch as error:
+        end_process(error)
+    except ZeroshardError:  # another rank has ended, or goes on: it is told there
+        return
 
 
 def _name(groups: list[list[int]]) -> str:

@@ -71,6 +71,7 @@ __all__ = [
     "REDUCE_SCATTER",
     "Connections",
     "GlooPeers",
+    "Heads",
     "Subgroup",
     "Transfer",
     "notices_of",
@@ -374,6 +375,9 @@ def _store_of(subgroup: Subgroup, suffix: str = "") -> distributed_c10d.PrefixSt
     )
 
 
+Heads = tuple[dict[int, torch.Tensor], list[Transfer]]  # of one exchange, by peer, on their way
+
+
 class GlooPeers:
     """Tags, transfers and small exchanges over `connections` (None where there is no peer to
     reach).
@@ -466,16 +470,28 @@ class GlooPeers:
         """Give `payload` to `peers` and return theirs; `what` is its name in errors. Blocking; a
         second round where a payload exceeds 248 bytes.
         """
-        tag = self._tag(0, CONTROL)
+        return self.end_exchange(payload, self.begin_exchange(payload, peers, what), what)
+
+    def begin_exchange(self, payload: bytes, peers: Sequence[int], what: str) -> Heads:
+        """Send the first 248 bytes of `payload`; return what the `peers` send. Never waits; the
+        next exchange begins when this one has ended.
+        """
         listening, self._heads = self._heads, {}
         heads = {
             peer: torch.empty(_HEAD.size + _INLINE, dtype=torch.uint8)
             for peer in peers
             if peer not in listening
         }
-        transfer = self.post(what, tag, {peer: self._head(payload, peer) for peer in peers}, heads)
-        self._finish([transfer, *(waiting for waiting, _ in listening.values())])
+        sends = {peer: self._head(payload, peer) for peer in peers}
+        transfer = self.post(what, self._tag(0, CONTROL), sends, heads)
         heads |= {peer: head for peer, (_, head) in listening.items()}
+        return heads, [transfer, *(waiting for waiting, _ in listening.values())]
+
+    def end_exchange(self, payload: bytes, begun: Heads, what: str) -> dict[int, bytes]:
+        """Send the rest of `payload`, and return those of the peers."""
+        heads, transfers = begun
+        peers, tag = list(heads), self._tag(0, CONTROL)
+        self._finish(transfers)
         sizes = {peer: _HEAD.unpack(_to_bytes(heads[peer][: _HEAD.size]))[0] for peer in peers}
         rests = {
             peer: torch.empty(max(sizes[peer] - _INLINE, 0), dtype=torch.uint8) for peer in peers
