@@ -24,7 +24,7 @@ from time import monotonic
 
 __all__ = ["Digest", "Entered", "first_difference", "holders"]
 
-# "forward", "backward" or "reduce" and the unit, or "step"; number of the step; monotonic seconds
+# "forward", "backward", "read" or "reduce" and unit, or "step"; number of step; monotonic seconds
 Entered = tuple[str, str, int, float]
 Ranks = tuple[int, ...]  # that take part in a collective
 
