@@ -361,13 +361,22 @@ class MemoryCounter:
     not. So `live` counts such memory for both, and `peak` once.
     """
 
-    __slots__ = ("_loans", "_twice", "live", "peak")
+    __slots__ = ("_lent", "_loans", "_twice", "live", "peak")
 
     def __init__(self) -> None:
         self.live = 0
         self.peak = 0
         self._twice = 0  # bytes of loans whose memory has been lent again
         self._loans: dict[int, Loan] = {}  # by address
+        self._lent: set[Loan] = set()  # those and the ones that have been lent again
+
+    def reset(self) -> None:
+        """After an exception, which may have come between memory and its count: nothing is live,
+        and the end of a loan from before counts nothing.
+        """
+        self.live = self._twice = 0
+        self._loans.clear()
+        self._lent.clear()
 
     @property
     def used(self) -> int:
@@ -392,13 +401,15 @@ class MemoryCounter:
             before.lent_again = True
             self._twice += before.num_bytes
         self._loans[loan.at] = loan
+        self._lent.add(loan)
         self.add(num_bytes)
         return loan
 
     def end_loan(self, loan: Loan | None) -> None:
         """Count `loan` no longer."""
-        if loan is None:
+        if loan is None or loan not in self._lent:
             return
+        self._lent.remove(loan)
         if loan.lent_again:
             self._twice -= loan.num_bytes
         else:

@@ -322,10 +322,9 @@ class Weights:
         """
         self.shown.clear()
         self._tell = None
-        rested = [unit.residency.state is UnitState.RESTING for unit in self.units]
         self.schedule.reset()
-        for unit, rests in zip(self.units, rested, strict=True):
-            unit.abandon(rested=rests)
+        for unit in self.units:
+            unit.abandon()
 
 
 def _refuse_transforms(unit: Unit) -> None:
