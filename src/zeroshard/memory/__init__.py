@@ -343,7 +343,7 @@ def _take_back(pool: weakref.ref[Pages], pages: mmap.mmap) -> None:
 
 
 class Loan:
-    """A buffer of a pool, counted until `MemoryCounter.give_back`."""
+    """A buffer of a pool, counted until `MemoryCounter.end_loan`."""
 
     __slots__ = ("at", "lent_again", "num_bytes")
 
@@ -364,19 +364,15 @@ class MemoryCounter:
     __slots__ = ("_lent", "_loans", "_twice", "live", "peak")
 
     def __init__(self) -> None:
-        self.live = 0
         self.peak = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """After an exception, perhaps between memory and its count: nothing is live or lent."""
+        self.live = 0
         self._twice = 0  # bytes of loans whose memory has been lent again
         self._loans: dict[int, Loan] = {}  # by address
         self._lent: set[Loan] = set()  # those and the ones that have been lent again
-
-    def reset(self) -> None:
-        """After an exception, which may have come between memory and its count: nothing is live,
-        and the end of a loan from before counts nothing.
-        """
-        self.live = self._twice = 0
-        self._loans.clear()
-        self._lent.clear()
 
     @property
     def used(self) -> int:

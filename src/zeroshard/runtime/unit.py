@@ -269,12 +269,10 @@ class Unit:
             raise _lost(name, "(its .data leads elsewhere)")
 
     def abandon(self) -> None:
-        """After an exception: back to rest. The transport has abandoned its part of flights under
-        way.
-        """
-        if self._flight is not None:
-            self._flight.abandon()  # a tier may still be reading into memory that is about to go
-        self._flight = None
+        """After an exception: back to rest. The transport has abandoned its flights."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.abandon()  # a tier may still be reading into memory that is about to go
         for segment in self.segments:
             segment.heal()
             segment.user_view.detach()

@@ -88,8 +88,7 @@ class Weights:
                 if self._ordered:
                     if self._tell is not None:
                         self._tell(unit.index)
-                    part = unit.gathered_segments if unit.may_have_no_news else unit.segments
-                    self._fold("gather", unit, part)
+                    self._fold_gathers(unit)
                 unit.unshard(self._streams, raw=bool(self.shown)).go(fork=fork)
                 fork = forks
             elif op is Op.WAIT:
@@ -104,9 +103,7 @@ class Weights:
                     raise StallError(f"{error}{_SAME_UNITS if self._ordered else ''}") from None
                 unit.attach()
             elif op is Op.USE:
-                # gathered ahead in one order and used in another: the next gathers will differ
-                if self._ordered and unit.full_bytes:
-                    self._fold(self._phase, unit, unit.segments[:1])
+                self._use(unit)
             elif op is Op.RELEASE:
                 self._trimmer.passed(unit.reshard())
             elif op is Op.KEEP:
@@ -124,13 +121,20 @@ class Weights:
             else:
                 self._wait_for_reduce(command)
 
-    def _fold(self, what: str, unit: Unit, segments: Sequence[Segment]) -> None:
-        """Note what every rank that holds `segments` of `unit` begins."""
-        for segment in segments:
+    def _use(self, unit: Unit) -> None:
+        # gathered ahead in one order and used in another: the ranks' next gathers will differ
+        if self._ordered and unit.full_bytes:
+            flat = unit.segments[0].flat
+            dtype, among = dtype_name(flat.dtype), flat.context.holders.members
+            self.digest.fold(self._phase, unit.name, dtype, flat.layout.numel, among, ordered=True)
+
+    def _fold_gathers(self, unit: Unit) -> None:
+        """Note that a collective of every rank begins for each segment of `unit`."""
+        for segment in unit.gathered_segments if unit.may_have_no_news else unit.segments:
             flat = segment.flat
             if not flat.is_local:
                 dtype, among = dtype_name(flat.dtype), flat.context.holders.members
-                self.digest.fold(what, unit.name, dtype, flat.layout.numel, among, ordered=True)
+                self.digest.fold("gather", unit.name, dtype, flat.layout.numel, among, ordered=True)
 
     # ------------------------------------------------------------------ passes
 
@@ -143,13 +147,12 @@ class Weights:
         """A forward or backward of the whole model is over."""
         self.run(self.schedule.end_pass(repeats=repeats, keeps=torch.is_grad_enabled()))
         if self._tell is not None:
-            self.tell_gathers(None)
+            tell, self._tell = self._tell, None
+            tell(None)
 
-    def tell_gathers(self, tell: Callable[[int | None], object] | None) -> None:
-        """Call `tell` with each unit that is needed, until told None, and with None then."""
-        before, self._tell = self._tell, tell
-        if before is not None:
-            before(None)
+    def tell_gathers(self, tell: Callable[[int | None], object]) -> None:
+        """Call `tell` with each unit that the next pass needs, and with None at its end."""
+        self._tell = tell
 
     def enter(self, *, evaluates: bool | None = None) -> None:
         """A forward begins, of the model where it is known whether it `evaluates`."""
