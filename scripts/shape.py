@@ -273,7 +273,7 @@ def class_rows(trees: shape_names.Trees) -> Iterator[Row]:
     yield Row("attributes of a class: maximum", *held)
     yield Row("methods of a class: maximum", *own)
     yield Row("methods of a class with its bases: maximum", *whole, limit=43)
-    yield Row("attributes stored from outside in runtime", len(stores), limit=15)
+    yield Row("attributes stored from outside in runtime", len(stores), limit=13)
     yield Row("classes with wait()", len(waiting), " ".join(waiting), limit=17, aim=2)
 
 

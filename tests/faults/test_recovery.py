@@ -568,6 +568,35 @@ def _signalled(rank: int, world: int, transport: str) -> int:
     return number
 
 
+def _signalled_between(rank: int, world: int) -> list[int]:
+    """A signal's handler raises between a buffer and its count, at a place of its own each time;
+    return the bytes that count after each reset.
+    """
+    model, optimizer, engine = _made("zero3", "gloo")
+    places = ("take", "add", "remove", "release", "lend", "end_loan")
+    live = []
+
+    def boom(frame: Any, event: str, argument: Any) -> None:
+        nonlocal left
+        if event in ("call", "return") and frame.f_code.co_name in places:
+            left -= 1
+            if not left:
+                sys.setprofile(None)
+                raise ZeroDivisionError
+
+    for number in range(1, 160, 5):
+        left = number + rank
+        sys.setprofile(boom)
+        with pytest.raises((ZeroDivisionError, StateError)):
+            take_steps(rank, 2, model, optimizer)
+        sys.setprofile(None)
+        engine.reset()
+        live.append(inside.buffer_counter(engine).live)
+    take_steps(rank, [1], model, optimizer)
+    engine.close()
+    return live
+
+
 def _signalled_at(rank: int, world: int) -> list[str]:
     """A signal's handler raises where a backward with a weight begins, before it is one."""
     expected = _plain(rank, [0, 2])
@@ -593,6 +622,11 @@ def _signalled_at(rank: int, world: int) -> list[str]:
 
 def test_after_a_signal_where_a_backward_begins_and_a_reset_the_next_one_is_plain() -> None:
     assert run_ranks(2, _signalled_at) == [[], []]
+
+
+def test_after_a_signal_between_a_buffer_and_its_count_and_a_reset_nothing_counts() -> None:
+    for live in run_ranks(2, _signalled_between):
+        assert not any(live), live
 
 
 def test_reset_over_gloo_brings_the_engine_back_after_a_signals_handler_has_raised() -> None:

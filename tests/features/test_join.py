@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.algorithms.join import Join
 
 import zeroshard as zs
@@ -16,10 +17,12 @@ from tests.support.harness import run_ranks
 from tests.support.training import (
     ROWS,
     TRANSPORTS,
+    Net,
     batch,
     differences,
     final_state,
     make_model,
+    make_sharded,
     take_steps,
     two_groups,
     wrapped,
@@ -118,6 +121,74 @@ def _averaged(rank: int, world: int, transport: str, steps: list[int]) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_averages_follow_the_steps_that_a_rank_without_data_shadows(transport: str) -> None:
     run_ranks(2, _averaged, transport, [5, 2])
+
+
+class _Turned(Net):
+    """A net that runs its blocks in another order than that in which they are defined."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        assert y is not None
+        h = self.embed(x)
+        for block in reversed(self.blocks):
+            h = block(h)
+        return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+
+
+def _read(engine: zs.Engine, model: nn.Module) -> None:
+    engine.full_state_dict()
+
+
+def _edit(engine: zs.Engine, model: nn.Module) -> None:
+    with engine.gathered(model.get_parameter("blocks.2.up.weight"), writeback=True):
+        pass
+
+
+def _load(engine: zs.Engine, model: nn.Module) -> None:
+    model.load_state_dict(engine.full_state_dict(rank0_only=False))
+
+
+def _evaluate_in_gathered(engine: zs.Engine, model: nn.Module) -> None:
+    with engine.gathered(), torch.no_grad():
+        model(*batch(0, 9))
+
+
+def _reset(engine: zs.Engine, model: nn.Module) -> None:
+    engine.reset()
+
+
+def _without_a_batch(rank: int, world: int, transport: str, others: list[Any]) -> None:
+    """Let odd ranks have no batch of a step after each of `others`; None: in the first step."""
+    for row in ("zero3", "zero3-keep") if world == 2 else ("hpz", "mics"):
+        found = []
+        for other in (*others, lambda engine, model: None):
+            torch.manual_seed(0)
+            comm = zs.Comm.model_validate({"transport": transport, "node_size": 2})
+            model, optimizer, engine = make_sharded(row, model=_Turned(), comm=comm)
+            take_steps(rank, [] if None in others else 1, model, optimizer)
+            with engine.join():
+                if other is not None:
+                    other(engine, model)
+                take_steps(rank, [[1, 2], []][rank % 2], model, optimizer, engine, clip=1.0)
+            take_steps(rank, [3], model, optimizer)
+            found.append(final_state(model, engine))
+        for state, after in zip(found, others, strict=False):
+            assert not (lines := differences(state, found[-1])), (row, after, lines)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+@pytest.mark.parametrize(
+    "others",
+    [[_read, _edit, _load], [_evaluate_in_gathered, _reset], [None]],
+    ids=["reads", "passes", "first step"],
+)
+def test_a_rank_without_a_batch_gathers_what_the_others_do_whatever_came_before(
+    others: list[Any], transport: str
+) -> None:
+    run_ranks(2, _without_a_batch, transport, others)
+
+
+def test_ranks_of_two_nodes_without_a_batch_are_told_what_a_first_pass_gathers() -> None:
+    run_ranks(4, _without_a_batch, "gloo", [None])
 
 
 def _same_rows(rank: int, world: int, transport: str, options: dict[str, Any]) -> None:

@@ -91,6 +91,7 @@ class Run:
     frozen: bool = False  # the first block is not trained
     counted: bool = False  # the engine counts the steps
     leaves: int | str = LEAVES
+    reads: bool = False  # whole weights after each step
     family: str = ""  # in place of Model
     steps: int = 3
     shares: Sequence[float] = ()  # of ranks in turn, for `uneven`
@@ -163,6 +164,8 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
+        if run.reads:
+            engine.full_state_dict()
 
     def end(self) -> str:
         """Return the hash of weights and norms, on rank 0."""
@@ -294,7 +297,7 @@ def test_a_rank_without_a_leaf_hands_a_tied_head_over_when_the_others_do(tmp_pat
 def test_a_rank_without_a_leaf_follows_tied_units_wherever_gathers_are_collective(
     frozen: bool, tmp_path: Path
 ) -> None:
-    kind = Run(own=Tied, frozen=frozen, weighted=True, leaves=5)
+    kind = Run(own=Tied, frozen=frozen, weighted=True, leaves=5, reads=True)
     disk = _tiers("disk", disk_path=str(tmp_path))
     ways = [
         Run({"stage": 3, "comm": {"transport": "gloo"}}),

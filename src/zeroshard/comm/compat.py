@@ -1,5 +1,5 @@
 """What is not the same on every installation: the two collectives that torch 2.13 renamed, under
-their new names on every torch, without a warning on any; and Triton, which is optional.
+their new names on every torch, without a warning on any; limits of time; Triton, where it is.
 
 Of a step's own gathers and sums the process group's methods are called: the functions of
 torch.distributed around them check their arguments first, in a dozen Python calls each. Everything
@@ -17,7 +17,10 @@ from torch import distributed as dist
 
 from zeroshard.system.device import TRITON
 
-__all__ = ["all_gather_single", "group_all_gather", "group_reduce_scatter", "kernels_for"]
+__all__ = [
+    *("all_gather_single", "group_all_gather", "group_reduce_scatter"),
+    *("has_timed_out", "kernels_for"),
+]
 
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -29,6 +32,11 @@ def _method(name: str, older: str) -> Any:
 # (group, out, own, AllgatherOptions) and (group, out, data, ReduceScatterOptions) -> Work | None
 group_all_gather = _method("all_gather_single", "_allgather_base")
 group_reduce_scatter = _method("reduce_scatter_single", "_reduce_scatter_base")
+
+
+def has_timed_out(error: RuntimeError) -> bool:
+    """Return whether a backend says, in its own words, that its limit of time has passed."""
+    return any(words in str(error) for words in ("imed out", "timeout"))
 
 
 def kernels_for(tensor: torch.Tensor) -> ModuleType | None:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from zeroshard.comm.compat import all_gather_single
+from zeroshard.comm.compat import all_gather_single, has_timed_out
 from zeroshard.errors import ConfigError, StallError
 from zeroshard.system.device import Device
 
@@ -63,7 +63,7 @@ def connected(
         own.synchronize()
     except RuntimeError as error:
         ranks, text = dist.get_process_group_ranks(group), str(error).split("\n")[0]
-        raised = StallError if "imed out" in text or "timeout" in text else ConfigError
+        raised = StallError if has_timed_out(error) else ConfigError
         raise raised(
             f"{name}, ranks {ranks} of the job: their devices cannot be connected ({text[:160]});"
             " NCCL_DEBUG=INFO says what NCCL tries, and NCCL_SOCKET_IFNAME by which interface"

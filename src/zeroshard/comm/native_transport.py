@@ -43,7 +43,7 @@ import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from zeroshard.comm.compat import group_all_gather, group_reduce_scatter
+from zeroshard.comm.compat import group_all_gather, group_reduce_scatter, has_timed_out
 from zeroshard.comm.cpu.control import PeerControl
 from zeroshard.comm.groups import make_group
 from zeroshard.comm.ordered import sum_parts
@@ -467,7 +467,7 @@ def explain(error: RuntimeError, what: str, control: PeerControl) -> None:
     said = str(error)
     text = said.split("\n")[0].split("] ")[-1][:160]
     others = [peer for peer in range(control.size) if peer != control.rank]
-    if "imed out" in said or "timeout" in said:
+    if has_timed_out(error):
         raise StallError(
             f"{what}: one of ranks {others} did not come within {control.stall_timeout_s:g} s"
             f" ({text}){control.explain_stall()}"

@@ -25,7 +25,7 @@ from typing import Any
 
 __all__ = ["Digest", "Entered", "describe_unlike", "first_difference", "first_unlike", "holders"]
 
-# "forward", "backward" or "reduce" and the unit, or "step"; number of the step; monotonic seconds
+# "forward", "backward", "read" or "reduce" and unit, or "step"; number of step; monotonic seconds
 Entered = tuple[str, str, int, float]
 Ranks = tuple[int, ...]  # that take part in a collective
 

@@ -120,7 +120,7 @@ class Order(Generic[U]):
         included: none where no pass has, and None before any pass.
         """
         current = self._passes.get(phase)
-        return None if current is None or current.last_uses is None else list(current.last_uses)
+        return None if current is None else list(current.uses) or current.last_uses
 
     def seed(self, phase: Hashable, trace: Sequence[U]) -> None:
         """Take `trace` for that of the pass before the first."""

@@ -343,7 +343,7 @@ def _take_back(pool: weakref.ref[Pages], pages: mmap.mmap) -> None:
 
 
 class Loan:
-    """A buffer of a pool, counted until `MemoryCounter.give_back`."""
+    """A buffer of a pool, counted until `MemoryCounter.end_loan`."""
 
     __slots__ = ("at", "lent_again", "num_bytes")
 
@@ -361,13 +361,18 @@ class MemoryCounter:
     not. So `live` counts such memory for both, and `peak` once.
     """
 
-    __slots__ = ("_loans", "_twice", "live", "peak")
+    __slots__ = ("_lent", "_loans", "_twice", "live", "peak")
 
     def __init__(self) -> None:
-        self.live = 0
         self.peak = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """After an exception, perhaps between memory and its count: nothing is live or lent."""
+        self.live = 0
         self._twice = 0  # bytes of loans whose memory has been lent again
         self._loans: dict[int, Loan] = {}  # by address
+        self._lent: set[Loan] = set()  # those and the ones that have been lent again
 
     @property
     def used(self) -> int:
@@ -392,13 +397,15 @@ class MemoryCounter:
             before.lent_again = True
             self._twice += before.num_bytes
         self._loans[loan.at] = loan
+        self._lent.add(loan)
         self.add(num_bytes)
         return loan
 
     def end_loan(self, loan: Loan | None) -> None:
         """Count `loan` no longer."""
-        if loan is None:
+        if loan is None or loan not in self._lent:
             return
+        self._lent.remove(loan)
         if loan.lent_again:
             self._twice -= loan.num_bytes
         else:

@@ -238,6 +238,10 @@ class TileRunner:
         if under_way is not None and under_way.done() and under_way.exception() is not None:
             self.wait()
 
+    def note_late(self, *, lags: bool) -> None:
+        """A late step that has ended is in the weights, unless it `lags` on."""
+        self.lags = lags
+
     def count_from(self, num_steps: int) -> None:
         """Go on counting steps from `num_steps`: another state has been loaded."""
         self.num_steps = num_steps

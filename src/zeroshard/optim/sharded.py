@@ -501,7 +501,7 @@ class ShardedOptimizer:
         failed = not self._succeeds(self.join)  # the tiles' part of the step before ends first
         if self.runner.lags:
             self._hooks.publish_late()
-            self.runner.lags = False
+            self.runner.note_late(lags=False)
         if take:
             self._succeeds(partial(self.runner.start, self.tiles, failed=failed))
         self._step.is_broken = False

@@ -194,7 +194,7 @@ class StateAccess:
         if self._sharded is not None and self._sharded.runner.lags:
             with self.rest.rewriting():
                 pass
-            self._sharded.runner.lags = False
+            self._sharded.runner.note_late(lags=False)
 
     @property
     def unsaved(self) -> str | None:

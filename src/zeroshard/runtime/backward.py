@@ -331,8 +331,7 @@ class Backward:
             if self.leaves is not None:
                 self.leaves.begin_backward(has_late=self.has_unreduced)
             self.accumulation.check(scaled=mode.scaled, divisor=mode.divisor)
-            weighted = mode.weight is not None
-            flags = {"sync": mode.sync, "scaled": mode.scaled, "weighted": weighted}
+            flags = {"sync": mode.sync, "scaled": mode.scaled, "weighted": mode.weight is not None}
             self.tell("backward", flags)
             self.accumulation.add(scaled=mode.scaled, divisor=mode.divisor)
             if mode.has_loss:
@@ -413,10 +412,10 @@ class Backward:
             self._pass.reduced[unit.index] = self._weights.schedule.num_gathered
         self.reductions.advance()
 
-    def shadow(self, *, sync: bool, scaled: bool, weighted: bool) -> None:
-        """Take part in a backward of the other ranks, without one of our own: gather what they
-        gather, contribute zeros.
-        """
+    def shadow(
+        self, order: Iterable[int] | None, *, sync: bool, scaled: bool, weighted: bool
+    ) -> None:
+        """Take part in a backward of other ranks: gather as Weights.shadow, contribute zeros."""
         weight = 0.0 if weighted else None
         units, last = self._weights.units, self._pass.reduced
         due = deque(last.items())
@@ -424,7 +423,7 @@ class Backward:
             self._begin(brings=True)
             # between gathers, as our last backward did and theirs do, who may wait for our part
             # before they gather on
-            for unit in chain((None,), self._weights.shadow("backward")):
+            for unit in chain((None,), self._weights.shadow("backward", order)):
                 if unit is not None and unit.index not in self._pass.reduced:
                     self.reductions.open_zeros(unit, sync=sync)
                     if unit.index not in last:

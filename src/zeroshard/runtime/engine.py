@@ -626,6 +626,7 @@ class Engine(Assembly):
         self._context.transports.abandon()
         self._context.axes.abandon()
         self._context.streams.drain()  # memory that lanes still use is about to be released
+        self._context.meter.reset()
         self._weights.abandon()
         self._backward.abandon()
         self._finalizer.abandon()

@@ -409,6 +409,8 @@ class FlatWeights:
     def abandon(self) -> None:
         """After an exception: nothing is under way or kept. The transports have given up."""
         self.column = self._arrived = self._publishing = None
+        if self.buffer.tensor.untyped_storage().nbytes():  # whatever the unit's state says
+            self.buffer.release()
         if not self.replicated and self._published is not None:
             self._published = self._digests()  # a write that is lost is told once
 

@@ -419,8 +419,8 @@ class Hooks:
         def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             for unit in units:
                 if not unit.cells.weight.is_sharded:
-                    self.loop.weights.unshard(unit, "forward")  # its publish may be under way
-                elif not (self.loop.weights.shows_rest and unit.residency.state is UnitState.FULL):
+                    self.loop.weights.unshard(unit, "read")  # its publish may be under way
+                elif not (self.loop.weights.shown and unit.residency.state is UnitState.FULL):
                     raise StateError(
                         f"state_dict() of {prefix or 'the model'!r}: unit {unit.name!r} rests"
                         " sharded, its parameters are not here. Use engine.full_state_dict() on"
@@ -444,7 +444,7 @@ class Hooks:
                     if unit.is_lent:
                         continue  # gathered() keeps, or drops, what is loaded into its copies
                     unit.residency.acquire(Use.USER)
-                    self.loop.weights.unshard(unit, "forward")
+                    self.loop.weights.unshard(unit, "read")
                     context = unit.writable()
                     self._loads[unit.index] = [context, context.__enter__(), 0]
                 self._loads[unit.index][2] += 1

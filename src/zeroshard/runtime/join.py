@@ -13,8 +13,12 @@ The gradient is divided by all ranks, those without data included (DDP's
 the batches that there are. A shadowed clip or step takes the options of the param groups
 (lr, betas, ...) from the lowest rank with data, whose scheduler is the one that goes on.
 
+Where gathers are collective, a rank without data gathers what the others gathered in their last
+pass, in that order. In a first pass, and in the first after ``engine.reset()``, they tell it each
+unit; a pass that differs from the last one is a PlanMismatch.
+
 Invariant: the ranks with data do the same things in the same order, else PlanMismatch on every
-rank. Cost: one small exchange per event.
+rank. Cost: one small exchange per event, and per unit of a pass that is told.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import torch
 
 from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import holders
+from zeroshard.core.schedule import Phase
 from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.finalize import Finalizer
@@ -36,7 +41,8 @@ from zeroshard.runtime.recomputed import is_checkpointed
 
 __all__ = ["Average", "Join"]
 
-_ENDED = "ended"
+_ENDED, _GATHER = "ended", "gather"
+_PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 
 class Average(Protocol):
@@ -66,6 +72,12 @@ class Join:
         self._optimizer = optimizer
         self._transport = transport
         self._averages = averages  # in the order in which every rank has made them
+        self._weights = weights = loop.weights
+        self._some_ended = False
+        # whether the ranks meet where a pass gathers
+        self._meets = weights.schedule.rules.ordered and any(
+            unit.cells.weight.is_sharded for unit in weights.units
+        )
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -76,7 +88,7 @@ class Join:
             self._shadow(*event)
 
     def _announce(self, what: str, argument: Any = None) -> None:
-        options = None
+        options = order = None
         if what == "forward":
             argument = not (torch.is_grad_enabled() or is_checkpointed())  # whether it evaluates
         if what in ("clip", "step"):  # where the ranks compare them
@@ -85,14 +97,20 @@ class Join:
                 {key: _plain(value) for key, value in group.items() if _is_plain(_plain(value))}
                 for group in groups
             ]
-        self._meet([what, argument, options])
+        for phase in _PHASES:
+            if phase == what:
+                order = self._weights.schedule.last_pass(phase) or []
+        self._meet([what, argument, options, order])
+        if order == [] and self._some_ended and self._meets:
+            self._weights.tell_gathers(lambda unit: self._meet([_GATHER, unit, None, None]))
 
-    def _meet(self, event: list[Any]) -> tuple[str, Any, Any] | None:
+    def _meet(self, event: list[Any]) -> tuple[str, Any, Any, list[int] | None] | None:
         """Tell the others; return what the lowest rank with data does next, None when no rank
         has any.
         """
         events = self._transport.control.share(event, "engine.join()")
         going_on = [other for other in events if other != [_ENDED]]
+        self._some_ended = len(going_on) < len(events)
         names = [other[0] for other in events]
         if len(set(names) - {_ENDED}) > 1:
             raise PlanMismatch(
@@ -101,16 +119,31 @@ class Join:
             )
         return tuple(going_on[0]) if going_on else None
 
-    def _shadow(self, what: str, argument: Any, options: list[dict[str, Any]] | None) -> None:
+    def _followed(self, order: list[int]) -> Iterator[int]:
+        """Yield the units that a pass of the others gathers: in `order`, else as they tell."""
+        yield from order
+        while not order and (event := self._meet([_ENDED])) is not None:
+            if event[0] != _GATHER or event[1] is None:
+                return
+            yield event[1]
+
+    def _shadow(
+        self,
+        what: str,
+        argument: Any,
+        options: list[dict[str, Any]] | None,
+        order: list[int] | None,
+    ) -> None:
         optimizer = self._optimizer.optimizer
         if options is not None:
             for group, values in zip(optimizer.param_groups, options, strict=True):
                 _take_over(group, values)
+        followed = self._followed(order or []) if self._meets else None
         if what == "forward":
             with torch.set_grad_enabled(not argument):
-                self._loop.shadow_forward()
+                self._loop.shadow_forward(followed)
         elif what == "backward":
-            self._backward.shadow(**argument)
+            self._backward.shadow(followed, **argument)
         elif what == "clip":
             self._finalizer.clip(argument, self._loop.events.clipped)
         elif what == "average":

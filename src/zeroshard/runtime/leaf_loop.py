@@ -97,8 +97,9 @@ def _walked(
         schedule.look_ahead(if_all_compute=leaves.all_compute)
         if leaf is None:
             here = backward.accumulation
-            loop.shadow_forward()
-            backward.shadow(sync=True, scaled=here.scaled, weighted=bool(here.kinds & WEIGHTED))
+            loop.shadow_forward(None)
+            weighted = bool(here.kinds & WEIGHTED)
+            backward.shadow(None, sync=True, scaled=here.scaled, weighted=weighted)
             continue
         for came in events.before_leaf:
             came(leaf)

@@ -22,7 +22,7 @@ Invariant: every event is the same call on every rank that runs the same program
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -119,14 +119,13 @@ class Loop:
             for listener in self.events.evaluated:
                 listener()
 
-    def shadow_forward(self) -> None:
-        """Take part in a forward of the other ranks, without one of our own: what their gathers
-        need of us.
-        """
+    def shadow_forward(self, order: Iterable[int] | None) -> None:
+        """Take part in a forward of other ranks, without one of our own: see Weights.shadow."""
         self.weights.digest.num_begun += 1
         self.weights.begin("forward")
-        for _ in self.weights.shadow("forward"):
+        for _ in self.weights.shadow("forward", order):
             pass
+        self.weights.end_pass()
         self._begun()
         self.agree()
 

@@ -62,7 +62,7 @@ class Recovery:
         steps, finished, cuts, lagging = zip(*answers, strict=True)
         self._digest.advance(max(steps))
         if optimizer is not None:  # a read that was cut off has brought a late step on some ranks
-            optimizer.runner.lags = any(lagging)
+            optimizer.runner.note_late(lags=any(lagging))
         if optimizer is None or not (any(cuts) or len(set(finished)) > 1):
             return False
         optimizer.abandon(num_finished=max(finished))

@@ -268,19 +268,15 @@ class Unit:
         if name is not None:
             raise _lost(name, "(its .data leads elsewhere)")
 
-    def abandon(self, *, rested: bool) -> None:
-        """After an exception: back to rest, where the weights have not `rested`. The transport has
-        abandoned its part of flights under way.
-        """
-        if self._flight is not None:
-            self._flight.abandon()  # a tier may still be reading into memory that is about to go
-        self._flight = None
+    def abandon(self) -> None:
+        """After an exception: back to rest. The transport has abandoned its flights."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.abandon()  # a tier may still be reading into memory that is about to go
         for segment in self.segments:
             segment.heal()
             segment.user_view.detach()
             segment.flat.abandon()
-            if not rested:
-                segment.flat.release()
         self.expected = 0
         self.arrived = {}
 

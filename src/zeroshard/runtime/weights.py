@@ -66,18 +66,14 @@ class Weights:
         self._ordered = schedule.rules.ordered
         self._phase: Phase = "forward"  # of the last need
         self._steps_elsewhere = any(unit.steps_elsewhere for unit in units)
-        # whether each gathered() context, which shows what rests, holds every unit
+        # whether each gathered() context, in which the user sees what rests, holds every unit
         self.shown: list[bool] = []
+        self._tell: Callable[[int | None], object] | None = None
 
     @property
     def nothing_to_do(self) -> bool:
         """Whether a forward needs nothing of us: every unit is held, and no backward can follow."""
         return any(self.shown) and not torch.is_grad_enabled()
-
-    @property
-    def shows_rest(self) -> bool:
-        """Whether the user sees what rests: inside gathered()."""
-        return bool(self.shown)
 
     # ------------------------------------------------------------------ executing commands
 
@@ -90,6 +86,8 @@ class Weights:
             op, unit = command.op, self.units[command.unit]
             if op is Op.START:
                 if self._ordered:
+                    if self._tell is not None:
+                        self._tell(unit.index)
                     self._fold_gathers(unit)
                 unit.unshard(self._streams, raw=bool(self.shown)).go(fork=fork)
                 fork = forks
@@ -115,11 +113,20 @@ class Weights:
             elif op is Op.IDLE:
                 unit.mark_idle()
             elif op is Op.RESUME:
+                if self._tell is not None and unit.residency.traits.is_kept:
+                    self._tell(unit.index)
                 unit.resume()
             elif op is Op.ADVANCE:
                 unit.advance()
             else:
                 self._wait_for_reduce(command)
+
+    def _use(self, unit: Unit) -> None:
+        # gathered ahead in one order and used in another: the ranks' next gathers will differ
+        if self._ordered and unit.full_bytes:
+            flat = unit.segments[0].flat
+            dtype, among = dtype_name(flat.dtype), flat.context.holders.members
+            self.digest.fold(self._phase, unit.name, dtype, flat.layout.numel, among, ordered=True)
 
     def _fold_gathers(self, unit: Unit) -> None:
         """Note that a collective of every rank begins for each segment of `unit`."""
@@ -128,13 +135,6 @@ class Weights:
             if not flat.is_local:
                 dtype, among = dtype_name(flat.dtype), flat.context.holders.members
                 self.digest.fold("gather", unit.name, dtype, flat.layout.numel, among, ordered=True)
-
-    def _use(self, unit: Unit) -> None:
-        # gathered ahead in one order and used in another: the ranks' next gathers will differ
-        if self._ordered and unit.full_bytes:
-            flat = unit.segments[0].flat
-            dtype, among = dtype_name(flat.dtype), flat.context.holders.members
-            self.digest.fold(self._phase, unit.name, dtype, flat.layout.numel, among, ordered=True)
 
     # ------------------------------------------------------------------ passes
 
@@ -146,6 +146,13 @@ class Weights:
     def end_pass(self, *, repeats: bool = False) -> None:
         """A forward or backward of the whole model is over."""
         self.run(self.schedule.end_pass(repeats=repeats, keeps=torch.is_grad_enabled()))
+        if self._tell is not None:
+            tell, self._tell = self._tell, None
+            tell(None)
+
+    def tell_gathers(self, tell: Callable[[int | None], object]) -> None:
+        """Call `tell` with each unit that the next pass needs, and with None at its end."""
+        self._tell = tell
 
     def enter(self, *, evaluates: bool | None = None) -> None:
         """A forward begins, of the model where it is known whether it `evaluates`."""
@@ -184,8 +191,7 @@ class Weights:
     def hold(self, unit: Unit, phase: Phase, until: Until) -> None:
         """Gather a unit that is used outside its modules, and keep it at least `until` then."""
         self._check(unit, phase)
-        keeps = torch.is_grad_enabled()
-        self.run(self.schedule.hold(unit.residency, phase, until, keeps=keeps))
+        self.run(self.schedule.hold(unit.residency, phase, until, keeps=torch.is_grad_enabled()))
 
     def _check(self, unit: Unit, phase: Phase) -> None:
         """`unit` is needed in a pass: raise StateError where it cannot be gathered."""
@@ -249,9 +255,7 @@ class Weights:
                 self.run(self.schedule.finish(unit.residency))
 
     def check_epoch(self, unit: Unit, epoch: int) -> None:
-        """Raise StateError when the weights have changed since the forward that ran under
-        `epoch`.
-        """
+        """Raise StateError when the weights have changed since the forward under `epoch`."""
         if epoch != self.epoch:
             raise StateError(
                 f"backward through unit {unit.name!r} of a forward that ran before the last"
@@ -263,9 +267,7 @@ class Weights:
 
     @contextmanager
     def showing(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Let the user see `units` inside: gather what rests, without a codec. The caller holds
-        them.
-        """
+        """Show the user `units`, which the caller holds: gather what rests, without a codec."""
         everything = len(units) == len(self.units)
         self.shown.append(everything)
         for unit in units:
@@ -287,7 +289,7 @@ class Weights:
             if residency.state is UnitState.FULL and residency.traits.is_sharded:
                 self.bring_to_rest(unit)
                 if residency.is_held:
-                    self.unshard(unit, "forward")
+                    self.unshard(unit, "read")
 
     def invalidate(self, *, frozen: bool = False) -> None:
         """A step, writeback or load has written the shards (the last two also of `frozen`
@@ -301,23 +303,21 @@ class Weights:
         # one fork for all, unless compute waits for a step between these gathers
         self.run(self.schedule.publish(), forks=self._steps_elsewhere)
 
-    def shadow(self, phase: Phase) -> Iterator[Unit]:
+    def shadow(self, phase: Phase, order: Iterable[int] | None) -> Iterator[Unit]:
         """Take part in the gathers of a pass that only other ranks run, and that has begun here;
         yields each unit while it is gathered.
 
-        The order is that of the last pass (before any: of definition). One-sided transports need
+        `order` None: as in the last pass (before any: as defined). One-sided transports need
         nothing of us and yield nothing.
         """
-        if self._ordered:
-            last = self.schedule.last_pass(phase)
-            in_order = self.units if phase == "forward" else self.units[::-1]
-            for unit in in_order if last is None else [self.units[index] for index in last]:
-                self.unshard(unit, phase)
-                yield unit
-                self.after_backward(unit) if phase == "backward" else self.after_forward(unit)
-                # where it comes next in the order, another unit was needed between the two
-                self.run(self.schedule.release_idle(torch.is_grad_enabled()))
-        self.end_pass()
+        if order is None and (order := self.schedule.last_pass(phase)) is None:
+            order = range(len(self.units))[:: 1 if phase == "forward" else -1]
+        for unit in map(self.units.__getitem__, order if self._ordered else ()):
+            self.unshard(unit, phase)
+            yield unit
+            self.after_backward(unit) if phase == "backward" else self.after_forward(unit)
+            # where it comes next in the order, another unit was needed between the two
+            self.run(self.schedule.release_idle(torch.is_grad_enabled()))
 
     @property
     def segments(self) -> Iterator[Segment]:
@@ -329,7 +329,7 @@ class Weights:
         have come to different places.
         """
         self.shown.clear()
-        rested = [unit.residency.state is UnitState.RESTING for unit in self.units]
+        self._tell = None
         self.schedule.reset()
-        for unit, rests in zip(self.units, rested, strict=True):
-            unit.abandon(rested=rests)
+        for unit in self.units:
+            unit.abandon()

@@ -202,7 +202,7 @@ class Whole:
             try:
                 for unit in units:
                     unit.residency.acquire(Use.USER)
-                    self._weights.unshard(unit, "forward")
+                    self._weights.unshard(unit, "read")
                 self._agree_on_reads(segment for unit in units for segment in unit.segments)
                 yield
             finally:
@@ -493,7 +493,7 @@ class Whole:
                     and all(_is_in_master(segment) for segment in unit.segments)
                 )
                 if is_gathered:
-                    self._weights.unshard(unit, "forward")
+                    self._weights.unshard(unit, "read")
                 for segment in unit.segments:
                     self._restore_plain(segment)
                     if is_gathered:

@@ -241,7 +241,7 @@ class Schedule:
             yield from self.release_idle(keeps)
         if unit.state is FULL:
             if unit.is_idle:
-                if unit.counts[Use.KEPT]:
+                if unit.counts[Use.KEPT] and phase != "read":
                     self._order.resume(phase, unit.index)
                 yield from self._resume(unit)
             return
@@ -257,7 +257,8 @@ class Schedule:
         yield to[Op.WAIT]
         unit.state = FULL
         yield to[Op.USE]
-        self._order.record(phase, unit.index)
+        if phase != "read":
+            self._order.record(phase, unit.index)
         self.num_gathered += 1
         if self._reads:
             yield from self._advance()

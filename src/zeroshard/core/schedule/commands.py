@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 __all__ = ["Command", "Commands", "Key", "Op", "Phase", "Until"]
 
-Phase = Literal["forward", "backward"]
+Phase = Literal["forward", "backward", "read"]  # a read, outside a pass, is in no order
 Key = tuple[int, int]  # of a reduce: unit, trained segment of the unit
 
 
