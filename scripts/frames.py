@@ -54,13 +54,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "two levels": (4, {"transport": "gloo", "node_size": 2, "hierarchical": True}),
 }
 LIMITS = {
-    "nccl": {"gather": 5, "reduce": 5, "files": 39, "lines": 1600, "functions": 400, "ring": 53},
+    "nccl": {"gather": 5, "reduce": 5, "files": 39, "lines": 1600, "functions": 406, "ring": 53},
     "shared memory": {
         "gather": 6,
         "reduce": 8,
         "files": 39,
         "lines": 1770,
-        "functions": 470,
+        "functions": 476,
         "ring": 53,
     },
     "two levels": {
@@ -68,7 +68,7 @@ LIMITS = {
         "reduce": 7,
         "files": 44,
         "lines": 1920,
-        "functions": 515,
+        "functions": 522,
         "ring": 58,
     },
 }

@@ -24,6 +24,7 @@ from zeroshard.comm.transport import Transport
 from zeroshard.core.exact_sum import ExactSum
 from zeroshard.core.placement import Tier
 from zeroshard.core.residency import Residency, UnitState, Use
+from zeroshard.core.schedule import Schedule
 from zeroshard.memory import MemoryCounter
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.shards import ParamShard
@@ -218,6 +219,7 @@ class Commands:
             (Residency, "acquire", self._acquire),
             (Residency, "release", self._release),
             (Unit, "advance", self._advance),
+            (Schedule, "reset", self._reset),  # which abandons the units next
             (Unit, "abandon", self._abandon),
             (Bucket, "reduce", self._reduce),
             (Bucket, "reduce_inside", self._reduce_inside),
@@ -260,9 +262,13 @@ class Commands:
         if reads:  # else there is nothing to wait for
             self._note("advance", unit.name)
 
-    def _abandon(self, original: Callable[..., Any], unit: Unit, *, rested: bool) -> None:
-        original(unit, rested=rested)
-        if not rested:
+    def _reset(self, original: Callable[..., Any], schedule: Schedule) -> None:
+        self._rested = {id(one) for one in schedule.units if one.state is UnitState.RESTING}
+        original(schedule)
+
+    def _abandon(self, original: Callable[..., Any], unit: Unit) -> None:
+        original(unit)
+        if id(unit.residency) not in self._rested:
             self._note("abandon", unit.name)
 
     def _reduce(self, original: Callable[..., Any], bucket: Bucket, **options: Any) -> Any:

@@ -236,7 +236,8 @@ def _stay_everywhere(
     for rank in range(context.mesh.size):
         # where ranks are alike, each speaks for all, also of parameters with a mesh of their own
         held = [p.layout.held(p.rank if alike else rank, cell) for p, cell in plans]
-        tiers, align = [tiering.tier_on(rank, state)] * len(plans), context.options.codecs.align
+        by_rank, align = tiering.away.get(state, (Tier.DEVICE,)), context.options.codecs.align
+        tiers = [by_rank[rank % len(by_rank)]] * len(plans)
         splits = tiering.splits(state, tiers, held, align=align)
         for (plan, _), split, numel in zip(plans, splits, held, strict=True):
             if split < numel:

@@ -292,24 +292,22 @@ class Finalizer:
         if differs:
             self._refuse()
         decisions.compared()
-        if self._may_run_ahead and len({answer.begun for answer in answers}) > 1:
-            self._tell_ahead([answer.begun for answer in answers])
+        begun = [answer.begun for answer in answers]
+        if self._may_run_ahead and len(set(begun)) > 1:
+            self._may_run_ahead = False  # it is told once
+            if self._transport.rank == 0:
+                _log.warning(
+                    "rank(s) %s began %d forwards, or reads of weights outside of them, before step"
+                    " %d where others began %d: here ranks read each other's memory and go on, but"
+                    " over sockets, or on GPUs, these wait for all ranks, and the job stalls: run"
+                    " them on every rank (comm=zs.Comm(transport='gloo') does here what a cluster"
+                    " does)",
+                    [rank for rank, count in enumerate(begun) if count == max(begun)],
+                    max(begun),
+                    self._digest.step,
+                    min(begun),
+                )
         return answers
-
-    def _tell_ahead(self, begun: Sequence[int]) -> None:
-        """Warn, once, that some ranks have done alone what every rank has to do elsewhere."""
-        self._may_run_ahead = False
-        if self._transport.rank == 0:
-            _log.warning(
-                "rank(s) %s began %d forwards, or reads of weights outside of them, before step %d"
-                " where others began %d: here ranks read each other's memory and go on, but over"
-                " sockets, or on GPUs, these wait for all ranks, and the job stalls: run them on"
-                " every rank (comm=zs.Comm(transport='gloo') does here what a cluster does)",
-                [rank for rank, count in enumerate(begun) if count == max(begun)],
-                max(begun),
-                self._digest.step,
-                min(begun),
-            )
 
     def _loss_scale(self) -> float:
         if self._scaler is None or not self._backward.accumulation.has_gradient:
@@ -404,7 +402,11 @@ class Finalizer:
             return
         self.skipped += 1
         self._bad_in_a_row += 1
-        bad, released = self._name_bad()
+        # the first parameter on any rank that is not finite, or that was used while it was released
+        found = (one.accumulator.first_bad() for one in self._backward.buckets)
+        mine = [next(filter(None, found), ""), self._backward.saved.read_released or ""]
+        answers = self._everyone.share([self._axes.name(name) for name in mine], _BAD)
+        bad, released = (next(filter(None, names), "") for names in zip(*answers, strict=True))
         name = bad or culprits[0]
         self._backward.saved.watch_steps()
         scale_may_fall = self._scaler is not None and not self._scaler.at_floor
@@ -427,21 +429,6 @@ class Finalizer:
                 f" parameter {name!r}: lower the learning rate, clip with engine.clip_grad_norm_(),"
                 " or look for a division by zero: zs.detect_anomaly(engine) names the module"
             )
-
-    def _name_bad(self) -> tuple[str, str]:
-        """Return the first parameter whose averaged gradient is not finite on any rank, and the
-        first that was used while it was released.
-
-        Either may be empty. Collective; only after a bad step.
-        """
-        bad = next(
-            filter(None, (one.accumulator.first_bad() for one in self._backward.buckets)), ""
-        )
-        released = self._backward.saved.read_released or ""
-        mine = [self._axes.name(name) for name in (bad, released)]
-        answers = self._everyone.share(mine, _BAD)
-        bad, released = (next(filter(None, names), "") for names in zip(*answers, strict=True))
-        return bad, released
 
     def norm(self, max_norm: float = math.inf) -> torch.Tensor:
         """Return the 2-norm of the averaged gradient over all parameters, 0-d fp32, the same

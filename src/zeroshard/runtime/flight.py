@@ -106,8 +106,7 @@ class Flight:
                     step = steps[at]
                     if lane is not None and (step.between or self._arrived is not None):
                         far = self._change_lane(steps, at, lane)
-                        if far is not None and at and not steps[at - 1].between:
-                            marks = False  # that lane follows what this one has been given
+                        marks = marks and (not far or at == 0 or steps[at - 1].between)
                     since = None if recording is None else recording.now()
                     work = step.start()
                     marks = marks or (step.kind != "read" and far is None)
@@ -137,9 +136,7 @@ class Flight:
     def _change_lane(
         self, steps: Sequence[Step], at: int, lane: Lane
     ) -> AbstractContextManager[None] | None:
-        """Let the step that comes next follow those before it; where it is between nodes, return
-        their lane, entered.
-        """
+        """Let the next step follow those before; where it is between nodes, enter that lane."""
         streams, between = self._streams, BETWEEN[lane]
         was_between = at > 0 and steps[at - 1].between
         if not steps[at].between:

@@ -101,25 +101,19 @@ class Reductions:
         self._transports.progress()
         for command in self._reduces.handed_over():
             self.finish(command)
-        if self._flushing:
-            self._bound_flushing()
+        if self._flushing:  # leave two of those, each held on the device until it is elsewhere
+            self._flushing = [
+                one for one in self._flushing if one.in_flight or one.accumulator.is_flushing
+            ]
+            landing = [bucket for bucket in self._flushing if not bucket.in_flight]
+            for bucket in landing[:-MAX_FLUSHING]:
+                bucket.accumulator.flush()
 
     def start_all(self) -> None:
         """A backward ends: every level of its sums has started. Peers may wait for them in theirs,
         and what comes next may be code in which ranks meet without us.
         """
         self._transports.start_all()
-
-    def _bound_flushing(self) -> None:
-        """Of sums on their way to another tier, leave two: each is held on the device until it
-        is there. A matter of this rank alone.
-        """
-        self._flushing = [
-            one for one in self._flushing if one.in_flight or one.accumulator.is_flushing
-        ]
-        landing = [bucket for bucket in self._flushing if not bucket.in_flight]
-        for bucket in landing[:-MAX_FLUSHING]:
-            bucket.accumulator.flush()
 
     def make_room(self, num_bytes: int) -> None:
         """Wait for reduces under way until `num_bytes` fit the budget."""

@@ -54,11 +54,6 @@ class Tiering:
         """Whether ranks rest `state` on different tiers."""
         return len(self.away.get(state, ())) > 1
 
-    def tier_on(self, rank: int, state: str) -> Tier:
-        """Return the tier on which `rank` rests `state`."""
-        tiers = self.away.get(state, (Tier.DEVICE,))
-        return tiers[rank % len(tiers)]
-
     def splits(
         self, state: str, tiers: Sequence[Tier], numels: Sequence[int], *, align: int = ALIGN
     ) -> list[int]:

@@ -88,7 +88,14 @@ class Weights:
                 if self._ordered:
                     if self._tell is not None:
                         self._tell(unit.index)
-                    self._fold_gathers(unit)
+                    # a collective of every rank begins for each segment
+                    every = unit.gathered_segments if unit.may_have_no_news else unit.segments
+                    for segment in every:
+                        flat = segment.flat
+                        if not flat.is_local:
+                            dtype, among = dtype_name(flat.dtype), flat.context.holders.members
+                            size = flat.layout.numel
+                            self.digest.fold("gather", unit.name, dtype, size, among, ordered=True)
                 unit.unshard(self._streams, raw=bool(self.shown)).go(fork=fork)
                 fork = forks
             elif op is Op.WAIT:
@@ -127,14 +134,6 @@ class Weights:
             flat = unit.segments[0].flat
             dtype, among = dtype_name(flat.dtype), flat.context.holders.members
             self.digest.fold(self._phase, unit.name, dtype, flat.layout.numel, among, ordered=True)
-
-    def _fold_gathers(self, unit: Unit) -> None:
-        """Note that a collective of every rank begins for each segment of `unit`."""
-        for segment in unit.gathered_segments if unit.may_have_no_news else unit.segments:
-            flat = segment.flat
-            if not flat.is_local:
-                dtype, among = dtype_name(flat.dtype), flat.context.holders.members
-                self.digest.fold("gather", unit.name, dtype, flat.layout.numel, among, ordered=True)
 
     # ------------------------------------------------------------------ passes
 

@@ -399,10 +399,9 @@ def _read_at_exit(control: weakref.ref[PeerControl], pid: int) -> None:
     posting.limit_waits(min(posting.stall_timeout_s, _LAST_S))
     try:
         posting.read_posted()
-    except PlanMismatch as error:
-        end_process(error)
-    except ZeroshardError:  # another rank has ended, or goes on: it is told there
-        return
+    except ZeroshardError as error:  # else another rank has ended, or goes on: it is told there
+        if isinstance(error, PlanMismatch):
+            end_process(error)
 
 
 def _name(groups: list[list[int]]) -> str:
