@@ -213,6 +213,7 @@ COMPARISONS = (
 ONE_PROCESS_COMPARISONS = (
     Comparison("zero3", "plain"),
     Comparison("zero3@nccl", "fsdp2"),
+    Comparison("zero3@nccl-apart", "zero3@nccl"),
     Comparison("zero3@fake8", "fsdp2@fake8"),
 )
 """What it measures beside, where these contenders are named: one GPU, `--nproc 1`."""

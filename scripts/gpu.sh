@@ -118,7 +118,7 @@ run_part() {
         options) two "repeats or cpu_tensors" ;;
         order) two "one_order or late_lanes" ;;
         ends) two "told or reset" ;;
-        beside) bench beside step --nproc 2 --sizes "$wide" --precision bf16 --contenders "$pair" --alive 2 --pairs 4 --steps 5 ;;
+        beside) bench beside step --nproc 2 --sizes "$wide" --precision bf16 --contenders "$pair" --alive 3 --pairs 4 --steps 5 ;;
         tiers) tests tests/gpu/test_tiers_device.py tests/gpu/test_overlap_cuda.py ;;
     esac
 }
@@ -150,8 +150,8 @@ for word in "${@:-first second third fourth fifth sixth}"; do
 done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3} disk=${DISK:-${TMPDIR:-/tmp}}
-large=1.3b medium=medium wide=wide llama=llama elements=67108864 pair=zero3,fsdp2,zero3@nccl-apart
-[[ $device == cuda ]] || large=tiny medium=tiny wide=tiny llama=tiny-llama elements=65536 pair=zero3,fsdp2
+large=1.3b medium=medium wide=wide llama=llama elements=67108864 pair=zero3@nccl,fsdp2,zero3@nccl-apart
+[[ $device == cuda ]] || large=tiny medium=tiny wide=tiny llama=tiny-llama elements=65536 pair=zero3@nccl,fsdp2,zero3@nccl-apart
 export PYTHONPATH=$PWD/src:$PWD PYTHONUNBUFFERED=1
 
 lacking=$(missing)
