@@ -15,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN = """
-import logging, os, sys
+import logging, os, sys, time
+from pathlib import Path
 import torch, torch.distributed as dist
 import tests.device.zsim
 import zeroshard as zs
@@ -78,6 +79,9 @@ def test_ranks_that_see_their_own_device_alone_join_its_backend_and_leave_in_ord
 ABSENT = """
     if rank == 1:
         sys.exit(0)
+    Path(os.environ["READY"], str(rank)).touch()
+    while len(os.listdir(os.environ["READY"])) < 2:  # one may be slower to import torch
+        time.sleep(0.01)
     try:
         zs.init_distributed(join_timeout_s=4)
     except (zs.StallError, zs.PeerLostError) as error:
@@ -86,9 +90,9 @@ ABSENT = """
 
 
 @pytest.mark.parametrize("absent", [0, 1])
-def test_who_does_not_come_is_named(absent: int) -> None:
+def test_who_does_not_come_is_named(absent: int, tmp_path: Path) -> None:
     text = ABSENT.replace("rank == 1", f"rank == {absent}")
-    written = _run(text, OWN)
+    written = _run(text, [{**own, "READY": str(tmp_path)} for own in OWN])
     assert written[absent] == "code 0"
     named = f"init_distributed(): rank(s) [{absent}] did not come within 4 s"
     lost = "the process where all ranks meet, of rank 0 or of its launcher, has ended"

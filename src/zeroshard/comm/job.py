@@ -255,24 +255,25 @@ def _store(rank: int, size: int, limit_s: float) -> Any:
 
 
 def _seats(store: Any, rank: int, size: int, limit_s: float) -> list[Seat]:
-    """Return what every rank says of itself. Raises StallError."""
+    """Return what every rank says of itself. Raises PeerLostError and StallError."""
     keys = [f"zeroshard/{number}" for number in range(size)]
-    store.set(keys[rank], json.dumps(asdict(Seat.of(*all_devices()))))
     try:
+        store.set(keys[rank], json.dumps(asdict(Seat.of(*all_devices()))))
         store.wait(keys, timedelta(seconds=limit_s))
-        said = map(json.loads, store.multi_get(keys))
-    except dist.DistNetworkError as error:
-        raise PeerLostError(
-            "init_distributed(): the process where all ranks meet, of rank 0 or of its launcher,"
-            " has ended or given up: see its error"
-        ) from error
+        said = store.multi_get(keys)
     except RuntimeError as error:
-        absent = [number for number, key in enumerate(keys) if not store.check([key])]
+        try:
+            absent = [number for number, key in enumerate(keys) if not store.check([key])]
+        except RuntimeError:  # at any moment since: whoever gave up first may have held the store
+            raise PeerLostError(
+                "init_distributed(): the process where all ranks meet, of rank 0 or of its"
+                " launcher, has ended or given up: see its error"
+            ) from error
         raise StallError(
             f"init_distributed(): rank(s) {absent} did not come within {limit_s:g} s; see what"
             " they are doing, or raise join_timeout_s if they are only slow"
         ) from error
-    return Seat.told(said)
+    return Seat.told(map(json.loads, said))
 
 
 def _leave(group: dist.ProcessGroup, store: Any, device: torch.device | None, pid: int) -> None:

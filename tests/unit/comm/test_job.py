@@ -175,3 +175,27 @@ def test_gloo_takes_the_way_to_the_first_host_where_hosts_are_several(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     job.choose_interface(["a", "b"])
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+class _GivenUp:
+    """A store whose process ends at one of its calls."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+        self.ended = False
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: object) -> None:
+            self.ended |= name == self.at
+            if self.ended:
+                raise dist.DistNetworkError("Failed to recv, got 0 bytes")
+            if name == "wait":
+                raise dist.DistStoreError("wait timeout after 1000ms")
+
+        return call
+
+
+@pytest.mark.parametrize("at", ["set", "wait", "check"])
+def test_a_store_that_is_gone_is_told_as_such_whenever_it_goes(at: str) -> None:
+    with pytest.raises(zs.PeerLostError, match="has ended or given up"):
+        job._seats(_GivenUp(at), 0, 2, 1)
