@@ -164,3 +164,52 @@ def _stale(rank: int, world: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_second_backward_after_the_step_is_an_error(transport: str) -> None:
     run_ranks(2, _stale, transport)
+
+
+class PassedOn(nn.Module):
+    """A tensor that several modules return: the last layer's output is the module's, and goes
+    through a layer that it may skip.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.skipped = Skipped(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.skipped(self.first(x * self.scale))
+        return self.last(torch.tanh(h))  # type: ignore[no-any-return]
+
+
+class Skipped(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def _input_gradients(rank: int, world: int, row: str, transport: str, node_size: int) -> None:
+    """Look at the gradient of the input alone, which brings none of a parameter."""
+    torch.manual_seed(0)
+    model, plain = PassedOn(), PassedOn()
+    plain.load_state_dict(model.state_dict())
+    comm = zs.Comm.model_validate({"transport": transport, "node_size": node_size})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    units = lambda name, module: any(True for _ in module.parameters(recurse=False))  # noqa: E731
+    engine = zs.shard(model, optimizer, policy=row, units=units, comm=comm)
+    for _ in range(3):
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x)
+        (expected,) = torch.autograd.grad(plain(x).square().sum(), x)
+        assert torch.equal(gradient, expected)
+    engine.close()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "nccl"])
+@pytest.mark.parametrize(
+    ("row", "node_size"), [("zero3", 2), ("hpz", 1), ("hpz", 2), ("mics", 1), ("hfsdp", 1)]
+)
+def test_units_whose_modules_return_one_tensor_keep_their_weights_until_they_have_run(
+    row: str, node_size: int, transport: str
+) -> None:
+    run_ranks(2, _input_gradients, row, transport, node_size)

@@ -200,8 +200,8 @@ class Backward:
             elif commands := weights.need(unit, "backward"):
                 weights.run(commands)
 
-    def _go_on(self, left: Unit | None, to: Sequence[Unit]) -> None:
-        """The backward has come from unit `left` to units `to`: hand `left` over, and release the
+    def _go_on(self, left: Iterable[Unit], to: Sequence[Unit]) -> None:
+        """The backward has come from units `left` to units `to`: hand `left` over, and release the
         others whose gradients have all come.
 
         Not when they come: autograd hands a gradient over before it runs the other nodes of the
@@ -211,8 +211,9 @@ class Backward:
         use them, have done so, and collectives meet in the order in which they begin.
         """
         finished = self._pass.finished
-        if left is not None and left.index not in self._pass.reduced and left not in to:
-            self._leave_behind(left)
+        for unit in left:
+            if unit.index not in self._pass.reduced and unit not in to:
+                self._leave_behind(unit)
         for unit in to:
             finished.pop(unit.index, None)
         for unit in list(finished.values()):

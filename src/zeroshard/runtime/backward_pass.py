@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 import torch
 
@@ -59,6 +60,8 @@ class _Task:
 
     in_checkpoint: bool  # a reentrant one runs it, inside another task
     entered: list[Unit] = field(default_factory=list)  # at whose outputs a gradient has arrived
+    node: Any = None  # of the last outputs
+    first: int = 0  # of the units entered at that node
 
 
 @dataclass(eq=False)
@@ -134,13 +137,17 @@ class BackwardPass:
         self.at = (None, -1)
         return self.tasks.pop(task).entered
 
-    def reach(self, unit: Unit, task: int, *, again: bool) -> Unit | None:
+    def reach(self, unit: Unit, task: int, *, again: bool) -> Sequence[Unit]:
         """A gradient has arrived at `unit`'s outputs; `again`: the next one is of interest, too.
-        Return the unit that this task came to before.
+        Return the units that this task came to before and whose nodes have run since: what two
+        modules return, one around the other or one that passes it on, is one node's output.
         """
-        entered = self.tasks[task].entered
-        left = entered[-1] if entered else None
-        entered.append(unit)
+        current, node = self.tasks[task], torch._C._current_autograd_node()
+        left: Sequence[Unit] = ()
+        if node is not current.node:
+            left = current.entered[current.first :]
+            current.first, current.node = len(current.entered), node
+        current.entered.append(unit)
         self.at = (None if again else unit, task)
         return left
 
