@@ -75,7 +75,14 @@ def _by_hand(world: int, *, shares: Sequence[float] = (), micro_batches_first: b
 
 
 def _train(
-    rank: int, row: str, *, no_sync: bool, weighted: bool, clip: float | None = None, **options: Any
+    rank: int,
+    row: str,
+    *,
+    no_sync: bool,
+    weighted: bool,
+    clip: float | None = None,
+    set_to_none: bool = True,
+    **options: Any,
 ) -> State:
     """Train in a row, each loss by its samples, or (not `weighted`) by the share of its rank."""
     model, optimizer, engine = make_sharded(row, **options)
@@ -90,7 +97,7 @@ def _train(
         if clip is not None:
             engine.clip_grad_norm_(clip)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=set_to_none)
     assert engine.steps_skipped == 0
     return final_state(model, engine)
 
@@ -101,7 +108,9 @@ def _in_the_defined_order(rank: int, world: int) -> dict[str, list[str]]:
     assert differences(ranks_first, micro_batches_first), "two orders that cannot be told apart"
     out = {}
     for row in ROWS:
-        out[row] = differences(_train(rank, row, no_sync=False, weighted=True), ranks_first)
+        for way in (True, False):
+            run = _train(rank, row, no_sync=False, weighted=True, set_to_none=way)
+            out[f"{row}, zero_grad(set_to_none={way})"] = differences(run, ranks_first)
     for row, held in (("ddp", micro_batches_first), ("zero3", ranks_first)):
         out[f"{row} no_sync"] = differences(_train(rank, row, no_sync=True, weighted=True), held)
     return out
@@ -243,6 +252,36 @@ def _kept(rank: int, world: int, row: str, offload: dict[str, str]) -> list[str]
 @pytest.mark.parametrize(("row", "offload"), [("ddp", {}), ("zero2", HOST)], ids=["ddp", "host"])
 def test_more_weighted_losses_are_added_to_an_average(row: str, offload: dict[str, str]) -> None:
     assert run_ranks(2, _kept, row, offload) == [[], []]
+
+
+def _zeroed_in_part(rank: int, world: int, row: str) -> list[str]:
+    """Set the head's gradient to zero between two weighted backwards: the weights of both divide
+    what the others keep. Return what differs from sums by hand.
+    """
+    model, _, engine = make_sharded(row)
+    plain = make_model()
+    sums = [torch.zeros_like(parameter) for parameter in plain.parameters()]
+    for micro, weights in enumerate(((3, 3), (4, 1))):
+        engine.backward(model(*_batch(rank, 0, micro, 2)), weight=weights[rank])
+        of = _gradients(plain, 0, micro, (2, 2), weights)
+        for (name, _), total, *grads in zip(plain.named_parameters(), sums, *of, strict=True):
+            if micro and name.startswith("head"):
+                total.zero_()
+            total += sum(grads)
+        if not micro:
+            model.head.zero_grad(set_to_none=False)
+    found = [engine.full_grad(parameter) for parameter in model.parameters()]
+    engine.close()
+    return [
+        name
+        for (name, _), grad, total in zip(plain.named_parameters(), found, sums, strict=True)
+        if not torch.allclose(grad, total / 11, rtol=1e-5, atol=1e-7)
+    ]
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3"])
+def test_weights_of_gradients_that_are_zeroed_in_part_divide_the_others(row: str) -> None:
+    assert run_ranks(2, _zeroed_in_part, row) == [[], []]
 
 
 def _overflows(rank: int, world: int) -> None:

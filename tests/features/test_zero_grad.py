@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,10 +21,11 @@ from tests.support.training import (
 State = dict[str, torch.Tensor]
 
 
-def _zeroed(rank: int, world: int, row: str, how: str) -> State:
+def _zeroed(rank: int, world: int, row: str, how: str, *, no_sync: bool) -> State:
     model, optimizer, engine = make_sharded(row)
     for step in range(3):
-        model(*batch(rank, step + 50)).backward()  # to be thrown away
+        with engine.no_sync() if no_sync else nullcontext():
+            model(*batch(rank, step + 50)).backward()  # to be thrown away
         match how:
             case "optimizer":
                 optimizer.zero_grad()
@@ -46,7 +49,9 @@ def _zeroed(rank: int, world: int, row: str, how: str) -> State:
 def _all_zeroed(rank: int, world: int, row: str) -> None:
     expected = train(rank, "torch-ddp", 3).state
     for how in ("optimizer", "optimizer, zeros", "model", "model, zeros", "by hand"):
-        assert equal(_zeroed(rank, world, row, how), expected), (row, how)
+        for no_sync in (False, True):
+            found = _zeroed(rank, world, row, how, no_sync=no_sync)
+            assert equal(found, expected), (row, how, no_sync)
 
 
 def test_every_zero_grad_forgets_the_resting_gradient() -> None:

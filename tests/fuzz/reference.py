@@ -309,6 +309,7 @@ class ByHand:
         if kind == "zeros":
             for total in self.totals.values():
                 total.zero_()
+            self.weight = 0.0
         elif kind != "keep":
             self.totals = {}
             self.divided = False

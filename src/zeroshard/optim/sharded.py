@@ -129,13 +129,17 @@ class _OptimizerStep:
 
 class _ZeroGrad:
     """An entry in an optimizer's instance dictionary that hides its ``zero_grad()`` until it is
-    removed: one that clears or zeroes the gradients assigned to the model's parameters, too.
+    removed: one that clears or zeroes the gradients assigned to the model's parameters, too, and
+    zeroes what rests of those that this rank holds no shard of.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[Sequence[nn.Parameter]]
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[Sequence[nn.Parameter]],
+        owner: GradientOwner,
     ) -> None:
-        self._optimizer, self._parameters = optimizer, parameters
+        self._optimizer, self._parameters, self._owner = optimizer, parameters, owner
         self._own = vars(optimizer).get("zero_grad")
         self._zero_grad = optimizer.zero_grad
         vars(optimizer)["zero_grad"] = self
@@ -144,6 +148,8 @@ class _ZeroGrad:
         self._zero_grad(set_to_none, **options)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for parameter in chain(*self._parameters):
+                if not set_to_none:
+                    self._owner.zero_gradient(parameter)
                 if parameter.grad is None or type(parameter.grad) is SealedGrad:
                     continue
                 if set_to_none:
@@ -211,7 +217,7 @@ class ShardedOptimizer:
         self._point()
         self.park()
         self._handles = [
-            _ZeroGrad(optimizer, self.parameters),
+            _ZeroGrad(optimizer, self.parameters, self._hooks),
             *hide_modes(optimizer, self._moving),
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),

@@ -78,6 +78,7 @@ class Backward:
         self.mode = self._plain = BackwardMode()  # of a plain loss.backward()
         self.announce: Callable[[str, Any], None] | None = None  # inside join()
         self._pass = BackwardPass()
+        self._zeroed: set[int] = set()  # parameters, by id, since the last backward
         self._trainable = [unit for unit in weights.units if unit.trainable]
         # in unit order
         self.buckets = [bucket for unit in self._trainable for bucket in unit.buckets]
@@ -324,6 +325,10 @@ class Backward:
         )
         availability.check_gather() if inputs_alone else availability.check_trained()
         self.collect_dropped()
+        if self._zeroed:
+            if self._zeroed.issuperset(self.parameters.used_ids()):
+                self.accumulation.forget_weights()
+            self._zeroed.clear()
         mode = self.mode
         if brings:  # no backward of our own
             self.parameters.clear_gradients()
@@ -529,6 +534,7 @@ class Backward:
         leaf = self.parameters.of(parameter)
         if leaf is not None:
             leaf.bucket.zero([leaf.index])
+            self._zeroed.add(id(leaf.parameter))
 
     def reset(self, micro_batches: int = 0) -> None:
         """No gradient rests here any more; `micro_batches`: see Accumulation.clear."""

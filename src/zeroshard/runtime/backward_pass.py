@@ -235,8 +235,12 @@ class Accumulation:
         """No gradient rests here any more; `micro_batches` UNKNOWN: others may have some."""
         self.has_gradient = self.scaled = False
         self.changed, self.divisor = True, 1
-        self.kinds, self._weight, self._weighs = 0, 0, True
+        self.forget_weights()
         self.micro_batches = micro_batches
+
+    def forget_weights(self) -> None:
+        """All gradients that rest here are zeros (``zero_grad(set_to_none=False)``)."""
+        self.kinds, self._weight, self._weighs = 0, 0, True
 
 
 def total_weight(

@@ -146,6 +146,10 @@ class TrainableParameters(list[Leaf]):
         """Return those that have a gradient since the last drop."""
         return [leaf for leaf in self if leaf.bucket.used[leaf.index]]
 
+    def used_ids(self) -> set[int]:
+        """Return the ids of the parameters that have a gradient."""
+        return {id(leaf.parameter) for leaf in self._used()}
+
     def clear_gradients(self, *, assigned: bool = True) -> None:
         """Take all gradients off, or leave those that the user has `assigned`."""
         with torch._C.DisableTorchFunctionSubclass():
