@@ -126,7 +126,7 @@ class Sharded:
         self.saves = Saves(program.keep_last)
         self.savers: list[zs.Saver] = []
         if any("save" in step.between for step in program.steps):
-            self.savers.append(zs.Saver(path, self.engine, keep_last=program.keep_last))
+            self.savers.append(self._saver())
         self.trail = Path(path) / trail if trail else None
         self.trailing = contextlib.ExitStack()
         self._enter_trail()
@@ -244,13 +244,19 @@ class Sharded:
         self.engine.repartition(policy=row)
         self._enter_trail()
 
+    @property
+    def _states(self) -> dict[str, zs.EMA]:
+        return {} if self.ema is None else {"ema": self.ema}
+
+    def _saver(self, **options: Any) -> zs.Saver:
+        keep = self.program.keep_last
+        return zs.Saver(self.path, self.engine, states=self._states, keep_last=keep, **options)
+
     def save(self) -> None:
         """Save with the newest saver; the others were made before."""
         step = self.saves.save()
         if self.saves.count % 2 == 0:
-            keep = self.program.keep_last
-            saver = zs.Saver(self.path, self.engine, background=False, keep_last=keep)
-            self.savers.append(saver)
+            self.savers.append(self._saver(background=False))
         self.savers[-1].save(step)
         self.savers[-1].wait()
         if self.engine.rank == 0:
@@ -260,11 +266,12 @@ class Sharded:
 
     def load(self) -> None:
         newest = self.saves.load(back=False)
-        restored = zs.load(self.path, self.engine)
+        restored = zs.load(self.path, self.engine, states=self._states)
         assert restored.step == newest, f"step {restored.step} is not {newest}, the newest"
 
     def back(self) -> None:
-        zs.load(self.path, self.engine, step=self.saves.load(back=True))
+        step = self.saves.load(back=True)
+        zs.load(self.path, self.engine, step=step, states=self._states)
 
     def read(self, how: str, *, within: bool = False) -> float:
         named = dict(self.model.named_parameters())
@@ -280,7 +287,7 @@ class Sharded:
         """
         before = f"{self.path}/before"
         if loads:
-            zs.save(before, self.engine, step=1)
+            zs.save(before, self.engine, step=1, states=self._states)
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         try:
             attempt()
@@ -290,7 +297,7 @@ class Sharded:
                 raise  # else another rank was there before
         self.engine.reset()
         if loads:
-            zs.load(before, self.engine)
+            zs.load(before, self.engine, states=self._states)
         for buffer, value in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(value)
 
