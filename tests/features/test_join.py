@@ -212,6 +212,33 @@ def test_four_ranks_that_end_one_after_another_agree_in_every_row(
     run_ranks(4, _same_rows, transport, options)
 
 
+def _held_back(rank: int, world: int, precision: str, weights: tuple[int | None, ...]) -> None:
+    """Rank 0 alone has data, and its gradients wait for the step: nothing has come on rank 1."""
+    states = {}
+    for row in ("zero2", "ddp", "zero1", "zero3"):
+        model, optimizer, engine = make_sharded(row, precision=precision)
+        with engine.join():
+            for step in range(0 if rank else 2):
+                for micro, weight in enumerate(weights):
+                    with engine.no_sync():
+                        loss = model(*batch(rank, 2 * step + micro))
+                        engine.backward(loss, weight=weight)
+                optimizer.step()
+                optimizer.zero_grad()
+        states[row] = final_state(model, engine)
+        if row != "zero2":
+            found = differences(states[row], states["zero2"], row, "zero2")
+            assert not found, found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("weights", [(None,), (3,)], ids=["plain", "weighted"])
+def test_gradients_held_back_for_the_step_are_divided_alike_where_none_have_come(
+    precision: str, weights: tuple[int | None, ...]
+) -> None:
+    run_ranks(2, _held_back, precision, weights)
+
+
 def _different_things(rank: int, world: int) -> None:
     model = make_model()
     optimizer = two_groups(model)

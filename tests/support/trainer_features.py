@@ -181,7 +181,8 @@ def half(runs: Runs) -> dict[str, Any]:
     else:
         runs.ours = True
         trainer = runs.make("fp16", llama, {"stage": 2, "precision": "fp16"})
-    assert trainer.accelerator.scaler is None and trainer.args.fp16 in (True, False)
+    assert trainer.accelerator.mixed_precision == "no" and trainer.accelerator.scaler is None
+    assert trainer.args.fp16 in (True, False)
     trainer.train()
     out = runs.losses() | {"dtype": str(next(trainer.model.parameters()).dtype)}
     assert trainer.engine.loss_scale > 1
