@@ -36,6 +36,7 @@ from tests.support.training import (
     two_groups,
 )
 from zeroshard.comm import native_transport
+from zeroshard.comm.cpu.links import MessageKind
 from zeroshard.errors import CheckpointError, StallError, StateError, StorageError
 
 
@@ -448,6 +449,25 @@ def _waiting_threads() -> int:
 def test_threads_that_wait_for_messages_end_with_a_reset_and_with_close() -> None:
     for counts in run_ranks(2, _left_behind):
         assert counts[-1] == 0 and counts[-2] <= counts[0] + 2, counts
+
+
+def _lost(rank: int, world: int) -> None:
+    """Rank 1 takes records from its socket and notes nothing of them, as where a signal's handler
+    raises in between.
+    """
+    model, optimizer, engine = _made("zero3", "shared_memory")
+    take_steps(rank, 1, model, optimizer)
+    if rank == 1:
+        links, kinds = inside.transport(engine).control.dispatcher.links, set()
+        while MessageKind.ABANDON not in kinds:
+            kinds |= {message.kind for message in links.receive(1.0)}
+    engine.reset()
+    take_steps(rank, 1, model, optimizer)
+    engine.close()
+
+
+def test_a_reset_asks_for_what_an_exception_of_a_signals_handler_has_lost() -> None:
+    run_ranks(2, _lost, timeout=60)
 
 
 RESETS = """

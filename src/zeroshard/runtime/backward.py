@@ -517,7 +517,7 @@ class Backward:
         # gradients of parameters unused here; a step agrees about what is used
         if changed and not anything:
             anything = bool(self.gradients)
-        if not (anything or gone or cleared):  # none has come here, and the user may have cleared all
+        if not (anything or gone or cleared):  # none has come, or the user has cleared all there
             self.accumulation.micro_batches = UNKNOWN
         elif not anything:
             same_on_all = everything or not changed or cleared.issuperset(self.parameters.ids)

@@ -369,6 +369,8 @@ class PeerControl(Ranks):
         def missing() -> set[int]:
             return self.dispatcher.behind()
 
+        # a signal's handler that raised may have lost what they said
+        self.dispatcher.send(MessageKind.ABANDON, 1, to=sorted(missing()))
         self.stall_timeout_s *= 2  # the others may wait for us until they stall, and come then
         try:
             self.wait_until(lambda: not missing(), what, near=missing)

@@ -71,7 +71,7 @@ class MessageKind(IntEnum):
     READ = 8  # we have finished reading all windows [count]
     EXCHANGE = 9  # part of a payload [sequence, whole size; bytes]
     STUCK = 11  # we cannot go on before you need our slots no longer
-    ABANDON = 12  # we have left everything before this generation
+    ABANDON = 12  # we have left everything before this generation [1: say so again]
     # we have given up, since the ranks are in different calls [exchanges ended before; text]
     REFUSED = 13
 
@@ -295,6 +295,8 @@ class Dispatcher:
         for message in messages:
             if message.kind is MessageKind.ABANDON:
                 self._abandons[message.peer] = message.generation
+                if message.a and message.generation == self.links.generation:
+                    self.send(MessageKind.ABANDON, to=[message.peer])
             elif (
                 message.generation == self.links.generation or message.kind in _OF_EVERY_GENERATION
             ):
