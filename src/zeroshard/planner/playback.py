@@ -23,6 +23,7 @@ from functools import partial
 
 from zeroshard.core.policy import Policy
 from zeroshard.core.schedule import (
+    RELEASES,
     Commands,
     Op,
     Phase,
@@ -100,13 +101,13 @@ class _Gathered:
                 self._meter.add(self._units[unit].full)
             elif op is Op.USE:
                 self.decoding = self._units[unit].encoded
-            elif op in (Op.RELEASE, Op.KEEP, Op.SHRINK):
+            elif op in RELEASES:
                 size = self._units[unit].full
                 self._meter.live -= size
                 self._meter.folded -= size * (self._gathered.pop(unit) - 1)
-                if op is Op.KEEP:
+                if op is Op.RELEASE_FOR_BACKWARD:
                     self._columns[unit] = self._units[unit].column * repeats
-                elif op is Op.RELEASE:
+                elif op is Op.RELEASE_ALL:
                     self._columns.pop(unit, None)
             elif op is Op.IDLE:
                 self._meter.fold(self._units[unit].full * (repeats - self._gathered[unit]))

@@ -24,6 +24,7 @@ from zeroshard.core.placement import Cell, Cells, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.route import Hop, Kind, Route, Routes, routes
 from zeroshard.core.schedule import (
+    RELEASES,
     TILE_BUFFERS,
     TILES_AHEAD,
     Commands,
@@ -226,7 +227,7 @@ class Program:
                 self._start(number)
             elif op is Op.WAIT:
                 self._joined += self._gathers.pop(number, [])
-            elif op in (Op.RELEASE, Op.KEEP, Op.SHRINK):
+            elif op in RELEASES:
                 self._release(number, op)
             elif op is Op.WAIT_REDUCE:
                 self._wait_for_reduce(number)
@@ -253,12 +254,12 @@ class Program:
 
     def _release(self, number: int, op: Op) -> None:
         unit = self.units[number]
-        if op is Op.KEEP and number not in self._columns:
+        if op is Op.RELEASE_FOR_BACKWARD and number not in self._columns:
             for task in unit.keep:
                 self._compute(task, number)
             self._mark(self._last, True, "kept", unit.held.column)
             self._columns.add(number)
-        elif op is Op.RELEASE and number in self._columns:
+        elif op is Op.RELEASE_ALL and number in self._columns:
             self._mark(self._last, True, "kept", -unit.held.column)
             self._columns.discard(number)
         self._meter.live -= self.schedule.units[number].traits.full_bytes

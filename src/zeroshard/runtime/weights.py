@@ -111,11 +111,11 @@ class Weights:
                 unit.attach()
             elif op is Op.USE:
                 self._use(unit)
-            elif op is Op.RELEASE:
+            elif op is Op.RELEASE_ALL:
                 self._trimmer.passed(unit.reshard())
-            elif op is Op.KEEP:
+            elif op is Op.RELEASE_FOR_BACKWARD:
                 self._trimmer.passed(unit.reshard(for_backward=True))
-            elif op is Op.SHRINK:
+            elif op is Op.RELEASE_GATHERED:
                 self._trimmer.passed(unit.reshard(for_backward=None))
             elif op is Op.IDLE:
                 unit.mark_idle()

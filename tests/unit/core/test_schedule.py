@@ -20,11 +20,20 @@ from hypothesis import strategies as st
 
 from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.core.residency import Residency, UnitState, UnitTraits, Use
-from zeroshard.core.schedule import Command, Commands, Op, Phase, Rules, Schedule, Until, is_ordered
+from zeroshard.core.schedule import (
+    RELEASES,
+    Command,
+    Commands,
+    Op,
+    Phase,
+    Rules,
+    Schedule,
+    Until,
+    is_ordered,
+)
 from zeroshard.core.schedule.__main__ import main
 
 SOURCE = Path(__file__).parents[3] / "src" / "zeroshard"
-RELEASES = (Op.RELEASE, Op.KEEP, Op.SHRINK)
 
 
 @dataclass
@@ -197,8 +206,8 @@ def test_the_next_unit_is_on_its_way_before_one_is_used() -> None:
         executor.commands.clear()
         executor.forward(range(4))
     ops = [(one.op, one.unit) for one in executor.commands if one.op is not Op.USE]
-    assert ops[:4] == [(Op.START, 0), (Op.WAIT, 0), (Op.START, 1), (Op.KEEP, 0)]
-    assert ops.index((Op.START, 2)) < ops.index((Op.KEEP, 1))
+    assert ops[:4] == [(Op.START, 0), (Op.WAIT, 0), (Op.START, 1), (Op.RELEASE_FOR_BACKWARD, 0)]
+    assert ops.index((Op.START, 2)) < ops.index((Op.RELEASE_FOR_BACKWARD, 1))
 
 
 def test_reduces_of_a_backward_before_keep_no_gather_from_going_ahead() -> None:
@@ -207,7 +216,10 @@ def test_reduces_of_a_backward_before_keep_no_gather_from_going_ahead() -> None:
         executor.commands.clear()
         executor.forward(range(4))
         ops = [(one.op, one.unit) for one in executor.commands]
-        ahead = [ops.index((Op.START, unit + 1)) < ops.index((Op.KEEP, unit)) for unit in range(3)]
+        ahead = [
+            ops.index((Op.START, unit + 1)) < ops.index((Op.RELEASE_FOR_BACKWARD, unit))
+            for unit in range(3)
+        ]
         assert all(ahead) or micro_batch == 0  # which says what comes next
         executor.backward(range(4))
 
@@ -313,7 +325,7 @@ def test_a_forward_inside_another_of_the_same_unit_takes_no_decision() -> None:
     unit.release(Use.FORWARD)
     executor.run(schedule.after_forward(unit, keeps=True))
     executor.run(schedule.leave(graph=True))
-    assert [one.op for one in executor.commands] == [Op.KEEP]
+    assert [one.op for one in executor.commands] == [Op.RELEASE_FOR_BACKWARD]
     executor.check_rests()
 
 

@@ -34,7 +34,7 @@ from itertools import chain
 
 from zeroshard.core.order import Order, to_evict
 from zeroshard.core.residency import Residency, UnitState, Use
-from zeroshard.core.schedule.commands import Command, Commands, Op, Phase, Until
+from zeroshard.core.schedule.commands import RELEASES, Command, Commands, Op, Phase, Until
 from zeroshard.core.schedule.reduces import Reduces
 from zeroshard.core.schedule.rules import (
     MAX_FLUSHING,
@@ -50,6 +50,7 @@ from zeroshard.core.schedule.rules import (
 
 __all__ = [
     "MAX_FLUSHING",
+    "RELEASES",
     "STAGING_BYTES",
     "TILES_AHEAD",
     "TILE_BUFFERS",
@@ -330,7 +331,7 @@ class Schedule:
             self.room.set_beside(unit.index, traits.full_bytes)
             return self._mark_idle(unit, Use.KEPT)
         if traits.spans_one_module:
-            return self._release(unit, Op.KEEP if keeps else Op.SHRINK)
+            return self._release(unit, Op.RELEASE_FOR_BACKWARD if keeps else Op.RELEASE_GATHERED)
         if self._idle is unit:
             return ()
         released = self.release_idle(keeps)
@@ -348,11 +349,11 @@ class Schedule:
         if unit is None or unit.state is not FULL:
             return ()
         if not unit.in_use:
-            return self._release(unit, Op.KEEP if keeps else Op.SHRINK)
+            return self._release(unit, Op.RELEASE_FOR_BACKWARD if keeps else Op.RELEASE_GATHERED)
         unit.release(Use.IDLE)
         return (self._to[unit.index][Op.RESUME],)
 
-    def release_unused(self, unit: Residency, op: Op = Op.RELEASE) -> Commands:
+    def release_unused(self, unit: Residency, op: Op = Op.RELEASE_ALL) -> Commands:
         """Release a unit that rests sharded, where neither a forward, a backward nor the user
         has it in use.
         """
@@ -390,7 +391,7 @@ class Schedule:
             unit.counts[Use.EARLY] = 0
             self.ahead_bytes -= unit.traits.full_bytes
 
-    def _release(self, unit: Residency, op: Op = Op.RELEASE) -> Commands:
+    def _release(self, unit: Residency, op: Op = Op.RELEASE_ALL) -> Commands:
         # moved at once: what raises at a release has released
         if unit.counts[Use.IDLE] or unit.counts[Use.KEPT]:
             self.room.set_beside(unit.index, 0)
@@ -438,7 +439,7 @@ class Schedule:
                 self.room.set_beside(unit.index, 0)
             unit.release(Use.STAGE)
             yield from self.finish(unit)
-            yield from self.release_unused(unit, Op.SHRINK)
+            yield from self.release_unused(unit, Op.RELEASE_GATHERED)
 
     # ------------------------------------------------------------------ between steps
 

@@ -21,18 +21,12 @@ from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row
 from zeroshard.core.residency import Residency, UnitTraits
 from zeroshard.core.route import Kind, Routes
-from zeroshard.core.schedule import Commands, Op, Phase, Rules, Schedule
+from zeroshard.core.schedule import RELEASES, Commands, Op, Phase, Rules, Schedule
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.core.wire import Formats
 from zeroshard.errors import ConfigError
 
 __all__ = ["WrittenStep", "main"]
-
-_RELEASES = {
-    Op.RELEASE: "RELEASE",
-    Op.KEEP: "RELEASE",
-    Op.SHRINK: "RELEASE",
-}
 
 
 @dataclass(frozen=True)
@@ -117,14 +111,14 @@ class WrittenStep:
             if op is Op.START:
                 self._meter.live += traits.full_bytes
                 route = str(self._gather(unit))
-            elif op in _RELEASES:
+            elif op in RELEASES:
                 self._meter.live -= traits.full_bytes
                 route = self._release(unit, op)
             elif op is Op.WAIT_REDUCE:
                 self._meter.live -= traits.nominal_bytes
                 self._buckets -= traits.nominal_bytes
             if op is not Op.USE:
-                self._line(_RELEASES.get(op, op.name), unit, route)
+                self._line(op.name, unit, route)
 
     def _gather(self, unit: int) -> object:
         routes = self._routes
@@ -135,11 +129,12 @@ class WrittenStep:
     def _release(self, unit: int, op: Op) -> str:
         """Return what stays of a unit that is released."""
         keeps = any(hop.kind is Kind.KEEP for hop in self._routes.unshard_forward)
-        if op is Op.RELEASE:
+        if op is Op.RELEASE_ALL:
             self._kept.discard(unit)
-        elif keeps and op is Op.KEEP:
+        elif keeps and op is Op.RELEASE_FOR_BACKWARD:
             self._kept.add(unit)
-        return "its column stays for the backward" if op is Op.KEEP and keeps else ""
+            return "its column stays for the backward"
+        return ""
 
     def _line(self, text: str, unit: int, route: str = "") -> None:
         gathered = self._meter.live - self._buckets
@@ -244,14 +239,14 @@ def _pipelined(
 
 
 def _table(lines: Sequence[WrittenLine]) -> Iterator[str]:
-    yield f"  {'command':<14} {'unit':>4}  {'gathered':>10} {'buckets':>10}  route"
+    yield f"  {'command':<20} {'unit':>4}  {'gathered':>10} {'buckets':>10}  route"
     for line in lines:
         if line.unit is None:
             yield line.text
         else:
             megabytes = (f"{number / 1e6:.1f} MB" for number in (line.gathered, line.buckets))
             gathered, buckets = megabytes
-            text = f"  {line.text:<14} {line.unit:>4}  {gathered:>10} {buckets:>10}  {line.route}"
+            text = f"  {line.text:<20} {line.unit:>4}  {gathered:>10} {buckets:>10}  {line.route}"
             yield text.rstrip()
 
 

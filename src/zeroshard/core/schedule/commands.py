@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Literal, NamedTuple
 
-__all__ = ["Command", "Commands", "Key", "Op", "Phase", "Until"]
+__all__ = ["RELEASES", "Command", "Commands", "Key", "Op", "Phase", "Until"]
 
 Phase = Literal["forward", "backward", "read"]  # a read, outside a pass, is in no order
 Key = tuple[int, int]  # of a reduce: unit, trained segment of the unit
@@ -19,13 +19,16 @@ class Op(IntEnum):
     WAIT = 1  # wait for the gather
     USE = 2  # compute reads the weights from here on
     ADVANCE = 3  # start the collective of a gather that began with a read of another tier
-    RELEASE = 4  # give the gathered memory back, and what is kept for a backward
-    KEEP = 5  # give it back, but for what the row keeps for a backward
-    SHRINK = 6  # give it back; what an earlier forward has kept for its backward stays
+    RELEASE_ALL = 4  # give the gathered memory back, and what is kept for a backward
+    RELEASE_FOR_BACKWARD = 5  # give it back, but for what the row keeps for a backward
+    RELEASE_GATHERED = 6  # give it back; what an earlier forward has kept for its backward stays
     IDLE = 7  # no use is known, and another one may follow at once: it has to be noticed
     RESUME = 8  # the next use has come
     WAIT_REDUCE = 9
     POLL_REDUCE = 10  # take note where it is over
+
+
+RELEASES = frozenset((Op.RELEASE_ALL, Op.RELEASE_FOR_BACKWARD, Op.RELEASE_GATHERED))
 
 
 class Command(NamedTuple):
