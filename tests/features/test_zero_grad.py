@@ -41,6 +41,8 @@ def _zeroed(rank: int, world: int, row: str, how: str, *, no_sync: bool) -> Stat
         model(*batch(rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if step == 1 and row != "zero1":
+            engine.repartition(policy="zero1")
     state = engine.full_state_dict(rank0_only=False)
     engine.close()
     return state

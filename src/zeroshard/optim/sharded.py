@@ -137,9 +137,9 @@ class _ZeroGrad:
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[Sequence[nn.Parameter]],
-        owner: GradientOwner,
+        zero: Callable[[nn.Parameter], None],
     ) -> None:
-        self._optimizer, self._parameters, self._owner = optimizer, parameters, owner
+        self._optimizer, self._parameters, self._zero = optimizer, parameters, zero
         self._own = vars(optimizer).get("zero_grad")
         self._zero_grad = optimizer.zero_grad
         vars(optimizer)["zero_grad"] = self
@@ -149,7 +149,7 @@ class _ZeroGrad:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for parameter in chain(*self._parameters):
                 if not set_to_none:
-                    self._owner.zero_gradient(parameter)
+                    self._zero(parameter)
                 if parameter.grad is None or type(parameter.grad) is SealedGrad:
                     continue
                 if set_to_none:
@@ -217,7 +217,7 @@ class ShardedOptimizer:
         self._point()
         self.park()
         self._handles = [
-            _ZeroGrad(optimizer, self.parameters, self._hooks),
+            _ZeroGrad(optimizer, self.parameters, lambda one: self._hooks.zero_gradient(one)),
             *hide_modes(optimizer, self._moving),
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
