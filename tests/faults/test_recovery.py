@@ -303,6 +303,38 @@ def _boom(*args: Any) -> None:
     raise ZeroDivisionError
 
 
+def _hidden(rank: int, world: int, transport: str) -> dict[str, list[str]]:
+    """Hide gradients, and raise in a backward that adds to those of the one before; return what
+    differs from a run without these steps.
+    """
+    expected, out = _plain(rank, [0, 1]), {}
+    for row in ROWS:
+        model, optimizer, engine = _made(row, transport)
+        engine.hide_gradients()
+        losses = []
+        for step in range(2):
+            with engine.no_sync() if step else contextlib.nullcontext():
+                model(*batch(rank, step + 20)).backward()
+            handle = model.blocks[1].register_full_backward_pre_hook(_boom)
+            with pytest.raises((ZeroDivisionError, StateError)):
+                model(*batch(rank, step + 10)).backward()
+            handle.remove()
+            engine.reset()
+            model(*batch(rank, step + 30)).backward()
+            assert all(parameter.grad is None for parameter in model.parameters())
+            optimizer.zero_grad()
+            losses += take_steps(rank, [step], model, optimizer)
+        out[row] = Run(losses, engine.full_state_dict(rank0_only=False)).differs_from(expected)
+        engine.close()
+    return out
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "nccl"])
+def test_hidden_gradients_stay_hidden_after_an_exception_and_reset(transport: str) -> None:
+    for differs in run_ranks(2, _hidden, transport, timeout=60):
+        assert not any(differs.values()), differs
+
+
 @pytest.mark.parametrize("where", ["forward", "backward", "before the step"])
 @pytest.mark.parametrize(
     ("transport", "row"), [("shared_memory", "zero3"), ("gloo", "zero3"), ("gloo", "zero1")]
@@ -387,6 +419,58 @@ def test_ranks_that_have_started_different_numbers_of_collectives_connect_anew_a
         assert len(told) == 2, (rank, lines)
         assert "connect anew" in told[0] and "rank 1: " in told[0], told
         assert took_s < 10  # of 300
+
+
+class _Awaited:
+    """A collective that knows whether it has been waited for."""
+
+    def __init__(self, work: Any) -> None:
+        self.work, self.is_over = work, False
+
+    def wait(self, *args: Any) -> None:
+        self.work.wait(*args)
+        self.is_over = True
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+
+def _under_way(rank: int, world: int) -> tuple[list[str], int]:
+    """Raise at one place of a backward, while the next gather is under way; return what differs
+    from a run without these steps, and how many gathers were released before they had ended.
+    """
+    expected, early = _plain(rank, [0, 1]), 0
+    gather, release = native_transport.group_all_gather, native_transport.NativeWork.release
+
+    def awaited(*args: Any) -> Any:
+        return _Awaited(gather(*args))
+
+    def noted(work: Any) -> None:
+        nonlocal early
+        early += sum(isinstance(each, _Awaited) and not each.is_over for each in work._works)
+        release(work)
+
+    model, optimizer, engine = _made("zero3", "nccl")
+    losses = []
+    for step in range(2):
+        handle = model.blocks[1].register_full_backward_pre_hook(_boom)
+        with (
+            mock.patch.object(native_transport, "group_all_gather", awaited),
+            mock.patch.object(native_transport.NativeWork, "release", noted),
+        ):
+            with pytest.raises((ZeroDivisionError, StateError)):
+                model(*batch(rank, step + 10)).backward()
+            engine.reset()
+        handle.remove()
+        losses += take_steps(rank, [step], model, optimizer)
+    differs = Run(losses, engine.full_state_dict(rank0_only=False)).differs_from(expected)
+    engine.close()
+    return differs, early
+
+
+def test_a_reset_waits_for_collectives_that_all_ranks_have_started() -> None:
+    """The backend writes to their memory, which is released then."""
+    assert run_ranks(2, _under_way) == [([], 0), ([], 0)]
 
 
 def _many(rank: int, world: int) -> None:
