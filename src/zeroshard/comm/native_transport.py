@@ -360,11 +360,11 @@ class NativeTransport:
         for number, members in told:
             started.setdefault(tuple(members), []).append(number)
         unlike = [group for group, numbers in started.items() if len(set(numbers)) > 1]
+        left, self._left = self._left, []
         if not unlike:
             # all ranks have started these: they end, and only then may their memory be released
-            for work in self._left:
+            for work in left:
                 work.end()
-            self._left.clear()
             return
         shown = holders([str(number) for number in started[unlike[0]]], unlike[0])
         said = f"{_RESET}: some ranks had started more collectives than others ({shown})"
