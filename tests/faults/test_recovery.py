@@ -304,6 +304,38 @@ def _boom(*args: Any) -> None:
     raise ZeroDivisionError
 
 
+def _hidden(rank: int, world: int, transport: str) -> dict[str, list[str]]:
+    """Hide gradients, and raise in a backward that adds to those of the one before; return what
+    differs from a run without these steps.
+    """
+    expected, out = _plain(rank, [0, 1]), {}
+    for row in ROWS:
+        model, optimizer, engine = _made(row, transport)
+        engine.hide_gradients()
+        losses = []
+        for step in range(2):
+            with engine.no_sync() if step else contextlib.nullcontext():
+                model(*batch(rank, step + 20)).backward()
+            handle = model.blocks[1].register_full_backward_pre_hook(_boom)
+            with pytest.raises((ZeroDivisionError, StateError)):
+                model(*batch(rank, step + 10)).backward()
+            handle.remove()
+            engine.reset()
+            model(*batch(rank, step + 30)).backward()
+            assert all(parameter.grad is None for parameter in model.parameters())
+            optimizer.zero_grad()
+            losses += take_steps(rank, [step], model, optimizer)
+        out[row] = Run(losses, engine.full_state_dict(rank0_only=False)).differs_from(expected)
+        engine.close()
+    return out
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "nccl"])
+def test_hidden_gradients_stay_hidden_after_an_exception_and_reset(transport: str) -> None:
+    for differs in run_ranks(2, _hidden, transport, timeout=60):
+        assert not any(differs.values()), differs
+
+
 @pytest.mark.parametrize("where", ["forward", "backward", "before the step"])
 @pytest.mark.parametrize(
     ("transport", "row"), [("shared_memory", "zero3"), ("gloo", "zero3"), ("gloo", "zero1")]
@@ -326,6 +358,23 @@ class _Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+@contextlib.contextmanager
+def _one_more(rank: int, call: str) -> Iterator[None]:
+    """Let rank 1 fail before its second collective of a step, and others after theirs."""
+    name = f"group_{call}" if rank == 1 else "NativeWork"
+    real, made = getattr(native_transport, name), 0
+
+    def start(*args: Any, **kw: Any) -> Any:
+        nonlocal made
+        made += rank == 1 or kw["is_gather"] is (call == "all_gather")
+        if made == 2:
+            raise OutOfMemory
+        return real(*args, **kw)
+
+    with mock.patch.object(native_transport, name, start), pytest.raises(OutOfMemory):
+        yield
+
+
 def _apart(
     rank: int, world: int, row: str, call: str, comm: dict[str, Any]
 ) -> tuple[list[str], list[str], float]:
@@ -343,19 +392,8 @@ def _apart(
     losses = take_steps(rank, 1, model, optimizer)
     said, took_s = _Lines(), 0.0
     logging.getLogger("zeroshard").addHandler(said)
-    # rank 1 fails before its second collective of a step, others after theirs
-    name = f"group_{call}" if rank == 1 else "NativeWork"
-    real = getattr(native_transport, name)
     for step in (2, 4):
-        made = [0]
-
-        def start(*args: Any, made: list[int] = made, **kw: Any) -> Any:
-            made[0] += rank == 1 or kw["is_gather"] is (call == "all_gather")
-            if made[0] == 2:
-                raise OutOfMemory
-            return real(*args, **kw)
-
-        with mock.patch.object(native_transport, name, start), pytest.raises(OutOfMemory):
+        with _one_more(rank, call):
             model(*batch(rank, step - 1)).backward()
         begin = time.monotonic()
         engine.reset()
@@ -388,6 +426,93 @@ def test_ranks_that_have_started_different_numbers_of_collectives_connect_anew_a
         assert len(told) == 2, (rank, lines)
         assert "connect anew" in told[0] and "rank 1: " in told[0], told
         assert took_s < 10  # of 300
+
+
+def _averaged(rank: int, world: int, directory: str) -> list[str]:
+    """Average, and save in the background, beside steps in which rank 1 starts fewer collectives;
+    return what differs from a run without these steps.
+    """
+    runs = []
+    for fails in (False, True):
+        model, optimizer, engine = _made("zero3", "nccl")
+        ema = zs.EMA(engine, 0.9)
+        folder = f"{directory}/{fails}"
+        with zs.Saver(folder, engine, states={"ema": ema}) as saver:
+            for step in range(3):
+                if fails:  # the files of the last step may be under way
+                    with _one_more(rank, "all_gather"):
+                        model(*batch(rank, step + 10)).backward()
+                    engine.reset()
+                take_steps(rank, [step], model, optimizer)
+                ema.update()
+                saver.save(step)
+        states = []
+        for step in (2, 1):
+            if step == 1:
+                zs.load(folder, engine, step=1, states={"ema": ema})
+            with ema.swapped():
+                states.append(engine.full_state_dict(rank0_only=False))
+            states.append(engine.full_state_dict(rank0_only=False))
+        engine.close()
+        runs.append(states)
+    return [line for pair in zip(*runs, strict=True) for line in differences(*pair)]
+
+
+def test_averages_and_saves_go_on_where_ranks_connect_anew(tmp_path: Path) -> None:
+    for result in spawn_ranks(2, _averaged, str(tmp_path)):
+        assert result.result == [], result
+
+
+class _Awaited:
+    """A collective that knows whether it has been waited for."""
+
+    def __init__(self, work: Any) -> None:
+        self.work, self.is_over = work, False
+
+    def wait(self, *args: Any) -> None:
+        self.work.wait(*args)
+        self.is_over = True
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+
+def _under_way(rank: int, world: int) -> tuple[list[str], int]:
+    """Raise at one place of a backward, while the next gather is under way; return what differs
+    from a run without these steps, and how many gathers were released before they had ended.
+    """
+    expected, early = _plain(rank, [0, 1]), 0
+    gather, release = native_transport.group_all_gather, native_transport.NativeWork.release
+
+    def awaited(*args: Any) -> Any:
+        return _Awaited(gather(*args))
+
+    def noted(work: Any) -> None:
+        nonlocal early
+        early += sum(isinstance(each, _Awaited) and not each.is_over for each in work._works)
+        release(work)
+
+    model, optimizer, engine = _made("zero3", "nccl")
+    losses = []
+    for step in range(2):
+        handle = model.blocks[1].register_full_backward_pre_hook(_boom)
+        with (
+            mock.patch.object(native_transport, "group_all_gather", awaited),
+            mock.patch.object(native_transport.NativeWork, "release", noted),
+        ):
+            with pytest.raises((ZeroDivisionError, StateError)):
+                model(*batch(rank, step + 10)).backward()
+            engine.reset()
+        handle.remove()
+        losses += take_steps(rank, [step], model, optimizer)
+    differs = Run(losses, engine.full_state_dict(rank0_only=False)).differs_from(expected)
+    engine.close()
+    return differs, early
+
+
+def test_a_reset_waits_for_collectives_that_all_ranks_have_started() -> None:
+    """The backend writes to their memory, which is released then."""
+    assert run_ranks(2, _under_way) == [([], 0), ([], 0)]
 
 
 def _many(rank: int, world: int) -> None:

@@ -5,6 +5,7 @@ PyTorch has, however many blocks there are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -17,7 +18,14 @@ from torch._dynamo.exc import Unsupported
 import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import run_ranks
-from tests.support.training import batch, make_model, two_groups
+from tests.support.training import (
+    batch,
+    differences,
+    make_model,
+    make_sharded,
+    take_steps,
+    two_groups,
+)
 
 LAYERS = 12  # Dynamo gives a forward up that it has compiled eight times
 
@@ -59,6 +67,48 @@ def _compiled(rank: int, world: int, transport: str, row: str) -> None:
         engine.close()
     torch._dynamo.reset()
     assert losses[True] == losses[False]
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "accumulate": {},
+    "join": {},
+    "offload": {"offload": zs.Offload(weight="host", grad="host", optimizer="host")},
+}
+
+
+def _loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+    loss: torch.Tensor = model(*batch(rank, number))
+    return loss
+
+
+def _beside(rank: int, world: int, what: str) -> None:
+    """Train with and without compiled blocks in the loop that `what` says."""
+    states = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model, optimizer, engine = make_sharded(model=make_model(layers=2), **BESIDE[what])
+        for block in model.blocks if compiled else ():
+            forward: Any = torch.compile(block.forward, backend="aot_eager")
+            block.forward = forward
+        if what == "accumulate":
+            for step in range(2):
+                engine.accumulate(range(2 * step, 2 * step + 2), partial(_loss, model, rank))
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            with engine.join() if what == "join" else nullcontext():
+                take_steps(rank, 2 + (rank if what == "join" else 0), model, optimizer)
+        assert (torch._dynamo.utils.counters["frames"]["ok"] > 0) is compiled
+        states.append(engine.full_state_dict(rank0_only=False))
+        engine.close()
+    torch._dynamo.reset()
+    assert not (found := differences(*states)), found
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_compiled_blocks_train_to_the_same_bits_beside(what: str) -> None:
+    run_ranks(2, _beside, what, timeout=120)
 
 
 @pytest.mark.parametrize(

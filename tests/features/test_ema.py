@@ -11,7 +11,16 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard as zs
 from tests.support.harness import run_ranks
-from tests.support.training import ROWS, TRANSPORTS, batch, differences, make_model, two_groups
+from tests.support.training import (
+    ROWS,
+    TRANSPORTS,
+    batch,
+    differences,
+    make_model,
+    make_sharded,
+    take_steps,
+    two_groups,
+)
 from zeroshard import ConfigError, StateError
 from zeroshard.runtime.engine import states_of
 
@@ -141,6 +150,43 @@ def _gradient_of_inputs(rank: int, world: int) -> None:
 
 def test_the_average_gives_gradients_of_its_inputs() -> None:
     run_ranks(2, _gradient_of_inputs)
+
+
+def _boom(*args: Any) -> None:
+    raise ZeroDivisionError
+
+
+def _after_a_reset(rank: int, world: int, transport: str) -> dict[str, list[str]]:
+    """Average with and without steps whose backward raises in the middle, on every rank; return
+    what differs.
+    """
+    out = {}
+    for row in ROWS:
+        averages, trained = [], []
+        for fails in (False, True):
+            model, optimizer, engine = make_sharded(row, transport)
+            ema = zs.EMA(engine, DECAY)
+            for step in range(3):
+                if fails:
+                    handle = model.blocks[1].register_full_backward_pre_hook(_boom)
+                    with pytest.raises((ZeroDivisionError, StateError)):
+                        model(*batch(rank, step + 10)).backward()
+                    handle.remove()
+                    engine.reset()
+                take_steps(rank, [step], model, optimizer)
+                ema.update()
+            with ema.swapped():
+                averages.append(engine.full_state_dict(rank0_only=False))
+            trained.append(engine.full_state_dict(rank0_only=False))
+            engine.close()
+        out[row] = differences(*averages, row) + differences(*trained, row)
+    return out
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "nccl"])
+def test_a_backward_that_fails_and_a_reset_leave_no_trace_in_the_average(transport: str) -> None:
+    for found in run_ranks(2, _after_a_reset, transport, timeout=60):
+        assert not any(found.values()), found
 
 
 def _swap_fails(rank: int, world: int, at: str) -> None:

@@ -58,6 +58,34 @@ class Again(Model):
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
+class Half(nn.Module):
+    """A block, one layer of which runs alone where not `both` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, hidden: torch.Tensor, *, both: bool) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(hidden) if both else hidden))  # type: ignore[no-any-return]
+
+
+class Halved(Model):
+    """Its blocks all run, one half or both: leaves enter the same units, and use other parameters
+    of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Half() for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor, *, both: bool = True) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = hidden + self.dropout(block(hidden, both=both))
+        logits = self.head(hidden)
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
 class Tied(Model):
     """Its head has the embedding's weight, in the unit of the model itself, and a bias in that of
     the layer before: two modules in a row need one unit, and one that is here between them.
@@ -89,6 +117,7 @@ class Run:
     skips: bool = False  # leaves 0, 3, 6 do not run the second block
     own: type[Model] = Model  # what is trained, unless it is a family
     frozen: bool = False  # the first block is not trained
+    hidden: bool = False  # by engine.hide_gradients()
     counted: bool = False  # the engine counts the steps
     leaves: int | str = LEAVES
     reads: bool = False  # whole weights after each step
@@ -128,6 +157,8 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
         self.optimizer = optimizer
         self.engine = zs.shard(self.model, optimizer, leaves=run.leaves, **run.options)
+        if run.hidden:
+            self.engine.hide_gradients()
         self.norms: list[torch.Tensor] = []
 
     def loss(self, step: int, leaf: int) -> torch.Tensor:
@@ -160,6 +191,8 @@ class Training:
             else:
                 engine.backward(loss, weight=weight)
         assert torch.equal(torch.get_rng_state(), before)
+        if run.hidden:
+            assert not any(isinstance(p.grad, torch.Tensor) for p in self.model.parameters())
         self.norms.append(engine.clip_grad_norm_(0.5).reshape(1))
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -231,6 +264,21 @@ def test_nodes_tiers_budgets_and_shares_train_to_the_same_hash(
     }
     found = dict(zip(runs, hashes(4, list(runs.values())), strict=True))
     assert set(found.values()) == {expected}, found
+
+
+def test_leaves_may_use_other_parameters_of_a_unit_where_collectives_meet_in_order() -> None:
+    kind = Run(skips=True, own=Halved)
+    ordered = {"units": [Half], "comm": {"transport": "nccl"}}
+    rows = ("ddp", "zero1", "zero2", "zero3")
+    runs = [replace(kind, options=ordered | {"policy": row}) for row in rows]
+    runs += [replace(run, no_sync=True) for run in runs]
+    assert set(hashes(2, runs, timeout=30)) == set(hashes(1, [kind]))
+
+
+def test_hidden_gradients_of_leaves_train_to_the_same_hash(expected: str) -> None:
+    runs = [Run({"policy": row}, hidden=True) for row in ("ddp", "zero2", "zero3")]
+    runs += [replace(run, no_sync=True) for run in runs]
+    assert set(hashes(2, runs)) == {expected}
 
 
 @pytest.fixture(scope="module")

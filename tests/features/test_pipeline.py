@@ -76,6 +76,31 @@ def _rows(
     return first
 
 
+def _hidden(rank: int, world: int, name: str) -> None:
+    """Train with hidden gradients, of a step before which others were discarded."""
+    mesh = mesh_of()
+    for row in ("ddp", "zero2", "zero3"):
+        runs = []
+        for hides in (False, True):
+            own = piped(mesh, name, row)
+            if hides:
+                own.engine.hide_gradients()
+                own.run(5, 8)
+                parameters = [p for stage in own.stages for p in stage.submod.parameters()]
+                assert all(parameter.grad is None for parameter in parameters), row
+                own.optimizer.zero_grad()
+            own.train(2, 8, clip=CLIP)
+            runs.append((own.losses[-2:], own.norms, own.state()))
+            own.engine.close()
+        assert runs[0][:2] == runs[1][:2], row
+        assert _equal(runs[0][2], runs[1][2]), row
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
+def test_hidden_gradients_of_a_schedule_train_to_the_same_bits(name: str) -> None:
+    run_ranks(4, _hidden, name, timeout=60)
+
+
 def _check_rows(name: str, micro_batches: int, steps: int, *, no_sync: bool) -> None:
     answers = run_ranks(4, _rows, name, micro_batches, steps, no_sync, timeout=280)
     losses, state, norms = alone(steps, 2 * micro_batches, micro_batches=micro_batches, clip=CLIP)

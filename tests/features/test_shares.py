@@ -117,6 +117,27 @@ def test_half_precision_micro_batches_and_codecs_give_the_same_bits() -> None:
     assert run_ranks(2, _half) == [[], []]
 
 
+def _late(rank: int, world: int) -> dict[str, list[str]]:
+    """Take updates a step late with unequal shares; return what differs from equal ones."""
+    out = {}
+    for row, start in (("zero1", 2), ("zero2", 0), ("zero3", 0)):
+        late = {"clip": 0.1, "offload": zs.Offload(optimizer="host", delayed_update=start)}
+        equal = train(rank, row, 5, **late)  # type: ignore[arg-type]
+        for shares, transport in ((TWO[0], "shared_memory"), (TWO[1], "gloo")):
+            comm = zs.Comm.model_validate({"transport": transport})
+            run = train(rank, row, 5, shares=shares, comm=comm, **late)  # type: ignore[arg-type]
+            out[f"{row} {shares}"] = run.differs_from(equal)
+            if run.extra["norms"] != equal.extra["norms"]:
+                out[f"{row} {shares}"].append("norms")
+        assert train(rank, row, 5, clip=0.1).differs_from(equal), "a late update is another one"
+    return out
+
+
+def test_updates_that_are_late_have_the_bits_of_equal_shares() -> None:
+    for found in run_ranks(2, _late, timeout=60):
+        assert not any(found.values()), found
+
+
 # --------------------------------------------------------------------------------------------------
 # what rests
 

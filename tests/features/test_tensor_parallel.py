@@ -29,6 +29,7 @@ from tests.support.tensor_parallel import (
     micro_batches,
     train,
 )
+from tests.support.training import two_groups
 from zeroshard import ConfigError, PlanMismatch, StateError
 from zeroshard.state.local import local_of
 
@@ -101,6 +102,40 @@ def _nodes(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "uneven", "empty"])
 def test_rows_with_nodes_train_beside_tp_with_the_same_bits(name: str) -> None:
     run_ranks(8, _nodes, name, timeout=400)
+
+
+def _discarded(rank: int, world: int, row: str) -> None:
+    """Discard the gradients of a backward before each step: the bits of training without it."""
+    mesh, case = mesh_of(dp=2, tp=2), CASES["uneven"]
+    place, expected = mesh.get_local_rank("dp"), None
+    for discard in ("", "optimizer", "zeros", "by hand"):
+        model = case.model()
+        parallelize_module(model, mesh["tp"], case.plan())
+        optimizer = two_groups(model)
+        engine = zs.shard(model, optimizer, policy=row, mesh=mesh)
+        told: list[torch.Tensor] = []
+        for step in range(3):
+            if discard:
+                with engine.no_sync() if step == 1 else nullcontext():
+                    model(*next(micro_batches(place, step + 50, case.vocabulary))).backward()
+            if discard == "by hand":
+                for parameter in model.parameters():
+                    parameter.grad = None
+            else:
+                optimizer.zero_grad(set_to_none=discard != "zeros")
+            model(*next(micro_batches(place, step, case.vocabulary))).backward()
+            told.append(engine.clip_grad_norm_(SMALL))
+            optimizer.step()
+            optimizer.zero_grad()
+        told += engine.full_state_dict(rank0_only=False).values()
+        engine.close()
+        expected = expected or told
+        assert all(torch.equal(*pair) for pair in zip(told, expected, strict=True)), (row, discard)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero2", "zero3"])
+def test_discarded_gradients_leave_no_trace(row: str) -> None:
+    run_ranks(4, _discarded, row, timeout=60)
 
 
 # ------------------------------------------------------------------- precisions, tiers, codecs, ...

@@ -17,7 +17,13 @@ import zeroshard as zs
 from tests.support import inside
 from tests.support.cases import Backward, ByHand, Case, seeded, simple, train_case
 from tests.support.harness import run_ranks
-from tests.support.training import ROWS, batch, take_steps, two_groups
+from tests.support.training import (
+    ROWS,
+    batch,
+    make_sharded,
+    take_steps,
+    two_groups,
+)
 from zeroshard.errors import PlanMismatch
 
 WIDTH = 16
@@ -543,3 +549,76 @@ def test_ranks_may_use_other_parameters_of_a_unit_where_collectives_meet_in_orde
 ) -> None:
     for differences in run_ranks(2, _compare_halves, frozen, timeout=300):
         assert not any(differences.values()), differences
+
+
+def _held_halves(rank: int, world: int) -> dict[str, list[str]]:
+    """Take two backwards in each step, the first inside no_sync, each along the other rank's
+    route of the one before; return what differs from data parallel training by hand.
+    """
+    out, comm = {}, zs.Comm(transport="nccl")
+    for how in ("none", "repeated", "foreign", "mixed"):
+        routes = _HALVES[how]
+
+        def losses(model: nn.Module, step: int, routes: Any = routes) -> list[torch.Tensor]:
+            turns = ((rank + micro) % world for micro in range(2))
+            data = (batch(rank, 2 * step + micro) for micro in range(2))
+            return [model(*each, routes[turn][0]) for each, turn in zip(data, turns, strict=True)]
+
+        expected = {}
+        for added_first in (True, False):  # micro-batches before ranks
+            model = seeded(Route)()
+            optimizer, hand = two_groups(model), ByHand(model)
+            for step in range(2):
+                each = losses(model, step)
+                for added in [each] if added_first else [[loss] for loss in each]:
+                    hand.backward(*added)
+                hand.finish()
+                optimizer.step()
+            expected[added_first] = dict(model.state_dict())
+        for row in ("ddp", "zero1", "zero2", "zero3"):
+            model, optimizer, engine = make_sharded(
+                row, model=seeded(Route)(), units=[Halves], comm=comm
+            )
+            for step in range(2):
+                first, second = losses(model, step)
+                with engine.no_sync():
+                    first.backward()
+                second.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            state = engine.full_state_dict(rank0_only=False)
+            engine.close()
+            other = expected[row in ("ddp", "zero1")]
+            out[f"{how}, {row}"] = [
+                name for name, value in state.items() if not torch.equal(value, other[name])
+            ]
+    return out
+
+
+def test_ranks_may_use_other_parameters_of_a_unit_inside_no_sync_where_they_meet_in_order() -> None:
+    for found in run_ranks(2, _held_halves, timeout=60):
+        assert not any(found.values()), found
+
+
+def _halves_on_the_host(rank: int, world: int) -> dict[str, list[str]]:
+    """Train with states on the host where collectives meet in order; return what differs from
+    data parallel training by hand.
+    """
+    out, comm = {}, zs.Comm(transport="nccl")
+    tiers = {
+        "zero1": {"optimizer": "host"},
+        "zero2": {"optimizer": "host", "grad": "host"},
+        "zero3": {"optimizer": "host", "grad": "host", "weight": "host"},
+    }
+    for how in ("none", "repeated", "mixed"):
+        case = Case(seeded(Route), _runs(_HALVES[how]), ddp=None)
+        reference = train_case(rank, "reference", case, 2)
+        for row, offload in tiers.items():
+            run = train_case(rank, row, case, 2, units=[Halves], comm=comm, offload=offload)
+            out[f"{how}, {row}"] = run.differs_from(reference)
+    return out
+
+
+def test_ranks_may_use_other_parameters_of_a_unit_that_rests_on_the_host() -> None:
+    for found in run_ranks(2, _halves_on_the_host, timeout=60):
+        assert not any(found.values()), found

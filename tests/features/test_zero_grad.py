@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
+from tests.support.harness import run_ranks
 from tests.support.training import (
     batch,
+    differences,
     equal,
     make_model,
     make_sharded,
@@ -21,23 +24,32 @@ from tests.support.training import (
 State = dict[str, torch.Tensor]
 
 
-def _zeroed(rank: int, world: int, row: str, how: str, *, no_sync: bool) -> State:
-    model, optimizer, engine = make_sharded(row)
+HOWS = ("optimizer", "optimizer, zeros", "model", "model, zeros", "by hand")
+
+
+def _zeroed(
+    rank: int, world: int, row: str, how: str, *, no_sync: bool = False, **options: Any
+) -> State:
+    """Return the weights after steps before each of which a backward's gradients are discarded;
+    `how` "" has none of those.
+    """
+    model, optimizer, engine = make_sharded(row, **options)
     for step in range(3):
-        with engine.no_sync() if no_sync else nullcontext():
-            model(*batch(rank, step + 50)).backward()  # to be thrown away
-        match how:
-            case "optimizer":
-                optimizer.zero_grad()
-            case "optimizer, zeros":
-                optimizer.zero_grad(set_to_none=False)
-            case "model":
-                model.zero_grad()
-            case "model, zeros":
-                model.zero_grad(set_to_none=False)
-            case "by hand":
-                for parameter in model.parameters():
-                    parameter.grad = None
+        if how:
+            with engine.no_sync() if no_sync else nullcontext():
+                model(*batch(rank, step + 50)).backward()  # to be thrown away
+            match how:
+                case "optimizer":
+                    optimizer.zero_grad()
+                case "optimizer, zeros":
+                    optimizer.zero_grad(set_to_none=False)
+                case "model":
+                    model.zero_grad()
+                case "model, zeros":
+                    model.zero_grad(set_to_none=False)
+                case "by hand":
+                    for parameter in model.parameters():
+                        parameter.grad = None
         model(*batch(rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -50,7 +62,7 @@ def _zeroed(rank: int, world: int, row: str, how: str, *, no_sync: bool) -> Stat
 
 def _all_zeroed(rank: int, world: int, row: str) -> None:
     expected = train(rank, "torch-ddp", 3).state
-    for how in ("optimizer", "optimizer, zeros", "model", "model, zeros", "by hand"):
+    for how in HOWS:
         for no_sync in (False, True):
             found = _zeroed(rank, world, row, how, no_sync=no_sync)
             assert equal(found, expected), (row, how, no_sync)
@@ -58,6 +70,31 @@ def _all_zeroed(rank: int, world: int, row: str) -> None:
 
 def test_every_zero_grad_forgets_the_resting_gradient() -> None:
     on_rows(_all_zeroed)
+
+
+def _zeroed_beside(rank: int, world: int, cases: list[tuple[str, zs.Comm]]) -> list[str]:
+    out = []
+    for row, comm in cases:
+        expected = _zeroed(rank, world, row, "", comm=comm)
+        for number, how in enumerate(HOWS):
+            found = _zeroed(rank, world, row, how, no_sync=number % 2 == 1, comm=comm)
+            out += [f"{row}, {how}: {line}" for line in differences(found, expected)]
+    return out
+
+
+def test_gradients_that_were_summed_over_nodes_are_forgotten() -> None:
+    comms = [zs.Comm(transport=name, node_size=2) for name in ("shared_memory", "nccl")]
+    assert not any(run_ranks(4, _zeroed_beside, [("hpz", comm) for comm in comms], timeout=60))
+
+
+def test_gradients_that_came_encoded_are_forgotten() -> None:
+    """But for what encoding took of them, where error feedback adds that to the next ones."""
+    cases = [
+        ("zero2", zs.Comm(grad_codec="int8")),
+        ("zero3", zs.Comm(transport="gloo", grad_codec="int4", weight_codec="int8")),
+        ("hpz", zs.Comm(node_size=1, grad_codec="int4")),
+    ]
+    assert run_ranks(2, _zeroed_beside, cases, timeout=60) == [[], []]
 
 
 def _one_zeroed(rank: int, world: int, row: str) -> None:

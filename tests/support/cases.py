@@ -38,17 +38,18 @@ class Case:
 
 class ByHand:
     """Data parallel training in a dozen lines: what each backward adds is summed over the ranks,
-    and averaged at the end.
+    and averaged at the end. `backward` of several losses adds them on each rank first.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.totals: dict[nn.Parameter, torch.Tensor] = {}
 
-    def backward(self, loss: torch.Tensor, **options: bool) -> None:
+    def backward(self, *losses: torch.Tensor, **options: bool) -> None:
         for p in self.parameters:
             p.grad = None
-        loss.backward(**options)
+        for loss in losses:
+            loss.backward(**options)
         for p in self.parameters:
             grad = torch.zeros_like(p) if p.grad is None else p.grad
             used = torch.tensor(float(p.grad is not None))

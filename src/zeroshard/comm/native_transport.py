@@ -34,6 +34,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -131,6 +132,8 @@ class NativeTransport:
         self._pool = Pool(spec.pool_bytes)
         self._temporaries = Pool(spec.pool_bytes)
         self._under_way: list[NativeWork] = []
+        # given up, perhaps not over: a collective that has been started cannot be recalled
+        self._left: list[NativeWork] = []
         self._num_started = 0  # collectives, on the group of now
         self._cuts = _Cuts(self.rank, spec.mesh)
 
@@ -338,10 +341,8 @@ class NativeTransport:
     def progress(self) -> None: ...
 
     def give_up(self) -> None:
-        left, self._under_way = self._under_way, []
-        # a collective that was enqueued cannot be recalled; every rank enqueued the same ones
-        for work in list(left):
-            work.release()
+        self._left += self._under_way
+        self._under_way = []
         self.control.give_up()
 
     def abandon(self) -> None:
@@ -359,7 +360,11 @@ class NativeTransport:
         for number, members in told:
             started.setdefault(tuple(members), []).append(number)
         unlike = [group for group, numbers in started.items() if len(set(numbers)) > 1]
+        left, self._left = self._left, []
         if not unlike:
+            # all ranks have started these: they end, and only then may their memory be released
+            for work in left:
+                work.end()
             return
         shown = holders([str(number) for number in started[unlike[0]]], unlike[0])
         said = f"{_RESET}: some ranks had started more collectives than others ({shown})"
@@ -388,7 +393,7 @@ class NativeTransport:
 
     def close(self) -> None:
         self.control.close()
-        self._under_way = []
+        self._under_way, self._left = [], []
         self._pool.clear()
         self._temporaries.clear()
 
@@ -433,6 +438,13 @@ class NativeWork:
 
     def done(self) -> bool:
         return self._is_finished or all(work.is_completed() for work in self._works)
+
+    def end(self) -> None:
+        """Wait for the collectives alone, whatever they end by."""
+        for work in self._works:
+            with suppress(RuntimeError):
+                work.wait(timedelta(seconds=self._control.stall_timeout_s))
+        self.release()
 
     def release(self) -> None:
         """Release what the collectives used; they have ended."""
