@@ -53,7 +53,7 @@ def _zeroed(
         model(*batch(rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step == 1 and row != "zero1":
+        if step == 1 and row != "zero1" and not options:
             engine.repartition(policy="zero1")
     state = engine.full_state_dict(rank0_only=False)
     engine.close()

@@ -322,21 +322,17 @@ class Pages:
         weakref.finalize(lent, _take_back, weakref.ref(self), pages).atexit = False
         return torch.frombuffer(lent, dtype=dtype)
 
-    def take_back(self, pages: mmap.mmap) -> None:
-        """Keep `pages` for the next borrower; the kernel may take their memory meanwhile."""
-        if self._yielding:
-            pages.madvise(mmap.MADV_FREE)
-        self._idle.setdefault(len(pages), []).append(pages)
-
     def clear(self) -> None:
         """Give the idle pages back to the system."""
         self._idle.clear()
 
 
 def _take_back(pool: weakref.ref[Pages], pages: mmap.mmap) -> None:
-    alive = pool()
-    if alive is not None:
-        alive.take_back(pages)
+    """Keep `pages` for the next borrower; the kernel may take their memory meanwhile."""
+    if (alive := pool()) is not None:
+        if alive._yielding:
+            pages.madvise(mmap.MADV_FREE)
+        alive._idle.setdefault(len(pages), []).append(pages)
 
 
 # ----------------------------------------------------------------------------------------- counting

@@ -133,23 +133,18 @@ class _ZeroGrad:
     zeroes what rests of those that this rank holds no shard of.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[Sequence[nn.Parameter]],
-        zero: Callable[[nn.Parameter], None],
-    ) -> None:
-        self._optimizer, self._parameters, self._zero = optimizer, parameters, zero
-        self._own = vars(optimizer).get("zero_grad")
-        self._zero_grad = optimizer.zero_grad
-        vars(optimizer)["zero_grad"] = self
+    def __init__(self, sharded: ShardedOptimizer) -> None:
+        self._sharded, self._optimizer = sharded, sharded.optimizer
+        self._own = vars(self._optimizer).get("zero_grad")
+        self._zero_grad = self._optimizer.zero_grad
+        vars(self._optimizer)["zero_grad"] = self
 
     def __call__(self, set_to_none: bool = True, **options: Any) -> None:
         self._zero_grad(set_to_none, **options)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for parameter in chain(*self._parameters):
+            for parameter in chain(*self._sharded.parameters):
                 if not set_to_none:
-                    self._zero(parameter)
+                    self._sharded._hooks.zero_gradient(parameter)
                 if parameter.grad is None or type(parameter.grad) is SealedGrad:
                     continue
                 if set_to_none:
@@ -217,7 +212,7 @@ class ShardedOptimizer:
         self._point()
         self.park()
         self._handles = [
-            _ZeroGrad(optimizer, self.parameters, lambda one: self._hooks.zero_gradient(one)),
+            _ZeroGrad(self),
             *hide_modes(optimizer, self._moving),
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),

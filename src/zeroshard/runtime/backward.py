@@ -192,7 +192,12 @@ class Backward:
                 continue  # another output of a module inside it
             self.enter()
             current = self._pass
-            weights.check_epoch(unit, epoch)
+            if epoch != weights.epoch:
+                raise StateError(
+                    f"backward through unit {unit.name!r} of a forward that ran before the last"
+                    " optimizer.step(), load or writeback: its weights have changed since; run the"
+                    " forward again (or step after the backward)"
+                )
             again = torch.is_grad_enabled()
             unit.residency.acquire(Use.BACKWARD)
             self._go_on(current.reach(unit, task, again=again), units)
@@ -326,7 +331,7 @@ class Backward:
         availability.check_gather() if inputs_alone else availability.check_trained()
         self.collect_dropped()
         if self._zeroed:
-            if self._zeroed.issuperset(self.parameters.used_ids()):
+            if self._zeroed.issuperset(id(leaf.parameter) for leaf in self.parameters.used()):
                 self.accumulation.forget_weights()
             self._zeroed.clear()
         mode = self.mode
@@ -367,7 +372,11 @@ class Backward:
         if not assigned:
             return []
         if self.leaves is not None:
-            self.leaves.refuse_assigned(assigned[0].name)
+            raise StateError(
+                f"the gradient assigned to {assigned[0].name!r} would be added to one leaf of every"
+                f" rank, and leaves={self.leaves.tree} counts each once: assign it after the loop"
+                " over engine.leaves()"
+            )
         weighed = mode.weight is not None or self.share is not None
         if units is not None and (mode.scaled or weighed):
             raise StateError(
@@ -518,7 +527,7 @@ class Backward:
         if changed and not anything:
             anything = bool(self.gradients)
         if not (anything or gone or cleared):  # none has come, or the user has cleared all there
-            self.accumulation.micro_batches = UNKNOWN
+            self.accumulation.forget_count()
         elif not anything:
             same_on_all = everything or not changed or cleared.issuperset(self.parameters.ids)
             self.reset(0 if same_on_all else UNKNOWN)

@@ -60,8 +60,6 @@ class _Task:
 
     in_checkpoint: bool  # a reentrant one runs it, inside another task
     entered: list[Unit] = field(default_factory=list)  # at whose outputs a gradient has arrived
-    node: Any = None  # of the last outputs
-    first: int = 0  # of the units entered at that node
 
 
 @dataclass(eq=False)
@@ -91,6 +89,8 @@ class BackwardPass:
     finished: dict[int, Unit] = field(default_factory=dict)
     # units handed over, in order, and how many gathers each of them followed
     reduced: dict[int, int] = field(default_factory=dict)
+    # by graph task: of the last outputs, and how many units were entered before that
+    nodes: dict[int, tuple[Any, int]] = field(default_factory=dict)
     # the unit at whose outputs the last gradient arrived, and the graph task
     at: tuple[Unit | None, int] = (None, -1)
 
@@ -135,6 +135,7 @@ class BackwardPass:
     def pop(self, task: int) -> list[Unit]:
         """A graph task is over; return the units that it has come to."""
         self.at = (None, -1)
+        self.nodes.pop(task, None)
         return self.tasks.pop(task).entered
 
     def reach(self, unit: Unit, task: int, *, again: bool) -> Sequence[Unit]:
@@ -142,12 +143,12 @@ class BackwardPass:
         Return the units that this task came to before and whose nodes have run since: what two
         modules return, one around the other or one that passes it on, is one node's output.
         """
-        current, node = self.tasks[task], torch._C._current_autograd_node()
-        left: Sequence[Unit] = ()
-        if node is not current.node:
-            left = current.entered[current.first :]
-            current.first, current.node = len(current.entered), node
-        current.entered.append(unit)
+        entered, node = self.tasks[task].entered, torch._C._current_autograd_node()
+        last, first = self.nodes.get(task, (None, 0))
+        left = () if node is last else entered[first:]
+        if node is not last:
+            self.nodes[task] = node, len(entered)
+        entered.append(unit)
         self.at = (None if again else unit, task)
         return left
 
@@ -237,6 +238,10 @@ class Accumulation:
         self.changed, self.divisor = True, 1
         self.forget_weights()
         self.micro_batches = micro_batches
+
+    def forget_count(self) -> None:
+        """Other ranks may have cleared what they had; none has come here."""
+        self.micro_batches = UNKNOWN
 
     def forget_weights(self) -> None:
         """All gradients that rest here are zeros (``zero_grad(set_to_none=False)``)."""

@@ -633,7 +633,9 @@ class Engine(Assembly):
         self._context.faults.reset()
         self._recovery.meet(self._sharded, "engine.reset()")
         if self._offloaded is None:  # else everything had arrived before
-            self._states.rest.publish_again()
+            for segment in self._weights.segments:
+                if segment.flat.awaits_nodes:  # what the last step has published was on its way
+                    segment.flat.publish()
             lags = self._sharded is not None and self._sharded.runner.lags
             if lags and not self._context.faults.is_lost:
                 self._states.finish_step()

@@ -129,13 +129,6 @@ class Leaves:
             self.refuse_late()
         self._has_backward = True
 
-    def refuse_assigned(self, name: str) -> None:
-        """Raise StateError: a gradient was assigned to parameter `name` before a backward."""
-        raise StateError(
-            f"the gradient assigned to {name!r} would be added to one leaf of every rank, and"
-            f" leaves={self.tree} counts each once: assign it after the loop over engine.leaves()"
-        )
-
     def refuse_late(self) -> None:
         """Raise StateError: gradients of a leaf are left over."""
         raise StateError(

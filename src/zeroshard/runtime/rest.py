@@ -148,14 +148,6 @@ class Rest:
                         segment.wait_uploads()
         self._weights.invalidate(frozen=frozen)
 
-    def publish_again(self) -> None:
-        """After an exception: send other nodes once more what the last step has published, which
-        may have been on its way. Every rank has come here; nothing is written.
-        """
-        for segment in self._weights.segments:
-            if segment.flat.awaits_nodes:
-                segment.flat.publish()
-
     @contextmanager
     def rewriting(self) -> Iterator[None]:
         """Write to `masters` and `pieces` inside; then the weights follow, as after a step.

@@ -59,11 +59,13 @@ class SavedTensors:
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Unit | None, str]:
         """Note of which unit a tensor is that autograd saves, and of which parameter."""
+        address = local_of(tensor).data_ptr()
         for unit in self._weights.units:
-            if unit.residency.state is UnitState.FULL:
-                name = unit.parameter_at(local_of(tensor).data_ptr())
-                if name is not None:
-                    return tensor, unit, name
+            for segment in unit.segments if unit.residency.state is UnitState.FULL else ():
+                place = (address - segment.flat.full.data_ptr()) // segment.flat.dtype.itemsize
+                for name, slot in zip(segment.names, segment.flat.layout.slots, strict=True):
+                    if slot.offset <= place < slot.stop:
+                        return tensor, unit, name
         return tensor, None, ""
 
     def _unpack(self, saved: tuple[torch.Tensor, Unit | None, str]) -> torch.Tensor:

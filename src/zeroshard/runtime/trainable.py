@@ -142,13 +142,9 @@ class TrainableParameters(list[Leaf]):
         """Return the leaf of `parameter`, if it is a trainable one of the engine."""
         return None if parameter is None else self._of.get(id(parameter))
 
-    def _used(self) -> list[Leaf]:
+    def used(self) -> list[Leaf]:
         """Return those that have a gradient since the last drop."""
         return [leaf for leaf in self if leaf.bucket.used[leaf.index]]
-
-    def used_ids(self) -> set[int]:
-        """Return the ids of the parameters that have a gradient."""
-        return {id(leaf.parameter) for leaf in self._used()}
 
     def clear_gradients(self, *, assigned: bool = True) -> None:
         """Take all gradients off, or leave those that the user has `assigned`."""
@@ -175,7 +171,7 @@ class TrainableParameters(list[Leaf]):
         """Put sealed gradients on those that have one. `holds`: it lives as long as they do."""
         if self.hides:
             return
-        for bucket, leaves in groupby(self._used(), key=attrgetter("bucket")):
+        for bucket, leaves in groupby(self.used(), key=attrgetter("bucket")):
             seal(leaves, owner, bucket.accumulator.resting() if holds else None)
 
     def assigned(self, units: Collection[Unit] | None = None) -> list[Leaf]:
@@ -196,7 +192,7 @@ class TrainableParameters(list[Leaf]):
         with torch._C.DisableTorchFunctionSubclass():
             gone = [
                 leaf
-                for leaf in self._used()
+                for leaf in self.used()
                 if (leaf.parameter.grad is None and not self.hides) or id(leaf.parameter) in cleared
             ]
             for leaf in gone:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from types import CellType
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def _parts_of(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return list(value)
     if callable(value) and getattr(value, "__closure__", None):
-        return [cell.cell_contents for cell in value.__closure__ if _is_filled(cell)]
+        return [cell.cell_contents for cell in value.__closure__ if cell != CellType()]
     parts = list(getattr(value, "__dict__", {}).values())
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -85,11 +86,3 @@ def _parts_of(value: Any) -> list[Any]:
             if not name.startswith("__")
         ]
     return parts
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 (raises where the variable is not set yet)
-    except ValueError:
-        return False
-    return True

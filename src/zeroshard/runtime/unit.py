@@ -234,15 +234,6 @@ class Unit:
             if 0 <= address - buffer.tensor.data_ptr() < buffer.num_bytes:
                 buffer.leave()
 
-    def parameter_at(self, address: int) -> str | None:
-        """Return the name of the parameter whose gathered memory holds `address`, if any."""
-        for segment in self.segments:
-            place = (address - segment.flat.full.data_ptr()) // segment.flat.dtype.itemsize
-            for name, slot in zip(segment.names, segment.flat.layout.slots, strict=True):
-                if slot.offset <= place < slot.stop:
-                    return name
-        return None
-
     def mark_idle(self) -> None:
         """Let the parameters of a FULL unit that no module is using answer as released ones:
         another use of them must be noticed.

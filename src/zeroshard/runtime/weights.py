@@ -253,15 +253,6 @@ class Weights:
             if not unit.residency.traits.is_sharded:
                 self.run(self.schedule.finish(unit.residency))
 
-    def check_epoch(self, unit: Unit, epoch: int) -> None:
-        """Raise StateError when the weights have changed since the forward under `epoch`."""
-        if epoch != self.epoch:
-            raise StateError(
-                f"backward through unit {unit.name!r} of a forward that ran before the last"
-                " optimizer.step(), load or writeback: its weights have changed since; run the"
-                " forward again (or step after the backward)"
-            )
-
     # ------------------------------------------------------------------ what rests has changed
 
     @contextmanager
