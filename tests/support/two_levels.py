@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.comm.levels import Levels, Start, Step
+from zeroshard.comm.levels import Levels, ReadyHop, Start
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import ReduceRequest, Window
 from zeroshard.core.digest import Digest
@@ -37,7 +37,7 @@ class TwoLevels:
         self.control, self.traffic = levels.flat.control, levels.flat.traffic
         self._last: dict[str, Flight] = {}
 
-    def _begin(self, key: str, *steps: Step) -> Flight:
+    def _begin(self, key: str, *steps: ReadyHop) -> Flight:
         """Start an operation, once the one before of its key has started all levels: the engine
         waits for that before, too.
         """
@@ -61,7 +61,7 @@ class TwoLevels:
         self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
     ) -> Flight:
         starts: list[Start] = self.levels.gathers(BOTH, key, local, ranges, out)
-        return self._begin(f"gather {key}", *map(Step, starts))
+        return self._begin(f"gather {key}", *map(ReadyHop, starts))
 
     def grad_buffer(
         self, key: str, numel: int, dtype: torch.dtype, device: torch.device
@@ -80,8 +80,10 @@ class TwoLevels:
         accumulate: bool,
     ) -> Flight:
         both = self.levels.node_sum(request, out, accumulate=accumulate, held=None)
-        inside = Step(partial(both.inside, buffer))
-        return self._begin(f"reduce {request.key}", inside, Step(both.between, unused=both.unused))
+        inside = ReadyHop(partial(both.inside, buffer))
+        return self._begin(
+            f"reduce {request.key}", inside, ReadyHop(both.between, unused=both.unused)
+        )
 
     def begin_write(self) -> None:
         for key, flight in self._last.items():

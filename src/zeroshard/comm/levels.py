@@ -10,7 +10,7 @@ travel in fp32: two levels are the tree (comm/ordered.py), hop by hop, and give 
 of a flat exchange. Encoded gradients (ZeRO++, arXiv 2306.10209, section 3.3) are decoded, added in
 fp32 and encoded again between the levels.
 
-What starts here is a `Step`; whoever runs the steps of an operation one after another (a flight,
+What starts here is a `ReadyHop`; whoever runs the hops of an operation one after another (a flight,
 runtime/flight.py) says so with `follow`, and is served by every wait of the process: the second
 level starts as soon as the first has ended. Invariant: operations of one key do not overlap, so
 that each level meets its peers by key. Cost beyond a flat exchange: a column of fp32 per reduce
@@ -47,13 +47,13 @@ from zeroshard.core.recording import Operation
 from zeroshard.core.route import Axis
 from zeroshard.memory import Pool
 
-__all__ = ["Levels", "Start", "Step", "Transports"]
+__all__ = ["Levels", "ReadyHop", "Start", "Transports"]
 
 Start = Callable[[], Work | None]  # None: nothing is left to wait for
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReadyHop:
     """A hop, or a part of one, ready to be started."""
 
     start: Start
@@ -63,6 +63,9 @@ class Step:
     describe: Callable[[], Operation] | None = None  # for a trace
     unused: Callable[[], None] | None = None  # gives back what it was to use, if it never starts
     between: bool = False  # whether it is a collective over nodes, whose wire is another one
+
+    def __repr__(self) -> str:
+        return self.kind if self.describe is None else "{0.name} {0.key}".format(self.describe())
 
 
 class Follower(Work, Protocol):

@@ -30,7 +30,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.levels import Step
+from zeroshard.comm.levels import ReadyHop
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
 from zeroshard.errors import ConfigError, StateError, StorageError
@@ -178,7 +178,7 @@ class ActivationStore:
     ) -> Flight:
         """Start `copy` on `lane`, after everything that compute has been given."""
         with self._lock:
-            flight = Flight([[Step(copy, "copy")]], self.streams, lane)
+            flight = Flight([[ReadyHop(copy, "copy")]], self.streams, lane)
             flight.go(fork=True)
             return flight
 

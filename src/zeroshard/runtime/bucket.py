@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zeroshard.comm.levels import Step
+from zeroshard.comm.levels import ReadyHop
 from zeroshard.comm.transport import ReduceRequest, Work
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Scope, Tier
@@ -256,18 +256,18 @@ class Bucket:
             return None
         if leaves is not None and not accumulator.takes(leaves.spans):
             out = self._memory.empty(len(leaves.spans) * (accumulator.own[1] - accumulator.own[0]))
-            steps = self._steps(request, out, None, accumulate=False)
-            return self._hand_over(steps, out, apart=(leaves.spans, out))
+            hops = self._hops(request, out, None, accumulate=False)
+            return self._hand_over(hops, out, apart=(leaves.spans, out))
         held = None
         if with_earlier:
             held, self._node_sum = self._node_sum, None
         if resting.on_device:
             out = resting.fetch(*accumulator.own)
-            return self._hand_over(self._steps(request, out, held, accumulate=not fresh), held, out)
+            return self._hand_over(self._hops(request, out, held, accumulate=not fresh), held, out)
         out = accumulator.room()
-        to_rest = Step(partial(_take, weakref.ref(resting), out, fresh), "here")
-        steps = self._steps(request, out, held, accumulate=False)
-        return self._hand_over([*steps, to_rest], held, out)
+        to_rest = ReadyHop(partial(_take, weakref.ref(resting), out, fresh), "here")
+        hops = self._hops(request, out, held, accumulate=False)
+        return self._hand_over([*hops, to_rest], held, out)
 
     def _move_sum(self, make_room: Callable[[int], None]) -> None:
         """Add the sum of micro-batches to the buffer."""
@@ -307,15 +307,15 @@ class Bucket:
         if empty:  # one kernel on an accelerator
             torch._foreach_zero_([data[start:stop] for start, stop in empty])
 
-    def _steps(
+    def _hops(
         self,
         request: ReduceRequest,
         out: torch.Tensor,
         held: torch.Tensor | None,
         *,
         accumulate: bool,
-    ) -> Sequence[Step]:
-        """Return the sum over all ranks to `out`, step by step; `held`: earlier sums of this
+    ) -> Sequence[ReadyHop]:
+        """Return the sum over all ranks to `out`, hop by hop; `held`: earlier sums of this
         node's ranks.
         """
         levels = self._context.levels
@@ -324,15 +324,15 @@ class Bucket:
             return [self._first(reduce, Axis.FLAT)]
         both = levels.node_sum(request, out, accumulate=accumulate, held=held)
         describe = partial(self._operation, Axis.NODE)
-        second = Step(both.between, describe=describe, unused=both.unused, between=True)
+        second = ReadyHop(both.between, describe=describe, unused=both.unused, between=True)
         return [self._first(both.inside, Axis.LOCAL), second]
 
-    def _first(self, reduce: Callable[..., Work], axis: Axis) -> Step:
-        """Return the step in which `reduce` takes what is in the buffer."""
+    def _first(self, reduce: Callable[..., Work], axis: Axis) -> ReadyHop:
+        """Return the hop in which `reduce` takes what is in the buffer."""
         start = partial(reduce, buffer=self.buffer)
         if self._codec is not None:
             start = partial(self._encode, reduce)
-        return Step(start, describe=partial(self._operation, axis))
+        return ReadyHop(start, describe=partial(self._operation, axis))
 
     def _encode(self, reduce: Callable[..., Work]) -> Work:
         """Start `reduce` of what has been handed over, encoded. Our memory of it goes at once where
@@ -371,14 +371,14 @@ class Bucket:
 
     def _hand_over(
         self,
-        steps: Sequence[Step],
+        hops: Sequence[ReadyHop],
         *uses: object,
         apart: tuple[Sequence[Range], torch.Tensor] | None = None,
     ) -> Flight:
-        """Return a flight of `steps`, which use memory beside the buffer; the next gradient opens
+        """Return a flight of `hops`, which use memory beside the buffer; the next gradient opens
         another one. `apart`: see Reduction.
         """
-        flight = Flight([steps], self._streams, "reduce", self._context.levels)
+        flight = Flight([hops], self._streams, "reduce", self._context.levels)
         self.reduction = Reduction(flight, self.buffer, self.loan, uses, apart)
         self._close()
         return flight

@@ -29,7 +29,7 @@ from operator import attrgetter
 import torch
 from xxhash import xxh3_64_intdigest
 
-from zeroshard.comm.levels import Start, Step
+from zeroshard.comm.levels import ReadyHop, Start
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import Transport, Window, Work
 from zeroshard.core.layout import Piece, Range
@@ -150,7 +150,7 @@ class FlatWeights:
         )
         self._publishing: Flight | None = None  # slices of other nodes on their way here
         # a plain gather, with the buffer that it fills and the memory at rest
-        self._built: tuple[torch.Tensor, torch.Tensor | None, Sequence[Step]] | None = None
+        self._built: tuple[torch.Tensor, torch.Tensor | None, Sequence[ReadyHop]] | None = None
 
     def _part(self, span: Range, context: Context) -> State:
         """Return what rests here of `span`."""
@@ -209,9 +209,9 @@ class FlatWeights:
 
     # ------------------------------------------------------------------------------ gathering
 
-    def gather(self, raw: bool) -> Sequence[Step]:
-        """Take the memory of the full buffer, on compute, and return a gather into it, step by
-        step; `raw`: of the weights as they rest, without a codec.
+    def gather(self, raw: bool) -> Sequence[ReadyHop]:
+        """Take the memory of the full buffer, on compute, and return a gather into it, hop by
+        hop; `raw`: of the weights as they rest, without a codec.
         """
         if self.buffer.is_ours:
             on_pages = self.rest.rests_elsewhere and not reads_wait(self.buffer.tensor)
@@ -220,11 +220,11 @@ class FlatWeights:
         if self.is_local:
             return self._mapped
         if not self._is_plain or raw:
-            return tuple(_Gather(self, *self._start(raw)).steps())
+            return tuple(_Gather(self, *self._start(raw)).ready_hops())
         built, out, rest = self._built, self.buffer.tensor, self.rest.tensor
         if built is None or built[0] is not out or built[1] is not rest:
-            steps = tuple(_Gather(self, *self._start(raw)).steps())
-            self._built = built = (out, rest, steps)
+            hops = tuple(_Gather(self, *self._start(raw)).ready_hops())
+            self._built = built = (out, rest, hops)
         return built[2]
 
     @cached_property
@@ -233,13 +233,13 @@ class FlatWeights:
         return self.codec is None and not (self.keeps_column or self.reads_first)
 
     @cached_property
-    def _mapped(self) -> Sequence[Step]:
+    def _mapped(self) -> Sequence[ReadyHop]:
         """A gather that moves nothing; its bytes are those that it makes readable."""
         assert self.window is not None
         received = self._start(raw=False)[0].bytes(self.portion).total
         operation = Operation("gather", Kind.ALL_GATHER.value, self.key, received)
         describe = (lambda: operation) if received else None  # else there is a single rank
-        return (Step(self.window_gather, describe=describe),)
+        return (ReadyHop(self.window_gather, describe=describe),)
 
     def _gather_column(self, out: torch.Tensor | None = None) -> Work:
         assert self.window is not None, self.key
@@ -392,9 +392,10 @@ class FlatWeights:
         self.wait_published()
         levels, column, base = self.context.levels, self.rest.whole, self.rest_span[0]
         own = column[self.own_span[0] - base : self.own_span[1] - base]
-        starts = levels.gathers((Axis.NODE,), self.key, own, self.layout.ranges, column)
-        steps = [Step(starts[0], between=True), Step(self.window.publish, "here", between=True)]
-        self._publishing = Flight([steps], self.context.streams, "gather")
+        (start,) = levels.gathers((Axis.NODE,), self.key, own, self.layout.ranges, column)
+        others = ReadyHop(start, between=True)
+        hops = [others, ReadyHop(self.window.publish, "here", between=True)]
+        self._publishing = Flight([hops], self.context.streams, "gather")
         self._publishing.go()
         levels.hold_writes(self._publishing)
 
@@ -430,30 +431,30 @@ class _Gather:
         if source is flat.column:
             self._key, self._window = f"{flat.key}.column", None
 
-    def steps(self) -> Iterator[Step]:
-        """Yield a step for each hop that does something here."""
+    def ready_hops(self) -> Iterator[ReadyHop]:
+        """Yield each hop that does something here, ready to be started."""
         if not self._route.hops:  # what rests here is whole
             copies = self._window is None
-            yield Step(self._copy, "here") if copies else Step(self._gathers(())[0])
+            yield ReadyHop(self._copy, "here") if copies else ReadyHop(self._gathers(())[0])
         for kind, group in groupby(self._route, attrgetter("kind")):
             if kind is Kind.READ:
-                yield Step(self._read, "read", self._reading)
+                yield ReadyHop(self._read, "read", self._reading)
             elif kind is Kind.ALL_GATHER:
                 hops = tuple(group)
                 if hops[0].wire.codec is None:
                     starts = self._gathers(hops)
                 else:
-                    yield Step(partial(self._receive, hops), "here")
+                    yield ReadyHop(partial(self._receive, hops), "here")
                     starts = [lambda: next(self._starts)()] * len(hops)
                 for hop, start in zip(hops, starts, strict=True):
                     describe, between = partial(self._gathering, hop), hop.axis is Axis.NODE
-                    yield Step(start, describe=describe, between=between)
+                    yield ReadyHop(start, describe=describe, between=between)
             elif kind is Kind.ENCODE:
-                yield Step(self._encode, "here")
+                yield ReadyHop(self._encode, "here")
             elif kind is Kind.KEEP:
-                yield Step(self._keep, "here")
+                yield ReadyHop(self._keep, "here")
             elif kind is Kind.DECODE:
-                yield Step(self._decode, "here")
+                yield ReadyHop(self._decode, "here")
 
     def _gathers(self, hops: Sequence[Hop]) -> Sequence[Start]:
         """Return the starts of the levels of one all-gather."""

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from enum import Enum
 
-from zeroshard.comm.levels import Levels, Step
+from zeroshard.comm.levels import Levels, ReadyHop
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StorageError
 from zeroshard.runtime.streams import BETWEEN, Event, Lane, Streams
@@ -56,7 +56,7 @@ class Flight:
 
     def __init__(
         self,
-        routes: Iterable[Sequence[Step]],
+        routes: Iterable[Sequence[ReadyHop]],
         streams: Streams,
         lane: Lane | None,
         levels: Levels | None = None,
@@ -66,8 +66,8 @@ class Flight:
         self._levels = levels
         self._streams = streams
         self._lane = lane
-        self._at = [0] * len(self._routes)  # the step that comes next
-        self._works: list[Work | None] = [None] * len(self._routes)  # of the step before
+        self._at = [0] * len(self._routes)  # the hop that comes next
+        self._works: list[Work | None] = [None] * len(self._routes)  # of the hop before
         self._event: Event = None
         self._arrived: Event = None  # of the last hop between nodes, until a hop comes after it
         self._is_going = False
@@ -75,46 +75,46 @@ class Flight:
     def go(self, how: Go = Go.START, *, fork: bool = False) -> None:
         """Go on as far as `how` says; START after what compute was given so far if `fork`."""
         if self._is_going:
-            return  # a step that is being started waits, and serves us meanwhile
+            return  # a hop that is being started waits, and serves us meanwhile
         self._is_going = True
         # what has been read is used by compute as well where no collective follows
         streams, marks, has_levels = self._streams, how in (Go.ADVANCE, Go.WAIT), False
         lane = self._lane if streams.has_lanes else None
         recording = streams.probe.recording
         if fork and lane is not None:
-            for steps in self._routes:
-                if steps and not steps[0].between:  # those fork their own lane
+            for hops in self._routes:
+                if hops and not hops[0].between:  # those fork their own lane
                     streams.fork(lane)
                     break
         there, far = None if lane is None else streams.on(lane), None
         if there is not None:
             there.__enter__()
         try:
-            for number, steps in enumerate(self._routes):
+            for number, hops in enumerate(self._routes):
                 at, work = self._at[number], self._works[number]
-                while at < len(steps) or work is not None:
+                while at < len(hops) or work is not None:
                     if work is not None:
-                        if how is Go.START and at == len(steps):
+                        if how is Go.START and at == len(hops):
                             break  # the usual case: of one collective
-                        if not self._goes_on(work, steps, at, how):
-                            has_levels = has_levels or at < len(steps)
+                        if not self._goes_on(work, hops, at, how):
+                            has_levels = has_levels or at < len(hops)
                             break
                         work.wait()
-                    if at == len(steps):
+                    if at == len(hops):
                         self._works[number] = work = None
                         break
-                    step = steps[at]
-                    if lane is not None and (step.between or self._arrived is not None):
-                        far = self._change_lane(steps, at, lane)
-                        marks = marks and (not far or at == 0 or steps[at - 1].between)
+                    hop = hops[at]
+                    if lane is not None and (hop.between or self._arrived is not None):
+                        far = self._change_lane(hops, at, lane)
+                        marks = marks and (not far or at == 0 or hops[at - 1].between)
                     since = None if recording is None else recording.now()
-                    work = step.start()
-                    marks = marks or (step.kind != "read" and far is None)
-                    if step.kind == "wire" and streams.enqueues and work is not None:
+                    work = hop.start()
+                    marks = marks or (hop.kind != "read" and far is None)
+                    if hop.kind == "wire" and streams.enqueues and work is not None:
                         work.wait()
                         work = _OVER
-                    if recording is not None and step.describe is not None and work is not None:
-                        work = recording.watch(work, step.describe(), since)
+                    if recording is not None and hop.describe is not None and work is not None:
+                        work = recording.watch(work, hop.describe(), since)
                     if far is not None and lane is not None:
                         far.__exit__(None, None, None)
                         far, self._arrived = None, streams.mark(BETWEEN[lane])
@@ -134,12 +134,12 @@ class Flight:
             self._levels.follow(self)
 
     def _change_lane(
-        self, steps: Sequence[Step], at: int, lane: Lane
+        self, hops: Sequence[ReadyHop], at: int, lane: Lane
     ) -> AbstractContextManager[None] | None:
-        """Let the next step follow those before; where it is between nodes, enter that lane."""
+        """Let the next hop follow those before; where it is between nodes, enter that lane."""
         streams, between = self._streams, BETWEEN[lane]
-        was_between = at > 0 and steps[at - 1].between
-        if not steps[at].between:
+        was_between = at > 0 and hops[at - 1].between
+        if not hops[at].between:
             if was_between:
                 streams.join(self._arrived, lane)
                 self._arrived = None
@@ -152,10 +152,10 @@ class Flight:
         there.__enter__()
         return there
 
-    def _goes_on(self, work: Work, steps: Sequence[Step], at: int, how: Go) -> bool:
-        """Whether to wait for the step before `at`, under way as `work`, and go on."""
-        is_read = steps[at - 1].kind == "read"
-        follows = at < len(steps) and steps[at].kind == "wire"
+    def _goes_on(self, work: Work, hops: Sequence[ReadyHop], at: int, how: Go) -> bool:
+        """Whether to wait for the hop before `at`, under way as `work`, and go on."""
+        is_read = hops[at - 1].kind == "read"
+        follows = at < len(hops) and hops[at].kind == "wire"
         if how is Go.WAIT or (how is Go.ADVANCE and is_read):
             return True
         if is_read or not follows:
@@ -170,16 +170,16 @@ class Flight:
     def _reads_first(self) -> bool:
         """Whether a read of this rank's tier is under way, before a collective."""
         return any(
-            work is not None and steps[at - 1].kind == "read"
-            for steps, at, work in zip(self._routes, self._at, self._works, strict=True)
+            work is not None and hops[at - 1].kind == "read"
+            for hops, at, work in zip(self._routes, self._at, self._works, strict=True)
         )
 
     @property
     def _has_levels(self) -> bool:
         """Whether collectives follow one that is under way."""
-        for steps, at, work in zip(self._routes, self._at, self._works, strict=True):
-            is_wire = work is not None and steps[at - 1].kind == "wire"
-            if is_wire and [step for step in steps[at:] if step.kind == "wire"]:
+        for hops, at, work in zip(self._routes, self._at, self._works, strict=True):
+            is_wire = work is not None and hops[at - 1].kind == "wire"
+            if is_wire and [hop for hop in hops[at:] if hop.kind == "wire"]:
                 return True
         return False
 
@@ -195,8 +195,8 @@ class Flight:
         for number, work in enumerate(self._works):
             if work is None:
                 continue
-            steps = self._routes[number]
-            if self._at[number] == len(steps) and steps[-1].kind != "read":
+            hops = self._routes[number]
+            if self._at[number] == len(hops) and hops[-1].kind != "read":
                 work.wait()  # the usual case: of one collective
                 self._works[number] = None
             else:
@@ -224,28 +224,28 @@ class Flight:
         self.go(Go.SERVE)
         return (
             all(
-                work is None or (steps[at - 1].kind != "read" and work.done())
-                for steps, at, work in zip(self._routes, self._at, self._works, strict=True)
+                work is None or (hops[at - 1].kind != "read" and work.done())
+                for hops, at, work in zip(self._routes, self._at, self._works, strict=True)
             )
             and not self._has_levels
         )
 
     def leave(self) -> None:
-        """Start nothing any more, and give back what the other steps would have used."""
+        """Start nothing any more, and give back what the other hops would have used."""
         routes, self._routes = self._routes, ()
-        for steps, at in zip(routes, self._at, strict=True):
-            for step in steps[at:]:
-                if step.unused is not None:
-                    step.unused()
-        self._routes = tuple(steps[:at] for steps, at in zip(routes, self._at, strict=True))
+        for hops, at in zip(routes, self._at, strict=True):
+            for hop in hops[at:]:
+                if hop.unused is not None:
+                    hop.unused()
+        self._routes = tuple(hops[:at] for hops, at in zip(routes, self._at, strict=True))
 
     def abandon(self) -> None:
         """Return when nothing of this rank's own writes to the buffers any more; the transport has
         forgotten its part.
         """
         self.leave()
-        for steps, at, work in zip(self._routes, self._at, self._works, strict=True):
-            if work is not None and steps[at - 1].kind == "read":
+        for hops, at, work in zip(self._routes, self._at, self._works, strict=True):
+            if work is not None and hops[at - 1].kind == "read":
                 with suppress(StorageError):
                     work.wait()
         self._routes, self._at, self._works = (), [], []

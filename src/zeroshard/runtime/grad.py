@@ -20,7 +20,7 @@ from functools import cached_property, partial
 
 import torch
 
-from zeroshard.comm.levels import Step
+from zeroshard.comm.levels import ReadyHop
 from zeroshard.core.layout import Range
 from zeroshard.core.recording import Operation
 from zeroshard.core.route import Axis, Hop, Kind
@@ -201,14 +201,14 @@ class Accumulator:
         """Whether the other ranks' averages have to come here."""
         return len(self.members) > 1 and self.resting() is not None
 
-    def gather_averages(self) -> Sequence[Step]:
-        """Return what brings the other ranks' averaged slices here, where `gathers_averages`, step
-        by step; no reduce is under way.
+    def gather_averages(self) -> Sequence[ReadyHop]:
+        """Return what brings the other ranks' averaged slices here, where `gathers_averages`, hop
+        by hop; no reduce is under way.
         """
         resting = self.resting()
         assert resting is not None, self.key
         if not resting.on_device:  # through the device, a segment at a time
-            return (Step(partial(self._exchange, resting), "here"),)
+            return (ReadyHop(partial(self._exchange, resting), "here"),)
         return self._meeting(resting.fetch(*self.own), resting.numbers.whole)
 
     def _exchange(self, resting: Gradient) -> None:
@@ -233,14 +233,14 @@ class Accumulator:
                 work.wait()
         resting.pending.clear()
 
-    def _meeting(self, mine: torch.Tensor, whole: torch.Tensor) -> Sequence[Step]:
+    def _meeting(self, mine: torch.Tensor, whole: torch.Tensor) -> Sequence[ReadyHop]:
         """Return what brings together what every rank that steps the same has averaged."""
         flat = self._flat
         hops = [hop for hop in flat.routes.average if hop.axis is not None]
         axes = [hop.axis for hop in hops if hop.axis is not None]
         starts = flat.context.levels.gathers(axes, self.key, mine, flat.layout.ranges, whole)
         return [
-            Step(start, describe=partial(self._gathering, hop), between=hop.axis is Axis.NODE)
+            ReadyHop(start, describe=partial(self._gathering, hop), between=hop.axis is Axis.NODE)
             for hop, start in zip(hops, starts, strict=True)
         ]
 

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from zeroshard.comm.levels import Step
+from zeroshard.comm.levels import ReadyHop
 from zeroshard.core.layout import Piece, round_up
 from zeroshard.core.placement import Tier
 from zeroshard.core.resting import AtRest, is_weight, num_shared
@@ -326,8 +326,8 @@ class Segment:
     def _master_or_weight(self) -> State:
         return self.weight if self.master is None else self.master
 
-    def gather(self, raw: bool) -> Sequence[Step]:
-        """Return a gather of the weights, step by step; see FlatWeights."""
+    def gather(self, raw: bool) -> Sequence[ReadyHop]:
+        """Return a gather of the weights, hop by hop; see FlatWeights."""
         self.rewritten = False
         return self.flat.gather(raw)
 
