@@ -43,7 +43,7 @@ from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.recomputed import checkpoint_around, when_over
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.saved import SavedTensors
-from zeroshard.runtime.trainable import ASSIGNED, Leaf, TrainableParameters, names_of, seal
+from zeroshard.runtime.trainable import ASSIGNED, TrainableParameters, Trained, names_of, seal
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.gradient import Gradient
@@ -126,9 +126,9 @@ class Backward:
         self._begin(retains=retains, units=units, gathers=gathers)
         yield
         with torch._C.DisableTorchFunctionSubclass():
-            for leaf in self.parameters.assigned(units):
-                if self._add(leaf, leaf.take()):
-                    self.complete(leaf.unit)
+            for one in self.parameters.assigned(units):
+                if self._add(one, one.take()):
+                    self.complete(one.unit)
         self._end()
 
     @contextmanager
@@ -163,7 +163,7 @@ class Backward:
         if not current.tasks:
             if checkpoint is None and current.recomputed:  # nested ones cannot ask
                 current.outer.update(
-                    id(leaf.parameter) for leaf in self.parameters if _gets_gradient(leaf.parameter)
+                    id(one.parameter) for one in self.parameters if _gets_gradient(one.parameter)
                 )
             elif checkpoint is not None:
                 when_over(checkpoint, self.enter)  # which the backward around it has to
@@ -262,7 +262,7 @@ class Backward:
             alive = backward()
             if alive is None:
                 return
-            leaf, grad = alive.parameters[number], parameter.grad
+            one, grad = alive.parameters[number], parameter.grad
             if isinstance(grad, SealedGrad):  # no hook came before this one
                 grad = grad.accumulated()
                 alive.enter()
@@ -275,32 +275,32 @@ class Backward:
                     alive.enter()
             if grad is None:
                 raise StateError(
-                    f"a hook on parameter {leaf.name!r}, set before shard(), has taken its gradient"
+                    f"a hook on parameter {one.name!r}, set before shard(), has taken its gradient"
                     " away inside the backward, before the ranks' gradients met: let the optimizer"
                     " of shard() step and clear it, after the backward"
                 )
             # else torch has only looked for the shapes of gradients
-            if alive._pass.units is None or leaf.unit in alive._pass.units:
-                has_all = alive._add(leaf, grad)
+            if alive._pass.units is None or one.unit in alive._pass.units:
+                has_all = alive._add(one, grad)
                 del grad  # it would live until its unit's sum has been started
-                if has_all and alive._is_due(leaf.unit):
-                    alive._hand_over(leaf.unit)
+                if has_all and alive._is_due(one.unit):
+                    alive._hand_over(one.unit)
             has_next = next(reversed(parameter._post_accumulate_grad_hooks)) != hooks[number]
             if has_next and not alive.parameters.hides:
-                seal([leaf], alive, None)  # for the hook after this one
+                seal([one], alive, None)  # for the hook after this one
 
         return take_grad
 
-    def _add(self, leaf: Leaf, grad: torch.Tensor) -> bool:
+    def _add(self, trained: Trained, grad: torch.Tensor) -> bool:
         """Take in a gradient; return whether all that its unit expects have come."""
-        if grad.requires_grad or leaf.to_local is not None or grad.layout is not torch.strided:
-            grad = leaf.local(grad)
-        current, unit, key = self._pass, leaf.unit, id(leaf.parameter)
+        if grad.requires_grad or trained.to_local is not None or grad.layout is not torch.strided:
+            grad = trained.local(grad)
+        current, unit, key = self._pass, trained.unit, id(trained.parameter)
         if not current.has_loss:
             self.accumulation.bring(of_another=_multiplying[-1:] not in ([], [self]))
-        if self.leaves is None or not self.leaves.keep(leaf, grad):
+        if self.leaves is None or not self.leaves.keep(trained, grad):
             room, more = self.reductions.make_room, current.gathers and self.leaves is None
-            leaf.bucket.add(leaf.index, grad, sync=self.mode.sync, more=more, make_room=room)
+            trained.bucket.add(trained.index, grad, sync=self.mode.sync, more=more, make_room=room)
         if not current.brings:
             current.bring()
         unit.arrived[key] = torch._C._current_graph_task_id()
@@ -326,12 +326,12 @@ class Backward:
         inputs_alone = (
             availability.is_swapped
             and not (brings or units is not None)
-            and not any(_gets_gradient(leaf.parameter) for leaf in self.parameters)
+            and not any(_gets_gradient(one.parameter) for one in self.parameters)
         )
         availability.check_gather() if inputs_alone else availability.check_trained()
         self.collect_dropped()
         if self._zeroed:
-            if self._zeroed.issuperset(id(leaf.parameter) for leaf in self.parameters.used()):
+            if self._zeroed.issuperset(id(one.parameter) for one in self.parameters.used()):
                 self.accumulation.forget_weights()
             self._zeroed.clear()
         mode = self.mode
@@ -364,8 +364,8 @@ class Backward:
                 unit.expect_gradients()
         return self._pass
 
-    def _replaced(self, units: Sequence[Unit] | None) -> list[Leaf]:
-        """Return the leaves in `units` to whose assigned gradients the backward that begins adds:
+    def _replaced(self, units: Sequence[Unit] | None) -> list[Trained]:
+        """Return those in `units` to whose assigned gradients the backward that begins adds:
         what rests of these is no longer theirs.
         """
         assigned, mode = self.parameters.assigned(units), self.mode
@@ -385,8 +385,8 @@ class Backward:
             )
         if self.accumulation.has_gradient:
             self.decisions.note(f"{ASSIGNED}, before a backward", names_of(assigned))
-            for leaf in assigned:
-                leaf.bucket.zero([leaf.index])
+            for one in assigned:
+                one.bucket.zero([one.index])
         return assigned
 
     def complete(self, unit: Unit, *, has_all: bool = False) -> None:
@@ -420,8 +420,8 @@ class Backward:
 
     def _hand_over(self, unit: Unit) -> None:
         if self._pass.assigned:
-            for leaf in self._pass.left(unit):
-                self._add(leaf, leaf.take())
+            for one in self._pass.left(unit):
+                self._add(one, one.take())
         unit.expect_no_more()
         if self.reductions.start(unit, sync=self.mode.sync, with_earlier=self._pass.brings):
             self._pass.reduced[unit.index] = self._weights.schedule.num_gathered
@@ -533,7 +533,7 @@ class Backward:
             self.reset(0 if same_on_all else UNKNOWN)
         elif gone and not changed:
             # before a step the ranks need not have used the same parameters
-            names = ", ".join(leaf.name for leaf in gone)
+            names = ", ".join(one.name for one in gone)
             self.decisions.note("gradients cleared by zero_grad()", names)
 
     def zero_gradient(self, parameter: nn.Parameter | None) -> None:
@@ -542,10 +542,10 @@ class Backward:
         """
         if not self.accumulation.changed:
             self.decisions.note_once("zero_grad(set_to_none=False)", "called")
-        leaf = self.parameters.of(parameter)
-        if leaf is not None:
-            leaf.bucket.zero([leaf.index])
-            self._zeroed.add(id(leaf.parameter))
+        one = self.parameters.of(parameter)
+        if one is not None:
+            one.bucket.zero([one.index])
+            self._zeroed.add(id(one.parameter))
 
     def reset(self, micro_batches: int = 0) -> None:
         """No gradient rests here any more; `micro_batches`: see Accumulation.clear."""

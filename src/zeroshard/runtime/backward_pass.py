@@ -20,7 +20,7 @@ import torch
 
 from zeroshard.core.digest import holders
 from zeroshard.errors import StateError
-from zeroshard.runtime.trainable import Leaf
+from zeroshard.runtime.trainable import Trained
 from zeroshard.runtime.unit import Unit
 
 __all__ = [
@@ -73,7 +73,7 @@ class BackwardPass:
     has_loss: bool = False  # see BackwardMode
     gathers: bool = False  # gradients of several micro-batches: units are handed over when told
     # whose gradients the user has assigned; autograd adds to them
-    assigned: Sequence[Leaf] = ()
+    assigned: Sequence[Trained] = ()
     brings: bool = False  # gradients have come: one by torch.autograd.grad brings none
     retains: bool = False  # its graph may be walked again
     nested: bool = False  # a backward has run inside this one
@@ -107,14 +107,14 @@ class BackwardPass:
         """No gradient comes any more."""
         self.ended = True
 
-    def left(self, unit: Unit) -> list[Leaf]:
-        """Return the leaves in `unit` to whose assigned gradients autograd has added none; none in
+    def left(self, unit: Unit) -> list[Trained]:
+        """Return those in `unit` to whose assigned gradients autograd has added none; none in
         a pass that brings no gradients.
         """
         if not (self.assigned and self.brings):
             return []
         with torch._C.DisableTorchFunctionSubclass():
-            return [leaf for leaf in self.assigned if leaf.unit is unit and leaf.is_assigned]
+            return [one for one in self.assigned if one.unit is unit and one.is_assigned]
 
     @property
     def in_checkpoint(self) -> bool:

@@ -23,7 +23,7 @@ from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.leaf_loop import Draws
 from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.shelf import RestPlace, Shelf
-from zeroshard.runtime.trainable import Leaf
+from zeroshard.runtime.trainable import Trained
 from zeroshard.runtime.unit import Unit
 
 __all__ = ["LeafTurns"]
@@ -39,7 +39,7 @@ class LeafTurns:
         self._number = 0  # whose turn it is: a round, and this rank's leaf of it
         self._ending: Sequence[Unit] = ()  # whose last section runs
         self._ended: set[Unit] = set()
-        self._kept: dict[Unit, dict[tuple[int, Leaf], Any]] = {}
+        self._kept: dict[Unit, dict[tuple[int, Trained], Any]] = {}
 
     @contextmanager
     def of(self, number: int) -> Iterator[None]:
@@ -52,22 +52,22 @@ class LeafTurns:
         self._number = number
         self._leaves.turn(number)
 
-    def keep(self, leaf: Leaf, grad: torch.Tensor) -> bool:
+    def keep(self, trained: Trained, grad: torch.Tensor) -> bool:
         """Keep a gradient that a section to come may add to; return whether it is kept."""
-        if leaf.unit in self._ending or leaf.unit in self._ended:
+        if trained.unit in self._ending or trained.unit in self._ended:
             return False
-        kept, key = self._kept.setdefault(leaf.unit, {}), (self._number, leaf)
+        kept, key = self._kept.setdefault(trained.unit, {}), (self._number, trained)
         if key in kept:
             grad = self._shelf.unpack(kept[key]) + grad
         kept[key] = self._shelf.pack(grad)
         return True
 
-    def _take(self, unit: Unit) -> Iterator[tuple[Leaf, torch.Tensor]]:
+    def _take(self, unit: Unit) -> Iterator[tuple[Trained, torch.Tensor]]:
         """Yield what is kept of `unit` and of the leaf whose turn it is, and keep it no longer."""
         kept = self._kept.get(unit, {})
-        for number, leaf in list(kept):
+        for number, trained in list(kept):
             if number == self._number:
-                yield leaf, self._shelf.unpack(kept.pop((number, leaf)))
+                yield trained, self._shelf.unpack(kept.pop((number, trained)))
 
     def begin_section(self, ending: Sequence[Unit]) -> None:
         """The backward has come to the last section of the units `ending`."""
@@ -77,8 +77,8 @@ class LeafTurns:
         """The leaf whose turn it is has run in this section: hand the ending units over."""
         reductions = self._backward.reductions
         for unit in self._ending:
-            for leaf, grad in self._take(unit):
-                leaf.bucket.add(leaf.index, grad, sync=True, make_room=reductions.make_room)
+            for trained, grad in self._take(unit):
+                trained.bucket.add(trained.index, grad, sync=True, make_room=reductions.make_room)
             if self._leaves.is_last:
                 self._backward.complete(unit, has_all=True)
             else:

@@ -39,13 +39,13 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.state.local import gradient_taker
 
-__all__ = ["ASSIGNED", "AssignedGradients", "Leaf", "TrainableParameters", "names_of", "seal"]
+__all__ = ["ASSIGNED", "AssignedGradients", "TrainableParameters", "Trained", "names_of", "seal"]
 
 ASSIGNED = "the parameters whose .grad was assigned by hand"
 
 
 @dataclass(eq=False, slots=True)
-class Leaf:
+class Trained:
     """A trainable parameter, and where its gradient goes."""
 
     unit: Unit
@@ -102,27 +102,27 @@ class Leaf:
         return self.sealed
 
 
-def seal(leaves: Iterable[Leaf], owner: GradientOwner, holds: object) -> None:
-    """Give `leaves` their sealed gradients, which keep `holds` alive, but for assigned ones."""
+def seal(trained: Iterable[Trained], owner: GradientOwner, holds: object) -> None:
+    """Give `trained` their sealed gradients, which keep `holds` alive, but for assigned ones."""
     with torch._C.DisableTorchFunctionSubclass():
-        for leaf in leaves:
-            parameter, sealed = leaf.parameter, leaf.sealed
+        for one in trained:
+            parameter, sealed = one.parameter, one.sealed
             grad = parameter.grad
             if grad is not None and type(grad) is not SealedGrad:
                 continue
             if sealed is None or sealed.dtype is not parameter.dtype:
-                sealed = leaf.make_sealed(owner)
+                sealed = one.make_sealed(owner)
             if sealed.holds is not holds:
                 sealed.hold(holds)
             parameter.grad = sealed
 
 
-class TrainableParameters(list[Leaf]):
+class TrainableParameters(list[Trained]):
     """All trainable parameters of an engine, in the order of its units."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         super().__init__(
-            Leaf(
+            Trained(
                 unit,
                 segment,
                 bucket,
@@ -134,85 +134,85 @@ class TrainableParameters(list[Leaf]):
             for segment, bucket in zip(unit.trainable, unit.buckets, strict=True)
             for index, parameter in enumerate(segment.parameters)
         )
-        self._of = {id(leaf.parameter): leaf for leaf in self}
+        self._of = {id(one.parameter): one for one in self}
         self.ids = self._of.keys()  # of the parameters
         self.hides = False  # whether ``.grad`` is None where it would be sealed
 
-    def of(self, parameter: nn.Parameter | None) -> Leaf | None:
-        """Return the leaf of `parameter`, if it is a trainable one of the engine."""
+    def of(self, parameter: nn.Parameter | None) -> Trained | None:
+        """Return `parameter` with where its gradient goes, if the engine trains it."""
         return None if parameter is None else self._of.get(id(parameter))
 
-    def used(self) -> list[Leaf]:
+    def used(self) -> list[Trained]:
         """Return those that have a gradient since the last drop."""
-        return [leaf for leaf in self if leaf.bucket.used[leaf.index]]
+        return [one for one in self if one.bucket.used[one.index]]
 
     def clear_gradients(self, *, assigned: bool = True) -> None:
         """Take all gradients off, or leave those that the user has `assigned`."""
         with torch._C.DisableTorchFunctionSubclass():
-            for leaf in self:
-                grad = leaf.parameter.grad
+            for one in self:
+                grad = one.parameter.grad
                 if grad is not None and (assigned or type(grad) is SealedGrad):
-                    leaf.parameter.grad = None
+                    one.parameter.grad = None
 
-    def frozen(self) -> list[Leaf]:
+    def frozen(self) -> list[Trained]:
         """Return those that the user has frozen since shard()."""
         with torch._C.DisableTorchFunctionSubclass():
-            return [leaf for leaf in self if not leaf.parameter.requires_grad]
+            return [one for one in self if not one.parameter.requires_grad]
 
     def scale_assigned(self, factor: float) -> None:
         """Multiply the gradients that the user has assigned by `factor`, in place."""
         if factor != 1.0:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                for leaf in self.assigned():
-                    assert leaf.parameter.grad is not None, leaf.name
-                    leaf.parameter.grad.mul_(factor)
+                for one in self.assigned():
+                    assert one.parameter.grad is not None, one.name
+                    one.parameter.grad.mul_(factor)
 
     def seal(self, owner: GradientOwner, *, holds: bool) -> None:
         """Put sealed gradients on those that have one. `holds`: it lives as long as they do."""
         if self.hides:
             return
-        for bucket, leaves in groupby(self.used(), key=attrgetter("bucket")):
-            seal(leaves, owner, bucket.accumulator.resting() if holds else None)
+        for bucket, trained in groupby(self.used(), key=attrgetter("bucket")):
+            seal(trained, owner, bucket.accumulator.resting() if holds else None)
 
-    def assigned(self, units: Collection[Unit] | None = None) -> list[Leaf]:
+    def assigned(self, units: Collection[Unit] | None = None) -> list[Trained]:
         """Return those in `units` (default: all) that have a gradient which no hook has taken."""
         with torch._C.DisableTorchFunctionSubclass():
             return [
-                leaf
-                for leaf in self
-                if (grad := leaf.parameter.grad) is not None  # no call for each: there are many
+                one
+                for one in self
+                if (grad := one.parameter.grad) is not None  # no call for each: there are many
                 and type(grad) is not SealedGrad
-                and (units is None or leaf.unit in units)
+                and (units is None or one.unit in units)
             ]
 
-    def take_cleared(self, cleared: Collection[int]) -> list[Leaf]:
+    def take_cleared(self, cleared: Collection[int]) -> list[Trained]:
         """Forget the gradients that the user has cleared, there or at the optimizer (`cleared`: ids
         of parameters), and return whose they were.
         """
         with torch._C.DisableTorchFunctionSubclass():
             gone = [
-                leaf
-                for leaf in self.used()
-                if (leaf.parameter.grad is None and not self.hides) or id(leaf.parameter) in cleared
+                one
+                for one in self.used()
+                if (one.parameter.grad is None and not self.hides) or id(one.parameter) in cleared
             ]
-            for leaf in gone:
-                if type(leaf.parameter.grad) is SealedGrad:  # else assigned after that
-                    leaf.parameter.grad = None
-        for bucket, leaves in groupby(gone, key=attrgetter("bucket")):
-            bucket.clear([leaf.index for leaf in leaves])
+            for one in gone:
+                if type(one.parameter.grad) is SealedGrad:  # else assigned after that
+                    one.parameter.grad = None
+        for bucket, cleared_here in groupby(gone, key=attrgetter("bucket")):
+            bucket.clear([one.index for one in cleared_here])
         return gone
 
 
-def names_of(leaves: Sequence[Leaf]) -> str:
-    """Return the names of `leaves` as text that ranks compare."""
-    return ", ".join(leaf.name for leaf in leaves)
+def names_of(trained: Sequence[Trained]) -> str:
+    """Return the names of `trained` as text that ranks compare."""
+    return ", ".join(one.name for one in trained)
 
 
 @dataclass(frozen=True)
 class _TakenGradient:
     """A gradient that the user has assigned, and the numbers of it that are here."""
 
-    leaf: Leaf
+    trained: Trained
     numbers: torch.Tensor
 
     @property
@@ -223,7 +223,7 @@ class _TakenGradient:
         """Let it rest as the averaged gradient. Where nothing rests, zeros of no sum do beside it:
         whoever adds to an assigned gradient sets to zero first what rests of it.
         """
-        bucket, index = self.leaf.bucket, self.leaf.index
+        bucket, index = self.trained.bucket, self.trained.index
         bucket.accumulator.open_empty()
         flat = self.numbers.new_empty(self.numbers.numel())
         bucket.flat.buffer.view_in(flat, index).copy_(self.numbers)
@@ -248,28 +248,28 @@ class AssignedGradients:
         """
         assigned = self._parameters.assigned()
         if only is not None:
-            assigned = [leaf for leaf in assigned if leaf.parameter is only]
+            assigned = [one for one in assigned if one.parameter is only]
         with torch._C.DisableTorchFunctionSubclass():
-            self._taken = [_TakenGradient(leaf, leaf.assigned()) for leaf in assigned]
+            self._taken = [_TakenGradient(one, one.assigned()) for one in assigned]
         if not self._taken:
             return False
         for taken in self._taken:
-            leaf = taken.leaf
-            leaf.bucket.used[leaf.index] = True
-            group = leaf.bucket.flat.context.holders.members[0]  # of ranks that have the parameter
-            self._digests[leaf.name] = f"{group} {digest_of(taken.numbers)}"
+            one = taken.trained
+            one.bucket.used[one.index] = True
+            group = one.bucket.flat.context.holders.members[0]  # of ranks that have the parameter
+            self._digests[one.name] = f"{group} {digest_of(taken.numbers)}"
         self._decisions.note(ASSIGNED, names_of(assigned))
         return True
 
     def replace_sums(self) -> None:
         """Forget what backwards have brought for the parameters of those that `take` has found."""
         for taken in self._taken:
-            taken.leaf.bucket.zero([taken.leaf.index])
-            taken.leaf.bucket.accumulator.open_empty()
+            taken.trained.bucket.zero([taken.trained.index])
+            taken.trained.bucket.accumulator.open_empty()
 
     def first_bad(self) -> str | None:
         """Return the segment of the first that is not finite."""
-        return next((one.leaf.bucket.key for one in self._taken if not one.is_finite), None)
+        return next((one.trained.bucket.key for one in self._taken if not one.is_finite), None)
 
     def store(self) -> bool:
         """Let those that `take` has found rest as averages; return whether any has."""
@@ -284,8 +284,8 @@ class AssignedGradients:
         for taken in self._taken:
             if not taken.is_finite:
                 raise StateError(
-                    f"the gradient assigned to {taken.leaf.name!r} holds NaN or infinity: assign a"
-                    " finite one, or drop the step with zero_grad()"
+                    f"the gradient assigned to {taken.trained.name!r} holds NaN or infinity: assign"
+                    " a finite one, or drop the step with zero_grad()"
                 )
 
     def compare(self) -> None:
