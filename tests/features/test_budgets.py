@@ -37,7 +37,7 @@ ROWS: dict[str, dict[str, Any]] = {
     **{row: {"node_size": 4} for row in ("hpz", "mics", "hfsdp")},
 }
 # What a step waits for: one vector with the squares of all gradients, which says whether they are
-# finite and what their norm is (state/reduction.py).
+# finite and what their norm is (state/norms.py).
 WAITS = ["tolist in read_squares"]
 # Operations per unit of eight parameters, zero3 less plain PyTorch. FSDP2 of torch 2.13 beside it:
 # 3, 5, 0. Of the backward's 12, eight are a copy of each gradient, one zeroes the padding.

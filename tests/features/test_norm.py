@@ -46,7 +46,7 @@ def _gradients() -> list[torch.Tensor]:
 
 
 def _defined() -> ExactSum:
-    """Return the sum of squares as it is defined (state/reduction.py: order-free norm)."""
+    """Return the sum of squares as it is defined (state/norms.py: order-free norm)."""
     total = ExactSum()
     for one in _gradients():
         for block in torch.split(one.double().reshape(-1).square(), ALIGN):

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The codecs (comm/codec.py), the canonical sum (comm/ordered.py) and the sum of squares
-(state/reduction.py) as Triton kernels: one pass from source to encoding, and back; one pass over
+(state/norms.py) as Triton kernels: one pass from source to encoding, and back; one pass over
 what all ranks have sent; one over a gradient. Bits are those of the torch code.
 
 Same bits, because every step is one IEEE operation: division rounds to nearest (``div_rn``;
@@ -16,7 +16,7 @@ their number is compiled in: a binary counter holds a sum for each. A program of
 blocks of 64 elements, and adds the integers of all blocks with one exponent at once. Elements are
 counted in 64 bits, and rows by moving the pointer. Under ``TRITON_INTERPRET=1`` the kernels run on
 the CPU: tests/unit/comm/test_codec_kernels.py, test_sum_kernel.py, state/test_squares_kernel.py.
-Importing this file needs Triton; comm/codec.py, comm/ordered.py and state/reduction.py do without
+Importing this file needs Triton; comm/codec.py, comm/ordered.py and state/norms.py do without
 (comm/compat.py).
 """
 
@@ -354,7 +354,7 @@ def add_squares(
 ) -> None:
     """Add the sums of squares of the blocks of `numbers` [n] to `bins`, int64 [COPIES, 2, places]:
     the lower `low` bits of each to the first, the rest to the second, at the place of its exponent;
-    to which copy is of no matter (state/reduction.py).
+    to which copy is of no matter (state/norms.py).
     """
     if numbers.numel() == 0:
         return

@@ -4,7 +4,7 @@ for each class of link. Every assumption is here and in docs/planner.md.
     collective    steps x latency + bytes / bandwidth, inside nodes and between them
     other tiers   latency + bytes / the slowest of host link, this rank's share of the host's
                   memory, and of the disk; a sum that comes to rest there is read once more, to know
-                  whether it is finite (state/reduction.py: RunningSum)
+                  whether it is finite (state/norms.py: RunningSum)
     compute       FLOPs / achieved FLOP/s: those counted in a traced pass, or, of a decoder, 2 per
                   parameter and token forward, 4 backward (2 for what is frozen), 2 once more where
                   recomputed, and attention's share

@@ -10,7 +10,7 @@ has taken: every backward ran inside ``no_sync``, or a gradient came after its u
 
 ZeRO, section 5.2, leaves the norm to a reduction over partitions; here every rank sends the exact
 sum of squares of its pieces, as an integer, and all add them, so that the result is the same number
-on every rank, in every row and for every cut (state/reduction.py: order-free norm). Division by the
+on every rank, in every row and for every cut (state/norms.py: order-free norm). Division by the
 number of ranks comes after the sum. A step with a number that is not finite is skipped on every
 rank, its masters and moments untouched.
 
@@ -45,7 +45,7 @@ from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import UNKNOWN, Weight, total_weight
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.trainable import AssignedGradients, names_of
-from zeroshard.state.reduction import SquaresRequest, SquaresSum, read_squares
+from zeroshard.state.norms import SquaresRequest, SquaresSum, read_squares
 
 __all__ = ["Finalizer"]
 

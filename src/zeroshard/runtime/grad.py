@@ -30,7 +30,7 @@ from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.partial_sums import PartialSums
 from zeroshard.state.gradient import Gradient
-from zeroshard.state.reduction import SquaresRequest, SquaresSum
+from zeroshard.state.norms import SquaresRequest, SquaresSum
 from zeroshard.state.state import State
 from zeroshard.tier.store import Storage, Store
 

@@ -39,7 +39,7 @@ from zeroshard.core.split import tiles
 from zeroshard.core.work import Work, wait_on_host
 from zeroshard.errors import StorageError
 from zeroshard.memory import bounce_buffer, reads_wait
-from zeroshard.state.reduction import (
+from zeroshard.state.norms import (
     RunningSum,
     SquaresRequest,
     SquaresSum,
@@ -336,7 +336,7 @@ class Gradient:
     # ------------------------------------------------------------------ its norm
 
     def unread(self, groups: Iterable[tuple[Range, ...]], *, squares: bool) -> list[SquaresRequest]:
-        """Return what the host has yet to read of an accelerator (state/reduction.py) to know the
+        """Return what the host has yet to read of an accelerator (state/norms.py) to know the
         `squares` of each group of ranges, or whether they are finite; nothing of the CPU. Between
         the ranges of a group lie zeros.
         """
@@ -353,7 +353,7 @@ class Gradient:
 
     def add_squares(self, groups: Iterable[tuple[Range, ...]], to: SquaresSum) -> None:
         """Add the squares of groups of ranges, each from the beginning of a block on
-        (state/reduction.py), `to` a sum: NaN of a lost one.
+        (state/norms.py), `to` a sum: NaN of a lost one.
         """
         try:
             for group in groups:

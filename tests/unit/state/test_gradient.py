@@ -18,7 +18,7 @@ from zeroshard.runtime.grad import Accumulator
 from zeroshard.state import gradient as module
 from zeroshard.state import reduction
 from zeroshard.state.gradient import Gradient
-from zeroshard.state.reduction import SquaresSum
+from zeroshard.state.norms import SquaresSum
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import Direct

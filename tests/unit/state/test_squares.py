@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from zeroshard.core.exact_sum import ExactSum
 from zeroshard.core.layout import ALIGN
 from zeroshard.state import reduction
-from zeroshard.state.reduction import SquaresRequest, SquaresSum, read_squares
+from zeroshard.state.norms import SquaresRequest, SquaresSum, read_squares
 
 NUMBERS = st.one_of(
     st.floats(width=32, allow_nan=False, allow_infinity=False),

@@ -15,7 +15,7 @@ import torch
 
 from tests.support.triton_process import run_here
 from zeroshard.state import reduction
-from zeroshard.state.reduction import squares_of
+from zeroshard.state.norms import squares_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUMELS = (1, 63, 64, 65, 4096, 4097, 20_000)

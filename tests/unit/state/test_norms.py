@@ -26,7 +26,7 @@ from zeroshard.memory import Pages
 from zeroshard.runtime.grad import Accumulator
 from zeroshard.state import gradient, reduction
 from zeroshard.state.gradient import Gradient
-from zeroshard.state.reduction import SquaresRequest, SquaresSum
+from zeroshard.state.norms import SquaresRequest, SquaresSum
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.link import Direct
 
