@@ -11,7 +11,7 @@ the shards of the others without a gradient and passes over them, and the runner
 
 Invariants: a step reads real gradients only inside the step itself; before and after it every shard
 carries a SealedGrad. A step refuses any entry that is not our shard. It does not know how gradients
-are summed: the engine hands them over through ``StepHooks``.
+are summed: the engine hands them over through ``AroundStep``.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from zeroshard.optim.state_dicts import PartialState, fill_in
 from zeroshard.optim.tiles import TileStates
 from zeroshard.state.local import local_of
 
-__all__ = ["ShardedOptimizer", "StepHooks", "check_parameters"]
+__all__ = ["AroundStep", "ShardedOptimizer", "check_parameters"]
 
 _INTERRUPTED = (
     "the last optimizer.step() did not finish: call engine.reset() on every rank after an exception"
 )
 
 
-class StepHooks(GradientOwner, Protocol):
+class AroundStep(GradientOwner, Protocol):
     """What the engine does around a step."""
 
     def before_step(self) -> bool:
@@ -144,7 +144,7 @@ class _ZeroGrad:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for parameter in chain(*self._sharded.parameters):
                 if not set_to_none:
-                    self._sharded._hooks.zero_gradient(parameter)
+                    self._sharded._around_step.zero_gradient(parameter)
                 if parameter.grad is None or type(parameter.grad) is SealedGrad:
                     continue
                 if set_to_none:
@@ -164,7 +164,7 @@ class ShardedOptimizer:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        hooks: StepHooks,
+        around_step: AroundStep,
         part: PartialState,
         options: StepOptions,
     ) -> None:
@@ -179,7 +179,7 @@ class ShardedOptimizer:
         self.runner = TileRunner(optimizer, self.states, options)
         self._groups: list[list[ParamShard]] = []
         self._empty: list[nn.Parameter | None] = []
-        self._hooks = hooks
+        self._around_step = around_step
         self._part = part
         self._device = options.device
         self._handles: list[Any] = []
@@ -216,10 +216,12 @@ class ShardedOptimizer:
             *hide_modes(optimizer, self._moving),
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
-            optimizer.register_state_dict_pre_hook(lambda _: self._hooks.check_states()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._around_step.check_states()),
             optimizer.register_state_dict_pre_hook(lambda _: self._part.refuse(self.num_finished)),
             optimizer.register_state_dict_post_hook(self._label_state),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self._hooks.check_states()),
+            optimizer.register_load_state_dict_pre_hook(
+                lambda *_: self._around_step.check_states()
+            ),
             optimizer.register_load_state_dict_pre_hook(
                 lambda _, state: self._part.checked(state, self._groups)
             ),
@@ -235,7 +237,7 @@ class ShardedOptimizer:
                     " offload="
                 )
 
-        return self._hooks.moving(call, check)
+        return self._around_step.moving(call, check)
 
     def _take(self, tiles: Sequence[Tile]) -> None:
         """Sort the shards of `tiles` into param groups."""
@@ -279,14 +281,18 @@ class ShardedOptimizer:
         self.seal()
 
     def rejoin(
-        self, tiles: Sequence[Tile], hooks: StepHooks, part: PartialState, options: StepOptions
+        self,
+        tiles: Sequence[Tile],
+        around_step: AroundStep,
+        part: PartialState,
+        options: StepOptions,
     ) -> None:
         """Step `tiles` of an engine that is laid out anew, whose state is in the optimizer and at
         rest already. No gradient rests.
         """
         num_finished, num_steps = self.num_finished, self.runner.num_steps
         self.runner.close()
-        self._hooks, self._part, self._device = hooks, part, options.device
+        self._around_step, self._part, self._device = around_step, part, options.device
         self.is_cut_off = False
         self.runner = TileRunner(self.optimizer, self.states, options)
         self.continue_from(num_finished, num_steps)
@@ -390,14 +396,14 @@ class ShardedOptimizer:
                 sealed = shard.tensor.grad
                 if not isinstance(sealed, SealedGrad):
                     shard.tensor.grad = SealedGrad(
-                        shard.tensor, shard.name, self._hooks, shard.parameter, held
+                        shard.tensor, shard.name, self._around_step, shard.parameter, held
                     )
                 elif sealed.holds is not held:
                     sealed.hold(held)
         for empty in self._empty:
             if empty is not None and empty.grad is None:
                 empty.grad = SealedGrad(
-                    empty, "(no piece of this group on this rank)", self._hooks, None
+                    empty, "(no piece of this group on this rank)", self._around_step, None
                 )
         self.sealed = True
 
@@ -496,12 +502,12 @@ class ShardedOptimizer:
         """
         if self._step.has_begun:
             return
-        take = self._hooks.before_step()
+        take = self._around_step.before_step()
         self.is_cut_off = True
         self._step.begin([shard.tensor.grad for shard in self.pieces()])
         failed = not self._succeeds(self.join)  # the tiles' part of the step before ends first
         if self.runner.lags:
-            self._hooks.publish_late()
+            self._around_step.publish_late()
             self.runner.note_late(lags=False)
         if take:
             self._succeeds(partial(self.runner.start, self.tiles, failed=failed))
@@ -521,7 +527,7 @@ class ShardedOptimizer:
         in the end.
         """
         succeeds = False
-        with self._hooks.noted():
+        with self._around_step.noted():
             call()
             succeeds = True
         return succeeds
@@ -537,5 +543,5 @@ class ShardedOptimizer:
         for piece, grad in zip(self.pieces(), step.sealed, strict=True):
             piece.tensor.grad = grad
         self.seal()
-        self._hooks.after_step(late=self.runner.was_late)
+        self._around_step.after_step(late=self.runner.was_late)
         self.is_cut_off = False
