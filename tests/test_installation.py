@@ -122,7 +122,10 @@ def test_the_build_for_this_machine_is_installed_in_sight(
 
 def test_make_train_says_its_three_steps() -> None:
     told = subprocess.run(
-        ["make", "-n", "train", "VENV=/nowhere/venv"], cwd=ROOT, capture_output=True, text=True
+        ["make", "--no-print-directory", "-n", "train", "VENV=/nowhere/venv"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     ).stdout
     steps = [line for line in told.splitlines() if "== step" in line]
     assert [line.partition("== ")[2][:11] for line in steps] == [

@@ -20,7 +20,7 @@ from tests.support.harness import run_ranks
 from tests.support.training import Run, batch, differences, make_model, train, two_groups
 from zeroshard.runtime import segment
 from zeroshard.state import gradient as resting
-from zeroshard.state import reduction, state
+from zeroshard.state import norms, state
 from zeroshard.tier import direct_io, disk
 
 TIERS = {
@@ -52,7 +52,7 @@ def _small_tiles(
         offload = zs.Offload(**tiers, **disk, staging_bytes=1 << 16)  # type: ignore[arg-type]
         with (
             mock.patch.object(resting, "_BLOCK", 512),
-            mock.patch.object(reduction, "_CHUNK", 128),
+            mock.patch.object(norms, "_CHUNK", 128),
             mock.patch.object(segment, "_TILE", 320),
             mock.patch.object(state, "_TILE", 320),
         ):

@@ -47,7 +47,7 @@ from zeroshard.optim import runner
 from zeroshard.runtime import activation_store, segment
 from zeroshard.runtime.streams import Event, Lane, NoStreams
 from zeroshard.sharding import api
-from zeroshard.state import gradient, reduction
+from zeroshard.state import gradient, norms
 from zeroshard.tier import host
 from zeroshard.tier.link import Enqueued
 
@@ -191,7 +191,7 @@ class LaneSanitizer(Timeline):
             patches.append((torch.Tensor, name, _method(stand_in, getattr(torch.Tensor, name))))
         for module in (memory, segment):
             patches.append((module, "mark", memory.Mark))
-        for module in (memory, gradient, reduction, host, codec):
+        for module in (memory, gradient, norms, host, codec):
             patches.append((module, "reads_wait", lambda tensor: not self.is_on_host(tensor)))
         for module in (memory, gradient):
             patches.append((module, "bounce_buffer", self._bounce_buffer))

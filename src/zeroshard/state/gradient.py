@@ -52,7 +52,7 @@ from zeroshard.tier.store import Storage
 
 __all__ = ["Gradient"]
 
-_BLOCK = 1 << 20  # elements read from another tier at a time; a multiple of a chunk (reduction.py)
+_BLOCK = 1 << 20  # elements read from another tier at a time; a multiple of a chunk (norms.py)
 
 
 class Gradient:

@@ -16,7 +16,7 @@ from zeroshard.errors import StorageError
 from zeroshard.memory import Pages
 from zeroshard.runtime.grad import Accumulator
 from zeroshard.state import gradient as module
-from zeroshard.state import reduction
+from zeroshard.state import norms
 from zeroshard.state.gradient import Gradient
 from zeroshard.state.norms import SquaresSum
 from zeroshard.state.state import DeviceMemory
@@ -39,7 +39,7 @@ everywhere = pytest.mark.parametrize("place", PLACES)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BLOCK", 16)
-    monkeypatch.setattr(reduction, "_CHUNK", 4)
+    monkeypatch.setattr(norms, "_CHUNK", 4)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tests.support.training import batch, make_model
 from zeroshard.core.exact_sum import ExactSum
 from zeroshard.memory import Pages
 from zeroshard.runtime.grad import Accumulator
-from zeroshard.state import gradient, reduction
+from zeroshard.state import gradient, norms
 from zeroshard.state.gradient import Gradient
 from zeroshard.state.norms import SquaresRequest, SquaresSum
 from zeroshard.state.state import DeviceMemory
@@ -52,7 +52,7 @@ class Reads(TorchDispatchMode):
         return SQUARES_OF(slices)
 
 
-SQUARES_OF = reduction.squares_of
+SQUARES_OF = norms.squares_of
 
 
 @contextmanager
@@ -61,8 +61,8 @@ def on_an_accelerator() -> Iterator[Reads]:
     reads = Reads()
     waits = mock.Mock(return_value=True)
     with (
-        mock.patch.object(reduction, "squares_of", reads.squares_of),
-        mock.patch.object(reduction, "reads_wait", waits),
+        mock.patch.object(norms, "squares_of", reads.squares_of),
+        mock.patch.object(norms, "reads_wait", waits),
         mock.patch.object(gradient, "reads_wait", waits),
         reads,
     ):
@@ -81,7 +81,7 @@ def gradient_of(numbers: torch.Tensor, sizes: Sequence[int]) -> tuple[Accumulato
 def squares(slices: Sequence[torch.Tensor]) -> list[float]:
     """Return the sums of squares of `slices`, as one read tells them."""
     found: list[ExactSum] = []
-    reduction.read_squares([SquaresRequest(one, found.append) for one in slices])
+    norms.read_squares([SquaresRequest(one, found.append) for one in slices])
     return [float(one) for one in found]
 
 
@@ -117,7 +117,7 @@ def test_gradients_are_divided_scaled_and_zeroed_without_a_read_and_then_read_to
             assert one.average(4.0), "nothing is known of it yet"
         asked = [each for one in accumulators for each in one.unread([True, False])]
         assert (reads.numbers, reads.vectors) == (0, [])
-        reduction.read_squares(asked)
+        norms.read_squares(asked)
         assert reads.vectors == [4]
         assert [one.unread([True, False]) for one in accumulators] == [[], []]
         for one, squares in zip(gradients, expected, strict=True):
@@ -139,7 +139,7 @@ def test_what_is_not_finite_is_known_once_it_has_been_read() -> None:
     with on_an_accelerator():
         accumulator, one = gradient_of(numbers, [40, 60])
         assert one.average(2.0)
-        reduction.read_squares(accumulator.unread([True, False]))
+        norms.read_squares(accumulator.unread([True, False]))
         assert not one.average(2.0)
         assert one.is_finite(0, 40) and not one.is_finite(40, 100)
 
@@ -152,14 +152,14 @@ def test_a_unit_of_used_parameters_is_one_slice_and_a_number_that_is_not_finite_
     with on_an_accelerator() as reads:
         accumulator, one = gradient_of(numbers, [40, 60])
         one.average(2.0)
-        reduction.read_squares(accumulator.unread([True, True]))
+        norms.read_squares(accumulator.unread([True, True]))
         total = SquaresSum()
         accumulator.add_squares([True, True], total, of_all=False)
         assert reads.vectors == [1] and float(total.read()) == pytest.approx(expected, rel=1e-12)
         assert one.is_finite(0, 40) and one.is_finite(40, 100)
         one.numbers.whole[50] = float("nan")
         one.scale(0.5)
-        reduction.read_squares(accumulator.unread([True, True]))
+        norms.read_squares(accumulator.unread([True, True]))
         assert not one.average(2.0)
         assert one.is_finite(0, 40) and not one.is_finite(40, 100)
     assert reads.vectors == [1, 1]
@@ -181,7 +181,7 @@ class Launches(TorchDispatchMode):
 
 def test_without_triton_a_norm_takes_few_kernels_for_a_billion_elements() -> None:
     slices = [torch.empty(125_000_000, device="meta") for _ in range(8)]
-    with mock.patch.object(reduction, "reads_wait", lambda tensor: True), Launches() as seen:
+    with mock.patch.object(norms, "reads_wait", lambda tensor: True), Launches() as seen:
         SQUARES_OF(slices)
     assert 0 < seen.count < 700  # with chunks of 2^20 elements: 9,385
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from zeroshard.core.exact_sum import ExactSum
 from zeroshard.core.layout import ALIGN
-from zeroshard.state import reduction
+from zeroshard.state import norms
 from zeroshard.state.norms import SquaresRequest, SquaresSum, read_squares
 
 NUMBERS = st.one_of(
@@ -78,8 +78,8 @@ def test_any_cut_at_blocks_any_order_and_any_chunk_give_the_same_integer(
     pieces = [parameter[low:high] for low, high in itertools.pairwise(bounds)]
     whole = defined(parameter) + defined(other)
     with (
-        mock.patch.object(reduction, "_chunk", lambda: chunk * ALIGN),
-        mock.patch.object(reduction, "_BATCH", 1 + seed),
+        mock.patch.object(norms, "_chunk", lambda: chunk * ALIGN),
+        mock.patch.object(norms, "_BATCH", 1 + seed),
     ):
         assert summed(parameter, other) == whole
         assert summed(*pieces[::-1], other) == whole
@@ -89,10 +89,10 @@ def test_any_cut_at_blocks_any_order_and_any_chunk_give_the_same_integer(
 
 
 def test_full_chunks_and_batches_change_nothing() -> None:
-    parameter = numbers(3 * reduction._chunk() + 77)
+    parameter = numbers(3 * norms._chunk() + 77)
     whole = defined(parameter)
     assert summed(parameter) == whole == summed(parameter[: 5 * ALIGN], parameter[5 * ALIGN :])
-    with mock.patch.object(reduction, "_BATCH", 2):
+    with mock.patch.object(norms, "_BATCH", 2):
         assert [summed(parameter)] == read(parameter) == [whole]
 
 

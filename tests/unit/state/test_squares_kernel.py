@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.triton_process import run_here
-from zeroshard.state import reduction
+from zeroshard.state import norms
 from zeroshard.state.norms import squares_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,7 +49,7 @@ def interpret() -> None:
     from zeroshard.comm import kernels
 
     expected = squares_of(all_hard())
-    with mock.patch.object(reduction, "kernels_for", lambda tensor: kernels):
+    with mock.patch.object(norms, "kernels_for", lambda tensor: kernels):
         actual = squares_of(all_hard())
     assert torch.equal(actual, expected), (actual != expected).nonzero()[:5]
     print("same integers")
@@ -69,5 +69,5 @@ def test_a_gpu_gives_the_integers_of_the_cpu(way: str, monkeypatch: pytest.Monke
     slices = [*all_hard(), hard(3_000_001, torch.float32), hard(3_000_001, torch.bfloat16)]
     expected = squares_of(slices)
     if way == "torch":
-        monkeypatch.setattr(reduction, "kernels_for", lambda tensor: None)
+        monkeypatch.setattr(norms, "kernels_for", lambda tensor: None)
     assert torch.equal(squares_of([one.cuda() for one in slices]).cpu(), expected)
