@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import run_ranks
-from tests.support.training import make_model, take_steps, train, two_groups
+from tests.support.training import has_parameters, make_model, take_steps, train, two_groups
 
 CHECKPOINTS = {"kept": None, "recomputed": False, "reentrant": True}
 
@@ -45,10 +45,6 @@ def _stack(width: int, blocks: int, checkpoints: str) -> nn.Module:
     return nn.Sequential(nn.Linear(7, width), *inner, nn.Linear(width, 7))
 
 
-def _has_parameters(name: str, module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
-
-
 def _train(rank: int, row: str, model: nn.Module, **options: Any) -> dict[str, torch.Tensor]:
     """Train two steps of two micro-batches; rank 1 is late at every forward."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -74,7 +70,7 @@ def _on_host(rank: int, world: int, checkpoints: str) -> dict[str, list[str]]:
         (33, 2, "zero3", True),
         (33, 4, "zero3-keep", True),
     ):
-        units = {"units": _has_parameters} if each else {}
+        units = {"units": has_parameters} if each else {}
         offload = zs.Offload(weight="host", grad="host", optimizer="host")
         runs = [
             _train(rank, row, _stack(width, blocks, checkpoints), offload=tier, **units)

@@ -20,6 +20,7 @@ from tests.support.harness import run_ranks
 from tests.support.training import (
     ROWS,
     batch,
+    has_parameters,
     make_sharded,
     take_steps,
     two_groups,
@@ -202,10 +203,6 @@ class BackToBack(nn.Module):
         return self.block(self.block(self.block(h)))  # type: ignore[no-any-return]
 
 
-def _holds_parameters(name: str, module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
-
-
 def _back_to_back(rank: int, world: int, reentrant: bool) -> dict[str, list[str]]:
     """Train with every module its own unit; return what differs from data parallel training by
     hand.
@@ -216,7 +213,7 @@ def _back_to_back(rank: int, world: int, reentrant: bool) -> dict[str, list[str]
     for row in (*ROWS, "hpz"):
         for transport in ("shared_memory", "gloo"):
             run = train_case(
-                rank, row, case, STEPS, units=_holds_parameters, comm=zs.Comm(transport=transport)
+                rank, row, case, STEPS, units=has_parameters, comm=zs.Comm(transport=transport)
             )
             out[f"{row} on {transport}"] = run.differs_from(reference)
     return out
@@ -371,7 +368,7 @@ def _in_parts(rank: int, world: int) -> dict[str, Any]:
     """
     model = seeded(Recomputed)()
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy="zero2", units=_holds_parameters)
+    engine = zs.shard(model, optimizer, policy="zero2", units=has_parameters)
     reduced: list[str] = []
 
     def note(event: str, name: str) -> None:
@@ -411,7 +408,7 @@ def _apart(rank: int, world: int, row: str) -> list[str]:
     model, expected = Either(), Either()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     options = {"comm": zs.Comm(transport="gloo"), "prefetch_bytes": 0}
-    engine = zs.shard(model, optimizer, policy=row, units=_holds_parameters, **options)
+    engine = zs.shard(model, optimizer, policy=row, units=has_parameters, **options)
     batches = [
         torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(each))
         for each in range(world)
@@ -438,7 +435,7 @@ def _cleared_on_one_rank(rank: int, world: int, row: str) -> float:
     """Clear gradients of a layer that only rank 1 has used; return the norm."""
     model = Either()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    engine = zs.shard(model, optimizer, policy=row, units=_holds_parameters)
+    engine = zs.shard(model, optimizer, policy=row, units=has_parameters)
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
     model(x, (0, 1)[: rank + 1]).backward()
     for parameter in model.layers[1].parameters():

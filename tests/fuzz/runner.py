@@ -52,6 +52,7 @@ from tests.fuzz.program import (
 )
 from tests.fuzz.reference import DECAY, DTYPES, ByHand, ByLeaves, Change, Saves, sum_of
 from tests.support.harness import RankError, run_ranks
+from tests.support.training import has_parameters
 from zeroshard.core.policy import ROWS
 from zeroshard.errors import StateError, ZeroshardError
 from zeroshard.launch.cli import main
@@ -447,7 +448,7 @@ def _is_unit(program: Program, name: str, module: nn.Module) -> bool:
     if program.units == "root":
         return not name
     if program.units == "leaves":
-        return any(True for _ in module.parameters(recurse=False))
+        return has_parameters(name, module)
     return (
         any(True for _ in module.parameters())
         and random.Random(f"{program.seed} {name}").random() < 0.4

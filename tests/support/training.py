@@ -91,6 +91,11 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def has_parameters(name: str, module: nn.Module) -> bool:
+    """Whether a module has parameters of its own: for ``units=``."""
+    return any(True for _ in module.parameters(recurse=False))
+
+
 def make_model(**sizes: int) -> Net:
     torch.manual_seed(0)
     return Net(**sizes)
