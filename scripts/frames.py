@@ -11,9 +11,9 @@ torch.distributed, or, on CPU ranks, the control plane's ``progress``, which cop
 whatever has begun. What ``progress`` and ``serve`` do for transfers under way
 depends on how fast the other ranks are: it is not counted as a way to the wire, and `deepest` is
 the deepest frame in ``comm/`` with it (so `deepest` has no limit). The files are those of which
-each of five ``optimizer.step()`` runs a function: what only a late rank brings is left out. So it
-is of what five whole steps (forward, backward, step) each run: `lines`, distinct ones, `functions`,
-and the files that these are in, `ring`.
+each of five ``optimizer.step()`` runs a function: what only a late rank brings is left out, and
+so is what `progress` and `serve` run. So it is of what five whole steps (forward, backward, step)
+each run: `lines`, distinct ones, `functions`, and the files that these are in, `ring`.
 
 A limit is today's value and goes down, never up; `aim` is where it is to go. `scripts/shape.py`
 counts what the source says by itself, `tests/features/test_budgets.py` the Python calls of a unit
@@ -146,7 +146,8 @@ class Watch:
             if frame.f_back.f_code.co_filename.startswith(SOURCE):
                 self._count(frame.f_back, self.frames)
         elif event == "call" and file.startswith(SOURCE):
-            self.files.add(file)
+            if not _is_served(frame):
+                self.files.add(file)
             if not file.startswith(f"{SOURCE}/comm/") or file.endswith(BESIDE):
                 return
             self._count(frame, self.deepest, serves=True)
@@ -168,6 +169,16 @@ class Watch:
         for kind, starts in KINDS.items():
             if not set(starts).isdisjoint(names):
                 into[kind] = max(into[kind], num_frames)
+
+
+def _is_served(frame: FrameType | None) -> bool:
+    """Whether `frame` is below a function of `SERVING`: it runs for whatever has begun."""
+    while frame is not None:
+        caller = frame.f_back
+        if caller is not None and caller.f_code.co_name in SERVING:
+            return caller.f_code.co_filename.startswith(f"{SOURCE}/comm/")
+        frame = caller
+    return False
 
 
 def count(rank: int, world_size: int, options: Mapping[str, Any]) -> Counts:

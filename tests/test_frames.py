@@ -14,7 +14,7 @@ from tests.support.harness import spawn_ranks
 @pytest.mark.parametrize("name", frames.CASES)
 def test_no_way_to_the_wire_and_no_step_is_longer_than_its_limit(name: str) -> None:
     world_size, options = frames.CASES[name]
-    # waits serve whatever engines of before are still there
+    # fresh processes: waits serve whatever engines of before are still there
     counted = spawn_ranks(world_size, frames.count, options, timeout=300)[0]
     assert frames.too_large({name: counted.result}) == [], counted.stderr
 
