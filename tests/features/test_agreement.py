@@ -369,6 +369,27 @@ def test_options_are_encoded_again_only_where_one_has_changed(
     assert decisions.digest() != changed
 
 
+def test_options_whose_encoding_an_exception_ends_are_encoded_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import zeroshard.runtime.decisions as module
+
+    def interrupt(value: object) -> str:
+        raise KeyboardInterrupt
+
+    decisions, others = Decisions(), Decisions()
+    optimizer = torch.optim.SGD(make_model().parameters(), lr=1e-2)
+    decisions.attach(optimizer)
+    before = decisions.digest()
+    optimizer.param_groups[0]["lr"] = 1e-3
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "_text", interrupt)
+        decisions.digest()
+    others.attach(optimizer)
+    assert decisions.digest() == others.digest() != before
+    assert decisions.items() == others.items()
+
+
 def test_one_number_has_one_encoding() -> None:
     def digest(**options: Any) -> int:
         decisions = Decisions()

@@ -93,7 +93,6 @@ class Decisions:
             for group in groups
         ]
         if seen != self._seen or not self._digest:
-            self._seen = seen
             self._options = {
                 f"option {key!r} of optimizer param group {index}": _text(value)
                 for index, group in enumerate(groups)
@@ -103,6 +102,7 @@ class Decisions:
             self._digest = _digest_of(
                 "\n".join(f"{name} = {value}" for name, value in self._options.items())
             )
+            self._seen = seen  # last: an exception may come to any line before
         return self._digest
 
 
