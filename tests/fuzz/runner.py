@@ -874,7 +874,9 @@ def _part_of_trails(program: Program, rank: int, path: str) -> str:
     if not same["equal"]:
         return f"the trail of the undisturbed run is another: {same['first']}"
     first = _compared(path, "undisturbed", "planted")["first"]
-    if first is None or (first["step"], first["phase"], first["leaf"]) != (0, "leaf", 0):
+    # a frozen unit has a backward alone
+    in_backward = first is not None and first["phase"] in ("leaf", "backward")
+    if first is None or (first["step"], in_backward, first["leaf"]) != (0, True, 0):
         return f"a leaf's other loss in step 0 is told as {first}"
     return ""
 

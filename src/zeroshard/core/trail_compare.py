@@ -213,13 +213,15 @@ def _in_order(keys: Iterable[_Key], units: Sequence[str]) -> list[_Key]:
         if name not in OF_LEAF:
             late = int((name, detail) == ("gather", "backward"))
             return _ORDER[name], late, 0, 0.0, places.get(unit, 0), detail
-        handed_over = run.get(f"leaf {detail}", [])
-        if name == "backward" and unit in handed_over:
-            place = handed_over.index(unit) + 0.5  # its parameters' gradients come before
-        else:
-            place = float(run[key[0]].index(unit))
+        index = run[key[0]].index(unit)
+        place = float(index)
+        if name == "backward":  # comes after the gradients of its own parameters, or where it has
+            # none of those of the units before it
+            handed_over = run.get(f"leaf {detail}", [])
+            before = [one for one in run[key[0]][: index + 1] if one in handed_over]
+            place = handed_over.index(before[-1]) + 0.5 if before else -0.5
         turn = {"forward": 0, "loss": 1}.get(name, 2)
-        return _ORDER["forward"], int(detail), turn, place, 0, ""
+        return _ORDER["forward"], int(detail), turn, place, index, ""
 
     return sorted(keys, key=order)
 

@@ -240,6 +240,24 @@ def test_a_backward_is_told_after_the_gradients_of_its_own_unit() -> None:
     assert first.phase == "leaf 1"
 
 
+def test_a_frozen_unit_is_told_after_the_units_that_ran_before_it() -> None:
+    def run(bad: str) -> Callable[[int, int, Hashes], None]:
+        def change(rank: int, step: int, found: Hashes) -> None:
+            if "backward 0" in found:
+                order = ["frozen", "second", "alone", "other", "first"]
+                found["backward 0"] = dict.fromkeys(order, "same")
+                for unit in order[order.index(bad) :] if bad else ():
+                    found["backward 0"][unit] = "another"
+                    if unit in UNITS:
+                        found["leaf 0"][unit] = "another"
+
+        return change
+
+    for bad in ("frozen", "second", "alone", "other", "first"):
+        first = compare(trail(1, change=run("")), trail(2, change=run(bad))).differences[0]
+        assert first.unit == bad
+
+
 def test_runs_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ValueError, match="leaves=4 and the other 8"):
         compare(trail(1), trail(1, leaves="8"))
