@@ -156,6 +156,11 @@ def _reset(engine: zs.Engine, model: nn.Module) -> None:
     engine.reset()
 
 
+def _reset_and_load(engine: zs.Engine, model: nn.Module) -> None:
+    engine.reset()
+    _load(engine, model)
+
+
 def _without_a_batch(rank: int, world: int, transport: str, others: list[Any]) -> None:
     """Let odd ranks have no batch of a step after each of `others`; None: in the first step."""
     for row in ("zero3", "zero3-keep") if world == 2 else ("hpz", "mics"):
@@ -189,6 +194,41 @@ def test_a_rank_without_a_batch_gathers_what_the_others_do_whatever_came_before(
 
 def test_ranks_of_two_nodes_without_a_batch_are_told_what_a_first_pass_gathers() -> None:
     run_ranks(4, _without_a_batch, "gloo", [None])
+
+
+class _Skipping(_Turned):
+    """A net that leaves out its first block where `skips`."""
+
+    skips = False
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        first, self.blocks[0] = self.blocks[0], nn.Identity() if self.skips else self.blocks[0]
+        try:
+            return super().forward(x, y)
+        finally:
+            self.blocks[0] = first
+
+
+def _whole_after(rank: int, world: int, row: str) -> list[str]:
+    """Use fewer weights than the rank without data has, right after they were brought together."""
+    found = []
+    for other in (_reset, _load, _reset_and_load, lambda engine, model: None):
+        torch.manual_seed(0)
+        model, optimizer, engine = make_sharded(row, "gloo", model=_Skipping(), stall_timeout_s=20)
+        take_steps(rank, 1, model, optimizer)
+        other(engine, model)
+        for step in (1, 2):
+            model.skips = step == 1
+            with engine.join():
+                take_steps(rank, [[step], []][rank], model, optimizer, engine, clip=1.0)
+        take_steps(rank, [3], model, optimizer)
+        found.append(final_state(model, engine))
+    return [line for state in found for line in differences(state, found[-1])]
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
+def test_weights_that_rest_whole_are_not_gathered_in_a_step_whatever_came_before(row: str) -> None:
+    assert run_ranks(2, _whole_after, row) == [[], []]
 
 
 def _same_rows(rank: int, world: int, transport: str, options: dict[str, Any]) -> None:

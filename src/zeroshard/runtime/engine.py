@@ -636,9 +636,12 @@ class Engine(Assembly):
             for segment in self._weights.segments:
                 if segment.flat.awaits_nodes:  # what the last step has published was on its way
                     segment.flat.publish()
-            lags = self._sharded is not None and self._sharded.runner.lags
-            if lags and not self._context.faults.is_lost:
+            if self._context.faults.is_lost:
+                return
+            if self._sharded is not None and self._sharded.runner.lags:
                 self._states.finish_step()
+            else:  # in one order: the ranks' next forwards may have several
+                self._weights.run(self._weights.schedule.publish())
 
     def close(self) -> None:
         """Give back a plain module, in the dtypes it came with (trained parameters with their

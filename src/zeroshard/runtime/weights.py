@@ -242,7 +242,8 @@ class Weights:
         self.run(self.schedule.bring_to_rest(unit.residency))
 
     def finish_gathers(self) -> None:
-        """Wait for the gathers under way, which nobody has used, and release their units."""
+        """Wait for the gathers that nobody has used, and release units that rest sharded."""
+        self.finish_published()
         for unit in self.units:
             if unit.residency.state is UnitState.GATHERING:
                 self.bring_to_rest(unit)

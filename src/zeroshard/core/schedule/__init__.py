@@ -452,7 +452,7 @@ class Schedule:
             if unit.state is FULL and is_stale and not unit.is_held:
                 yield from self._release(unit)
         for unit in self.units:
-            if unit.traits.is_published and unit.state is RESTING:
+            if not unit.traits.is_sharded and unit.state is RESTING:
                 yield self._to[unit.index][Op.START]
                 unit.state = GATHERING
 
