@@ -138,6 +138,41 @@ def test_the_output_of_a_recomputed_unit_counts_once(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- faults
 
 
+class _InPart(torch.nn.Module):
+    """A unit whose weights are frozen where it uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.used = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.used.requires_grad_(False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.used(hidden)
+        return out
+
+
+def _in_part(rank: int, world: int, stage: int, path: Path) -> list[str]:
+    """Return the units that have handed a gradient over in leaf 0."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), _InPart(), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zs.shard(model, optimizer, stage=stage, leaves=2, units=[_InPart])
+    with engine.trail(path, every=1):
+        for _ in engine.leaves(0, seed=0):
+            engine.backward(model(torch.ones(2, 8)).square().mean())
+        optimizer.step()
+    engine.close()
+    record = json.loads((path / f"rank-{rank:05}.jsonl").read_text().splitlines()[1])
+    return list(record["hashes"]["leaf 0"])
+
+
+def test_a_unit_that_is_used_in_part_has_a_gradient_in_every_row_or_in_none(
+    tmp_path: Path,
+) -> None:
+    found = [run_ranks(1, _in_part, stage, tmp_path / str(stage))[0] for stage in (1, 2)]
+    assert found[0] == found[1] and found[0], found
+
+
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, dict[str, Any]], Path]:
     """Return the trail of a run without a fault."""

@@ -853,6 +853,8 @@ def _undisturbed(program: Program) -> Program:
     )
     away = dict.fromkeys(("weight_tier", "grad_tier", "optimizer_tier"), "device")
     row = "zero3" if program.row == "zero2" else "zero2"
+    if program.branches and replace(program, row=row).gathers_in_step:
+        row = "zero1"
     return replace(program, steps=steps, row=row, fraction=1.0, watched="", **away)  # type: ignore[arg-type]
 
 

@@ -240,8 +240,8 @@ class Bucket:
             self._move_sum(make_room)
         self._zero_unfilled()
         leaves, request, own = self._leaves, self._request, self._own
-        for listener in self.handed_over if leaves is None or leaves.own is not None else ():
-            listener(self.key, (lambda: self.buffer) if own is None else own.leaf)  # else zeros
+        for listener in self.handed_over if own is not None or True in self.filled else ():
+            listener(self.key, (lambda: self.buffer) if own is None else own.leaf)
         if leaves is not None:
             if own is not None:  # the sum of this rank's own leaves is reduced, after the last
                 if leaves.is_last:
