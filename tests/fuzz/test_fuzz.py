@@ -156,6 +156,16 @@ FOUND = {  # what later seeds found, shrunk where that was possible
         layers=(Layer("block", frozen=True),),
         steps=(Step((Micro(routes=((0, 0), (0, 0))),)),),
     ),
+    "a forward that ends by an exception, and what it had gathered ahead": Program(
+        95399,
+        weight_tier="host",
+        optimizer="sgd",
+        width=8,
+        tokens=True,
+        tied_ends=True,
+        layers=(Layer(), Layer(kind="block")),
+        steps=(Step(micros=(Micro(penalty="square"),), between=("alone forward",)),),
+    ),
     "four ranks of one node": Program(
         13033,
         world=4,

@@ -172,7 +172,8 @@ class _Listeners:
             )
 
     def _verify(self) -> None:
-        if self._finalizer.is_every(self._context.options.verify_every):
+        every = self._context.options.verify_every
+        if every is not None and self._weights.digest.step % every == every - 1:
             verify_replicas(self._weights, self._sharded, self._context)
 
     def _balance(self) -> None:

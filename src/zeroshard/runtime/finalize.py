@@ -479,10 +479,6 @@ class Finalizer:
                 gradient.scale(factor)
         return total
 
-    def is_every(self, steps: int | None) -> bool:
-        """Whether the step under way is the last of so many `steps` (None: never)."""
-        return steps is not None and self._digest.step % steps == steps - 1
-
     def before_step(self) -> bool:
         """The optimizer is about to step: see `finalize`."""
         self._backward.tell("step")

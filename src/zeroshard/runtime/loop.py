@@ -21,6 +21,7 @@ Invariant: every event is the same call on every rank that runs the same program
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -106,7 +107,8 @@ class Loop:
         self._saved.end()
         if self.weights.schedule.running == 1 and not self.weights.nothing_to_do:
             self.hold_parameters(output)
-        self.weights.end_pass(repeats=self.weights.schedule.evaluates)
+        if output is not None or sys.exc_info()[1] is None:  # else others may come to nothing more
+            self.weights.end_pass(repeats=self.weights.schedule.evaluates)
         self.weights.leave(evaluates=False)
         for listener in self.events.after_forward:
             listener()
