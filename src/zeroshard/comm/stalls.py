@@ -60,9 +60,10 @@ class StallWatch(Plane):
     ) -> None:
         self._control = control
         self._notices = notices
-        self._digest = weakref.ref(digest)  # an engine that is dropped ends the thread
         self._is_idle = is_idle
-        self._closed = threading.Event()
+        self._closed = closed = threading.Event()
+        # an engine that is dropped ends the thread
+        self._digest = weakref.ref(digest, lambda _: closed.set())
         self._notices.place("")  # so that whoever reads never waits for a rank that moves
         threading.Thread(target=self._watch, name="zeroshard-stalls", daemon=True).start()
 
