@@ -226,7 +226,7 @@ def line_rows(lines: int, num_files: int, code: int) -> Iterator[Row]:
     yield Row("files of the package", num_files, aim=180)
     yield Row(f"lines over {COLUMNS} columns", sum(wide.values()), ", ".join(wide), limit=0)
     yield Row(
-        "lines that README and tour ask to read", read, f"{len(files)} files", limit=7650, aim=5000
+        "lines that README and tour ask to read", read, f"{len(files)} files", limit=7570, aim=5000
     )
 
 
@@ -304,7 +304,7 @@ def import_rows(parsed: dict[Path, ast.Module], lines: dict[Path, int]) -> Itera
     graph = {name: (imports(tree) & modules.keys()) - {name} for name, tree in modules.items()}
     circles = cycles(graph)
     yield Row("modules that runtime/loop.py imports, transitively", len(loop), limit=81)
-    yield Row("their lines", *size(loop), limit=15340, aim=9000)
+    yield Row("their lines", *size(loop), limit=15130, aim=9000)
     yield Row(
         "lines that the public names of zeroshard load", *size(closure(top, modules, typed=True))
     )

@@ -24,8 +24,6 @@ from zeroshard.core.tree import Tree
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.engine import Engine, parts_of, states_of
 
-__all__ = ["GlobalBatchSampler", "LeafSampler", "UnevenBatchSampler"]
-
 
 class _StepSampler(Sampler[list[int]]):
     """Counts steps through all epochs: a step's samples follow from its number."""

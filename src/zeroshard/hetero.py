@@ -30,8 +30,6 @@ from zeroshard.memory import synchronize
 from zeroshard.system.device import Device
 from zeroshard.system.host_memory import HostMemory
 
-__all__ = ["Cluster", "RankFacts", "free_memory", "measure", "resolved"]
-
 _CALL = "zs.measure()"
 _ALIKE = 1.05  # free memory that differs by less counts as equal
 _DIGITS = 3  # of shares: more would be noise

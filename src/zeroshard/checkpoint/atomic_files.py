@@ -25,8 +25,6 @@ from zeroshard.checkpoint.steps import (
 )
 from zeroshard.errors import CheckpointError, ConfigError
 
-__all__ = ["published", "write_new"]
-
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

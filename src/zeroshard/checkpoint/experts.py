@@ -30,8 +30,6 @@ from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.runtime.own_meshes import OwnMeshes, matching
 from zeroshard.runtime.whole import saved_names
 
-__all__ = ["Experts"]
-
 
 class Experts:
     """The names and parts of all parameters of a model of which ranks divide the experts.

@@ -56,12 +56,6 @@ from zeroshard.system.keeper_client import (
     read_note,
 )
 
-__all__ = [
-    "Holdings", "Keeping", "KeptStep", "copies_of", "local_keeper", "newest_kept_step",
-    "next_branch",
-    "tell_saved", "telling_keeper",
-]  # fmt: skip
-
 _log = logging.getLogger("zeroshard")
 _CALL = "saver.keep()"
 # by directory: the engine whose step was kept last

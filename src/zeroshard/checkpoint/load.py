@@ -39,8 +39,6 @@ from zeroshard.errors import CheckpointError, ConfigError, StorageError
 from zeroshard.runtime.curve import curve_of, departures
 from zeroshard.runtime.engine import Engine, states_of
 
-__all__ = ["Restored", "latest_step", "load"]
-
 _log = logging.getLogger("zeroshard")
 _HOLDINGS = TypeAdapter(Holdings)
 

@@ -41,12 +41,6 @@ from zeroshard.core.boxes import Box, check_boxes
 from zeroshard.errors import CheckpointError
 from zeroshard.system.safe_files import is_deeper
 
-__all__ = [
-    "BUFFER", "CHUNK_BYTES", "FORMAT", "HEAD_BYTES", "ITEMSIZE", "SHARD_NAME", "STATE", "VALUE",
-    "VERSION", "Entries", "Manifest", "ParameterEntry", "ShardEntry", "TensorEntry", "digest",
-    "num_chunks", "row_stride", "shard_name",
-]  # fmt: skip
-
 FORMAT = "zeroshard checkpoint"
 VERSION = 2  # of a step with boxes; one without is of version 1, as before there were boxes
 

@@ -26,8 +26,6 @@ from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.runtime.whole import extra_modules
 
-__all__ = ["Match", "Wanted"]
-
 
 @dataclass(frozen=True)
 class Wanted:

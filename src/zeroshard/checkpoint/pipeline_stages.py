@@ -29,8 +29,6 @@ from zeroshard.core.sliced_digest import placed_sum
 from zeroshard.errors import CheckpointError
 from zeroshard.runtime.engine import Engine, states_of
 
-__all__ = ["names_elsewhere", "rank_there", "unite", "united_groups"]
-
 _CALL = "zs.save()"
 
 

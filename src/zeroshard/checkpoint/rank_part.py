@@ -52,12 +52,6 @@ from zeroshard.runtime.whole import extra_modules, saved_names
 from zeroshard.state.local import is_dtensor, local_of, part_of
 from zeroshard.system.device import Device
 
-__all__ = [
-    "EXTRA", "OF_MODULES", "RESERVED", "RNG", "SCALER", "ExtraStates", "RankPart", "Stateful",
-    "check_arguments", "collect", "divide", "encoded_options", "generators", "names_of",
-    "parameters_of", "persistent_buffers", "restore_generators", "whole_parts",
-]  # fmt: skip
-
 # our own names among the states
 RNG, EXTRA, SCALER, OF_MODULES = RESERVED = ("rng", "extra", "scaler", "get_extra_state()")
 

@@ -61,8 +61,6 @@ from zeroshard.memory import Pages
 from zeroshard.runtime.ema import EMA, updates_of
 from zeroshard.runtime.engine import Engine, open_engines, states_of
 
-__all__ = ["Saver", "end_saves", "save"]
-
 _log = logging.getLogger("zeroshard")
 _POLL_S = 0.005
 _LOOK_S = 0.5  # how often a rank that waits for its own writer looks whether the others are alive

@@ -34,11 +34,6 @@ from zeroshard.checkpoint.steps import open_regular, os_errors
 from zeroshard.errors import CheckpointError
 from zeroshard.memory import Pages
 
-__all__ = [
-    "DTYPES", "WRITTEN_BY", "Lent", "OpenShards", "ShardReader", "Stored", "as_bytes",
-    "describe_range", "dtype_code", "header_of", "opened", "shard_bytes", "write_shard",
-]  # fmt: skip
-
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,

@@ -20,8 +20,6 @@ from zeroshard.core.boxes import Shared, Span, common, dense_stride, part_at
 from zeroshard.core.part import Part
 from zeroshard.errors import CheckpointError
 
-__all__ = ["copy_common", "read_span", "stored_span", "whole_stride"]
-
 
 def stored_span(entry: ParameterEntry, piece: TensorEntry) -> Span:
     """Return which elements of the parameter of `entry` a piece has."""

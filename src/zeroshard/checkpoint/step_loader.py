@@ -41,8 +41,6 @@ from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece, states_of
 from zeroshard.runtime.whole import saved_names
 
-__all__ = ["StepLoader"]
-
 
 class StepLoader:
     """Loads one step into one engine."""

@@ -23,8 +23,6 @@ from zeroshard.checkpoint.steps import StepFiles
 from zeroshard.core.boxes import Span
 from zeroshard.memory.heap import Trimmer
 
-__all__ = ["StepReader"]
-
 _T = TypeVar("_T")
 
 

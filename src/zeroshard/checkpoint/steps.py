@@ -25,13 +25,6 @@ from zeroshard.checkpoint.manifest import HEAD_BYTES, MAX_BYTES, SHARD_NAME, Man
 from zeroshard.errors import CheckpointError
 from zeroshard.system.safe_files import NotReadable, open_descriptor
 
-__all__ = [
-    "MANIFEST", "SLACK_BYTES", "STEP_NAME", "StepFiles", "StepGone", "begin_step", "commit",
-    "list_steps", "lock", "make_directory", "open_regular", "os_errors", "prune", "read_manifest",
-    "remember_steps", "remove_tree", "require_space", "saved_order", "settle", "step_path",
-    "sync_directory", "working_path",
-]  # fmt: skip
-
 MANIFEST = "manifest.json"
 # that must be free beyond the files of pieces: for the manifest or index, and the directory
 SLACK_BYTES = 1 << 20

@@ -9,8 +9,6 @@ from typing import Any
 from zeroshard.checkpoint.manifest import BUFFER, Manifest
 from zeroshard.checkpoint.steps import MANIFEST, STEP_NAME
 
-__all__ = ["is_step", "summarize"]
-
 
 def is_step(path: Path) -> bool:
     """Return whether `path` is a step, and not a directory of steps."""

@@ -25,8 +25,6 @@ import torch
 
 from zeroshard.errors import CheckpointError
 
-__all__ = ["common_part", "decode", "encode", "no_tensors", "require_dense"]
-
 _MAX_DEPTH = 100
 _MAX_INT_BITS = 8192  # Python reads no number of more than 4300 digits
 _TAGS: dict[Any, str] = {list: "", tuple: "$tuple", set: "$set", frozenset: "$frozenset"}

@@ -18,8 +18,6 @@ from zeroshard.checkpoint.shard_files import ShardReader, describe_range
 from zeroshard.checkpoint.steps import MANIFEST, StepFiles, StepGone
 from zeroshard.errors import CheckpointError
 
-__all__ = ["Damage", "verify"]
-
 # ELOOP: a link, which no save leaves
 _NOT_THERE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR)
 

@@ -38,8 +38,6 @@ from zeroshard.core.layout import ALIGN, Range
 from zeroshard.errors import ConfigError
 from zeroshard.memory import reads_wait
 
-__all__ = ["CODECS", "Codec", "Fp8", "Int4", "Int8", "codec", "engine_of"]
-
 SCALE_BYTES = 4
 # elements; measured: 64 Ki cost half as much again in calls, 1 Mi gain a tenth
 TILE = {"cpu": 1 << 18}

@@ -17,11 +17,6 @@ from torch import distributed as dist
 
 from zeroshard.system.device import TRITON
 
-__all__ = [
-    *("all_gather_single", "group_all_gather", "group_reduce_scatter"),
-    *("has_timed_out", "kernels_for"),
-]
-
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

@@ -22,8 +22,6 @@ from zeroshard.comm.transport import CommSpec, Traffic
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 
-__all__ = ["connect_axes", "make_control"]
-
 _logger = logging.getLogger(__name__)
 _MEETING_S = 60.0  # ranks start at different times: connecting never waits for less
 

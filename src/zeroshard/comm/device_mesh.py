@@ -23,8 +23,6 @@ from zeroshard.core.dims import Dims
 from zeroshard.errors import ConfigError
 from zeroshard.system.mpi import rank_variables
 
-__all__ = ["MeshAxes", "mesh_axes_of"]
-
 _ALL = "Pass the same mesh=, dp= and mesh_of= on every rank"
 
 

@@ -31,8 +31,6 @@ from zeroshard.comm.compat import all_gather_single, has_timed_out
 from zeroshard.errors import ConfigError, StallError
 from zeroshard.system.device import Device
 
-__all__ = ["connected", "connection_bytes", "job_timeout", "make_group", "timeout_of"]
-
 # bytes of device memory that connecting took; None: the device does not say what is free
 _taken: WeakKeyDictionary[dist.ProcessGroup, int | None] = WeakKeyDictionary()
 

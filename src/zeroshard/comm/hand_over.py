@@ -24,8 +24,6 @@ from zeroshard.core.layout import Range
 from zeroshard.core.overlaps import sends
 from zeroshard.errors import StateError
 
-__all__ = ["HandOver", "HandOverError"]
-
 _CALL = "engine.repartition()"
 
 

@@ -45,8 +45,6 @@ from zeroshard.system.device import Device, all_devices
 from zeroshard.system.mpi import rank_variables
 from zeroshard.system.sockets import interface_towards, raise_file_limit
 
-__all__ = ["Seat", "choose_interface", "init_distributed", "same_device", "seated"]
-
 _log = logging.getLogger("zeroshard")
 _LEAVE_S = 10.0  # how long a rank that ends well waits for its device, and for the others
 _num_calls = 0  # of this process: each meets under keys of its own

@@ -29,18 +29,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = [
-    "COPIES",
-    "MOST",
-    "OPTIONS",
-    "Coded",
-    "add_squares",
-    "decode",
-    "encode",
-    "sum_rows",
-    "tile_of",
-]
-
 OPTIONS = {"enable_fp_fusion": False}  # of every launch
 _ELEMENTS = 4096  # per program of a codec, about
 # elements per program of the sum: with 4 warps, 16 bytes of bf16 per thread and load

@@ -16,8 +16,6 @@ from typing import Any, NoReturn
 
 from zeroshard.errors import ZeroshardError
 
-__all__ = ["end_process", "heartbeat", "keeper_address", "meeting_file"]
-
 NAME = "zeroshard_launched"
 
 

@@ -47,8 +47,6 @@ from zeroshard.core.recording import Operation
 from zeroshard.core.route import Axis
 from zeroshard.memory import Pool
 
-__all__ = ["Levels", "ReadyHop", "Start", "Transports"]
-
 Start = Callable[[], Work | None]  # None: nothing is left to wait for
 
 

@@ -17,8 +17,6 @@ import os
 
 import torch
 
-__all__ = ["create", "map_bytes", "reserve"]
-
 
 def create(num_bytes: int, *, reserved: bool = True) -> int:
     """Return the descriptor of a new memfd of `num_bytes` zero bytes; the caller closes it.

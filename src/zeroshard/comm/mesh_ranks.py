@@ -25,8 +25,6 @@ from zeroshard.comm.ranks import Groups, Ranks
 from zeroshard.core.placement import MeshPlace
 from zeroshard.errors import ZeroshardError
 
-__all__ = ["AlongAxes", "MeshRanks"]
-
 
 class AlongAxes(Ranks):
     """This rank's peers, one of every data parallel group, in mesh order. An error inside

@@ -57,8 +57,6 @@ from zeroshard.core.placement import Mesh
 from zeroshard.errors import PeerLostError, StallError, StateError
 from zeroshard.memory import Pool
 
-__all__ = ["NativeTransport"]
-
 _log = logging.getLogger(__name__)
 _RESET = "engine.reset()"
 

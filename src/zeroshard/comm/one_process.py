@@ -18,8 +18,6 @@ from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range
 from zeroshard.memory import Pool
 
-__all__ = ["OneProcess"]
-
 
 class OneProcess:
     """A Transport without peers."""

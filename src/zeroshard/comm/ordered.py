@@ -30,8 +30,6 @@ from zeroshard.comm.compat import kernels_for
 from zeroshard.core.tree import Expression, balanced
 from zeroshard.core.wire import BlockCodec
 
-__all__ = ["CHUNK_NUMEL", "add_up", "ordered_sum", "sum_parts"]
-
 CHUNK_NUMEL = 1 << 18  # measured: 64 Ki elements cost 30% more in calls, 4 Mi lose the cache
 _DEVICE_CHUNK_NUMEL = 1 << 24  # on an accelerator a chunk only bounds the scratch
 

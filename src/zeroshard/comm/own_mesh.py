@@ -26,8 +26,6 @@ from zeroshard.core.dims import shared_dims
 from zeroshard.core.holders import Holders
 from zeroshard.errors import ConfigError
 
-__all__ = ["MeshRequest", "OwnMesh", "check_meshes", "group_along", "own_meshes", "ranks_along"]
-
 
 @dataclass(frozen=True)
 class MeshRequest:

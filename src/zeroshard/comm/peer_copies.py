@@ -20,8 +20,6 @@ import torch.distributed as dist
 from zeroshard.comm import memfd
 from zeroshard.comm.groups import make_group
 
-__all__ = ["Copies"]
-
 
 class Copies:
     """Copies between `ranks`, which are given by their place in it. Made by all of them together;

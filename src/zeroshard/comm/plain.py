@@ -28,8 +28,6 @@ from zeroshard.comm.groups import job_timeout, make_group
 from zeroshard.comm.ranks import Ranks
 from zeroshard.errors import StallError
 
-__all__ = ["GroupRanks", "gather_bytes", "on_cpu", "ranks_through"]
-
 _FEW = 32  # bytes of a payload that goes through the device
 _SAYS_AFTER_S = 1.0  # when a rank that waits says that it is there
 _num_gathers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # of this rank

@@ -12,8 +12,6 @@ from zeroshard.comm.transport import Transport, Work
 from zeroshard.core.layout import Range, end_of
 from zeroshard.errors import StateError
 
-__all__ = ["PrivateWindow", "private"]
-
 
 def private(
     ranges: Sequence[Range],

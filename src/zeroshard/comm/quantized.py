@@ -26,8 +26,6 @@ import torch
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.wire import BlockCodec
 
-__all__ = ["Codecs", "Feedback", "Residual"]
-
 
 @dataclass(frozen=True)
 class Feedback:

@@ -24,8 +24,6 @@ from typing import Any
 from zeroshard.core.digest import first_difference, holders
 from zeroshard.errors import PeerLostError, PlanMismatch, StallError, ZeroshardError
 
-__all__ = ["Exchange", "Groups", "Meeting", "Ranks"]
-
 Exchange = Callable[[bytes, str], list[bytes]]  # payload, call -> every rank's payload, in order
 Groups = tuple[tuple[int, ...], ...]  # of ranks, inside which something is the same
 _EVERYWHERE: Mapping[str, Groups] = {}

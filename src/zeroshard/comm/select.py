@@ -35,8 +35,6 @@ from zeroshard.errors import ConfigError
 from zeroshard.system.device import Device
 from zeroshard.system.sockets import raise_file_limit
 
-__all__ = ["first_stall_timeout_s", "has_native", "make_levels", "make_transport"]
-
 STALL_TIMEOUT_S, FIRST_STALL_TIMEOUT_S = 300.0, 900.0  # unless the user says otherwise
 
 _logger = logging.getLogger(__name__)

@@ -30,8 +30,6 @@ from zeroshard.comm.launched import end_process
 from zeroshard.core.digest import Digest
 from zeroshard.errors import StallError
 
-__all__ = ["StallWatch", "every"]
-
 _EVERY_S = 5.0
 _ANSWER_S = 1.0  # how long the store may take
 _NUM_RANKS, _NUM_PLACES, _NUM_STARTED = 8, 8, 3  # named in an error

@@ -18,8 +18,6 @@ import re
 from math import isfinite
 from typing import Any
 
-__all__ = ["NotHjson", "parse_hjson"]
-
 # possessive: a repeated group that may go back keeps a place in memory for each time
 _SPACE = re.compile(r"(?:\s++|//[^\n]*+|#[^\n]*+|/\*.*?\*/)*+", re.DOTALL)
 _KEY = re.compile(r"[^\s,:\[\]{}\"']+")

@@ -36,8 +36,6 @@ from zeroshard.optim.scaler import LossScaler
 if TYPE_CHECKING:
     from zeroshard.deepspeed.keys.findings import FileFindings
 
-__all__ = ["AUTO", "Config", "ShardOptions", "build_config"]
-
 _log = logging.getLogger("zeroshard")
 
 AUTO = "auto"  # the policy that shard() plans

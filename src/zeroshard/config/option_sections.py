@@ -15,8 +15,6 @@ from zeroshard.core.wire import CODEC_BITS
 from zeroshard.errors import ConfigError
 from zeroshard.optim.scaler import LossScaler
 
-__all__ = ["Comm", "ErrorFeedback", "LossScale", "Offload", "State"]
-
 _REMARKS = {Tier.HOST: " (the memory of the CPU)", Tier.DISK: " (NVMe)"}  # on a tier, in errors
 
 

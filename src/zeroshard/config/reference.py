@@ -22,8 +22,6 @@ from zeroshard.config.option_sections import Comm, ErrorFeedback, LossScale, Off
 from zeroshard.core.policy import ROWS, STAGES
 from zeroshard.core.precision import PRECISIONS
 
-__all__ = ["SECTIONS", "options", "reference_markdown", "schema"]
-
 SECTIONS: dict[str, type[BaseModel]] = {
     "offload": Offload, "comm": Comm, "comm.error_feedback": ErrorFeedback, "loss_scale": LossScale,
 }  # fmt: skip

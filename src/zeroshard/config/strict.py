@@ -13,9 +13,6 @@ from pydantic_core import ErrorDetails
 from zeroshard.config.strict_json import nearest
 from zeroshard.errors import ConfigError
 
-__all__ = ["Strict", "kinds", "one_line"]
-
-
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
 else:

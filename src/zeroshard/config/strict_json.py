@@ -15,8 +15,6 @@ from zeroshard.config.hjson_text import NotHjson, parse_hjson
 from zeroshard.errors import ConfigError
 from zeroshard.system.safe_files import NotReadable, check_depth, read_file
 
-__all__ = ["flattened", "nearest", "parse_json", "read_json"]
-
 
 def read_json(path: str | Path, relaxed: Callable[[Any], bool] | None = None) -> Any:
     """Read a JSON file; raises ConfigError naming `path`. An HJSON file is read where `relaxed` is

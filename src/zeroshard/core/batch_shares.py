@@ -15,8 +15,6 @@ from fractions import Fraction
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["check_batch_shares", "split_batch", "unequal"]
-
 _TOLERANCE = 1e-6
 
 

@@ -22,11 +22,6 @@ from math import prod
 
 from zeroshard.core.part import Part
 
-__all__ = [
-    "Box", "Shared", "Span", "box_of", "boxes_of", "check_boxes", "common", "dense_stride",
-    "part_at",
-]  # fmt: skip
-
 Box = tuple[tuple[int, int], ...]  # [start, stop) in each dimension
 
 

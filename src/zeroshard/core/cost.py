@@ -22,11 +22,6 @@ from zeroshard.core.placement import Cells, Mesh, Placement, Portion, Scope
 if TYPE_CHECKING:
     from zeroshard.core.precision import Precision
 
-__all__ = [
-    "LinkBytes", "WireBytes", "Wires", "all_gather", "cheapest", "goes_deep", "reduce_scatter",
-    "step_bytes",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class LinkBytes:

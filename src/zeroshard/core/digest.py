@@ -23,8 +23,6 @@ from functools import cache
 from time import monotonic
 from typing import Any
 
-__all__ = ["Digest", "Entered", "describe_unlike", "first_difference", "first_unlike", "holders"]
-
 # "forward", "backward", "read" or "reduce" and unit, or "step"; number of step; monotonic seconds
 Entered = tuple[str, str, int, float]
 Ranks = tuple[int, ...]  # that take part in a collective

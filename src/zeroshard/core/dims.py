@@ -24,8 +24,6 @@ from math import prod
 from zeroshard.core.placement import MeshPlace, OtherAxis
 from zeroshard.errors import ConfigError
 
-__all__ = ["Dims", "shared_dims"]
-
 _FLAT, _OUTER, _INNER, _CONTEXT = "dp", "dp_replicate", "dp_shard", "cp"
 _EXPERT = "ep"
 _USUAL = ([_FLAT], [_OUTER], [_INNER], [_OUTER, _INNER])

@@ -20,8 +20,6 @@ import math
 import struct
 from dataclasses import dataclass
 
-__all__ = ["ExactSum"]
-
 _UNIT = -1074  # exponent of the smallest positive fp64 number
 _HEAD = struct.Struct("<dH")  # `odd`, lowest bytes of the integer that are zero
 

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.errors import ConfigError
 
-__all__ = ["UnitGradient", "budget_bytes", "least_budget", "resting_whole"]
-
 
 def budget_bytes(budget: int | str | None) -> int | None:
     """Return an `accumulation_budget`, bytes or text ("2GiB"), in bytes. Raises ConfigError for

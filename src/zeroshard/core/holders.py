@@ -17,8 +17,6 @@ from functools import cached_property
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 
-__all__ = ["Holders"]
-
 
 @dataclass(frozen=True)
 class Holders:

@@ -31,8 +31,6 @@ from operator import itemgetter
 
 from zeroshard.core.placement import Cell, Mesh, Portion, Scope
 
-__all__ = ["ALIGN", "Layout", "Piece", "Range", "Slot", "end_of", "equal_shares", "round_up"]
-
 ALIGN = 64
 
 Range = tuple[int, int]  # [start, stop) in elements of the flat buffer

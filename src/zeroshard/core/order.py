@@ -23,8 +23,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-__all__ = ["Order", "advance", "fitting", "to_evict"]
-
 U = TypeVar("U", bound=Hashable)  # unit
 
 

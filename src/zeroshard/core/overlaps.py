@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from zeroshard.core.layout import Range
 
-__all__ = ["Send", "overlap", "sends"]
-
 
 @dataclass(frozen=True)
 class Send:

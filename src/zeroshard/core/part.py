@@ -17,8 +17,6 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["Part"]
-
 
 @dataclass(frozen=True)
 class Part:

@@ -31,17 +31,6 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = [
-    "BACKWARDS",
-    "COMPUTATIONS",
-    "REDUCE_GRAD",
-    "RESHARD",
-    "UNSHARD",
-    "Action",
-    "num_gathers",
-    "place",
-]
-
 UNSHARD, RESHARD, REDUCE_GRAD = "UNSHARD", "RESHARD", "REDUCE_GRAD"
 _PLACED = frozenset((UNSHARD, RESHARD, REDUCE_GRAD))
 BACKWARDS = frozenset("BW")  # what brings gradients of weights

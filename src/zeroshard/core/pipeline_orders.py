@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from zeroshard.core.pipeline_gathers import Action
 from zeroshard.errors import ConfigError
 
-__all__ = ["SCHEDULES", "PipelineOrder", "most_in_flight"]
-
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb")
 _CHUNKS = 2  # stages of a rank, where a schedule takes several and no number is given
 

@@ -19,19 +19,6 @@ from typing import Literal
 
 from zeroshard.errors import ConfigError
 
-__all__ = [
-    "Cell",
-    "Cells",
-    "Mesh",
-    "MeshPlace",
-    "OtherAxis",
-    "Placement",
-    "Portion",
-    "Scope",
-    "Tier",
-    "TierName",
-]
-
 
 class Placement(Enum):
     """How the ranks along one mesh axis hold a state."""

@@ -23,8 +23,6 @@ from zeroshard.core.wire import Formats
 if TYPE_CHECKING:
     from zeroshard.core.precision import Precision
 
-__all__ = ["ROWS", "STAGES", "Policy", "RestBytes", "row"]
-
 RestPoint = Literal["after_step", "between_micro_batches"]
 
 

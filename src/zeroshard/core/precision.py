@@ -12,8 +12,6 @@ from functools import cache
 
 import torch
 
-__all__ = ["PRECISIONS", "Precision", "dtype_name", "parse_dtype"]
-
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 

@@ -27,8 +27,6 @@ from typing import Any, Protocol
 from zeroshard.core.route.hop import Lane
 from zeroshard.core.work import Work
 
-__all__ = ["Operation", "Probe", "Recording", "Stamp"]
-
 # a time: seconds of the host's clock, or an event of a device's; the recording reads it
 Stamp = Any
 

@@ -24,8 +24,6 @@ from typing import Any
 from zeroshard.core.layout import Range
 from zeroshard.core.trail import Header, ranges_in
 
-__all__ = ["REPLAY_FILE", "REPLAY_VARIABLE", "Replay"]
-
 REPLAY_FILE = "replay.json"
 REPLAY_VARIABLE = "ZEROSHARD_REPLAY"
 

@@ -14,8 +14,6 @@ from enum import Enum, IntEnum
 
 from zeroshard.core.placement import Cells
 
-__all__ = ["Residency", "UnitState", "UnitTraits", "Use"]
-
 
 class UnitState(Enum):
     """Where the weights of a unit are."""

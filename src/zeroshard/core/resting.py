@@ -15,8 +15,6 @@ from typing import TypeVar
 
 from zeroshard.core.placement import Tier
 
-__all__ = ["AtRest", "is_weight", "num_shared", "packed", "unit_limit"]
-
 B = TypeVar("B", bound=Hashable)  # a block
 
 

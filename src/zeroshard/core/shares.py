@@ -31,8 +31,6 @@ from typing import Any
 from zeroshard.core.layout import ALIGN, Layout
 from zeroshard.core.placement import Mesh
 
-__all__ = ["Dealer", "Shares", "check_shares", "deal", "shares_of"]
-
 Shares = tuple[Fraction, ...]  # of one, one per rank; they sum to 1
 
 _SMALLEST = 10**9  # parts of one that numbers are rounded to: 0.1 is a tenth

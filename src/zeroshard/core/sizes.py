@@ -12,8 +12,6 @@ from fractions import Fraction
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["any_of", "parse_bytes", "parse_count"]
-
 _COUNTS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _BYTES = {f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)}
 _BYTES |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)}

@@ -33,10 +33,6 @@ import xxhash
 from zeroshard.core.layout import ALIGN, Slot
 from zeroshard.core.tensor_digest import CHUNK_BYTES, ODD, digest_of, mixed
 
-__all__ = [
-    "MASK", "BlockTotals", "block_total", "digest_at", "place_of", "placed_sum", "whole_digest",
-]  # fmt: skip
-
 _Key = TypeVar("_Key", bound=Hashable)
 
 MASK = (1 << 64) - 1

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 
 from zeroshard.core.layout import ALIGN, Range
 
-__all__ = ["balanced", "splits", "tiles"]
-
 
 def splits(numels: Sequence[int], fraction: float, align: int = ALIGN) -> list[int]:
     """Return how many first elements of each segment of `numels` rest on the device.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["storage_of"]
-
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Return the storage of a dense tensor, unseen by guards and modes; None where it has none."""

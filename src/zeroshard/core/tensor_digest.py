@@ -20,8 +20,6 @@ from __future__ import annotations
 import torch
 import xxhash
 
-__all__ = ["CHUNK_BYTES", "ODD", "digest_of", "mixed", "mixed_sum"]
-
 CHUNK_BYTES = 1 << 24
 ODD = -0x61C8864680B583EB  # 2**64 / the golden ratio, as a signed number
 _FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's, odd

@@ -18,8 +18,6 @@ from typing import Any, get_args
 
 from zeroshard.core.route.hop import Lane
 
-__all__ = ["LANES", "WAIT", "Event", "Level", "Timeline"]
-
 LANES: tuple[Lane, ...] = get_args(Lane)
 WAIT = "wait for "  # and the lane, as the name of an event on compute
 _MOST = 1e20  # bytes, microseconds

@@ -31,8 +31,6 @@ from typing import Any
 
 from zeroshard.core.layout import Range
 
-__all__ = ["FORMAT", "OF_LEAF", "PHASES", "SLICED", "Header", "Record", "Trail", "ranges_in"]
-
 FORMAT = 1
 # in the order of a step; a name may have a detail: "leaf 4", "gather forward", "state exp_avg"
 PHASES = {

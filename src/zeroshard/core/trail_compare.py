@@ -18,8 +18,6 @@ from typing import TypeAlias
 
 from zeroshard.core.trail import OF_LEAF, PHASES, SLICED, Header, Record, Trail
 
-__all__ = ["Comparison", "Difference", "Held", "compare"]
-
 _ORDER = {name: place for place, name in enumerate(PHASES)}
 _ABSENT = "absent"
 _Key: TypeAlias = tuple[str, str]  # a phase and a unit

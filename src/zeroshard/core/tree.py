@@ -27,8 +27,6 @@ from typing import TypeAlias
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Mesh
 
-__all__ = ["Deal", "Expression", "Tree", "balanced", "deal", "placed", "rounds"]
-
 # a position, or the sum of two, the left one first
 Expression: TypeAlias = "int | tuple[Expression, Expression]"
 Formed = tuple[tuple[Range, ...], tuple[Expression, ...]]

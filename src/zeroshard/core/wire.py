@@ -17,8 +17,6 @@ from zeroshard.core.cost import Wires
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CODEC_BITS", "BlockCodec", "Formats", "Wire"]
-
 CODEC_BITS = {"int8": 8, "int4": 4, "fp8": 8}  # per packed element
 _SCALE_BYTES = 4  # per block
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}

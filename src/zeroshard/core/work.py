@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-__all__ = ["DoneWork", "Work", "wait_on_host"]
-
 
 @runtime_checkable
 class Work(Protocol):

@@ -11,8 +11,6 @@ import sys
 
 from zeroshard.deepspeed.shim import install
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run ``sys.argv[1]`` as ``__main__`` with the arguments after it."""

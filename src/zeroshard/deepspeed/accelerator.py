@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from zeroshard.deepspeed.engine_names import remedy
 
-__all__ = ["Singleton", "get_accelerator"]
-
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _DTYPES = {
     "BFloat16Tensor": torch.bfloat16, "ByteTensor": torch.uint8, "DoubleTensor": torch.float64,

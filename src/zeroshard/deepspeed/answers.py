@@ -19,11 +19,6 @@ from zeroshard.deepspeed.comm import data_parallel_group, get_local_rank
 from zeroshard.deepspeed.engine_names import ENGINE_FIXED, OF_KEYS
 from zeroshard.deepspeed.keys.table import key_of
 
-__all__ = [
-    "Answers", "Batch", "Client", "Progress", "as_config_error", "attribute", "call",
-    "complete_batch",
-]  # fmt: skip
-
 
 @dataclass
 class Batch:

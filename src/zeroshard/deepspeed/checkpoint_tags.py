@@ -31,8 +31,6 @@ import zeroshard as zs
 from zeroshard.deepspeed.answers import Batch, Progress
 from zeroshard.deepspeed.small import logger as _log
 
-__all__ = ["TaggedCheckpoints", "step_of"]
-
 _LATEST, _STEP = "latest", "saved_step"
 _SCRIPT = '''#!/usr/bin/env python
 """Write the whole fp32 weights of this checkpoint: python zero_to_fp32.py . OUTPUT_DIR"""

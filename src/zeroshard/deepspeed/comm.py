@@ -14,11 +14,6 @@ import torch.distributed as dist
 
 import zeroshard as zs
 
-__all__ = [
-    "data_parallel_group", "get_local_rank", "get_rank", "get_world_size", "init_distributed",
-    "is_initialized",
-]  # fmt: skip
-
 _DEFAULT = timedelta(minutes=30)
 # what only concerns how DeepSpeed looks for MPI, and what it prints
 _WITHOUT_EFFECT = ("auto_mpi_discovery", "verbose", "config")

@@ -33,8 +33,6 @@ from zeroshard.deepspeed.optimizers import ZeROOptimizer
 from zeroshard.deepspeed.plain_backward import divided, undivided
 from zeroshard.deepspeed.small import logger as _log
 
-__all__ = ["DeepSpeedEngine"]
-
 _NO_CLIENT = Client()
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["ENGINE_FIXED", "OF_KEYS", "OPTIMIZER_REFUSED", "REFUSED", "remedy"]
-
 _ZERO = "zero_optimization"
 _ZERO_KEYS = (
     "allgather_bucket_size allgather_partitions contiguous_gradients elastic_checkpoint"

@@ -9,8 +9,6 @@ from typing import Any
 from zeroshard.config import Config
 from zeroshard.deepspeed.keys.findings import FileFindings, read
 
-__all__ = ["DeepSpeedFile", "read_deepspeed"]
-
 
 @dataclass(frozen=True)
 class DeepSpeedFile(FileFindings):

@@ -22,11 +22,6 @@ import zeroshard as zs
 from zeroshard.deepspeed.checkpoint_tags import step_of
 from zeroshard.formats import export, import_checkpoint, whole_weights
 
-__all__ = [
-    "convert_zero_checkpoint_to_fp32_state_dict", "get_fp32_state_dict_from_zero_checkpoint",
-    "load_state_dict_from_zero_checkpoint", "main",
-]  # fmt: skip
-
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 

@@ -28,12 +28,6 @@ import zeroshard as zs
 from zeroshard.deepspeed.engine_names import remedy
 from zeroshard.deepspeed.names import SAFE
 
-__all__ = [
-    "ZeroParamStatus", "ZeroParamType", "checks_edits", "destroy", "engine_of", "in_one_order",
-    "mark", "name_of", "own", "release",
-    "safe_update_full_grad_vectorized", "unmark", "was_used",
-]  # fmt: skip
-
 # by id of the parameter: its place in the module
 _owners: weakref.WeakKeyDictionary[zs.Engine, dict[int, int]] = weakref.WeakKeyDictionary()
 _closers: weakref.WeakKeyDictionary[zs.Engine, Any] = weakref.WeakKeyDictionary()

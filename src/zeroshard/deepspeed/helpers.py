@@ -20,17 +20,6 @@ import zeroshard as zs
 from zeroshard.deepspeed import comm
 from zeroshard.deepspeed.accelerator import get_accelerator
 
-__all__ = [
-    "OffloadDeviceEnum", "OffloadStateTypeEnum", "ZeroStageEnum", "configure_moe_param_groups",
-    "default_git", "ensure_directory_exists", "has_moe_layers", "instrument_w_nvtx",
-    "is_compile_supported", "is_moe_param", "is_moe_param_group", "move_to_device",
-    "recursive_getattr", "recursive_setattr", "required_torch_version", "see_memory_usage",
-    "set_random_seed",
-    "split_params_into_different_moe_groups_for_optimizer",
-    "split_params_into_shared_and_expert_params", "torch_info",
-]  # fmt: skip
-
-
 OffloadDeviceEnum = Enum(  # type: ignore[misc]
     "OffloadDeviceEnum", {name: name for name in ("none", "cpu", "nvme")}, type=str
 )

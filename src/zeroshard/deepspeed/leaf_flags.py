@@ -12,12 +12,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "flag_configured", "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules",
-    "z3_leaf_module", "z3_leaf_parameter",
-]  # fmt: skip
-
 _flagged: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import zeroshard as zs
 
-__all__ = ["LeafWalk", "LoaderSampler"]
-
 
 class LeafWalk:
     """This rank's leaves of the step under way."""

@@ -9,8 +9,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 import zeroshard as zs
 from zeroshard.deepspeed.leaf_walk import LoaderSampler
 
-__all__ = ["make_loader"]
-
 _RENAMED = {"data_sampler": "sampler", "num_local_io_workers": "num_workers"}
 _DROPPED = ("route", "data_parallel_world_size", "data_parallel_rank")  # of pipelines and meshes
 

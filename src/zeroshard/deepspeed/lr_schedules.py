@@ -27,11 +27,6 @@ import torch
 
 from zeroshard import ConfigError
 
-__all__ = [
-    "CONSTANTS", "VALID_LR_SCHEDULES", "LRRangeTest", "LRSchedule", "OneCycle", "WarmupCosineLR",
-    "WarmupDecayLR", "WarmupLR", "make_schedule",
-]  # fmt: skip
-
 _BETA2 = 0.99  # what OneCycle sets the second beta to
 _NO_NUMBERS = ("warmup_type", "lr_range_test_staircase", "cycle_momentum")
 _POSITIVE = ("lr_range_test_step_size", "cycle_first_step_size")

@@ -28,8 +28,6 @@ import zeroshard as zs
 from zeroshard.deepspeed.engine_names import remedy
 from zeroshard.deepspeed.small import logger as _log
 
-__all__ = ["MonitorMaster", "StepWatch", "ThroughputTimer"]
-
 Event = tuple[str, Any, int]  # a name, a number, and the samples so far
 Write = Callable[[list[Event], bool], None]  # events, and whether they are on disk then
 

@@ -10,11 +10,6 @@ each module of DeepSpeed's that has it.
 
 from __future__ import annotations
 
-__all__ = [
-    "FALLBACKS", "INSTEAD", "MODULES", "SAFE", "VERSION", "VERSION_MAJOR", "VERSION_MINOR",
-    "VERSION_PATCH",
-]  # fmt: skip
-
 # DeepSpeed's version whose interface this is, and whose it is
 VERSION = "0.19.6+zeroshard"
 VERSION_MAJOR, VERSION_MINOR, VERSION_PATCH = map(int, VERSION.partition("+")[0].split("."))

@@ -20,11 +20,6 @@ from zeroshard.deepspeed.answers import as_config_error, attribute, call
 from zeroshard.deepspeed.comm import data_parallel_group
 from zeroshard.deepspeed.engine_names import OPTIMIZER_REFUSED, remedy
 
-__all__ = [
-    "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion", "Lion",
-    "ZeROOptimizer", "make_optimizer",
-]  # fmt: skip
-
 _REFUSED = {  # by types in lower case
     "onebitadam zerooneadam onebitlamb":
         "compresses what it sends by itself: take AdamW, and zero_quantized_gradients"

@@ -28,8 +28,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import zeroshard as zs
 
-__all__ = ["divided", "undivided"]
-
 _divided_losses: list[None] = []  # one for each engine.backward() under way, of any engine
 Change = Callable[[torch.Tensor], torch.Tensor]
 

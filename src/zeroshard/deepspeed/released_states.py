@@ -25,8 +25,6 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 import zeroshard as zs
 from zeroshard.deepspeed.small import logger as _log
 
-__all__ = ["answer", "end"]
-
 _WARNING = (
     "state_dict() of a model that rests sharded: its parameters are tensors on the device 'meta',"
     " without numbers. Call engine.save_16bit_model(DIRECTORY) on every rank to write them, or"

@@ -29,8 +29,6 @@ from typing import Any
 
 from zeroshard.deepspeed.names import FALLBACKS, INSTEAD, MODULES, VERSION
 
-__all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "install"]
-
 # the file of variables for other hosts, in the home directory or the current one
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 _NAME = "deepspeed"

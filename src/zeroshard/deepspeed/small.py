@@ -14,11 +14,6 @@ import torch
 import zeroshard as zs
 from zeroshard.deepspeed import comm
 
-__all__ = [
-    "RepeatingLoader", "checkpoint", "clone_tensors_for_torch_save", "configure",
-    "is_configured", "log_dist", "logger",
-]  # fmt: skip
-
 
 def _make_logger() -> logging.Logger:
     """Return DeepSpeed's logger, which shows lines from INFO on, on stdout."""

@@ -40,8 +40,6 @@ from zeroshard.deepspeed.small import logger as _log
 from zeroshard.deepspeed.verdict import accepted, section, try_schedule
 from zeroshard.deepspeed.zero import end_init_blocks
 
-__all__ = ["add_config_arguments", "initialize"]
-
 _OPTIONS = (
     "distributed_port", "mpu", "dist_init_required", "collate_fn", "config", "mesh_param",
     "config_params",

@@ -25,8 +25,6 @@ from zeroshard.deepspeed.keys.table import key_of
 from zeroshard.deepspeed.lr_schedules import make_schedule
 from zeroshard.deepspeed.optimizers import make_optimizer
 
-__all__ = ["accepted", "findings", "section", "try_schedule"]
-
 Check = Callable[[nn.Module, torch.optim.Optimizer], None]
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 # values in the place of "auto" for parameters that a schedule cannot do without

@@ -59,8 +59,6 @@ from zeroshard.formats.pretrained import open_tensors
 from zeroshard.formats.restricted_unpickler import load_tensors
 from zeroshard.system.safe_files import NotReadable, read_json
 
-__all__ = ["READERS", "Imported", "import_checkpoint", "recognise"]
-
 
 @dataclass(frozen=True)
 class Imported:

@@ -29,8 +29,6 @@ from zeroshard.formats.restricted_unpickler import (
     require_file,
 )
 
-__all__ = ["read_dcp"]
-
 _METADATA = "torch.distributed.checkpoint.metadata"
 _MAX_BYTES = 512 << 20  # of .metadata
 _DTYPES = {f"torch.{str(dtype).removeprefix('torch.')}": dtype for dtype in DTYPES.values()}

@@ -37,8 +37,6 @@ from zeroshard.formats.importer import Importer, is_flat_state, optimizer_class
 from zeroshard.formats.restricted_unpickler import load_tensors
 from zeroshard.formats.universal import UniversalFiles
 
-__all__ = ["read_deepspeed"]
-
 _RANK_FILE = re.compile(
     r"(?:bf16_|fp16_)?(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt"
 )

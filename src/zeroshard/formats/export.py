@@ -46,8 +46,6 @@ from zeroshard.core.part import Part
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.system.safe_files import NotReadable, from_json, read_file
 
-__all__ = ["FORMATS", "export", "whole_weights"]
-
 _MOST_BYTES = 1 << 24  # of a config.json
 Format = Literal["hf", "torch", "dcp"]
 FORMATS: tuple[Format, ...] = ("hf", "torch", "dcp")

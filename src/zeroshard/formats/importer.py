@@ -27,11 +27,6 @@ from zeroshard.checkpoint.shard_files import Stored, dtype_code
 from zeroshard.checkpoint.values import encode, no_tensors, require_dense
 from zeroshard.errors import CheckpointError
 
-__all__ = [
-    "MODEL_KEYS", "OPTIMIZER_KEYS", "STEP_KEYS", "Importer", "NamedOptimizer", "optimizer_class",
-    "take_state",
-]  # fmt: skip
-
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 STEP_KEYS = ("step", "global_step", "iteration")

@@ -43,8 +43,6 @@ from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.state.local import local_of, part_of
 from zeroshard.system.safe_files import NotReadable, open_file, read_json
 
-__all__ = ["LoadReport", "load_pretrained", "open_tensors"]
-
 _INDEX = "model.safetensors.index.json"
 _BLOCK = 1 << 22  # elements of two tensors that are compared at a time
 

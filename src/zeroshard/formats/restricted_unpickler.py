@@ -26,8 +26,6 @@ import torch
 
 from zeroshard.errors import CheckpointError
 
-__all__ = ["Name", "Pickled", "load_tensors", "read_restricted", "require_file"]
-
 
 @dataclass(frozen=True)
 class Name:

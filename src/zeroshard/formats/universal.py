@@ -24,8 +24,6 @@ from zeroshard.checkpoint.manifest import STATE, VALUE
 from zeroshard.errors import CheckpointError
 from zeroshard.formats.importer import Importer
 
-__all__ = ["UniversalFiles"]
-
 _MASTER = "fp32"
 
 

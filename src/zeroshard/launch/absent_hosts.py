@@ -18,8 +18,6 @@ from zeroshard.launch.connection import Connection
 from zeroshard.launch.hostfile import Host
 from zeroshard.launch.options import UsageError
 
-__all__ = ["AbsentHosts"]
-
 
 class AbsentHosts:
     """The hosts that were lost. `connect` starts the connection to one, which has `patience_s`

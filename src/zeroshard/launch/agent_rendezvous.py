@@ -33,8 +33,6 @@ from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 from zeroshard.launch import network
 from zeroshard.launch.options import HostPlace
 
-__all__ = ["BACKEND", "LOOPBACK", "AgentRendezvous", "register"]
-
 BACKEND = "zeroshard"
 LOOPBACK = "127.0.0.1"
 _TIMEOUT = datetime.timedelta(seconds=600)  # torch's own

@@ -16,8 +16,6 @@ from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.terminal.console import Table, note, print_json, progress, say, say_facts
 from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, count, listed
 
-__all__ = ["COMMAND"]
-
 EXPORTS = ("hf", "torch", "dcp")
 IMPORTS = ("auto", "torch", "hf", "dcp", "deepspeed")
 DTYPES = ("fp32", "bf16", "fp16")

@@ -31,8 +31,6 @@ from zeroshard.planner.printing import plan_command
 from zeroshard.terminal.console import note
 from zeroshard.terminal.declared import LineParser, Option, Subcommand, UsageError
 
-__all__ = ["BENCH", "add_benchmarks", "build_parsers", "explain", "main"]
-
 PROGRAM = Subcommand(
     "zeroshard", "", "zeroshard run --nproc 2 examples/train_gpt.py",
     (Option("--debug", "show the traceback of an error of ours"),),

@@ -22,8 +22,6 @@ from zeroshard.terminal.declared import JSON, Option, Subcommand
 if TYPE_CHECKING:
     from zeroshard.deepspeed.keys.findings import Finding
 
-__all__ = ["COMMAND", "explained"]
-
 
 def explained(source: str | Path | dict[str, Any]) -> tuple[str, list[Finding]]:
     """Return the form of a configuration and a finding for each key; DeepSpeed's form is read as

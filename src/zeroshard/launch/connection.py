@@ -30,11 +30,6 @@ from zeroshard.launch.hostfile import Host
 from zeroshard.launch.outcome import Outcome
 from zeroshard.launch.supervisor import Failure
 
-__all__ = [
-    "ERR", "EXIT_IO", "GREETING", "NOTE", "OUT", "Connection", "Frames", "HostLoss", "frame",
-    "from_text", "line", "to_text",
-]  # fmt: skip
-
 EXIT_IO = 74
 GREETING = b"\n\x01zeroshard 1\n"
 OUT, ERR, NOTE = b"o", b"e", b"n"

@@ -32,8 +32,6 @@ from zeroshard.launch.outcome import say
 from zeroshard.system.device import VISIBLE_DEVICES
 from zeroshard.terminal.declared import Option, Subcommand, UsageError
 
-__all__ = ["COMMAND", "REFUSED", "Line", "exported", "parse", "take_devices"]
-
 DEFAULT_HOSTFILE = "/job/hostfile"
 DEFAULT_PORT = 29500  # where launchers that do not know each other meet
 _COUNT = "a number of at least 1"

@@ -31,8 +31,6 @@ from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError
 if TYPE_CHECKING:
     from zeroshard.planner.machine import Machine
 
-__all__ = ["COMMAND", "examine", "this_machine"]
-
 EXIT_UNABLE = 1
 BUDGET_S = 15.0  # after which nothing more is begun
 KINDS = ("matmul", "copies", "collectives", "disk")

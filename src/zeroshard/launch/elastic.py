@@ -33,11 +33,6 @@ from zeroshard.launch.supervisor import (
 from zeroshard.system.device import VISIBLE_DEVICES
 from zeroshard.system.keeper_client import KeptPart, newest
 
-__all__ = [
-    "Loss", "dead_ranks", "go_on", "grow", "has_refused", "killed_ranks", "launch", "loss_of",
-    "source", "visible_devices", "whole_steps",
-]  # fmt: skip
-
 _REFUSED = (2, 3)  # the command line or the configuration is wrong on a host
 
 

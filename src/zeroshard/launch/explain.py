@@ -13,8 +13,6 @@ from zeroshard.deepspeed.file import read_deepspeed
 from zeroshard.deepspeed.keys.findings import Finding, is_deepspeed
 from zeroshard.errors import ConfigError
 
-__all__ = ["explain"]
-
 
 def explain(source: str | Path | dict[str, Any]) -> tuple[str, list[Finding]]:
     """Return the form of a configuration ("zeroshard" or "deepspeed") and a finding for each key.

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
     import zeroshard as zs
 
-__all__ = ["COMMAND"]
-
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 

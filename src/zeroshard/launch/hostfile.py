@@ -21,8 +21,6 @@ from dataclasses import dataclass
 
 from zeroshard.launch.options import UsageError
 
-__all__ = ["Host", "choose", "parse", "read"]
-
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}", re.ASCII)
 _LINE = re.compile(r"(\S+)[ \t]+slots=([1-9][0-9]{0,3})", re.ASCII)
 _MAX_BYTES = 1 << 20

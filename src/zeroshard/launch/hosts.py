@@ -36,8 +36,6 @@ from zeroshard.launch.outcome import Outcome, say
 from zeroshard.launch.supervisor import SIGNAL_LEAD_S, blame_order, blame_time
 from zeroshard.system.device import LIBRARIES, VISIBLE_DEVICES
 
-__all__ = ["COMMAND", "beginning", "launch_on_hosts", "sent_environment"]
-
 SIGNAL_GRACE_S = 30.0  # a launcher's own, see run.py
 ANSWER_S = 2.0  # the way to a host and back
 # the same under --elastic, where a host that is given up is lost with its memory: a loaded one may

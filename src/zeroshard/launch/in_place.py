@@ -26,8 +26,6 @@ from pathlib import Path
 from zeroshard.system.mpi import rank_variables
 from zeroshard.terminal.declared import Subcommand, UsageError
 
-__all__ = ["COMMAND", "PYTHON", "environment", "on_python_path", "start"]
-
 PYTHON = "ZEROSHARD_PYTHON"  # the interpreter of the program `deepspeed`
 COMMAND = Subcommand(
     "as-deepspeed", "run a command in which `import deepspeed` is zeroshard's stand-in",

@@ -28,8 +28,6 @@ from typing import Any
 from zeroshard.system.keeper_client import MAX_RECORD, KeptPart, read_note
 from zeroshard.system.sockets import raise_file_limit
 
-__all__ = ["KeeperServer"]
-
 _PATIENCE_S = 10.0  # for a rank that has connected and says nothing
 _FULL = (errno.EMFILE, errno.ENFILE)
 _FULL_PAUSE_S = 0.05

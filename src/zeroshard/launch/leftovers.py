@@ -19,8 +19,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["Janitor", "end_sessions"]
-
 
 class Janitor:
     """The process that cleans up after this one."""

@@ -21,8 +21,6 @@ from zeroshard._version import __version__
 from zeroshard.system.device import DRIVERS, all_devices, library_versions
 from zeroshard.system.host_memory import HostMemory
 
-__all__ = ["PACKAGES", "facts", "find_missing", "find_problems"]
-
 PYTHON = (3, 11)
 TORCH = (2, 10)
 REQUIRED = ("torch", "numpy", "pydantic", "rich", "safetensors", "xxhash")

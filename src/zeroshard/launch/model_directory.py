@@ -18,8 +18,6 @@ from zeroshard.errors import ZeroshardError
 from zeroshard.system.safe_files import NotReadable, read_json
 from zeroshard.terminal.declared import UsageError
 
-__all__ = ["ModelDirectory", "Prompts", "end_tokens", "looks_at_lengths", "refusals"]
-
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _JSON_BYTES = 256 << 20  # of one file; the largest tokenizers and indices have a tenth
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")

@@ -7,8 +7,6 @@ import socket
 from zeroshard.launch.options import UsageError
 from zeroshard.system.sockets import is_loopback
 
-__all__ = ["listen"]
-
 
 def listen(address: str, port: int) -> socket.socket:
     """Return a socket that listens at `port` (0: a free one) of this host's `address`.

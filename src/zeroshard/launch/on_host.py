@@ -30,8 +30,6 @@ from zeroshard.launch.keeper import KeeperServer
 from zeroshard.launch.options import HostPlace, RunOptions, UsageError, check_target
 from zeroshard.launch.worker import KEEPER, die_with
 
-__all__ = ["main"]
-
 LAUNCH = "launch"  # the child's argument
 DRAIN_S = 1.0  # for output that outlives the launcher
 

@@ -23,8 +23,6 @@ from zeroshard.launch.supervisor import (
     exit_code_of,
 )
 
-__all__ = ["Outcome", "report_restart", "report_stall", "say"]
-
 
 def say(line: str) -> None:
     """Write a message of the launcher's."""

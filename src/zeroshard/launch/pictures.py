@@ -18,8 +18,6 @@ from typing import Any
 from zeroshard.core.timeline import LANES, Event, Timeline
 from zeroshard.system.safe_files import printable, replacing
 
-__all__ = ["draw_lanes", "draw_memory"]
-
 _DPI = 130
 _MOST_IN_LEGEND = 16
 _MOST_IN_LABEL = 60  # characters

@@ -26,8 +26,6 @@ from zeroshard.errors import ConfigError
 from zeroshard.memory import synchronize
 from zeroshard.system.device import Device
 
-__all__ = ["main"]
-
 _SIZE = 2
 _SMALL = 64  # elements of fp32 per rank: 256 bytes
 _LARGE = 2 << 20  # 8 MiB

@@ -31,8 +31,6 @@ from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.store import Storage
 from zeroshard.tier.swapdir import SwapDirectory, free_bytes
 
-__all__ = ["collectives", "copies", "disk", "matmul"]
-
 _BUDGET_S = 0.4  # of one rate
 # on the CPU, and on an accelerator
 _COPY_BYTES = 64 << 20, 256 << 20

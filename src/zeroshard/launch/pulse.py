@@ -15,8 +15,6 @@ from pathlib import Path
 
 from zeroshard.launch.worker import STACKS_SIGNAL, TIME
 
-__all__ = ["Pulse", "stacks_of"]
-
 _ANSWER_S = 0.3
 _LATE_S = 3.0  # for those that have not begun to answer by then, on a loaded machine
 _BUSY = 0.01  # of one core, above which a rank computes

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from zeroshard.terminal.declared import UsageError
 
-__all__ = ["files_of_ranks"]
-
 
 def files_of_ranks(command: str, directory: Path, kind: str, ending: str) -> list[Path]:
     """Return the ``rank-*`` files in `directory`, in order: what ``engine.KIND(directory)`` has

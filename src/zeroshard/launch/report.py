@@ -21,8 +21,6 @@ from zeroshard.system.safe_files import read_json
 from zeroshard.terminal.console import Table, note, print_json, say
 from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError
 
-__all__ = ["COMMAND"]
-
 _MOST_PANELS = 4
 _MOST_ROWS = 12
 _MOST_BYTES = 1 << 30  # of one trace

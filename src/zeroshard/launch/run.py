@@ -39,11 +39,6 @@ from zeroshard.launch.supervisor import Failure, Supervisor
 from zeroshard.system.device import allocator_setting
 from zeroshard.system.sockets import interface_towards
 
-__all__ = [
-    "SIGNAL_GRACE_S", "THREADS", "Setting", "launch", "leave", "run_ranks", "settings_for",
-    "threads_of",
-]  # fmt: skip
-
 # torchrun's own, and Slurm's and Kubernetes' for torchrun; after a failure the Supervisor's counts
 SIGNAL_GRACE_S = 30
 THREADS = "OMP_NUM_THREADS"

@@ -41,11 +41,6 @@ from pathlib import Path
 from zeroshard.launch.leftovers import end_sessions
 from zeroshard.launch.pulse import Pulse, stacks_of
 
-__all__ = [
-    "CONTRACT_EXIT_CODES", "EXIT_PREEMPTED", "EXIT_STALL", "SIGNAL_LEAD_S", "Failure", "Supervisor",
-    "blame_order", "blame_time", "exit_code_of",
-]  # fmt: skip
-
 SIGNAL_LEAD_S = 1.0
 SILENT_LEAD_S = 0.05
 CONSEQUENCE_LAG_S = 1.0

@@ -22,8 +22,6 @@ from typing import Any
 
 from zeroshard.core.timeline import Event, Timeline
 
-__all__ = ["Exposed", "RankTimes", "TraceReport", "analyse", "step_spans", "within"]
-
 _WIRES = ("gather", "reduce")
 # a rank is late where the others wait this share of a step for it
 _LATE = 0.03

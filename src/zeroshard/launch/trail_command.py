@@ -41,8 +41,6 @@ from zeroshard.system.safe_files import NotReadable, from_json, printable, read_
 from zeroshard.terminal.console import note, print_json, say
 from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, count
 
-__all__ = ["COMPARE", "REPLAY"]
-
 EXIT_DIFFERENT = 1
 _MOST_BYTES = 1 << 30  # of one rank's file
 _LOOKS_S = 0.2  # between looks at a replay's trail

@@ -41,8 +41,6 @@ import types
 from collections.abc import Mapping
 from typing import NoReturn, TextIO
 
-__all__ = ["beat", "die_with", "keeper_address", "main", "meeting_file", "report"]
-
 DIRECTORY = "ZEROSHARD_RUN_DIRECTORY"
 LAUNCHER_PID = "ZEROSHARD_RUN_PID"
 MEETING = "ZEROSHARD_RUN_MEETING"

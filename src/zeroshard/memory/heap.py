@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["Trimmer", "heap_bytes", "return_freed_memory"]
-
 
 def return_freed_memory() -> None:
     """Let the allocator give freed pages back to the system: glibc keeps what is below 32 MB,

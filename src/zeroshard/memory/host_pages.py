@@ -32,8 +32,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["HUGE_BYTES", "HostRegister", "PinnedPages", "map_pages"]
-
 HUGE_BYTES = 2 * 2**20  # a huge page; below it the allocator's own free lists serve as well
 REFUSED = (
     "%d bytes of host memory could not be registered with the accelerator's driver (%s; the limit"

@@ -42,8 +42,6 @@ from zeroshard.runtime.shelf import RestPlace, Shelf
 from zeroshard.runtime.trees import is_cache
 from zeroshard.runtime.units import UnitSpec, find_blocks
 
-__all__ = ["checkpoint", "checkpoint_blocks", "uncheckpoint_blocks"]
-
 _MARK = "_zeroshard_checkpoint"  # in the instance dictionary of a block
 _TENSOR = object()  # stands for a tensor among the arguments
 

@@ -32,11 +32,6 @@ from zeroshard.errors import StateError
 from zeroshard.nn.tape import Entry, TapeCell, TapePlace, fingerprint, replay
 from zeroshard.optim.sealed import ANSWERED, SET_DATA, name_of
 
-__all__ = [
-    "HollowRecord", "adopt_all", "end_recording", "fill", "fill_storages", "fingerprint_of",
-    "hollow_out", "inflated", "place_of", "record_of",
-]  # fmt: skip
-
 
 @dataclass(eq=False)
 class HollowRecord:

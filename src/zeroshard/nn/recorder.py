@@ -51,8 +51,6 @@ from zeroshard.nn.tape import (
 )
 from zeroshard.system.device import Device
 
-__all__ = ["LARGE_BYTES", "PointerReads", "Recorder"]
-
 LARGE_BYTES = 64 * 1024  # below this a tensor is real
 # partial writes to one tensor on the tape; a loop over its elements is cheaper done at once
 _MOST_PENDING_WRITES = 500

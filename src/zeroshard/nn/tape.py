@@ -29,11 +29,6 @@ import xxhash
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.system.device import Device, undisturbed
 
-__all__ = [
-    "Constant", "Entry", "Seeded", "TapeCell", "TapePlace", "fingerprint",
-    "leaves", "map_leaves", "replay",
-]  # fmt: skip
-
 _ORDER = itertools.count()
 
 

@@ -36,8 +36,6 @@ from torch import nn
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.nn.deferred import deferred_init, is_deferred
 
-__all__ = ["LinearTile", "TiledLinear", "join_tiles", "tile_linears"]
-
 Tiles = int | tuple[int, int]  # out_tiles, or (out_tiles, in_tiles)
 
 _TILE_KEY = re.compile(

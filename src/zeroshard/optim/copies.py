@@ -27,15 +27,6 @@ from torch import nn
 
 from zeroshard.system.device import undisturbed
 
-__all__ = [
-    "TileOptimizer",
-    "bare_copy",
-    "fitted_state",
-    "set_training",
-    "state_after_trial",
-    "unhooked_step",
-]
-
 _NUMEL = 64
 _NUM_STEPS = 2  # some rules make a buffer at the second step only
 

@@ -29,8 +29,6 @@ from zeroshard.errors import ConfigError
 from zeroshard.optim.copies import bare_copy, set_training, unhooked_step
 from zeroshard.system.device import undisturbed
 
-__all__ = ["ELEMENTWISE", "KEPT_STATES", "check_elementwise", "shard_state"]
-
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
         torch.optim.ASGD,

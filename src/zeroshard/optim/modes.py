@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Mode", "has_modes", "hide_modes"]
-
 _NAMES = ("train", "eval")
 
 

@@ -61,8 +61,6 @@ from zeroshard.optim.tiles import TileStates
 from zeroshard.state.gradient import Gradient
 from zeroshard.tier.staging import Memory
 
-__all__ = ["StepJob", "StepOptions", "TileRunner"]
-
 
 @dataclass(frozen=True)
 class StepOptions:

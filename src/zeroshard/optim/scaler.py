@@ -23,9 +23,6 @@ from typing import Any
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["LossScaler"]
-
-
 _MOVES = ("scale", "streak", "num_skipped", "overflows")
 
 

@@ -24,8 +24,6 @@ from torch import nn
 
 from zeroshard.errors import StateError
 
-__all__ = ["ANSWERED", "SET_DATA", "GradientOwner", "SealedGrad", "SealedShards", "name_of"]
-
 _METADATA = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in (

@@ -38,8 +38,6 @@ from zeroshard.optim.state_dicts import PartialState, fill_in
 from zeroshard.optim.tiles import TileStates
 from zeroshard.state.local import local_of
 
-__all__ = ["AroundStep", "ShardedOptimizer", "check_parameters"]
-
 _INTERRUPTED = (
     "the last optimizer.step() did not finish: call engine.reset() on every rank after an exception"
 )

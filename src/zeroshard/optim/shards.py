@@ -26,8 +26,6 @@ from zeroshard.state.gradient import Gradient
 from zeroshard.state.state import State
 from zeroshard.tier.store import Storage, Store
 
-__all__ = ["ParamShard", "StepMethod", "SteppedSegment", "Tile"]
-
 
 class StepMethod(Enum):
     """Who steps a tile, and where its numbers are meanwhile."""

@@ -15,8 +15,6 @@ from zeroshard.errors import StateError
 from zeroshard.optim.shards import ParamShard, Tile
 from zeroshard.optim.tiles import TileStates
 
-__all__ = ["PartialState", "fill_in"]
-
 _KEY = "zeroshard"
 
 

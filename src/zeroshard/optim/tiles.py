@@ -23,8 +23,6 @@ from zeroshard.optim.copies import state_after_trial
 from zeroshard.optim.shards import ParamShard, Tile
 from zeroshard.state.state import State
 
-__all__ = ["TileStates"]
-
 
 class TileStates:
     """The state of one optimizer, wherever it rests."""

@@ -15,8 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["ActivationTrace", "Event", "Moment"]
-
 Event = Literal["gather", "release", "gradient", "reduce", "turn", "end"]
 
 

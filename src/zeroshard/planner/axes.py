@@ -24,8 +24,6 @@ from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.training import Training
 
-__all__ = ["AUTO", "Axes", "Grid", "grids"]
-
 AUTO = "auto"
 _UNEVEN = 1.25  # layers of the largest stage over their mean, up to which "auto" takes a depth
 

@@ -19,8 +19,6 @@ from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.training import Training
 
-__all__ = ["ALONE", "TensorParallel", "activation_bytes", "send_seconds"]
-
 
 def activation_bytes(model: ModelShape, training: Training) -> int:
     """Return the bytes of what one layer hands to the next of a micro-batch; 0: not known."""

@@ -10,8 +10,6 @@ from zeroshard.core.placement import Scope
 from zeroshard.core.schedule import Op, Schedule
 from zeroshard.planner.held import GroupBytes, TransportTraits, UnitBytes
 
-__all__ = ["PlannedMeter", "Reduced"]
-
 
 @dataclass
 class PlannedMeter:

@@ -17,8 +17,6 @@ from zeroshard.planner.activation_trace import ActivationTrace, Moment
 from zeroshard.planner.model import Decoder, ModelShape, UnitShape
 from zeroshard.planner.training import Training
 
-__all__ = ["closed_form", "kept_bytes", "layer_bytes", "logit_bytes"]
-
 _SHOWN = 8  # equal layers that are walked one by one; those between them are taken as one
 
 

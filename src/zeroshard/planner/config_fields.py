@@ -9,9 +9,6 @@ from typing import Any
 from zeroshard.errors import ConfigError
 from zeroshard.system.safe_files import NotReadable, from_json, read_file
 
-__all__ = ["ConfigFields", "positions_of", "read_config"]
-
-
 # what newer versions of Transformers call a field
 _NEWER = {"num_experts": "num_local_experts"}
 

@@ -26,8 +26,6 @@ from dataclasses import replace
 from zeroshard.errors import ConfigError
 from zeroshard.planner.model import Decoder, GroupShape, ModelShape, Shape, UnitShape, pack_units
 
-__all__ = ["cut_stages", "cut_tensors", "is_assumed", "layer_numbers"]
-
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj", "gate_proj",
             "up_proj", "gate_up_proj", "qkv", "up", "query_key_value", "dense_h_to_4h")  # fmt: skip
 _ROWS = ("o_proj", "down_proj", "out", "down", "dense", "dense_4h_to_h")

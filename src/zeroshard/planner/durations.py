@@ -37,8 +37,6 @@ from zeroshard.planner.lanes import COMPUTE, LaneTask
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.training import Training
 
-__all__ = ["STEP", "TENSOR", "Durations"]
-
 STEP, TENSOR = "optimizer step", "tensor parallelism"
 _LINKS = {"local": "links inside nodes", "network": "links between nodes"}
 _LATENCY, _HOST_LINK, _HOST, _DISK = "latency of collectives", "host link", "host memory", "disk"

@@ -30,12 +30,6 @@ from zeroshard.core.wire import Formats, Wire
 from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
 from zeroshard.planner.training import Training
 
-__all__ = [
-    "DeviceCut", "LaidOut", "LaidOutGroup", "Placed", "StateBytes", "beside_bytes", "cells_by_unit",
-    "made_once", "most_held", "placed", "rest_bytes", "staged_routes", "step_routes", "sum_by_tier",
-    "traffic_bytes",
-]  # fmt: skip
-
 StateBytes = dict[str, dict[Tier, int]]  # state -> tier -> bytes
 T = TypeVar("T")
 R = TypeVar("R")

@@ -24,8 +24,6 @@ from zeroshard.planner.config_fields import ConfigFields, positions_of
 from zeroshard.planner.llama_families import LLAMA_FAMILIES, llama_decoder
 from zeroshard.planner.model import Decoder, ModelShape, Shape, pack_units
 
-__all__ = ["FAMILIES", "is_known", "shape_of_config"]
-
 _HEAD = "lm_head.weight"
 # the model's parameters, the names of its layers, its decoder
 _Family = Callable[[ConfigFields], tuple[list[Shape], list[str], Decoder]]

@@ -35,8 +35,6 @@ from zeroshard.planner.simulate import step_time
 from zeroshard.planner.stage import StageWork, stage_work
 from zeroshard.planner.training import Training
 
-__all__ = ["GridPlan", "RankPlan", "StepSeconds"]
-
 
 class StepSeconds(Protocol):
     """Seconds of one step, and what bounds it."""

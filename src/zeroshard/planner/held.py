@@ -27,16 +27,6 @@ from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.training import Training
 
-__all__ = [
-    "CODEC_SCRATCH_BYTES",
-    "GroupBytes",
-    "Sums",
-    "TransportTraits",
-    "UnitBytes",
-    "group_bytes",
-    "pool_bytes",
-]  # fmt: skip
-
 CODEC_SCRATCH_BYTES = 6 << 18  # of a host's thread that encodes, for ever: comm/codec.py
 
 

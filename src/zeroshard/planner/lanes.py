@@ -21,8 +21,6 @@ from typing import Literal
 
 from zeroshard.core.route import Lane
 
-__all__ = ["COMPUTE", "AnyLane", "JobTimes", "LaneJob", "LaneTask", "longest", "run"]
-
 COMPUTE = "compute"  # what bounds a task that computes
 
 AnyLane = Lane | Literal["send ahead", "send back"]  # to the next stage, and to the one before

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from zeroshard.planner.config_fields import ConfigFields
 from zeroshard.planner.model import Decoder, Shape
 
-__all__ = ["LLAMA_FAMILIES", "LlamaFamily", "llama_decoder"]
-
 _Shapes = Callable[[ConfigFields], list[Shape]]
 _HEAD = "lm_head.weight"
 

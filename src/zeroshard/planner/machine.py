@@ -15,8 +15,6 @@ from zeroshard.core.placement import Mesh
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.errors import ConfigError
 
-__all__ = ["Machine", "Speeds", "nearest_preset", "presets"]
-
 
 @dataclass(frozen=True)
 class Speeds:

@@ -27,8 +27,6 @@ from zeroshard.errors import ConfigError
 from zeroshard.planner.machine import Machine, Speeds, nearest_preset
 from zeroshard.system.safe_files import read_json
 
-__all__ = ["busy", "cache_file", "machine_of", "read", "write"]
-
 Report = Mapping[str, Any]  # what ``zeroshard doctor --json`` prints
 
 FRESH = timedelta(days=30)

@@ -23,18 +23,6 @@ from zeroshard.errors import ConfigError
 from zeroshard.planner.activation_trace import ActivationTrace
 from zeroshard.planner.training import Training
 
-__all__ = [
-    "Decoder",
-    "GroupShape",
-    "ModelShape",
-    "Shape",
-    "UnitShape",
-    "describe",
-    "fitted",
-    "pack_units",
-    "with_adapters",
-]
-
 Shape = tuple[str, tuple[int, ...]]  # name, shape of one parameter
 
 

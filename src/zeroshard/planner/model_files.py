@@ -20,8 +20,6 @@ from zeroshard.planner.families import is_known, shape_of_config
 from zeroshard.planner.model import ModelShape, Shape, pack_units
 from zeroshard.system.safe_files import NotReadable, has_transformers, open_file
 
-__all__ = ["config_of", "is_foreign", "read_model"]
-
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _HEADER_BYTES = 100 << 20  # the format's own limit
 _BLOCK = re.compile(r"(.*?\.)(\d+)\.")

@@ -29,8 +29,6 @@ from zeroshard.planner.model import ModelShape
 from zeroshard.planner.playback import Instant, Playback
 from zeroshard.planner.training import Training
 
-__all__ = ["InFlight", "Peak", "peak_bytes", "trace_of"]
-
 FRAGMENTATION = 0.05  # of everything else on an accelerator
 CONTEXT_BYTES = 1 << 30  # of the driver and the libraries, on an accelerator
 _STEPS = 3  # after which pools have grown as far as they will

@@ -27,8 +27,6 @@ from zeroshard.planner.durations import TENSOR
 from zeroshard.planner.lanes import COMPUTE, JobTimes, LaneJob, LaneTask, longest, run
 from zeroshard.planner.stage import StageWork
 
-__all__ = ["BUBBLE", "Pipeline", "PipelineTime", "RankTime", "phases", "placed_actions", "room"]
-
 BUBBLE = "pipeline bubble"
 _BACKWARD = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 

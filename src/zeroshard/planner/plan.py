@@ -22,8 +22,6 @@ from zeroshard.planner.rows import PlannedRow, candidates, describe_row, short_o
 from zeroshard.planner.search import Policies, Search
 from zeroshard.planner.training import Training
 
-__all__ = ["ALLOWED_FOR", "Plan", "Recommendation", "make_plan"]
-
 _SUGGESTED_DISK = 3200 * 10**9  # bytes per node, where a disk is what is missing
 _MOST_GPUS = 16_384
 _ADAPTERS = "1%"  # of the parameters, as large adapters are

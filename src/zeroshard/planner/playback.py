@@ -41,8 +41,6 @@ from zeroshard.planner.held import (
 )
 from zeroshard.planner.training import Training
 
-__all__ = ["Instant", "Playback"]
-
 
 @dataclass(frozen=True)
 class Instant:

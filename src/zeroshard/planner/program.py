@@ -39,8 +39,6 @@ from zeroshard.planner.exact import LaidOutGroup, Placed, cells_by_unit, made_on
 from zeroshard.planner.held import GroupBytes, TransportTraits, UnitBytes, group_bytes, pool_bytes
 from zeroshard.planner.lanes import LaneJob, LaneTask
 
-__all__ = ["Group", "LevelChange", "Program", "UnitWork"]
-
 
 @dataclass(frozen=True, slots=True)
 class LevelChange:

@@ -19,20 +19,6 @@ from zeroshard.planner.simulate import step_time
 from zeroshard.planner.training import Training
 from zeroshard.planner.whole_gradients import with_budget
 
-__all__ = [
-    "PlannedRow",
-    "Spread",
-    "bytes_of",
-    "candidates",
-    "describe_row",
-    "plan_on_grid",
-    "plan_row",
-    "rest_fits",
-    "short_of",
-    "takes",
-    "tiers_of",
-]
-
 _DEVICE, _HOST, _DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 
 # tiers of weight, grad and optimizer -> the rows for which they are planned

@@ -25,8 +25,6 @@ from zeroshard.planner.exact import LaidOut, LaidOutGroup
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.training import Training
 
-__all__ = ["CheckpointTimes", "checkpoint_bytes", "checkpoint_times"]
-
 _MASTER_BYTES = 4
 
 

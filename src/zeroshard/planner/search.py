@@ -34,8 +34,6 @@ from zeroshard.planner.rows import (
 )
 from zeroshard.planner.training import Training
 
-__all__ = ["Policies", "Search"]
-
 Policies = Callable[[Machine], Iterable[Policy]]
 
 _GRIDS, _MOST_GRIDS = 8, 12  # planned by a search, where the fastest is known by then

@@ -26,8 +26,6 @@ from zeroshard.planner.machine import Machine
 from zeroshard.planner.program import Program
 from zeroshard.planner.training import Training
 
-__all__ = ["StepTime", "simulate", "step_time"]
-
 _MICRO_BATCHES = 4  # run; more are extrapolated
 
 

@@ -24,8 +24,6 @@ from zeroshard.planner.exact import made_once
 from zeroshard.planner.lanes import AnyLane, LaneJob, LaneTask, run
 from zeroshard.planner.program import Program, UnitWork
 
-__all__ = ["StageWork", "stage_work"]
-
 
 @dataclass(frozen=True)
 class StageWork:

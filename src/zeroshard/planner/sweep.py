@@ -19,8 +19,6 @@ from zeroshard.planner.model import ModelShape, fitted
 from zeroshard.planner.rows import plan_row, takes
 from zeroshard.planner.training import Training
 
-__all__ = ["Point", "make_sweep", "parse_sweep"]
-
 _SWEEP = re.compile(r"gpus=(\d+)\.\.(\d+)")
 
 

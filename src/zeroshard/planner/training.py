@@ -14,8 +14,6 @@ from zeroshard.core.tree import Deal, Tree, deal
 from zeroshard.core.wire import CODEC_BITS, Formats
 from zeroshard.errors import ConfigError
 
-__all__ = ["MOMENT_BYTES", "Training"]
-
 # 8-bit Adam as bitsandbytes keeps it (optim/optimizer.py, Optimizer2State; torchao's has the same
 # block): of a tensor of 4096 elements or more one byte per moment and an fp32 maximum per block of
 # 256, of a smaller one fp32

@@ -28,8 +28,6 @@ from zeroshard.planner.rows import bytes_of, candidates, takes, tiers_of
 from zeroshard.planner.training import Training
 from zeroshard.planner.whole_gradients import with_budget
 
-__all__ = ["UnevenRank", "UnevenRow", "plan_uneven"]
-
 _SLACK = 1e-6
 _DIGITS = 4
 

@@ -14,8 +14,6 @@ from zeroshard.core.policy import Policy
 from zeroshard.planner.exact import LaidOut, LaidOutGroup
 from zeroshard.planner.training import Training
 
-__all__ = ["with_budget"]
-
 
 def with_budget(laid_out: LaidOut, policy: Policy, training: Training) -> Policy:
     """Return `policy` with whole gradients where the budget of `training` holds them; `policy`

@@ -36,8 +36,6 @@ from zeroshard.runtime.reports import Accounts
 from zeroshard.runtime.rest import Rest, RestingPiece
 from zeroshard.runtime.weights import Weights
 
-__all__ = ["StateAccess"]
-
 _DELAYED = "delayed_steps"
 _STEPS = "steps"  # by which engine.leaves() and engine.trail() number them
 

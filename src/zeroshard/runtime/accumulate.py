@@ -52,8 +52,6 @@ from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weighting import weighed
 from zeroshard.system.device import undisturbed
 
-__all__ = ["Accumulate", "Accumulated", "LossFn", "check_accumulate"]
-
 # of a batch: its loss, 0-d, or the loss and what it counts
 LossFn = Callable[[Any], torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]]
 

@@ -39,8 +39,6 @@ from zeroshard.runtime.streams import Streams, make_streams
 from zeroshard.tier.store import Storage, Store
 from zeroshard.tier.stores import make_store
 
-__all__ = ["ActivationStore", "SavedActivation", "activation_store_for", "size_class"]
-
 _MOST_LEAVING = 2  # calls whose sources may still be here while another one's begin to leave
 _MOST_STORES = 8
 

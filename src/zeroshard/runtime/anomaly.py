@@ -32,8 +32,6 @@ from zeroshard.runtime.released import is_released
 from zeroshard.runtime.trees import tensors_in
 from zeroshard.state.local import local_of
 
-__all__ = ["detect_anomaly"]
-
 _CALL = "zs.detect_anomaly()"
 
 

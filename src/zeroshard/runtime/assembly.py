@@ -43,8 +43,6 @@ from zeroshard.runtime.weights import Weights
 from zeroshard.runtime.whole import Whole
 from zeroshard.state.local import local_of
 
-__all__ = ["Assembly"]
-
 _EVALUATED = "a forward without gradients"
 
 

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 
 from zeroshard.errors import StateError
 
-__all__ = ["Availability"]
-
 _OFFLOADED = "the states are off the device: call engine.reload_states() on every rank first"
 _SWAPPED = (
     "the weights are swapped for their average: train, save, load, change weights and step outside"

@@ -48,8 +48,6 @@ from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.gradient import Gradient
 
-__all__ = ["Backward", "retains_graph"]
-
 _USED = attrgetter("used")
 
 

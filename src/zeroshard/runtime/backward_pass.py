@@ -23,16 +23,6 @@ from zeroshard.errors import StateError
 from zeroshard.runtime.trainable import Trained
 from zeroshard.runtime.unit import Unit
 
-__all__ = [
-    "UNKNOWN",
-    "WEIGHTED",
-    "Accumulation",
-    "BackwardMode",
-    "BackwardPass",
-    "Weight",
-    "total_weight",
-]
-
 # micro-batches of a rank that cannot tell whether all gradients were cleared
 UNKNOWN = (1 << 32) - 1
 # kinds of backwards, a bit each

@@ -29,8 +29,6 @@ from zeroshard.core.split import balanced
 from zeroshard.memory import bounce_buffer, synchronize
 from zeroshard.tier.link import Link
 
-__all__ = ["Balance", "first_fraction"]
-
 _log = logging.getLogger("zeroshard")
 _PROBE_BYTES = 4 << 20  # of a link that takes a sixty-fourth of it within a millisecond
 _ADAM_BYTES = 28  # that a step of one element moves through memory: four numbers in, three out

@@ -35,8 +35,6 @@ from zeroshard.runtime.trees import is_cache, tensors_within
 from zeroshard.runtime.weighting import silence
 from zeroshard.system.device import Device
 
-__all__ = ["Visit"]
-
 
 class Visit:
     """One micro-batch in one section. Made in the thread of the micro-batch."""

@@ -49,8 +49,6 @@ from zeroshard.state.gradient import Gradient
 if TYPE_CHECKING:  # made in build.py
     from zeroshard.runtime.own_sums import MicroBatchSum, OwnLeaves
 
-__all__ = ["Bucket"]
-
 
 @dataclass
 class Reduction:

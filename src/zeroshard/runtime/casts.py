@@ -37,8 +37,6 @@ from zeroshard.core.precision import dtype_name
 from zeroshard.errors import StateError
 from zeroshard.runtime.watch import Watch
 
-__all__ = ["cast", "casting_hooks", "explain"]
-
 _LAYERS: tuple[type[nn.Module], ...] = (
     nn.Linear,
     nn.Bilinear,

@@ -42,8 +42,6 @@ if TYPE_CHECKING:  # made in sharding/, and only handed on by this room
     from zeroshard.core.holders import Holders
     from zeroshard.core.shares import Shares
 
-__all__ = ["Context", "Dtypes", "Options", "SegmentPlan"]
-
 
 @dataclass(frozen=True)
 class Dtypes:

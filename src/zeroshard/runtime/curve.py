@@ -11,8 +11,6 @@ import torch
 from zeroshard.runtime.access import StateAccess
 from zeroshard.system.device import Device
 
-__all__ = ["curve_of", "departures", "kernels_of"]
-
 
 def curve_of(states: StateAccess) -> dict[str, str]:
     """Return the tree of an engine's leaves, and with what its kernels run; empty without

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Decisions"]
-
 _NOT_OURS = ("params", "param_names")
 _PLAIN = frozenset((type(None), bool, int, float, str))  # equal as long as they are
 

@@ -23,8 +23,6 @@ from zeroshard.errors import ConfigError
 from zeroshard.runtime.engine import Engine, averages_in, states_of
 from zeroshard.runtime.join import Average
 
-__all__ = ["EMA", "averages_of", "updates_of"]
-
 _CHUNK = 1 << 17  # elements swapped at a time
 _ALIKE = "Call update() at the same places, with the same decay, on every rank"
 

@@ -39,8 +39,6 @@ import torch
 
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["StepEvents"]
-
 _Listeners = list[Callable[[], None]]
 _OfUnits = list[Callable[[Sequence[Unit]], None]]
 

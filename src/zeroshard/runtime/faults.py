@@ -28,8 +28,6 @@ from contextlib import contextmanager
 from zeroshard.comm.transport import Transport
 from zeroshard.errors import PlanMismatch, StateError, StorageError
 
-__all__ = ["Faults"]
-
 _RESET = (
     "call engine.reset() on every rank, which drops the gradients, and go on with the next batch"
 )

@@ -47,8 +47,6 @@ from zeroshard.runtime.context import Context
 from zeroshard.runtime.trainable import AssignedGradients, names_of
 from zeroshard.state.norms import SquaresRequest, SquaresSum, read_squares
 
-__all__ = ["Finalizer"]
-
 _log = logging.getLogger("zeroshard")
 _STEP = "optimizer.step() or clip_grad_norm_()"
 _NORM = "the norm of the gradient"

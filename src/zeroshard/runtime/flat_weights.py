@@ -47,8 +47,6 @@ from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.full import FullBuffer
 from zeroshard.state.state import State
 
-__all__ = ["FlatWeights"]
-
 
 class _Reads:
     """Reads of this rank's slice from another tier. Where one fails the slice is lost: the other

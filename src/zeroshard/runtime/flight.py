@@ -32,8 +32,6 @@ from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StorageError
 from zeroshard.runtime.streams import BETWEEN, Event, Lane, Streams
 
-__all__ = ["Flight", "Go"]
-
 
 class Go(Enum):
     """How far a flight goes on."""

@@ -18,9 +18,6 @@ import os
 import weakref
 from collections.abc import Callable
 
-__all__ = ["refuse_in_children"]
-
-
 # what makes every later use of an engine raise StateError, by engine
 _REFUSALS: weakref.WeakKeyDictionary[object, Callable[[str], None]] = weakref.WeakKeyDictionary()
 _KEPT: list[object] = []  # in a forked child only

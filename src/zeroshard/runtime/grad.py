@@ -34,8 +34,6 @@ from zeroshard.state.norms import SquaresRequest, SquaresSum
 from zeroshard.state.state import State
 from zeroshard.tier.store import Storage, Store
 
-__all__ = ["Accumulator"]
-
 
 class Accumulator:
     """Where the gradient of one trainable segment rests, and this rank's slice of it. Ranges count

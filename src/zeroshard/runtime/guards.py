@@ -27,8 +27,6 @@ from torch._C._dynamo.eval_frame import (
 from zeroshard.errors import StateError
 from zeroshard.state.local import is_dtensor
 
-__all__ = ["OWNED", "between_graphs", "guard", "leave_alone"]
-
 _GATHERS = (  # said by Dynamo under fullgraph=True
     "zeroshard gathers the weights of a unit here: compile each block, or leave fullgraph out"
 )

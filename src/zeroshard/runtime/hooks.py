@@ -52,9 +52,6 @@ from zeroshard.runtime.units import UnitPlan
 from zeroshard.runtime.watch import Watch
 from zeroshard.state.local import part_within
 
-__all__ = ["Hooks"]
-
-
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)  # what every module has
 _PLAIN = frozenset((torch.Tensor,))
 

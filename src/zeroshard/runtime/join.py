@@ -39,8 +39,6 @@ from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.recomputed import is_checkpointed
 
-__all__ = ["Average", "Join"]
-
 _ENDED, _GATHER = "ended", "gather"
 _PHASES: tuple[Phase, ...] = ("forward", "backward")
 

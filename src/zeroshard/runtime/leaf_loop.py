@@ -16,8 +16,6 @@ from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.loop import Loop
 from zeroshard.system.device import Device, undisturbed
 
-__all__ = ["Draws", "LeafLoop", "refuse_leaves", "seed_of"]
-
 
 class LeafLoop(Iterator[int]):
     """What ``engine.leaves()`` returns: this rank's leaves of one step, to be gone through once, or

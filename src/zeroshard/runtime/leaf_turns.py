@@ -26,8 +26,6 @@ from zeroshard.runtime.shelf import RestPlace, Shelf
 from zeroshard.runtime.trainable import Trained
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["LeafTurns"]
-
 
 class LeafTurns:
     """Whose turn it is, and what is kept of whom."""

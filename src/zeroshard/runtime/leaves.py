@@ -31,8 +31,6 @@ from zeroshard.core.layout import Range
 from zeroshard.core.tree import Deal, Expression
 from zeroshard.errors import StateError
 
-__all__ = ["Leaves"]
-
 
 class Leaves:
     """The leaves of one engine, and the round that is under way."""

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-__all__ = ["EngineMemory", "MemoryTable", "ProcessMemory", "explain", "leaks", "memory_table"]
-
 _TIERS = tuple(tier.value for tier in Tier)
 _WIDTH = 100
 _ROLLUP = Path("/proc/self/smaps_rollup")

@@ -46,8 +46,6 @@ from zeroshard.runtime.weights import Weights
 if TYPE_CHECKING:
     from zeroshard.runtime.events import StepEvents
 
-__all__ = ["Loop"]
-
 
 class Loop:
     """The events of one engine's steps."""

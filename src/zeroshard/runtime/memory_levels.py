@@ -18,8 +18,6 @@ from zeroshard.memory import MemoryCounter
 from zeroshard.runtime.reports import Accounts
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["MemoryLevels"]
-
 # after the name of a state
 _PLACES = {tier: f" ({tier.value})" for tier in Tier} | {Tier.DEVICE: ""}
 

@@ -26,8 +26,6 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 
 from zeroshard.system.device import Device
 
-__all__ = ["Autocast", "MicroBatch", "this_micro_batch"]
-
 _Call = TypeVar("_Call")
 _current: contextvars.ContextVar[MicroBatch[Any] | None] = contextvars.ContextVar(
     "the micro-batch in whose thread this runs", default=None

@@ -31,8 +31,6 @@ from zeroshard.runtime.weights import Weights
 from zeroshard.state.state import State, move
 from zeroshard.tier.host import HostStore
 
-__all__ = ["OffloadedStates", "bring_to_rest"]
-
 _PAGE = mmap.PAGESIZE
 
 

@@ -20,8 +20,6 @@ from zeroshard.errors import StateError
 from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.runtime.released import written_to
 
-__all__ = ["CopiedState", "OptimizerStates"]
-
 
 class CopiedState(torch.Tensor):
     """A copy of a state that rests off the device. Results of torch's functions are plain."""

@@ -26,8 +26,6 @@ from zeroshard.errors import ConfigError
 from zeroshard.runtime.units import named_parameters_once
 from zeroshard.state.local import local_of
 
-__all__ = ["check_overlap"]
-
 
 @dataclass(frozen=True)
 class _Extent:

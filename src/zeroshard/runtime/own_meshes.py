@@ -11,8 +11,6 @@ from torch import nn
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["OwnMeshes", "has_parameters", "matching", "refuse_unmatched"]
-
 
 def has_parameters(module: nn.Module) -> bool:
     """Whether a module or any inside it holds a parameter."""

@@ -25,8 +25,6 @@ from zeroshard.runtime.partial_sums import BinaryCounter
 from zeroshard.state.state import State
 from zeroshard.tier.store import Store
 
-__all__ = ["MicroBatchSum", "OwnLeaves"]
-
 
 class MicroBatchSum:
     """The sum of one rank's micro-batches [numel], a parameter at a time, as gradients come."""

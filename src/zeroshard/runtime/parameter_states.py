@@ -28,8 +28,6 @@ from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.runtime.rest import RestingPiece
 from zeroshard.state.local import local_of, part_within, whole_of
 
-__all__ = ["ParameterStates"]
-
 _CALL = "ParameterStates"
 _Part = Callable[[int, int], torch.Tensor]  # the numbers of elements [start, stop)
 

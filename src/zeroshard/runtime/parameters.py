@@ -28,8 +28,6 @@ from zeroshard.memory import placeholder_value
 from zeroshard.runtime.released import release_classes, restore_classes
 from zeroshard.state.local import local_of, retype
 
-__all__ = ["Parameters"]
-
 # asked of all parameters of a unit at once: no frame of ours for each
 _DATA_PTR = torch.Tensor.data_ptr
 _VERSION = attrgetter("_version")

@@ -23,8 +23,6 @@ from zeroshard.state.gradient import Gradient
 from zeroshard.state.state import State
 from zeroshard.tier.store import Store
 
-__all__ = ["BinaryCounter", "PartialSums"]
-
 
 class BinaryCounter:
     """Sums of neighbouring leaves, of which the tree adds no two."""

@@ -23,8 +23,6 @@ from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.watch import Watch
 from zeroshard.runtime.weights import Weights
 
-__all__ = ["Parts", "input_dtype", "make_weights_and_gradients", "step_settings"]
-
 
 @dataclass(frozen=True)
 class Parts:

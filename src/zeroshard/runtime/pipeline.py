@@ -44,8 +44,6 @@ from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weighting import weighed
 from zeroshard.runtime.weights import Weights
 
-__all__ = ["FollowOptions", "Following", "check_budget", "check_mesh", "stages_of", "units_of"]
-
 _REFUSED = (
     "a backward outside of {name}.step(), which the engine follows, would bring gradients of a part"
     " of the model: call the schedule's step(), or end following with the remove() of what"

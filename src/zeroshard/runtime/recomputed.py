@@ -25,14 +25,6 @@ from torch.utils.checkpoint import CheckpointFunction
 from zeroshard.core.residency import Use
 from zeroshard.runtime.unit import Unit
 
-__all__ = [
-    "checkpoint_around",
-    "count_recomputations",
-    "is_checkpointed",
-    "is_recomputed",
-    "when_over",
-]
-
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 

@@ -30,8 +30,6 @@ from zeroshard.runtime.replicas import compare_replicas
 from zeroshard.runtime.rest import Rest
 from zeroshard.runtime.weights import Weights
 
-__all__ = ["Recovery"]
-
 _log = logging.getLogger("zeroshard")
 _SINCE = "an optimizer.step() ended by an exception"
 

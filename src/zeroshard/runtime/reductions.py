@@ -19,8 +19,6 @@ from zeroshard.runtime.grad import Accumulator
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["Reductions"]
-
 
 class Reductions:
     """The reduces of all units' gradients."""

@@ -45,8 +45,6 @@ from zeroshard.runtime.segment_states import VALUE, SegmentStates
 from zeroshard.runtime.tile_cuts import cut_tiles
 from zeroshard.state.local import leave_hollow
 
-__all__ = ["Facts", "Move", "facts_of", "release_parameters", "segments_of"]
-
 _NOTHING = (0, 0)
 
 

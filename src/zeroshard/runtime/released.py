@@ -44,11 +44,6 @@ from zeroshard.optim.sealed import ANSWERED, SET_DATA, SealedGrad, name_of
 from zeroshard.runtime.trees import tensors_in
 from zeroshard.state.local import is_dtensor
 
-__all__ = [
-    "ReleasedParameter", "Tie", "is_released", "know_class", "release_classes", "restore_classes",
-    "written_to",
-]  # fmt: skip
-
 _ANSWERED = ANSWERED | {torch.Tensor.data_ptr, torch.Tensor.retain_grad}
 _OF_LOCAL = ("to_local", "full_tensor", "redistribute")  # methods that read the local tensor
 _WRITES = frozenset((torch.Tensor.__setitem__, SET_DATA))

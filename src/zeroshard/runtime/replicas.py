@@ -35,8 +35,6 @@ from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 
-__all__ = ["compare_replicas", "verify_replicas"]
-
 _CALL = "the comparison of replicas (verify_every)"
 _REMEDY = (
     "They must hold the same bits: memory was corrupted or written to on one rank; go back to the"

@@ -11,8 +11,6 @@ from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["Accounts", "MemoryReport", "TrafficReport", "describe_bytes"]
-
 
 @dataclass(frozen=True)
 class MemoryReport:

@@ -28,8 +28,6 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.state import State
 
-__all__ = ["Rest", "RestingPiece", "values_of"]
-
 
 def values_of(segment: Segment) -> tuple[State, Range]:
     """Return what holds the values of a segment, its master or else its weights at rest, and which

@@ -16,8 +16,6 @@ from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.local import local_of
 
-__all__ = ["SavedTensors"]
-
 # after one that had to be skipped: what is computed rarely (a penalty every 16 steps) is to come
 # again
 _WATCHED_STEPS = 20

@@ -25,8 +25,6 @@ from torch import nn
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan
 
-__all__ = ["Section", "Sections", "sections_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class Section:

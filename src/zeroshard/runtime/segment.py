@@ -29,9 +29,6 @@ from zeroshard.state.full import flatten
 from zeroshard.state.state import DeviceMemory, State, move
 from zeroshard.tier.store import Store
 
-__all__ = ["Segment"]
-
-
 _TILE = 1 << 20  # elements that pass from one tier to another at a time
 
 

@@ -30,8 +30,6 @@ from zeroshard.runtime.rest import values_of
 from zeroshard.runtime.segment import Segment
 from zeroshard.state.state import State
 
-__all__ = ["AVERAGE", "STATE", "VALUE", "SegmentStates"]
-
 VALUE, STATE, AVERAGE = "value", "state ", "average "
 
 

@@ -34,8 +34,6 @@ from zeroshard.runtime.activation_store import SavedActivation, activation_store
 from zeroshard.state.full import flatten, memory_stride
 from zeroshard.tier.stores import tier_named
 
-__all__ = ["RestPlace", "Shelf"]
-
 _LEAST_BYTES = 4096  # below this a tensor is not worth a copy
 _Kept = SavedActivation | torch.Tensor  # the tensor: this rank's slice, on the device
 

@@ -18,8 +18,6 @@ from torch import nn
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["Stages", "model_of", "roots_of"]
-
 
 class Stages(nn.Module):
     """The modules of several stages, whose names are those that each stage has."""

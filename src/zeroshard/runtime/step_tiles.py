@@ -26,8 +26,6 @@ from zeroshard.runtime.tile_cuts import cut_tiles
 from zeroshard.runtime.unit import Unit
 from zeroshard.state.state import move
 
-__all__ = ["StepTiles"]
-
 
 class StepTiles:
     """The tiles that one rank steps, and the cut between the device's and the others."""

@@ -30,17 +30,6 @@ import torch
 from zeroshard.core.recording import Probe
 from zeroshard.system.device import Device
 
-__all__ = [
-    "BETWEEN",
-    "LANES",
-    "AcceleratorStreams",
-    "Event",
-    "Lane",
-    "NoStreams",
-    "Streams",
-    "make_streams",
-]
-
 Lane = Literal["compute", "gather", "reduce", "gather between", "reduce between"]
 Event = Any  # opaque to the engine
 

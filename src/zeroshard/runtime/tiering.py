@@ -19,8 +19,6 @@ from zeroshard.memory.heap import Trimmer
 from zeroshard.tier.link import Direct, Link
 from zeroshard.tier.store import Store
 
-__all__ = ["STATES", "Tiering"]
-
 STATES = ("weight", "grad", "optimizer")
 
 

@@ -22,8 +22,6 @@ from zeroshard.optim.shards import ParamShard, StepMethod, SteppedSegment, Tile
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.segment import Segment
 
-__all__ = ["cut_tiles"]
-
 # the tiers whose tiles are not stepped where they rest, and the tensors that a tile may need beside
 # it: on disk four sets of master, gradient and two moments
 _WAYS, _TENSORS = {Tier.DISK: StepMethod.THROUGH_RING}, {Tier.DISK: 16}

@@ -58,8 +58,6 @@ from zeroshard.runtime.streams import AcceleratorStreams
 from zeroshard.runtime.unit import Unit
 from zeroshard.system.safe_files import replacing
 
-__all__ = ["Clock", "DeviceClock", "HostClock", "Trace", "tracing"]
-
 _log = logging.getLogger("zeroshard")
 _SHORTEST_S = 1e-6  # of a part of compute, or a wait, that is written down
 

@@ -19,8 +19,6 @@ from zeroshard.core.sliced_digest import MASK, BlockTotals
 from zeroshard.errors import StorageError
 from zeroshard.system.safe_files import open_to_add
 
-__all__ = ["StepHashes", "TrailFile"]
-
 _log = logging.getLogger("zeroshard")
 _Number: TypeAlias = int | torch.Tensor  # of 64 bits; on a device one that nobody has waited for
 # a phase and a unit, and for the slice of a rank of a replayed run that rank

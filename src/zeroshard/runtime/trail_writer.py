@@ -59,8 +59,6 @@ from zeroshard.runtime.unit import Unit
 from zeroshard.state.state import State
 from zeroshard.system.safe_files import read_json
 
-__all__ = ["trailing"]
-
 _TILE = 1 << 20  # elements that are hashed at a time
 
 

@@ -39,8 +39,6 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.state.local import gradient_taker
 
-__all__ = ["ASSIGNED", "AssignedGradients", "TrainableParameters", "Trained", "names_of", "seal"]
-
 ASSIGNED = "the parameters whose .grad was assigned by hand"
 
 

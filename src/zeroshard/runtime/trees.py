@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["is_cache", "tensors_in", "tensors_within"]
-
 _MOST_OBJECTS = 1000  # that `tensors_within` looks into: an object may lead to all there is
 _ATOMS = (
     str,

@@ -29,8 +29,6 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Lane, Streams
 from zeroshard.state.local import local_of
 
-__all__ = ["Unit"]
-
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 

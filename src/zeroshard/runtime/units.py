@@ -32,15 +32,6 @@ from zeroshard.runtime.own_meshes import OwnMeshes, has_parameters, matching, re
 from zeroshard.runtime.stages import Stages
 from zeroshard.state.local import local_of
 
-__all__ = [
-    "UnitPlan",
-    "UnitSpec",
-    "find_blocks",
-    "holding_others",
-    "named_parameters_once",
-    "partition_units",
-]
-
 UnitSpec = Callable[[str, nn.Module], bool] | Sequence[str | type[nn.Module]]
 
 

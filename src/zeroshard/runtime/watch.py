@@ -24,8 +24,6 @@ from torch import nn
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["Watch"]
-
 _REMEDY = (
     "change the model before shard(), or call engine.close(), change it, build the optimizer again"
     " and shard() again"

@@ -29,8 +29,6 @@ from zeroshard.errors import ConfigError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
 
-__all__ = ["silence", "weighed"]
-
 
 @contextmanager
 def weighed(

@@ -29,8 +29,6 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["Weights"]
-
 _SAME_UNITS = (
     "; where weights are encoded (comm.weight_codec), go over sockets or rest off the device, every"
     " rank gathers the same units: if ranks run other modules (experts), let the module that holds"

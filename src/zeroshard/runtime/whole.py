@@ -37,8 +37,6 @@ from zeroshard.runtime.weights import Weights
 from zeroshard.state.local import is_dtensor, local_of, point_at, whole_of
 from zeroshard.state.state import State
 
-__all__ = ["Whole", "extra_modules", "saved_names"]
-
 _log = logging.getLogger("zeroshard")
 _LOST = "parameter %r was written to while it was released: close() gives back what was trained"
 _CALL = "engine.gathered(writeback=True)"

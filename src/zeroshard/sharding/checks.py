@@ -26,18 +26,6 @@ from zeroshard.runtime.units import UnitPlan, named_parameters_once
 from zeroshard.state.local import is_dtensor, part_of
 from zeroshard.system.device import Device
 
-__all__ = [
-    "check_codecs",
-    "check_dtensors",
-    "check_model",
-    "check_nodes",
-    "check_own_meshes",
-    "check_per_rank",
-    "check_precision",
-    "check_renormed",
-    "node_size_of",
-]
-
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

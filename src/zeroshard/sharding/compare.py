@@ -30,8 +30,6 @@ from zeroshard.runtime.build import Dtypes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once
 from zeroshard.state.local import local_of, part_of, whole_shape
 
-__all__ = ["REMEDY", "Call", "Report", "errors_by_id", "settings_report"]
-
 REMEDY = "Build the same model with the same options on every rank (same seed), or use sync_from=0"
 
 # settings that must be the same on every rank

@@ -15,8 +15,6 @@ from zeroshard.checkpoint.rank_part import encoded_options, generators, restore_
 from zeroshard.checkpoint.values import decode, encode
 from zeroshard.runtime.engine import Engine, parts_of
 
-__all__ = ["carried", "take_over"]
-
 _log = logging.getLogger("zeroshard")
 
 

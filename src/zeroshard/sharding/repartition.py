@@ -55,8 +55,6 @@ from zeroshard.sharding.rejoin import carried, take_over
 from zeroshard.sharding.request import ShardRequest, changed_request
 from zeroshard.state.local import local_of
 
-__all__ = ["Repartition"]
-
 _log = logging.getLogger("zeroshard")
 EQUAL = "equal"  # shares that are none
 

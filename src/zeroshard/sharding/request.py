@@ -39,8 +39,6 @@ from zeroshard.sharding.checks import (
 from zeroshard.sharding.compare import REMEDY, Call, Report, errors_by_id, settings_report
 from zeroshard.state.local import local_of
 
-__all__ = ["ShardRequest", "changed_request", "requested"]
-
 _log = logging.getLogger("zeroshard")
 
 

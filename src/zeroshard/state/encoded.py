@@ -22,8 +22,6 @@ from zeroshard.core.wire import BlockCodec
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.tier.store import Storage, Store
 
-__all__ = ["EncodedStorage"]
-
 
 class EncodedStorage:
     """A Storage (tier/store.py) of `numel` elements, encoded in `rest`, a Storage of

@@ -42,8 +42,6 @@ import torch
 from zeroshard.core.layout import Layout
 from zeroshard.state.state import DeviceMemory
 
-__all__ = ["FullBuffer", "flatten", "memory_stride"]
-
 _BLOCK = 4096  # bytes: where a disk may write to
 
 

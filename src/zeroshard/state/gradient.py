@@ -50,8 +50,6 @@ from zeroshard.state.state import DeviceMemory, State
 from zeroshard.tier.link import Direct
 from zeroshard.tier.store import Storage
 
-__all__ = ["Gradient"]
-
 _BLOCK = 1 << 20  # elements read from another tier at a time; a multiple of a chunk (norms.py)
 
 

@@ -26,11 +26,6 @@ from zeroshard.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "gradient_taker", "is_dtensor", "leave_hollow", "local_of", "part_of", "part_within",
-    "point_at", "retype", "whole_of", "whole_shape",
-]  # fmt: skip
-
 _DTENSOR = "torch.distributed.tensor"
 
 

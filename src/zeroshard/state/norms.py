@@ -39,16 +39,6 @@ from zeroshard.core.exact_sum import ExactSum
 from zeroshard.core.layout import ALIGN
 from zeroshard.memory import reads_wait
 
-__all__ = [
-    "RunningSum",
-    "SquaresRequest",
-    "SquaresSum",
-    "chunks",
-    "is_finite",
-    "read_squares",
-    "squares_of",
-    ]  # fmt: skip
-
 _CHUNK = 1 << 17  # elements of fp32 that stay in a core's own cache
 _BLOCKS = 1 << 18  # that are halved together on an accelerator without Triton: few kernels
 _BATCH = 16  # chunks whose blocks are added to the bins together

@@ -29,8 +29,6 @@ from zeroshard.system.device import Device
 from zeroshard.tier.link import Direct, Link
 from zeroshard.tier.store import Storage, Store
 
-__all__ = ["DeviceMemory", "DeviceStorage", "State", "move"]
-
 _TILE = 1 << 20  # elements that move at a time
 
 

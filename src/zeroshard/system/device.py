@@ -28,11 +28,6 @@ from zeroshard.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "DRIVERS", "LIBRARIES", "TRITON", "VISIBLE_DEVICES", "Device", "DriverRegister", "all_devices",
-    "allocator_setting", "library_versions", "undisturbed",
-]  # fmt: skip
-
 # type -> the variable that names the devices of that type which a process sees
 VISIBLE_DEVICES = {
     "cuda": "CUDA_VISIBLE_DEVICES",

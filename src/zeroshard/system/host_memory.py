@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["HostMemory", "numbers_of"]
-
 
 @dataclass(frozen=True)
 class HostMemory:

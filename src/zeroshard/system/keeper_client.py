@@ -29,17 +29,6 @@ import xxhash
 
 from zeroshard.errors import CheckpointError
 
-__all__ = [
-    "MAX_RECORD",
-    "Keeper",
-    "KeptPart",
-    "KeptSave",
-    "newest",
-    "note_of",
-    "partners",
-    "read_note",
-]
-
 MAX_RECORD = 1 << 16
 _TIMEOUT_S = 60.0
 _HOLDER = "the launcher that keeps this job's memory"

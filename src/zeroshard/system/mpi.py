@@ -23,8 +23,6 @@ from zeroshard.errors import ConfigError
 from zeroshard.system import slurm
 from zeroshard.system.slurm import FIRST_PORT, NUM_PORTS
 
-__all__ = ["MpiTask", "rank_variables", "read_task"]
-
 _OMPI, _MV2 = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
 # rank, number of tasks, the same on this host
 _FAMILIES = (

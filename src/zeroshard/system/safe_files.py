@@ -27,12 +27,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = [
-    "DEPTH", "NotReadable", "check_depth", "from_json", "has_transformers", "is_deeper",
-    "open_descriptor", "open_file", "open_to_add", "printable", "read_file", "read_json",
-    "replacing",
-]  # fmt: skip
-
 DEPTH = 100
 _MOST_BYTES = 64 << 20
 # they change the order of the text around them, or end a line

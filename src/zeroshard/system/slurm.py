@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["FIRST_PORT", "NUM_PORTS", "SlurmStep", "expand", "rank_variables", "read_step"]
-
 _MAX_NODES = 1 << 17
 FIRST_PORT, NUM_PORTS = 15000, 10000  # below the ports that Linux gives to clients
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)

@@ -10,8 +10,6 @@ import resource
 import socket
 import struct
 
-__all__ = ["interface_towards", "is_loopback", "raise_file_limit"]
-
 _SIOCGIFADDR = 0x8915
 _MOST_FILES = 1 << 16
 

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table as RichTable
 
-__all__ = [
-    "Bar", "Table", "count_text", "note", "print_json", "progress", "say", "say_facts", "size_text",
-    "three_digits",
-]  # fmt: skip
-
 
 def say(line: str) -> None:
     """Print `line`, which may have several, on stdout; no line of it is folded."""

@@ -19,19 +19,6 @@ from typing import Any, NoReturn, TypeVar
 
 from zeroshard.errors import ConfigError
 
-__all__ = [
-    "JSON",
-    "LineParser",
-    "Option",
-    "Subcommand",
-    "UsageError",
-    "as_usage",
-    "count",
-    "listed",
-    "made",
-    "one_of",
-]  # fmt: skip
-
 T = TypeVar("T")
 
 

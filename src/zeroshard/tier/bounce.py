@@ -24,8 +24,6 @@ from zeroshard.system.device import Device
 from zeroshard.tier.link import Direct, Direction, Link
 from zeroshard.tier.staging import Memory, Staging
 
-__all__ = ["BounceBuffers", "Bytes"]
-
 
 class Bytes(Protocol):
     """A tensor as bytes, for one transfer."""

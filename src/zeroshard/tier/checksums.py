@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import xxhash
 
-__all__ = ["UNIT", "Checksums"]
-
 UNIT = 1 << 20  # bytes that one sum covers
 
 

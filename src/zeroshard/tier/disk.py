@@ -48,8 +48,6 @@ from zeroshard.tier.store import operation_on
 from zeroshard.tier.swapdir import SwapDirectory
 from zeroshard.tier.transfer import Scratch, TierTransfer, Workers
 
-__all__ = ["DiskStore"]
-
 _log = logging.getLogger("zeroshard")
 # bytes per request: 1 MiB cost 5 to 10% of the bandwidth measured, more gained nothing and leaves
 # threads idle

@@ -22,8 +22,6 @@ from zeroshard.memory import MemoryCounter, host_memory, reads_wait, to_placehol
 from zeroshard.tier.link import Link, link_of
 from zeroshard.tier.store import operation_on
 
-__all__ = ["HostStore"]
-
 
 class HostStore:
     """Host memory for the states of a model on `device`."""

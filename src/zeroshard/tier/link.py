@@ -17,8 +17,6 @@ import torch
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.memory import Mark, has_streams, note_copy
 
-__all__ = ["Direct", "Direction", "Enqueued", "Link", "link_of"]
-
 Direction = Literal["to_host", "to_device"]
 
 

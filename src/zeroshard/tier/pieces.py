@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from zeroshard.tier.direct_io import BLOCK, round_up
 
-__all__ = ["DiskPiece", "cut"]
-
 
 @dataclass(frozen=True, slots=True)
 class DiskPiece:

@@ -27,8 +27,6 @@ from zeroshard.errors import StorageError
 from zeroshard.memory import HUGE_BYTES, MemoryCounter, address_of, host_memory, to_placeholder
 from zeroshard.tier.direct_io import BLOCK, round_up
 
-__all__ = ["Memory", "Staging"]
-
 
 class Memory:
     """Host memory that starts on a block; only `tensor` makes tensors on it."""

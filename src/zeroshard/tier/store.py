@@ -29,8 +29,6 @@ from zeroshard.core.route.hop import Kind
 from zeroshard.core.work import Work
 from zeroshard.memory import MemoryCounter
 
-__all__ = ["Storage", "Store", "operation_on"]
-
 
 class Storage(Protocol):
     """`numel` elements of `dtype` at rest on one tier, counted from the storage's start."""

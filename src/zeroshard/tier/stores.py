@@ -16,8 +16,6 @@ from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import Link
 from zeroshard.tier.store import Store
 
-__all__ = ["make_store", "tier_named"]
-
 
 def make_store(
     tier: Tier,

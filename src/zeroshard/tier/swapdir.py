@@ -35,8 +35,6 @@ from pathlib import Path
 from zeroshard.errors import StorageError
 from zeroshard.tier.direct_io import open_new, reserve
 
-__all__ = ["SwapDirectory", "free_bytes", "safe_name"]
-
 _log = logging.getLogger("zeroshard")
 _PATTERN = re.compile(r"(\.?)zeroshard-swap-[A-Za-z0-9._+=-]+-\d+-\d+-[0-9a-f]{8}")
 _LOCK, _SUFFIX = "lock", ".storage"

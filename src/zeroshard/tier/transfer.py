@@ -23,9 +23,6 @@ from zeroshard.errors import StorageError
 from zeroshard.tier.pieces import DiskPiece
 from zeroshard.tier.staging import Memory
 
-__all__ = ["Scratch", "TierTransfer", "Workers"]
-
-
 # One worker's buffer for unaligned transfers, allocated at the first call. Not from the staging
 # pool: whoever waits for a transfer may hold all of that.
 Scratch = Callable[[], Memory]

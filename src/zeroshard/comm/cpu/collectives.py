@@ -39,8 +39,6 @@ from zeroshard.comm.transport import ReduceRequest, Work
 from zeroshard.core.layout import Range
 from zeroshard.memory import Pool
 
-__all__ = ["Collectives"]
-
 # how long a full pool waits for far peers, which cannot say whether they are slow or need another
 # unit first, and for near ones that are ahead ([Note: ahead])
 _SPILL_AFTER_S = 0.1

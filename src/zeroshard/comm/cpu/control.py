@@ -35,8 +35,6 @@ from zeroshard.comm.transport import (
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import PlanMismatch, StallError, ZeroshardError
 
-__all__ = ["PeerControl", "PeerOperation", "Plane"]
-
 # a rank that waits for a slot and hears nothing for so long is stuck ([Note: relief])
 _IDLE_S = 0.0002
 _PATIENT_S = 0.1

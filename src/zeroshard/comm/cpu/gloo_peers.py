@@ -64,19 +64,6 @@ from zeroshard.comm.cpu.notices import Notices
 from zeroshard.errors import ConfigError, PeerLostError, StallError
 from zeroshard.memory import drain
 
-__all__ = [
-    "ALL_GATHER",
-    "CONTROL",
-    "LOOSE_GATHER",
-    "REDUCE_SCATTER",
-    "Connections",
-    "GlooPeers",
-    "Heads",
-    "Subgroup",
-    "Transfer",
-    "notices_of",
-]
-
 ALL_GATHER, REDUCE_SCATTER, CONTROL, LOOSE_GATHER = 0, 1, 2, 3
 
 _KEY_BITS = 20

@@ -44,10 +44,6 @@ from typing import NoReturn
 
 from zeroshard.errors import PeerLostError, PlanMismatch, StallError, StateError
 
-__all__ = [
-    "MAX_TAIL", "Dispatcher", "Links", "Message", "MessageKind", "framed", "given_up", "unframed",
-]  # fmt: skip
-
 MAX_TAIL = 32 * 1024
 _HEADER = struct.Struct("<BIQQQQ")  # kind, generation, a, b, c, d
 _ZEROS = (0, 0, 0, 0)

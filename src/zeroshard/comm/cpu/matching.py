@@ -28,8 +28,6 @@ import torch
 from zeroshard.errors import PlanMismatch
 from zeroshard.memory import drain
 
-__all__ = ["Contribution", "Matching", "Pending", "checked_parts"]
-
 
 @dataclass
 class Contribution:

@@ -20,8 +20,6 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-__all__ = ["Notices"]
-
 _FIRST_LOOK_S = 0.25
 _EVERY_S = 0.5
 

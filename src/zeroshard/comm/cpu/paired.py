@@ -27,8 +27,6 @@ from zeroshard.comm.cpu.windows import Windows
 from zeroshard.comm.transport import CommSpec
 from zeroshard.core.digest import Digest
 
-__all__ = ["PairedTransport"]
-
 
 class PairedTransport:
     """A Transport over shared memory, gloo messages, or both, as `control` is connected."""

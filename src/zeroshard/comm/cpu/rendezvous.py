@@ -21,8 +21,6 @@ from zeroshard.comm import memfd
 from zeroshard.comm.cpu.links import peer_credentials, send_record
 from zeroshard.comm.ranks import Ranks
 
-__all__ = ["HostGroups", "boot_id", "find_hosts"]
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 

@@ -23,8 +23,6 @@ import torch
 from zeroshard.comm import memfd
 from zeroshard.errors import ConfigError
 
-__all__ = ["PoolSlot", "SlotPool"]
-
 _PAGE_BYTES = 4096
 FAR = -1  # a reader that stands for all peers reached by messages
 

@@ -34,8 +34,6 @@ from zeroshard.comm.transport import Work
 from zeroshard.core.layout import Range, end_of
 from zeroshard.errors import ConfigError, StateError
 
-__all__ = ["GatherWork", "PairedWindow", "Windows"]
-
 
 @dataclass(frozen=True)
 class _WindowMemory:

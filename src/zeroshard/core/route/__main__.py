@@ -21,8 +21,6 @@ from zeroshard.core.policy import row
 from zeroshard.core.route import Hop, Route, Routes, When
 from zeroshard.core.wire import CODEC_BITS, Formats
 
-__all__ = ["main"]
-
 _HEAD = ("hop", "over", "from", "to", "format", "lane", "inside", "between", "tier", "")
 _NUMBERS = range(6, 9)  # columns of numbers
 _LOWERINGS = {"cheapest": None, "flat": False, "two-level": True}

@@ -14,8 +14,6 @@ from zeroshard.core.cost import LinkBytes
 from zeroshard.core.placement import Mesh, Portion, Scope, Tier
 from zeroshard.core.wire import Wire
 
-__all__ = ["Axis", "Hop", "Kind", "Lane", "Place", "TierBytes", "When"]
-
 # Where a hop runs: the streams of runtime/streams.py, the two directions of a tier's link or disk,
 # and the host's cores, which add to and step what rests off the device.
 Lane = Literal["compute", "gather", "reduce", "tier read", "tier write", "host"]

@@ -26,8 +26,6 @@ from zeroshard.core.sizes import parse_bytes
 from zeroshard.core.wire import Formats
 from zeroshard.errors import ConfigError
 
-__all__ = ["WrittenStep", "main"]
-
 
 @dataclass(frozen=True)
 class WrittenLine:

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Literal, NamedTuple
 
-__all__ = ["RELEASES", "Command", "Commands", "Key", "Op", "Phase", "Until"]
-
 Phase = Literal["forward", "backward", "read"]  # a read, outside a pass, is in no order
 Key = tuple[int, int]  # of a reduce: unit, trained segment of the unit
 

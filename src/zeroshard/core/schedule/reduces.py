@@ -7,8 +7,6 @@ from __future__ import annotations
 from zeroshard.core.schedule.commands import Command, Commands, Key, Op
 from zeroshard.core.schedule.rules import MAX_FLUSHING, Allowance, Rules
 
-__all__ = ["Reduces"]
-
 
 class Reduces:
     """The reduces of one engine that are under way, oldest first: nothing looks through all units

@@ -8,18 +8,6 @@ from typing import Protocol
 
 from zeroshard.core.residency import UnitTraits
 
-__all__ = [
-    "MAX_FLUSHING",
-    "STAGING_BYTES",
-    "TILES_AHEAD",
-    "TILE_BUFFERS",
-    "Allowance",
-    "Meter",
-    "Rules",
-    "grad_pool_bytes",
-    "is_ordered",
-]
-
 STAGING_BYTES = 64 << 20  # of the streamed step of states off the device: Offload.staging_bytes
 MAX_FLUSHING = 2  # sums bound for another tier that are under way; the oldest is waited for beyond
 TILES_AHEAD = 2  # tiles of an optimizer step on disk that are read ahead

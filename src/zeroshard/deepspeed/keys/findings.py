@@ -13,8 +13,6 @@ from zeroshard.deepspeed.keys.key_rows import an_object
 from zeroshard.deepspeed.keys.table import KEYS, SECTIONS, key_of
 from zeroshard.errors import ConfigError
 
-__all__ = ["FileFindings", "Finding", "is_deepspeed", "read"]
-
 _PATHS = (str, Path)
 _FILLED_IN = "left to whoever fills it in, and else to our default"
 _LEAVE_OUT = " (up to 0.19.6): leave it out"

@@ -8,11 +8,6 @@ from math import isfinite
 from re import fullmatch
 from typing import Any
 
-__all__ = [
-    "Key", "Kind", "Lower", "an_object", "anything", "becomes", "count", "every", "flag", "levels",
-    "number", "one_of", "ranks", "refuses", "section", "text", "texts", "tunes", "watches", "whole",
-]  # fmt: skip
-
 Kind = Callable[[Any], str]  # the end of a sentence about a value of another kind, or ""
 Test = Callable[[Any], bool]
 Idle = Callable[[Any, Mapping[str, Any]], str]

@@ -9,12 +9,6 @@ from typing import Any
 
 from zeroshard.errors import ConfigError
 
-__all__ = [
-    "TIERS", "below_stage_3", "clipping", "device", "dtype", "feedback", "first_scale", "half",
-    "leaves", "moving",
-    "node", "option", "path", "quantized", "ratio", "reduction", "stage", "static_scale",
-]  # fmt: skip
-
 _ZERO = "zero_optimization"
 TIERS = {"none": "device", "cpu": "host", "nvme": "disk"}
 _NODES = {"hpz": f"{_ZERO}.zero_hpz_partition_size", "mics": f"{_ZERO}.mics_shard_size"}

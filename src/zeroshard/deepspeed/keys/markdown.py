@@ -8,8 +8,6 @@ from typing import Any
 from zeroshard.deepspeed.keys.key_rows import Key, an_object
 from zeroshard.deepspeed.keys.table import KEYS
 
-__all__ = ["deepspeed_markdown"]
-
 
 def deepspeed_markdown() -> str:
     """Return the table of DeepSpeed's keys in Markdown."""

@@ -14,8 +14,6 @@ import zeroshard.deepspeed.keys.lower as to
 from zeroshard.config.strict_json import flattened
 from zeroshard.deepspeed.keys.key_rows import Key, becomes, refuses, section, tunes, watches
 
-__all__ = ["KEYS", "SECTIONS", "key_of"]
-
 _STAGES = a.one_of(0, 1, 2, 3, also=(False, True))
 _DTYPES, _DEVICES = a.one_of("fp32", "fp16", "bf16"), a.one_of(*to.TIERS)
 _PINNED = "host memory is pinned where that helps"

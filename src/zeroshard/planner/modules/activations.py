@@ -42,8 +42,6 @@ from zeroshard.runtime.casts import cast, casting_hooks
 from zeroshard.runtime.trees import tensors_in, tensors_within
 from zeroshard.runtime.units import UnitPlan, holding_others, partition_units
 
-__all__ = ["trace_activations"]
-
 Loss = Callable[[Any], torch.Tensor]
 
 

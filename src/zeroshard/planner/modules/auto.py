@@ -41,8 +41,6 @@ from zeroshard.system.device import Device, all_devices
 from zeroshard.system.host_memory import HostMemory
 from zeroshard.tier.swapdir import free_bytes
 
-__all__ = ["RESERVE", "decide", "facts"]
-
 RESERVE = 0.3  # of the free memory: for activations and whatever else the program makes
 _BUDGET = f"{1 - RESERVE:.0%} of what is free"
 _STATES = ("weight", "grad", "optimizer")

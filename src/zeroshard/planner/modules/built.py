@@ -22,8 +22,6 @@ from zeroshard.planner.model_files import config_of, is_foreign, read_model
 from zeroshard.planner.modules.shapes import shape_with_activations
 from zeroshard.planner.training import Training
 
-__all__ = ["shape_of_path"]
-
 # in the order in which they are tried; "": whatever else there is
 _HEADS = ("CausalLM", "ImageTextToText", "Seq2SeqLM", "MaskedLM", "")
 

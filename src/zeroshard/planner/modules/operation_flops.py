@@ -19,8 +19,6 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-__all__ = ["flops_of"]
-
 _aten = torch.ops.aten
 
 

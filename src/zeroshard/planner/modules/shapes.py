@@ -24,8 +24,6 @@ from zeroshard.planner.modules.activations import trace_activations
 from zeroshard.runtime.build import compute_dtypes
 from zeroshard.runtime.units import UnitPlan, partition_units
 
-__all__ = ["shape_of_module", "shape_with_activations"]
-
 
 def shape_with_activations(
     model: nn.Module,

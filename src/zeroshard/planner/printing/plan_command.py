@@ -31,8 +31,6 @@ from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, as
 if TYPE_CHECKING:
     from zeroshard.planner import Machine, ModelShape, Training
 
-__all__ = ["command"]
-
 NOTHING_FITS = 1  # exit code
 Measured = Callable[[int | None], "Machine"]  # of so many ranks (None: as many as devices)
 

@@ -18,8 +18,6 @@ from zeroshard.terminal.console import Table, count_text, say, say_facts, size_t
 if TYPE_CHECKING:
     from zeroshard.planner import Axes, Machine, Plan, PlannedRow
 
-__all__ = ["print_plan"]
-
 _FITS = "fits"
 _ALWAYS = ("row", "rest", "peak")  # columns that are there even if they are empty
 _OF_NODES = ("hpz", "mics", "hfsdp")

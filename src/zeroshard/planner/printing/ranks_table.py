@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from zeroshard.planner import Machine, ModelShape, Training
     from zeroshard.planner.uneven import UnevenRow
 
-__all__ = [
-    "BELOW_REST", "SHORT", "WIDTH", "elsewhere", "is_below_rest", "is_uneven", "leave_out",
-    "memories_of", "plan_and_print",
-]  # fmt: skip
-
 WIDTH = 80  # columns of tables
 # what bounds a row, or lacks, as tables say it
 SHORT = {

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from zeroshard.planner import Machine, ModelShape
     from zeroshard.planner.sweep import Point
 
-__all__ = ["plot_sweep", "print_sweep"]
-
 
 def print_sweep(
     model: ModelShape, machine: Machine, points: Sequence[Point], price: float | None = None
