@@ -33,8 +33,8 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.nn.checkpointing import checkpoint, checkpoint_blocks, uncheckpoint_blocks
-from zeroshard.runtime import activation_store, shelf
-from zeroshard.runtime.activation_store import ActivationStore, activation_store_for
+from zeroshard.runtime import shelf
+from zeroshard.runtime.shelf import ActivationStore, activation_store_for
 from zeroshard.tier.host import HostStore
 
 TIERS = ("device", "host", "disk")
@@ -53,8 +53,8 @@ def host() -> Iterator[ActivationStore]:
 def where(tmp_path: Path, host: ActivationStore) -> Iterator[Callable[[str], dict[str, Any]]]:
     """Return the keywords of a tier."""
     yield lambda tier: {"tier": tier} | ({"disk_path": str(tmp_path)} if tier == "disk" else {})
-    for key in [key for key in activation_store._stores if key[2] == str(tmp_path)]:
-        activation_store._stores.pop(key).close()
+    for key in [key for key in shelf._stores if key[2] == str(tmp_path)]:
+        shelf._stores.pop(key).close()
 
 
 def activation(seed: int = 0, *, grad: bool = True) -> torch.Tensor:
@@ -353,7 +353,7 @@ def test_the_inputs_and_nothing_else_are_put_away(
     if torch.__version__ < (2, 13):
         shapes.insert(0, (0,))  # torch's own
     assert packed == shapes
-    assert host.used == activation_store.size_class(4 * 32 * WIDTH), (
+    assert host.used == shelf.size_class(4 * 32 * WIDTH), (
         "the intermediate tensors of [32, 256] are not kept, and parameters stay"
     )
     y.sum().backward()
@@ -404,11 +404,11 @@ def test_between_forward_and_backward_the_device_holds_no_input(
         store.poll()
     assert census.alive == 0 and growth.bytes == ours, "all of it is away"
     # this one, and the first: the model's caller holds it
-    assert max(counts) <= 2 + (0 if tier == "host" else activation_store._MOST_LEAVING), counts
+    assert max(counts) <= 2 + (0 if tier == "host" else shelf._MOST_LEAVING), counts
     counts.clear()
     loss.backward()
     assert len(counts) == depth and max(counts) <= 2, counts
-    assert store.most_used == depth * activation_store.size_class(one)
+    assert store.most_used == depth * shelf.size_class(one)
 
 
 def test_steps_that_repeat_use_the_same_storages(host: ActivationStore) -> None:
@@ -417,7 +417,7 @@ def test_steps_that_repeat_use_the_same_storages(host: ActivationStore) -> None:
         model(activation(step)).backward()
         assert (host._num_storages, host.store.account.live) == (
             4,
-            4 * activation_store.size_class(4 * 32 * WIDTH),
+            4 * shelf.size_class(4 * 32 * WIDTH),
         )
 
 
@@ -428,7 +428,7 @@ def test_sizes_that_change_take_no_more_than_the_most_that_was_used_at_once(
     for step in range(40):
         rows = 32 + 29 * step % 97
         xs = [torch.randn(rows + 3 * index, WIDTH) for index in range(4)]
-        most = max(most, sum(activation_store.size_class(4 * x.numel()) for x in xs))
+        most = max(most, sum(shelf.size_class(4 * x.numel()) for x in xs))
         weight = torch.ones((), requires_grad=True)
         sum(
             checkpoint(lambda h, w=weight: (h * w).sin().sum(), x, tier="host") for x in xs
@@ -463,7 +463,7 @@ def test_a_backward_frees_input_after_input(host: ActivationStore) -> None:
         return checkpoint(run, x, tier="host")
 
     Stack(4, looked)(activation()).backward()
-    one = activation_store.size_class(4 * 32 * WIDTH)
+    one = shelf.size_class(4 * 32 * WIDTH)
     assert held[4:] == [4 * one, 3 * one, 2 * one, one]
 
 
@@ -474,7 +474,7 @@ def test_one_tensor_that_many_calls_are_given_is_stored_once_until_it_is_written
     y = x
     for _ in range(5):
         y = checkpoint(lambda a, b: torch.tanh(a + b), y, shared, tier="host")
-    one = activation_store.size_class(4 * 32 * WIDTH)
+    one = shelf.size_class(4 * 32 * WIDTH)
     assert host.used == 6 * one
     with torch.no_grad():
         shared.mul_(2)
@@ -487,7 +487,7 @@ def test_one_tensor_that_many_calls_are_given_is_stored_once_until_it_is_written
 def test_inside_another_checkpoint_inputs_are_not_put_away(
     host: ActivationStore,
 ) -> None:
-    one = activation_store.size_class(4 * 32 * WIDTH)
+    one = shelf.size_class(4 * 32 * WIDTH)
 
     def inner(h: torch.Tensor) -> torch.Tensor:
         return checkpoint(torch.tanh, h * 2, tier="host") * 3
@@ -661,7 +661,7 @@ def test_a_link_slower_than_compute_holds_back_the_forward_instead_of_the_memory
             census.show(x)
             counts.append(census.alive)
             x = checkpoint(torch.tanh, x, tier="host")
-        assert max(counts) == activation_store._MOST_LEAVING + 2, counts
+        assert max(counts) == shelf._MOST_LEAVING + 2, counts
         x.sum().backward()
         del x
         store.collect()
@@ -767,33 +767,30 @@ def test_a_cache_among_the_inputs_is_refused() -> None:
 
 
 def test_activation_stores_are_few_and_idle_ones_make_room(tmp_path: Path) -> None:
-    before = dict(activation_store._stores)
-    activation_store._stores.clear()
+    before = dict(shelf._stores)
+    shelf._stores.clear()
     try:
         held = []
-        for number in range(activation_store._MOST_STORES + 4):
+        for number in range(shelf._MOST_STORES + 4):
             path = tmp_path / str(number)
             path.mkdir()
             y = checkpoint(torch.tanh, activation(), tier="disk", disk_path=str(path))
             y.sum().backward()
             del y
-            assert len(activation_store._stores) <= activation_store._MOST_STORES
-        assert (
-            sum(1 for path in tmp_path.iterdir() if list(path.iterdir()))
-            == activation_store._MOST_STORES
-        )
+            assert len(shelf._stores) <= shelf._MOST_STORES
+        assert sum(1 for path in tmp_path.iterdir() if list(path.iterdir())) == shelf._MOST_STORES
         with pytest.raises(ConfigError, match="use fewer values of disk_path"):
-            for number in range(activation_store._MOST_STORES + 4):
+            for number in range(shelf._MOST_STORES + 4):
                 held.append(
                     checkpoint(
                         torch.tanh, activation(), tier="disk", disk_path=str(tmp_path / str(number))
                     )
                 )
-        assert len(held) == activation_store._MOST_STORES
+        assert len(held) == shelf._MOST_STORES
         del held
     finally:
-        activation_store._close_all()
-        activation_store._stores.update(before)
+        shelf._close_all()
+        shelf._stores.update(before)
     assert not any(list(path.iterdir()) for path in tmp_path.iterdir())
 
 
@@ -939,9 +936,7 @@ def _at_every_row(rank: int, world: int) -> dict[str, list[str]]:
             found[name] = train(
                 rank, name.split()[0], 3, model=_checkpointed, **option
             ).differs_from(reference)
-        assert store.most_used == 4 * activation_store.size_class(4 * 3 * 8 * 2 * WIDTH), (
-            store.most_used
-        )
+        assert store.most_used == 4 * shelf.size_class(4 * 3 * 8 * 2 * WIDTH), store.most_used
     return found
 
 

@@ -20,7 +20,7 @@ from tests.support.harness import run_ranks
 from tests.support.training import train
 from zeroshard import Config, ConfigError
 from zeroshard.config import build_config
-from zeroshard.config.hjson_text import parse_hjson
+from zeroshard.config.strict_json import parse_hjson
 from zeroshard.deepspeed.keys.markdown import deepspeed_markdown
 from zeroshard.deepspeed.keys.table import KEYS, SECTIONS
 

@@ -154,7 +154,7 @@ def test_a_plain_backward_is_divided_by_the_accumulation_steps_too() -> None:
 
 
 def test_of_a_loss_and_its_logits_only_the_loss_is_divided() -> None:
-    from zeroshard.deepspeed.plain_backward import divided
+    from zeroshard.deepspeed.deepspeed_engine import divided
 
     class Twice(torch.nn.Module):
         def __init__(self) -> None:

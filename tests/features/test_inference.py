@@ -17,7 +17,7 @@ from tests.support import inside
 from tests.support.broken_storage import Broken
 from tests.support.harness import RankError, run_ranks
 from zeroshard.comm.codec import Codec, codec
-from zeroshard.tier import bounce
+from zeroshard.tier import disk
 
 pytest.importorskip("transformers")
 
@@ -347,7 +347,7 @@ class Wide(nn.Module):
 
 def _straight(rank: int, world: int, path: Path) -> None:
     copied: list[int] = []
-    put = bounce._HostBytes.put
+    put = disk._HostBytes.put
 
     def counted(self: Any, start: int, memory: Any, low: int, num_bytes: int) -> None:
         copied.append(num_bytes)
@@ -358,7 +358,7 @@ def _straight(rank: int, world: int, path: Path) -> None:
         expected = Wide()(x)
     model = Wide()
     engine = zs.shard(model, None, policy="zero3", offload=_offload("disk", path))
-    bounce._HostBytes.put = counted  # type: ignore[method-assign]
+    disk._HostBytes.put = counted  # type: ignore[method-assign]
     try:
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
@@ -369,7 +369,7 @@ def _straight(rank: int, world: int, path: Path) -> None:
         assert torch.equal(model(x), expected)  # with gradients the storage is autograd's
         assert copied
     finally:
-        bounce._HostBytes.put = put  # type: ignore[method-assign]
+        disk._HostBytes.put = put  # type: ignore[method-assign]
     engine.close()
 
 

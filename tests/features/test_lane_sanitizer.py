@@ -22,7 +22,7 @@ from tests.support.adversary import ForgetfulReduction, tiles_without_marks
 from tests.support.lane_sanitizer import LaneSanitizer
 from zeroshard import memory
 from zeroshard.runtime import bucket
-from zeroshard.runtime.activation_store import ActivationStore
+from zeroshard.runtime.shelf import ActivationStore
 from zeroshard.tier.host import HostStore
 
 WIDTH = 64

@@ -32,8 +32,7 @@ from zeroshard.planner.exact import LaidOut, rest_bytes
 from zeroshard.planner.held import TransportTraits
 from zeroshard.planner.modules import shape_of_module, shape_with_activations
 from zeroshard.planner.modules.activations import trace_activations
-from zeroshard.planner.peak import peak_bytes
-from zeroshard.planner.playback import Playback
+from zeroshard.planner.peak import Playback, peak_bytes
 from zeroshard.planner.whole_gradients import with_budget
 
 Tiers = tuple[Tier, Tier, Tier]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zeroshard.core.placement import Tier
-from zeroshard.runtime import activation_store
-from zeroshard.runtime.activation_store import ActivationStore
+from zeroshard.runtime import shelf
+from zeroshard.runtime.shelf import ActivationStore
 
 __all__ = ["using"]
 
@@ -17,7 +17,7 @@ def using(
     store: ActivationStore, tier: Tier = Tier.HOST, disk_path: str | None = None
 ) -> Iterator[ActivationStore]:
     """Have `store` stand for the program's own one inside the context; it is closed at the end."""
-    stores, key = activation_store._stores, (tier, store.device, disk_path or "")
+    stores, key = shelf._stores, (tier, store.device, disk_path or "")
     before = stores.get(key)
     stores[key] = store
     try:

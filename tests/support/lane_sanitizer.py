@@ -44,7 +44,7 @@ from tests.support.pretended_device import PretendedDevice, Timeline, site_of_ca
 from zeroshard import memory
 from zeroshard.comm import codec, native_transport
 from zeroshard.optim import runner
-from zeroshard.runtime import activation_store, segment
+from zeroshard.runtime import segment, shelf
 from zeroshard.runtime.streams import Event, Lane, NoStreams
 from zeroshard.sharding import api
 from zeroshard.state import gradient, norms
@@ -178,7 +178,7 @@ class LaneSanitizer(Timeline):
             (torch, "get_device_module", lambda _: device),
             (torch.UntypedStorage, "resize_", resized),
             (api, "make_streams", lambda _: _Streams(self)),
-            (activation_store, "make_streams", lambda _: _Streams(self, "activation ")),
+            (shelf, "make_streams", lambda _: _Streams(self, "activation ")),
             (codec, "_scratch", scratch),
             (native_transport, "host_waits", lambda device: False),
             (host, "host_memory", partial(self._host_memory, host.host_memory)),

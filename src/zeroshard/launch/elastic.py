@@ -4,7 +4,7 @@ The launcher ends what is left of the group and starts the script again with few
 resume by themselves: from memory that the launcher has kept for them (``keeper.py``), else from the
 newest checkpoint. `launch` does so on one host; on several `go_on` says which hosts are left.
 
-Of several hosts one that was lost may come back (``absent_hosts.py``): `grow` starts again with it.
+Of several hosts one that was lost may come back (``hosts.py``): `grow` starts again with it.
 
 Invariant: between two starts either the number of ranks has fallen, or all ranks have kept a newer
 step; so a script that always fails ends. No torch here, but to count the devices of one host.

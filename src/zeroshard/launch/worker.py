@@ -135,7 +135,7 @@ def report(error: BaseException) -> None:
 
 
 def _show(directory: str, *, stacks: bool) -> bool:
-    """Make this rank's files for pulse.py; return whether it will write its stacks."""
+    """Make this rank's files for supervisor.py; return whether it will write its stacks."""
     prefix = os.path.join(directory, f"rank-{os.getpid()}")
     try:
         with open(f"{prefix}.heart", "w+b") as file:

@@ -4,7 +4,7 @@
                                  backward: run fn again from them
 
     tier="host", "disk"          P_a+cpu, and ZeRO-Infinity's section 5.1.2: the inputs leave the
-                                 device (runtime/activation_store.py)
+                                 device (runtime/shelf.py)
     partition=group              P_a: of each input only this rank's 1/T stays; in backward the
                                  ranks of the group gather it
 

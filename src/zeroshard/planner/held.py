@@ -1,5 +1,5 @@
 """Of one unit in one row, in bytes of one rank: the buffers that the engine takes to gather it and
-to sum its gradients. playback.py says when.
+to sum its gradients. peak.py says when.
 
     gathered      the full buffer; where weights travel encoded (comm/quantized.py), the encoding,
                   until it is decoded

@@ -15,7 +15,7 @@ tree (2 ranks: 0 to 3, and 4 to 7) they are dealt out so (`is_local`), each rank
 and the ranks' sums are reduced in the last round.
 
 Invariant: inside a round every rank runs one backward, and no gradient of it is left to a later
-one; or all rounds are one backward, unit after unit (runtime/leaf_turns.py).
+one; or all rounds are one backward, unit after unit (runtime/accumulate.py).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ arXiv 2104.07857, section 6.3: asynchronous bulk requests and a small pool of pi
 
     storage    one file, preallocated, its end rounded up to the block      swapdir.py, direct_io.py
     transfer   cut into pieces of 2 MiB, `queue_depth` of them in flight    pieces.py, transfer.py
-    tensor     aligned host memory: the disk's own; else through a buffer   bounce.py, staging.py
-    verify     a checksum per MiB, in memory: stale bytes are found too     checksums.py
+    tensor     aligned host memory: the disk's own; else through a buffer   this file, staging.py
+    verify     a checksum per MiB, in memory: stale bytes are found too     this file
 
     store = DiskStore(SwapDirectory("/mnt/nvme", rank=0), device)
     storage = store.allocate("blocks.3:fp32 exp_avg", numel, torch.float32)
@@ -24,29 +24,184 @@ changed and written. Nothing is synced to the disk or survives the process.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+import xxhash
 
 from zeroshard.core.placement import Tier
 from zeroshard.core.recording import Probe
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StorageError
-from zeroshard.memory import MemoryCounter
-from zeroshard.tier.bounce import BounceBuffers, Bytes
-from zeroshard.tier.checksums import UNIT, Checksums
+from zeroshard.memory import Mark, MemoryCounter, has_streams
+from zeroshard.system.device import Device
 from zeroshard.tier.direct_io import BLOCK, accepts_direct, read_blocks, round_up, write_blocks
-from zeroshard.tier.link import Link, link_of
+from zeroshard.tier.link import Direct, Direction, Link, link_of
 from zeroshard.tier.pieces import DiskPiece, cut
 from zeroshard.tier.staging import Memory, Staging
 from zeroshard.tier.store import operation_on
 from zeroshard.tier.swapdir import SwapDirectory
 from zeroshard.tier.transfer import Scratch, TierTransfer, Workers
+
+# ------------------------------------------------------------------------------------------- bounce
+# Copies between a tensor and a worker's bounce buffer.
+#
+#     HostBytes     host memory: the disk uses it itself where it is aligned, else a plain copy
+#     LinkedBytes   an accelerator's memory (or a test's link): through a pinned buffer and the link
+#
+# [Note: device and disk] A transfer runs later, in another thread. So an event waits for the stream
+# that was current when it was started; the copies run on the store's own stream, and the worker
+# waits for each before it reuses its buffer. When the transfer's `wait` returns, the bytes are
+# valid on every stream.
+
+
+class Bytes(Protocol):
+    """A tensor as bytes, for one transfer."""
+
+    def straight(self, start: int, stop: int, align: int) -> memoryview | None:
+        """Return bytes [start, stop) if the disk can use them in place, aligned to `align`."""
+
+    def put(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
+        """Copy `num_bytes` of `memory` from `low` to byte `start` of the tensor, and wait."""
+
+    def get(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
+        """The other way."""
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    # a single element may have any stride
+    return tensor.detach().as_strided(tensor.shape, (1,)).view(torch.uint8)
+
+
+class _HostBytes:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor  # keeps the memory alive
+        self._address = tensor.data_ptr()
+        # Not through numpy: its arrays forbid torch to resize the storage, which is how gathered
+        # weights are released.
+        buffer = (ctypes.c_ubyte * tensor.nbytes).from_address(self._address)
+        self._view = memoryview(buffer).cast("B")
+
+    def straight(self, start: int, stop: int, align: int) -> memoryview | None:
+        return None if (self._address + start) % align else self._view[start:stop]
+
+    def put(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
+        # without the GIL, and in this thread alone
+        ctypes.memmove(self._address + start, memory.address + low, num_bytes)
+
+    def get(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
+        ctypes.memmove(memory.address + low, self._address + start, num_bytes)
+
+
+class _LinkedBytes:
+    def __init__(
+        self, tensor: torch.Tensor, carry: Callable[[torch.Tensor, torch.Tensor, Direction], None]
+    ) -> None:
+        self._bytes = _flat(tensor)
+        self._carry = carry
+
+    def straight(self, start: int, stop: int, align: int) -> memoryview | None:
+        return None
+
+    def put(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
+        source = memory.tensor(low, num_bytes, torch.uint8)
+        self._carry(self._bytes[start : start + num_bytes], source, "to_device")
+
+    def get(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
+        out = memory.tensor(low, num_bytes, torch.uint8)
+        self._carry(out, self._bytes[start : start + num_bytes], "to_host")
+
+
+class BounceBuffers:
+    """Decides for each tensor, and owns the stream of the copies on an accelerator."""
+
+    def __init__(self, device: torch.device, link: Link, staging: Staging) -> None:
+        self._link = link
+        self._staging = staging
+        self._pretended = device.type == "cpu" and not isinstance(link, Direct)
+        self._starting = threading.Lock()  # a link is not asked from two threads at once
+        self._stream: Any = None
+        if has_streams(device):
+            self._stream = Device.of(device).make_stream()
+
+    def of(self, tensor: torch.Tensor) -> Bytes:
+        """Return `tensor` as bytes; on an accelerator, once the current stream's work has run."""
+        if tensor.device.type == "cpu":
+            if self._pretended and not self._staging.owns(tensor):
+                return _LinkedBytes(tensor, self._carry)
+            return _HostBytes(tensor)
+        if self._stream is None:
+            return _LinkedBytes(tensor, self._carry)
+        before = Mark(tensor.device)
+
+        def carry(out: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
+            before.wait(self._stream)
+            self._carry(out, source, direction)
+
+        return _LinkedBytes(tensor, carry)
+
+    def _carry(self, out: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
+        # which only inference mode may change, and that is a matter of threads
+        inference = out.is_inference()
+        with self._starting, self._on_stream(), torch.inference_mode(inference):
+            work = self._link.copy(out, source, direction)
+        synchronize = getattr(work, "synchronize", work.wait)  # an enqueued copy: of its own event
+        synchronize()
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        if self._stream is None:
+            return nullcontext()
+        return Device.of(self._stream.device).stream(self._stream)
+
+
+# --------------------------------------------------------------------------------------------- disk
+
+# ---------------------------------------------------------------------------------------- checksums
+# xxh3-64 of what was last written to each unit of a storage, kept in memory.
+#
+# Because the sums are not on the disk, a lost or misplaced write is found as surely as a flipped
+# bit. A unit that was never written has no sum. Cost: 8 bytes per MiB, and one pass over the bytes
+# of every read and write, beside the disk and without the GIL.
+
+
+UNIT = 1 << 20  # bytes that one sum covers
+
+
+class Checksums:
+    """The sums of `num_bytes` bytes."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._sums: list[int | None] = [None] * -(-num_bytes // UNIT)
+
+    def note(self, low: int, data: memoryview) -> None:
+        """Remember `data`, whole units from byte `low` on."""
+        for index, unit in self._units(low, data):
+            self._sums[index] = xxhash.xxh3_64_intdigest(unit)
+
+    def first_difference(self, low: int, data: memoryview) -> tuple[int, int] | None:
+        """Return the byte range of the first unit of `data` with another sum, None without one."""
+        for index, unit in self._units(low, data):
+            expected = self._sums[index]
+            if expected is not None and xxhash.xxh3_64_intdigest(unit) != expected:
+                return index * UNIT, index * UNIT + len(unit)
+        return None
+
+    @staticmethod
+    def _units(low: int, data: memoryview) -> list[tuple[int, memoryview]]:
+        assert low % UNIT == 0, low
+        starts = range(0, len(data), UNIT)
+        return [((low + start) // UNIT, data[start : start + UNIT]) for start in starts]
+
+
+# --------------------------------------------------------------------------------------------- disk
 
 _log = logging.getLogger("zeroshard")
 # bytes per request: 1 MiB cost 5 to 10% of the bandwidth measured, more gained nothing and leaves

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from zeroshard.launch import absent_hosts
-from zeroshard.launch.absent_hosts import AbsentHosts
+from zeroshard.launch import hosts
 from zeroshard.launch.connection import Connection
 from zeroshard.launch.hostfile import Host
+from zeroshard.launch.hosts import AbsentHosts
 from zeroshard.launch.options import UsageError
 
 ONE, TWO = Host("one", (0,), 1), Host("two", (0, 1), 2)
@@ -26,7 +26,7 @@ class _Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     clock = _Clock()
-    monkeypatch.setattr(absent_hosts, "time", clock)
+    monkeypatch.setattr(hosts, "time", clock)
     return clock
 
 

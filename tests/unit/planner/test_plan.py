@@ -25,8 +25,7 @@ from zeroshard.planner.held import TransportTraits
 from zeroshard.planner.machine import nearest_preset
 from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
 from zeroshard.planner.model_files import read_model
-from zeroshard.planner.peak import peak_bytes
-from zeroshard.planner.playback import Playback
+from zeroshard.planner.peak import Playback, peak_bytes
 from zeroshard.planner.rows import PlannedRow, candidates, plan_row
 from zeroshard.planner.saving import checkpoint_bytes
 from zeroshard.planner.search import Search

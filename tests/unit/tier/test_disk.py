@@ -34,10 +34,9 @@ from tests.support.broken_storage import file_limit
 from tests.support.harness import ROOT
 from tests.support.paced_link import Paced
 from zeroshard.errors import StorageError
-from zeroshard.tier import bounce, direct_io, disk
-from zeroshard.tier.checksums import UNIT
+from zeroshard.tier import direct_io, disk
 from zeroshard.tier.direct_io import BLOCK, round_up
-from zeroshard.tier.disk import DiskStore
+from zeroshard.tier.disk import UNIT, DiskStore
 from zeroshard.tier.pieces import cut
 from zeroshard.tier.staging import Staging
 from zeroshard.tier.swapdir import SwapDirectory, safe_name
@@ -154,7 +153,7 @@ def test_aligned_buffers_go_to_the_disk_without_a_copy(
     storage, copies = filled(store), []
     real = ctypes.memmove
     monkeypatch.setattr(
-        bounce.ctypes,
+        disk.ctypes,
         "memmove",
         lambda *arguments: (copies.append(arguments[2]), real(*arguments)),
     )
@@ -661,9 +660,8 @@ def test_with_verify_ragged_ranges_and_ends_are_still_right(checked: DiskStore) 
 def test_without_verify_nothing_is_hashed(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zeroshard.tier import checksums
 
-    monkeypatch.setattr(checksums, "xxhash", None)
+    monkeypatch.setattr(disk, "xxhash", None)
     assert (read(filled(store), 0, NUMEL) == 1).all()
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tests.support.paced_link import Paced
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
-from zeroshard.tier import checksums, disk
+from zeroshard.tier import disk
 from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.store import Storage, Store
@@ -65,7 +65,7 @@ def _make(kind: str, folder: Path) -> Store:
 @pytest.fixture(params=STORES)
 def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     monkeypatch.setattr(disk, "UNIT", 8192)
-    monkeypatch.setattr(checksums, "UNIT", 8192)
+    monkeypatch.setattr(disk, "UNIT", 8192)
     monkeypatch.setattr(disk, "_CHUNK", 16384)
     if "buffered" in request.param:
         monkeypatch.setattr(disk, "accepts_direct", lambda *_: False)

@@ -6,10 +6,10 @@ nothing, with the storages counted that a real one would hold.
         loss.backward()                    every operation which storages come into being
 
 Parameters stand in the dtype in which they compute, and are not counted: where they are is the
-engine's affair (planner/playback.py). Everything else is: saved and passing activations, gradients
+engine's affair (planner/peak.py). Everything else is: saved and passing activations, gradients
 until the engine takes them, what checkpointing recomputes, logits and loss.
 
-FLOPs are counted of each operation (operation_flops.py), as those of the unit whose module runs, or
+FLOPs are counted of each operation, as those of the unit whose module runs, or
 whose outputs' gradients came last.
 
 Invariant: the events come in the order in which runtime/loop.py meets them; the module, its
@@ -30,17 +30,72 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.errors import ConfigError
 from zeroshard.planner.activation_trace import ActivationTrace, Event, Moment
 from zeroshard.planner.model import ModelShape
-from zeroshard.planner.modules.operation_flops import flops_of
 from zeroshard.planner.training import Training
 from zeroshard.runtime.build import compute_dtypes
 from zeroshard.runtime.casts import cast, casting_hooks
 from zeroshard.runtime.trees import tensors_in, tensors_within
 from zeroshard.runtime.units import UnitPlan, holding_others, partition_units
+
+# ---------------------------------------------------------------------------------- operation flops
+# FLOPs of one operation: those that ``torch.utils.flop_counter`` knows (matrix products,
+# convolutions, attention), and two kernels of the CPU that it does not.
+#
+#     attention on the CPU     as torch counts it elsewhere
+#     oneDNN's recurrent layer 2 per token and weight in the forward, 4 in the backward
+#
+# Everything else, elementwise operations above all, counts nothing. Invariant: only shapes are
+# read.
+
+
+_aten = torch.ops.aten
+
+
+def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+    """Return the FLOPs of ``func(*args, **kwargs)``, which has returned `out`."""
+    packet = getattr(func, "overloadpacket", None)
+    if packet in _OF_THE_CPU:
+        return float(_OF_THE_CPU[packet](args))
+    count = flop_registry.get(packet)
+    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
+
+
+def _recurrent(args: Sequence[Any]) -> float:
+    """Return the FLOPs of a layer with input [..., features] and weights of input and state."""
+    given, weights = args[0], args[1:3]
+    tokens: int = given.numel() // given.shape[-1]
+    num_weights: int = sum(weight.numel() for weight in weights)
+    return 2.0 * tokens * num_weights
+
+
+def _attention(args: Sequence[Any]) -> float:
+    shapes = (tensor.shape for tensor in args[:3])  # query, key, value
+    return float(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(args: Sequence[Any]) -> float:
+    shapes = (tensor.shape for tensor in args[:4])  # gradient, query, key, value
+    return float(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+
+
+_OF_THE_CPU: dict[Any, Callable[[Sequence[Any]], float]] = {
+    _aten.mkldnn_rnn_layer: _recurrent,
+    _aten.mkldnn_rnn_layer_backward: lambda args: 2 * _recurrent(args),
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+# -------------------------------------------------------------------------------------- activations
 
 Loss = Callable[[Any], torch.Tensor]
 
