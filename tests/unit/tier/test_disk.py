@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -290,6 +291,7 @@ def test_a_storage_that_does_not_fit_is_refused_when_it_is_made(store: DiskStore
 FULL_THEN_READ_ONLY = """
 import subprocess, sys
 from pathlib import Path
+from types import FrameType
 import torch
 from tests.unit.tier.test_disk import check_full
 from zeroshard.errors import StorageError
@@ -872,6 +874,55 @@ def test_a_forked_child_is_refused_and_removes_nothing(store: DiskStore) -> None
 
 
 # ---------------------------------------------------------------------------------- staging buffers
+
+
+def _interrupted(call: Callable[[], Any], at: int) -> bool:
+    """Call, and raise KeyboardInterrupt at line `at` of the tier's code; return whether there is
+    one, as where the handler of a signal raises.
+    """
+    left = at
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(str(Path(disk.__file__).parent)):
+            return None
+        left -= event == "line"
+        if left == 0 and event == "line":
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+        return False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+
+
+def test_a_write_that_a_signal_interrupts_anywhere_blocks_nothing_after_it(tmp_path: Path) -> None:
+    lines = 0
+    for lines in itertools.count(1):
+        store = DiskStore(SwapDirectory(tmp_path, rank=lines), CPU)
+        storage = filled(store, numel=1024)
+        if not _interrupted(lambda: storage.write(0, 1024, torch.zeros(1024)), lines):
+            store.close()
+            break
+        after: list[torch.Tensor] = []
+
+        def go_on(store: DiskStore, storage: Any, after: list[torch.Tensor]) -> None:
+            storage.write(8, 1016, torch.full((1008,), 3.0))
+            after.append(read(storage, 8, 1016))
+            store.close()
+
+        thread = threading.Thread(target=go_on, args=(store, storage, after), daemon=True)
+        thread.start()
+        thread.join(MAX_SECONDS / 5)
+        assert not thread.is_alive(), f"blocked after an interrupt at line {lines}"
+        assert after[0].eq(3.0).all(), f"another write came after, at line {lines}"
+    assert lines > 20
 
 
 def test_staging_lends_aligned_memory_and_uses_it_again() -> None:
