@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -907,7 +908,7 @@ def test_a_write_that_a_signal_interrupts_anywhere_blocks_nothing_after_it(tmp_p
     for lines in itertools.count(1):
         store = DiskStore(SwapDirectory(tmp_path, rank=lines), CPU)
         storage = filled(store, numel=1024)
-        if not _interrupted(lambda: storage.write(0, 1024, torch.zeros(1024)), lines):
+        if not _interrupted(partial(storage.write, 0, 1024, torch.zeros(1024)), lines):
             store.close()
             break
         after: list[torch.Tensor] = []
