@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.support.harness import run_ranks
-from tests.support.training import ROWS, TRANSPORTS, has_parameters, train_row
+from tests.support.training import ROWS, TRANSPORTS, differences, has_parameters, train_row
 from zeroshard import StateError
 
 WIDTH = 8
@@ -212,3 +212,55 @@ def test_units_whose_modules_return_one_tensor_keep_their_weights_until_they_hav
     row: str, node_size: int, transport: str
 ) -> None:
     run_ranks(2, _input_gradients, row, transport, node_size)
+
+
+def _passes_on(
+    rank: int, row: str, *, reentrant: bool | None, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Return the weights after steps, and the gradients of inputs, which (but for `reentrant`
+    checkpoints) brought none of a parameter. None: nothing is computed again.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(PassedOn(), PassedOn())
+    gradients = {}
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        for block in model:
+            x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+        return x.square().sum()
+
+    def step(number: int) -> None:
+        torch.manual_seed(10 * number + rank)
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        gradient = None if reentrant else torch.autograd.grad(loss_of(x), x)[0]
+        loss_of(x).backward()
+        assert x.grad is not None
+        gradients[f"input {number}"] = x.grad if gradient is None else gradient
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    return train_row(model, optimizer, row, step, steps=3, **options) | gradients
+
+
+def _passed_on(rank: int, world: int, rows: Sequence[str], options: dict[str, Any]) -> list[str]:
+    found, expected = [], _passes_on(rank, "plain", reentrant=None)
+    for row in rows:
+        for reentrant in (None, False, True):
+            ours = _passes_on(rank, row, reentrant=reentrant, units=has_parameters, **options)
+            found += differences(ours, expected, f"{row}, reentrant: {reentrant}", "plain")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rows", "offload"),
+    [
+        (("ddp", "zero3"), {}),
+        (("zero3",), {"weight": "host", "optimizer": "host"}),
+        (("zero2", "zero3-keep"), {"grad": "host", "optimizer": "host", "fraction": 0.5}),
+    ],
+    ids=["device", "host", "a part on the host"],
+)
+def test_modules_that_return_one_tensor_train_as_under_ddp(
+    rows: Sequence[str], offload: dict[str, Any]
+) -> None:
+    options = {"transport": "gloo", "offload": offload or None}
+    assert run_ranks(2, _passed_on, rows, options, timeout=60) == [[], []]

@@ -252,31 +252,54 @@ def test_four_ranks_that_end_one_after_another_agree_in_every_row(
     run_ranks(4, _same_rows, transport, options)
 
 
-def _held_back(rank: int, world: int, precision: str, weights: tuple[int | None, ...]) -> None:
-    """Rank 0 alone has data, and its gradients wait for the step: nothing has come on rank 1."""
-    states = {}
-    for row in ("zero2", "ddp", "zero1", "zero3"):
-        model, optimizer, engine = make_sharded(row, precision=precision)
-        with engine.join():
-            for step in range(0 if rank else 2):
+def _held_back(
+    rank: int,
+    world: int,
+    precision: dict[str, Any],
+    weights: tuple[int | None, ...],
+    offload: dict[str, str],
+) -> None:
+    """Rank 0 alone has data, and its gradients wait for the step: nothing has come on rank 1, which
+    with weights is as if it had the data, of which none counts there.
+    """
+
+    def trained(row: str, *, joins: bool, **options: Any) -> dict[str, torch.Tensor]:
+        model, optimizer, engine = make_sharded(row, **precision, **options)
+        with engine.join() if joins else contextlib.nullcontext():
+            for step in range(0 if rank and joins else 2):
                 for micro, weight in enumerate(weights):
                     with engine.no_sync():
                         loss = model(*batch(rank, 2 * step + micro))
-                        engine.backward(loss, weight=weight)
+                        engine.backward(loss, weight=0 if rank and not joins else weight)
                 optimizer.step()
                 optimizer.zero_grad()
-        states[row] = final_state(model, engine)
-        if row != "zero2":
-            found = differences(states[row], states["zero2"], row, "zero2")
-            assert not found, found
+        assert engine.steps_skipped == 0
+        return final_state(model, engine)
+
+    expected = None
+    for row in ("zero2", "ddp", "zero1", "zero3"):
+        ours = trained(row, joins=True, offload=offload or None)
+        if None not in weights:
+            expected = trained(row, joins=False)
+        found = differences(ours, expected or ours, row)
+        assert not found, found
+        expected = ours
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("weights", [(None,), (3,)], ids=["plain", "weighted"])
+@pytest.mark.parametrize(
+    "precision",
+    [{}, {"precision": "fp16", "loss_scale": {"initial": 256.0}}],
+    ids=["fp32", "fp16"],
+)
+@pytest.mark.parametrize(
+    ("weights", "offload"),
+    [((None,), {}), ((3,), {}), ((3, 5), {}), ((3, 5), {"grad": "host", "optimizer": "host"})],
+    ids=["plain", "weighted", "two weights", "two weights, host"],
+)
 def test_gradients_held_back_for_the_step_are_divided_alike_where_none_have_come(
-    precision: str, weights: tuple[int | None, ...]
+    precision: dict[str, Any], weights: tuple[int | None, ...], offload: dict[str, str]
 ) -> None:
-    run_ranks(2, _held_back, precision, weights)
+    run_ranks(2, _held_back, precision, weights, offload)
 
 
 def _different_things(rank: int, world: int) -> None:

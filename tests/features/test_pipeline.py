@@ -5,7 +5,9 @@ the engine, and train what one process trains.
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 import zeroshard as zs
+from tests.features.test_double_backward import PassedOn
 from tests.support import inside
 from tests.support.harness import RankError, run_ranks
 from tests.support.pipelines import (
@@ -29,6 +33,7 @@ from tests.support.pipelines import (
     piped,
     tokens,
 )
+from tests.support.training import differences, final_state, has_parameters
 from zeroshard import ConfigError, PlanMismatch, StateError
 from zeroshard.core.timeline import Timeline
 
@@ -177,6 +182,54 @@ def _recomputed(rank: int, world: int) -> None:
 
 def test_stages_that_recompute_their_layers_have_the_same_bits() -> None:
     run_ranks(4, _recomputed, timeout=100)
+
+
+def _passed_on(rank: int, world: int, name: str) -> list[str]:
+    """Train two stages on one rank, of modules that return one tensor; return what differs from
+    the whole model without a schedule.
+    """
+    mesh, found = mesh_of(1, 2), []
+    for row in ("ddp", "zero3"):
+        states = []
+        for follows in (False, True):
+            torch.manual_seed(0)
+            halves = [nn.Sequential(OrderedDict({half: PassedOn()})) for half in ("one", "two")]
+            whole = nn.Sequential(OrderedDict(one=halves[0].one, two=halves[1].two))
+            group = mesh.get_group("pp")
+            stages = [
+                PipelineStage(half, number, 2, torch.device("cpu"), group=group)
+                for number, half in enumerate(halves)
+            ]
+            optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+            engine = zs.shard(
+                stages if follows else whole,
+                optimizer,
+                policy=row,
+                units=has_parameters,
+                mesh=mesh,
+                comm=zs.Comm(transport="gloo"),
+            )
+            if follows:
+                schedule = get_schedule_class(name)(stages, 2, loss_fn=nn.functional.mse_loss)
+                engine.follow(schedule)
+            for step in range(2):
+                torch.manual_seed(10 * step + rank)
+                x, y = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
+                if follows:
+                    schedule.step(x.flatten(0, 1), target=y.flatten(0, 1))
+                for micro in range(0 if follows else 2):
+                    with engine.no_sync() if not micro else nullcontext():
+                        engine.backward(nn.functional.mse_loss(whole(x[micro]), y[micro]) / 2)
+                optimizer.step()
+                optimizer.zero_grad()
+            states.append(final_state(whole, engine))
+        found += differences(states[1], states[0], f"{row} with {name}", "the whole")
+    return found
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBVZeroBubble"])
+def test_stages_of_modules_that_return_one_tensor_train_the_whole_model(name: str) -> None:
+    assert run_ranks(2, _passed_on, name) == [[], []]
 
 
 # -------------------------------------------------------------- what torch runs to learn the shapes

@@ -82,18 +82,28 @@ def _train(
     weighted: bool,
     clip: float | None = None,
     set_to_none: bool = True,
+    accumulates: bool = False,
+    discards: bool = False,
     **options: Any,
 ) -> State:
-    """Train in a row, each loss by its samples, or (not `weighted`) by the share of its rank."""
+    """Train in a row, each loss by its samples, or (not `weighted`) by the share of its rank;
+    `discards`: before each step gradients that are cleared, which `no_sync` holds back.
+    """
     model, optimizer, engine = make_sharded(row, **options)
     for step in range(STEPS):
-        for micro in range(2):
-            hold = engine.no_sync() if no_sync and not micro else contextlib.nullcontext()
-            size = (SIZES if weighted else FULL)[rank][micro]
-            with hold:
-                loss = model(*_batch(rank, step, micro, size))
-                weight = size if step else torch.tensor(size)
-                engine.backward(loss, weight=weight if weighted else None)
+        for number in (step + STEPS, step) if discards else (step,):
+            sizes = (SIZES if weighted else FULL)[rank]
+            batches = [_batch(rank, number, micro, size) for micro, size in enumerate(sizes)]
+            if accumulates:
+                engine.accumulate(batches, lambda one: (model(*one), len(one[0])))
+            for micro, one in enumerate(() if accumulates else batches):
+                held = no_sync and (number != step or not micro)
+                with engine.no_sync() if held else contextlib.nullcontext():
+                    loss = model(*one)
+                    weight = len(one[0]) if step else torch.tensor(len(one[0]))
+                    engine.backward(loss, weight=weight if weighted else None)
+            if number != step:
+                optimizer.zero_grad(set_to_none=set_to_none)
         if clip is not None:
             engine.clip_grad_norm_(clip)
         optimizer.step()
@@ -202,6 +212,38 @@ def _pair(rank: int, world: int, names: Sequence[str]) -> dict[str, list[str]]:
 
 def test_clips_tiers_and_precisions_keep_the_bits_of_weighted_losses() -> None:
     for found in run_ranks(2, _pair, list(PAIRS), timeout=100):
+        assert not any(found.values()), found
+
+
+DISCARDED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "no_sync": ("ddp", {"no_sync": True}, {}),
+    "no_sync, host": ("zero1", {"no_sync": True}, {"offload": HOST}),
+    "no_sync, a part on the host": (
+        "zero3",
+        {"no_sync": True, "clip": 0.1},
+        {"offload": {**HOST, "fraction": 0.5}},
+    ),
+    "accumulate": ("zero3", {"accumulates": True}, {}),
+    "accumulate, host": ("zero2", {"accumulates": True, "clip": 0.1}, {"offload": HOST}),
+    "a step late": ("zero2", {}, {"offload": LATE}),
+}
+
+
+def _discarded(rank: int, world: int) -> dict[str, list[str]]:
+    """Compare runs whose gradients are set to zero, those of a step and of losses that are
+    discarded, with runs on the device that have no such losses and no gradients between steps.
+    """
+    out = {}
+    for name, (row, how, options) in DISCARDED.items():
+        how = {"no_sync": False, "weighted": True, **how}
+        late = options if "late" in name else {}
+        ours = _train(rank, row, discards=True, set_to_none=False, **how, **options)
+        out[name] = differences(ours, _train(rank, row, **how, **late))
+    return out
+
+
+def test_weights_of_gradients_that_are_set_to_zero_are_forgotten_however_they_were_added() -> None:
+    for found in run_ranks(2, _discarded, timeout=60):
         assert not any(found.values()), found
 
 

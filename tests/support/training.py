@@ -340,14 +340,14 @@ def train_row(
     *,
     steps: int,
     transport: str = "auto",
-    units: Any = None,
+    **options: Any,
 ) -> State:
     """Return the weights after `steps` calls of `step`, each a forward and a backward; row
     "plain" adds the ranks' gradients by hand, as DDP does.
     """
     comm = zs.Comm.model_validate({"transport": transport})
     engine = (
-        None if row == "plain" else zs.shard(model, optimizer, policy=row, comm=comm, units=units)
+        None if row == "plain" else zs.shard(model, optimizer, policy=row, comm=comm, **options)
     )
     for number in range(steps):
         step(number)
