@@ -23,9 +23,8 @@ from torch import nn
 import zeroshard as zs
 from tests.support.harness import RankError, run_ranks
 from tests.support.training import Net, batch, equal, two_groups
-from zeroshard.nn.deferred import is_deferred
+from zeroshard.nn.deferred import LARGE_BYTES, is_deferred
 from zeroshard.nn.hollow import _RECORDS
-from zeroshard.nn.recorder import LARGE_BYTES
 
 ROWS, COLUMNS = 128, 160  # 80 KiB in fp32
 

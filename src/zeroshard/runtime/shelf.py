@@ -5,7 +5,7 @@
                  to next
     Shelved      what stands for one tensor
 
-nn/checkpointing.py puts away the inputs of a checkpointed call, runtime/boundary.py those of a
+nn/checkpointing.py puts away the inputs of a checkpointed call, runtime/accumulate.py those of a
 micro-batch's visit. `ActivationStore` holds the bytes that have left the device.
 
 Floating-point tensors of 4 KiB or more leave; parameters and their views, leaves that require a
