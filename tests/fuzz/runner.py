@@ -287,6 +287,7 @@ class Sharded:
         part, and what was before is loaded.
         """
         before = f"{self.path}/before"
+        self.read("read")  # else some may still be in the step before
         if loads:
             zs.save(before, self.engine, step=1, states=self._states)
         buffers = [buffer.clone() for buffer in self.model.buffers()]
