@@ -29,9 +29,9 @@ if TYPE_CHECKING:
         LossScale,
         Offload,
     )
-    from zeroshard.core.batch_shares import split_batch
     from zeroshard.core.policy import Policy
     from zeroshard.core.precision import Precision
+    from zeroshard.core.shares import split_batch
     from zeroshard.deepspeed.file import DeepSpeedFile, read_deepspeed
     from zeroshard.deepspeed.keys.findings import Finding
     from zeroshard.errors import (
@@ -124,7 +124,7 @@ _HOMES = {
         "LossScale",
         "Offload",
     ),
-    "zeroshard.core.batch_shares": ("split_batch",),
+    "zeroshard.core.shares": ("split_batch",),
     "zeroshard.core.policy": ("Policy",),
     "zeroshard.core.precision": ("Precision",),
     "zeroshard.deepspeed.file": ("DeepSpeedFile", "read_deepspeed"),

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence, Sized
 import torch
 from torch.utils.data import Sampler
 
-from zeroshard.core.batch_shares import split_batch
+from zeroshard.core.shares import split_batch
 from zeroshard.core.tree import Tree
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.engine import Engine, parts_of, states_of

@@ -18,8 +18,8 @@ from tests.support.harness import run_ranks
 from tests.support.repartitions import Trained, loaded, made, rests
 from tests.support.training import batch
 from zeroshard.core.work import Work
-from zeroshard.runtime.balance import Balance
 from zeroshard.runtime.flat_weights import FlatWeights
+from zeroshard.runtime.step_tiles import Balance
 
 NODES = zs.Comm(transport="gloo", node_size=2, hierarchical=True)
 

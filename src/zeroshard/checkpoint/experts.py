@@ -27,7 +27,7 @@ from torch import nn
 from zeroshard.core.part import Part
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.engine import Engine, states_of
-from zeroshard.runtime.own_meshes import OwnMeshes, matching
+from zeroshard.runtime.units import OwnMeshes, matching
 from zeroshard.runtime.whole import saved_names
 
 

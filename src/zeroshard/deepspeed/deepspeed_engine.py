@@ -30,10 +30,10 @@ from zeroshard.deepspeed.answers import Answers, Batch, Client, Progress
 from zeroshard.deepspeed.checkpoint_tags import TaggedCheckpoints
 from zeroshard.deepspeed.engine_names import REFUSED, remedy
 from zeroshard.deepspeed.leaf_walk import LeafWalk
-from zeroshard.deepspeed.loaders import make_loader
 from zeroshard.deepspeed.monitors import StepWatch
 from zeroshard.deepspeed.optimizers import ZeROOptimizer
 from zeroshard.deepspeed.small import logger as _log
+from zeroshard.deepspeed.small import make_loader
 
 # ----------------------------------------------------------------------------------- plain backward
 # A plain ``loss.backward()`` with gradient accumulation: the gradients of the model's parameters

@@ -31,11 +31,10 @@ from zeroshard.deepspeed.answers import Client, complete_batch
 from zeroshard.deepspeed.deepspeed_engine import DeepSpeedEngine
 from zeroshard.deepspeed.helpers import default_git
 from zeroshard.deepspeed.leaf_walk import LeafWalk
-from zeroshard.deepspeed.loaders import make_loader
 from zeroshard.deepspeed.lr_schedules import make_schedule
 from zeroshard.deepspeed.names import VERSION
 from zeroshard.deepspeed.optimizers import make_optimizer
-from zeroshard.deepspeed.small import log_dist
+from zeroshard.deepspeed.small import log_dist, make_loader
 from zeroshard.deepspeed.small import logger as _log
 from zeroshard.deepspeed.verdict import accepted, section, try_schedule
 from zeroshard.deepspeed.zero import end_init_blocks

@@ -5,7 +5,7 @@
 
 A *tile* is a range of what this rank steps of one segment, a *shard* the part of one parameter that
 lies in one tile. Each tile is stepped in one way (``StepMethod``), settled when it is cut
-(runtime/tile_cuts.py); nothing else asks where states rest.
+(runtime/step_tiles.py); nothing else asks where states rest.
 """
 
 from __future__ import annotations

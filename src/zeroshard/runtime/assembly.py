@@ -33,8 +33,7 @@ from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.parts import input_dtype, make_weights_and_gradients, step_settings
-from zeroshard.runtime.recovery import Recovery
-from zeroshard.runtime.replicas import verify_replicas
+from zeroshard.runtime.recovery import Recovery, verify_replicas
 from zeroshard.runtime.rest import Rest
 from zeroshard.runtime.step_tiles import StepTiles
 from zeroshard.runtime.unit import Unit

@@ -4,7 +4,7 @@
 running statistics are fp32 and torch's kernels want the weights alike (FSDP leaves them out, too).
 A model given in several floating dtypes is taken as it is: fp32 norms in a bf16 model, or fp32
 adapters on a bf16 base, were meant. How fp32 buffers and inputs meet half-precision weights:
-casts.py.
+guards.py.
 """
 
 from __future__ import annotations

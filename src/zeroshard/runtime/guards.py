@@ -13,7 +13,9 @@ Invariant: the entries say that the module is sharded (``OWNED``) and go with th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,9 +25,149 @@ from torch._C._dynamo.eval_frame import (
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map_only
 
+from zeroshard.core.precision import dtype_name
 from zeroshard.errors import StateError
+from zeroshard.runtime.watch import Watch
 from zeroshard.state.local import is_dtensor
+
+# -------------------------------------------------------------------------------------------- casts
+# Mixed precision meets tensors that are not in the compute dtype: buffers in fp32, masks and
+# positions that a forward makes.
+#
+#     inputs of the model                    cast to the compute dtype
+#     inputs of torch.nn's own layers        cast, where the layer's weights are in the compute
+#                                            dtype: torch would raise there
+#     buffers                                kept: rotary frequencies and position tables lose their
+#                                            meaning in bf16
+#     everything else                        as torch promotes it (fp32 + bf16 is fp32), until it
+#                                            reaches such a layer
+#
+# So a table in an fp32 buffer that is added to activations keeps the residual stream in fp32, and
+# each layer reads it in bf16. FSDP2 casts at the inputs of its units
+# (``MixedPrecisionPolicy.cast_forward_inputs``); here the numbers must not depend on how a model is
+# cut into units. Other modules are left alone, because many compute in fp32 on purpose (a router,
+# an RMSNorm); an error of theirs over dtypes gets a note that names the buffers (`explain`).
+#
+# Inside ``torch.autocast`` nothing is cast but the inputs of the model: autocast does so itself.
+# Its cache keeps the cast of every fp32 parameter until the context ends, which is half of what
+# stage 3 has released: ``torch.autocast(..., cache_enabled=False)`` casts at each use and keeps
+# none. Cost: half a microsecond per layer.
+
+
+_LAYERS: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.EmbeddingBag,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.PReLU,
+    nn.RNN,
+    nn.LSTM,
+    nn.GRU,
+    nn.RNNCell,
+    nn.LSTMCell,
+    nn.GRUCell,
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+# a subclass with a forward of its own may compute in fp32 on purpose
+_FORWARDS = frozenset(layer.forward for layer in _LAYERS)
+_ABOUT_DTYPES = re.compile(r"dtype|scalar type|same type|Input type")
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return `value` with the floating-point tensors in it in `dtype`. Containers keep their
+    types; those that torch's pytree does not know (a key-value cache) are left as they are.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    kind = type(value)
+    if kind is dict:
+        return {key: cast(item, dtype) for key, item in value.items()}
+    if kind in (list, tuple):
+        return kind(cast(item, dtype) for item in value)
+    if isinstance(value, (dict, list, tuple)):  # PackedSequence is a named tuple
+        return tree_map_only(torch.Tensor, partial(cast, dtype=dtype), value)
+    return value
+
+
+def casting_hooks(model: nn.Module, dtype: torch.dtype) -> dict[nn.Module, Callable[..., Any]]:
+    """Return, for each layer of `model` that takes one dtype only, a forward pre-hook (with
+    kwargs) that lets it take any.
+    """
+    device_type = next(model.parameters()).device.type
+
+    def takes_one(module: nn.Module) -> bool:
+        dtypes = {
+            parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()
+        }
+        return type(module).forward in _FORWARDS and dtypes == {dtype}
+
+    def is_other(value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return value.dtype is not dtype and value.is_floating_point()
+        return type(value) in (list, tuple, PackedSequence)
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any(map(is_other, args)) and not (kwargs and any(map(is_other, kwargs.values()))):
+            return None
+        return (
+            None
+            if torch.is_autocast_enabled(device_type)
+            else (cast(args, dtype), cast(kwargs, dtype))
+        )
+
+    return {module: before for module in model.modules() if takes_one(module)}
+
+
+def explain(
+    error: BaseException | None, model: nn.Module, dtype: torch.dtype, watch: Watch
+) -> None:
+    """Add a note to an error of torch's about dtypes: which parameter has come into the `model`
+    that we `watch`, or which buffers are not in the compute dtype `dtype`, and what to do.
+    """
+    if (
+        not isinstance(error, RuntimeError)
+        or not _ABOUT_DTYPES.search(str(error))
+        or hasattr(error, "__notes__")
+    ):
+        return
+    try:
+        watch.check()
+    except StateError as changed:
+        error.add_note(f"zeroshard: {changed}")
+        return
+    names = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if not isinstance(module, (nn.modules.batchnorm._NormBase,))
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_floating_point() and buffer.dtype is not dtype
+    ]
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    source = (
+        f"buffer {names[0]!r}{more} is not, and neither is a result of it"
+        if names
+        else "a tensor that the model makes is not"
+    )
+    error.add_note(
+        f"zeroshard: precision={dtype_name(dtype)!r}: weights and the inputs of torch.nn's layers"
+        f" are in {dtype_name(dtype)}, but {source}: cast it where it is used, like"
+        " self.table.to(x.dtype)"
+    )
+
+
+# ------------------------------------------------------------------------------------------- guards
 
 _GATHERS = (  # said by Dynamo under fullgraph=True
     "zeroshard gathers the weights of a unit here: compile each block, or leave fullgraph out"

@@ -39,8 +39,14 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.core.residency import UnitState, Use
 from zeroshard.errors import StateError
-from zeroshard.runtime.casts import cast, casting_hooks, explain
-from zeroshard.runtime.guards import between_graphs, guard, leave_alone
+from zeroshard.runtime.guards import (  # fmt: skip
+    between_graphs,
+    cast,
+    casting_hooks,
+    explain,
+    guard,
+    leave_alone,
+)  # fmt: skip
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.recomputed import is_recomputed
 from zeroshard.runtime.released import know_class, release_classes, restore_classes
@@ -57,9 +63,7 @@ _PLAIN = frozenset((torch.Tensor,))
 
 
 class _ParameterTie:
-    """What a parameter knows of its engine (released.py); it is an attribute of the parameter
-    until it is removed.
-    """
+    """What a parameter knows of its engine (released.py), as its attribute until it is removed."""
 
     def __init__(
         self, hooks: Hooks, unit: Unit, segment: Segment, parameter: nn.Parameter, name: str

@@ -20,15 +20,176 @@ Cost: one small exchange per reset and load. What it does not do: undo a step.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 
+import torch
+
+from zeroshard.comm.ranks import Groups
+from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import Digest, holders
-from zeroshard.core.placement import Scope
+from zeroshard.core.placement import Cell, Scope
+from zeroshard.core.sliced_digest import place_of, placed_sum
+from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
+from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.context import Context
-from zeroshard.runtime.replicas import compare_replicas
+from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.rest import Rest
+from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
+
+# ----------------------------------------------------------------------------------------- replicas
+# Compare replicated state across ranks: what every rank holds must be the same bits on every rank.
+#
+# A flipped bit in a replicated weight or moment makes that rank's gradients differ from then on,
+# silently (FAULTS: silent corruption). Every `verify_every` steps the ranks exchange one 64-bit
+# digest per unit and state and compare. Sharded state has no second copy among data parallel ranks,
+# and is not covered there. Along 'tp' it has: each group has the same plain parameters (parts of
+# DTensors are a group's own), in shards that need not be cut alike. So sums of mixed bits, which
+# add up, are compared there.
+#
+#     mesh (dp 2, tp 2), zero3      tp 0          tp 1
+#                            dp 0   a[:5], b      a[:4], c      a: plain; b, c, d, e: of DTensors
+#                            dp 1   a[5:], d      a[4:], e      sums: a[:5] + a[5:] = a[:4] + a[4:]
+#
+# Cost: a digest of the replicated state where it lies (core/tensor_digest.py) and 8 bytes per unit
+# and state on the wire, every `verify_every` steps; of sharded state, too, where the mesh has 'tp'.
+
+
+_CALL = "the comparison of replicas (verify_every)"
+_REMEDY = (
+    "They must hold the same bits: memory was corrupted or written to on one rank; go back to the"
+    " last checkpoint"
+)
+
+
+def compare_replicas(
+    weights: Weights, optimizer: ShardedOptimizer | None, transport: Transport
+) -> None:
+    """Raise PlanMismatch, on every rank, naming the first unit whose weights or optimizer state
+    differ between ranks that hold the same; collective.
+    """
+    weights.finish_published()
+    copies: dict[str, Groups] = {}  # the same on every rank
+    named: dict[str, str] = {}
+    for unit in weights.units:
+        resting: list[torch.Tensor] = []
+        for segment in unit.segments:
+            flat = segment.flat
+            copies[_weights_of(unit)] = _copies(flat, unit.cells.weight)
+            states = _copies(flat, unit.cells.optim)
+            copies |= dict.fromkeys(map(_state_of, segment.names), states)
+            flat.wait_published()
+            # on the device on all ranks that hold the same, and maybe on no other
+            resting += [flat.rest.whole] if flat.rest.on_device else []
+        if copies[_weights_of(unit)] and resting:
+            named[_weights_of(unit)] = digest_of(*resting)
+    for shard, tensors in _stepped(optimizer):
+        if copies[_state_of(shard.name)]:
+            named[_state_of(shard.name)] = digest_of(shard.tensor, *tensors)
+    answers = transport.control.share(named, _CALL)
+    for name, group in ((name, group) for name, groups in copies.items() for group in groups):
+        entries = [f"{name} = {answers[rank].get(name)}" for rank in group]
+        others = [rank for rank, entry in zip(group, entries, strict=True) if entry != entries[0]]
+        if others:
+            raise PlanMismatch(
+                f"the ranks disagree, first about {name!r}: {holders(entries, group)}. They differ"
+                f" between rank {group[0]} and rank(s) {others}, which hold the same. {_REMEDY}"
+            )
+
+
+def _copies(flat: FlatWeights, cell: Cell) -> Groups:
+    """Return the groups of ranks that hold the same of a state in `cell`: all of those that have
+    the parameters, those of one column (mics, hfsdp), or no two.
+    """
+    mesh, groups = flat.layout.mesh, flat.context.holders.groups
+    columns = [
+        tuple(group[rank] for rank in mesh.column(local))
+        for group in groups
+        for local in range(mesh.node_size)
+    ]
+    of_scope = {Scope.FULL: groups, Scope.NODE_SHARD: columns, Scope.SHARD: ()}
+    return tuple(group for group in of_scope[flat.layout.scope(cell)] if len(group) > 1)
+
+
+def verify_replicas(weights: Weights, optimizer: ShardedOptimizer | None, context: Context) -> None:
+    """Raise PlanMismatch, on every rank of the mesh, naming the first unit whose replicated weights
+    or optimizer state differ between data parallel ranks, or along other axes; collective.
+    """
+    axes = context.axes
+    with axes.together(_CALL) as meeting:
+        compare_replicas(weights, optimizer, context.transport)
+        if axes.size > 1:
+            sums = _sums(weights.units, optimizer)
+            meeting.give(context.transport.control.share(sums, _CALL))  # of this group's ranks
+    if axes.size == 1:
+        return
+    total: dict[str, dict[str, dict[str, int]]] = {}  # by stage, group and name
+    for place, ranks in zip(axes.places, meeting.answers, strict=True):
+        held = total.setdefault(place.stage, {}).setdefault(place.text, {})
+        for name, number in (item for sums in ranks for item in sums.items()):
+            held[name] = (held.get(name, 0) + number) % (1 << 64)
+    for groups in total.values():
+        (first, expected), *others = groups.items()
+        for group, held in others:
+            for name in (*expected, *held):
+                if held.get(name) != expected.get(name):
+                    raise PlanMismatch(
+                        f"{name} differ between {first} and {group} of the mesh, which hold the"
+                        f" same. {_REMEDY}"
+                    )
+
+
+def _sums(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> dict[str, int]:
+    """Return sums of the bits that rest here of whole parameters, weights by unit and optimizer
+    states by parameter: those of the ranks of a group add up to one number however they are cut.
+    """
+    sums: dict[str, int] = {}
+    whole: set[str] = set()
+    for unit in units:
+        name, total = _weights_of(unit), 0
+        for segment in unit.segments:
+            flat = segment.flat
+            parts = zip(segment.names, segment.parts, strict=True)
+            whole |= {each for each, part in parts if not part.axes}
+            flat.wait_published()
+            here = flat.rest.tensor  # of what rests on other tiers the part that does not
+            low, numel = flat.rest_span[0], flat.rest.split
+            for piece in flat.layout.pieces_in((low, low + numel)):
+                if piece.name in whole and here is not None:
+                    numbers = here[piece.shard_start :][: piece.numel]
+                    total += placed_sum(numbers, piece.start + place_of(piece.name))
+        sums[name] = total
+    for shard, tensors in _stepped(optimizer):
+        if shard.name in whole:
+            name = _state_of(shard.name)
+            for tensor in (shard.tensor, *(each for each in tensors if each.dim())):
+                sums[name] = sums.get(name, 0) + placed_sum(tensor, shard.piece.start)
+    return sums
+
+
+def _stepped(
+    optimizer: ShardedOptimizer | None,
+) -> Iterator[tuple[ParamShard, list[torch.Tensor]]]:
+    """Yield what this rank steps, with the tensors of its state."""
+    if optimizer is not None:
+        for shard in optimizer.pieces():
+            state = optimizer.states.of(shard).values()
+            yield shard, [value for value in state if isinstance(value, torch.Tensor)]
+
+
+def _weights_of(unit: Unit) -> str:
+    """Return what errors call the weights of a unit."""
+    return f"weights of unit {unit.name}"
+
+
+def _state_of(parameter: str) -> str:
+    """Return what errors call the optimizer's state of a parameter."""
+    return f"optimizer state of {parameter}"
+
+
+# ----------------------------------------------------------------------------------------- recovery
 
 _log = logging.getLogger("zeroshard")
 _SINCE = "an optimizer.step() ended by an exception"

@@ -41,8 +41,7 @@ from zeroshard.runtime.offload_states import bring_to_rest
 from zeroshard.runtime.parts import Parts
 from zeroshard.runtime.released import release_classes
 from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.segment_states import VALUE, SegmentStates
-from zeroshard.runtime.tile_cuts import cut_tiles
+from zeroshard.runtime.step_tiles import VALUE, SegmentStates, cut_tiles
 from zeroshard.state.local import leave_hollow
 
 _NOTHING = (0, 0)

@@ -47,13 +47,13 @@ from zeroshard.nn.deferred import (
     deferred_init,
     materialize,
 )
-from zeroshard.runtime.balance import first_fraction
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.context import Options
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.stages import model_of
+from zeroshard.runtime.step_tiles import first_fraction
 from zeroshard.runtime.streams import make_streams
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.units import UnitSpec

@@ -21,8 +21,7 @@ from zeroshard.optim.elementwise import check_elementwise
 from zeroshard.optim.sharded import check_parameters
 from zeroshard.runtime.build import Dtypes
 from zeroshard.runtime.guards import OWNED
-from zeroshard.runtime.overlap import check_overlap
-from zeroshard.runtime.units import UnitPlan, named_parameters_once
+from zeroshard.runtime.units import UnitPlan, check_overlap, named_parameters_once
 from zeroshard.state.local import is_dtensor, part_of
 from zeroshard.system.device import Device
 

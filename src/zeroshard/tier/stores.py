@@ -2,7 +2,7 @@
 
 A store whose host memory can be stepped in place (``borrowed`` lends the memory itself) needs
 nothing else; a store that lends copies, as the disk's does, is stepped through a ring of buffers
-(runtime/tile_cuts.py).
+(runtime/step_tiles.py).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from zeroshard import (
     shard,
     split_batch,
 )
-from zeroshard.core.batch_shares import check_batch_shares, unequal
+from zeroshard.core.shares import check_batch_shares, unequal
 
 parts = st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support.training import Block, Net
-from zeroshard.runtime.sections import Sections, sections_of
+from zeroshard.runtime.accumulate import Sections, sections_of
 from zeroshard.runtime.units import partition_units
 
 

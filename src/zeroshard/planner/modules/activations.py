@@ -42,7 +42,7 @@ from zeroshard.planner.activation_trace import ActivationTrace, Event, Moment
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.training import Training
 from zeroshard.runtime.build import compute_dtypes
-from zeroshard.runtime.casts import cast, casting_hooks
+from zeroshard.runtime.guards import cast, casting_hooks
 from zeroshard.runtime.trees import tensors_in, tensors_within
 from zeroshard.runtime.units import UnitPlan, holding_others, partition_units
 
