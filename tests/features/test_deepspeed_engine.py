@@ -25,17 +25,15 @@ import zeroshard as zs
 from tests.support.harness import PLAIN, run_ranks
 from tests.support.training import Net, batch, make_model
 from zeroshard.comm.plain import on_cpu
+from zeroshard.deepspeed import held_parameters as states
 from zeroshard.deepspeed import (
-    accelerator,
     helpers,
-    leaf_flags,
     lr_schedules,
     optimizers,
     small,
     start,
     zero,
 )
-from zeroshard.deepspeed import held_parameters as states
 from zeroshard.deepspeed.answers import complete_batch
 from zeroshard.integrations import deepspeed
 
@@ -790,13 +788,13 @@ def test_the_small_modules_do_what_their_names_say() -> None:
     weight = torch.ones(2)
     tied = small.clone_tensors_for_torch_save({"a": weight, "b": weight})
     assert tied["a"] is tied["b"] is not weight
-    assert torch.device(accelerator.get_accelerator().current_device_name()).type in ("cpu", "cuda")
+    assert torch.device(helpers.get_accelerator().current_device_name()).type in ("cpu", "cuda")
     value = torch.ones(3, requires_grad=True)
     small.configure(checkpoint_in_cpu=True)
     assert small.is_configured()
     small.checkpoint(lambda x: x.exp().sum(), value).backward()
     assert value.grad is not None
     module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
-    assert leaf_flags.set_z3_leaf_modules(module, [torch.nn.ReLU, "Linear"]) == list(module)
+    assert start.set_z3_leaf_modules(module, [torch.nn.ReLU, "Linear"]) == list(module)
     tiled = zero.TiledLinear(6, 4, in_splits=2, out_splits=2, init_linear=torch.nn.Linear(6, 4))
     assert tiled(torch.ones(1, 6)).shape == (1, 4)

@@ -20,12 +20,11 @@ import zeroshard as zs
 from tests.support.harness import run_ranks
 from tests.support.training import batch, make_model
 from zeroshard.deepspeed import (
-    accelerator,
     engine_names,
     fp32_weights,
     helpers,
-    leaf_flags,
     optimizers,
+    start,
     zero,
 )
 from zeroshard.deepspeed import held_parameters as states
@@ -81,14 +80,14 @@ def _config(**keys: Any) -> dict[str, Any]:
 
 
 def test_every_import_line_of_public_scripts_finds_deepspeeds_object() -> None:
-    lines = [*IMPORTS.strip().splitlines(), "assert z3_leaf_module.__module__.endswith('flags')"]
+    lines = [*IMPORTS.strip().splitlines(), "assert z3_leaf_module.__module__.endswith('start')"]
     code = "from zeroshard.deepspeed.shim import install; install()\n" + "\n".join(lines)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_accelerator_has_deepspeeds_names_on_every_device() -> None:
-    device = accelerator.get_accelerator()
+    device = helpers.get_accelerator()
     for name in ACCELERATOR.split():
         assert callable(getattr(device, name)), name
     if device.device_name() == "cpu":
@@ -359,22 +358,22 @@ def test_whole_fp32_weights_come_out_of_a_checkpoint(tmp_path: Path) -> None:
 
 def test_flags_of_leaf_modules_are_kept_with_all_options_of_their_kin() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
-    assert leaf_flags.set_z3_leaf_modules(model, ["ReLU"]) == [model[1][0]]
-    assert leaf_flags.z3_leaf_module(model[1][0]) and not leaf_flags.z3_leaf_module(model[0])
-    assert leaf_flags.get_z3_leaf_modules(model) == [model[1][0]]
-    found, missing = leaf_flags.set_z3_leaf_modules_by_suffix(
+    assert start.set_z3_leaf_modules(model, ["ReLU"]) == [model[1][0]]
+    assert start.z3_leaf_module(model[1][0]) and not start.z3_leaf_module(model[0])
+    assert start.get_z3_leaf_modules(model) == [model[1][0]]
+    found, missing = start.set_z3_leaf_modules_by_suffix(
         model, ["1", "x"], raise_if_not_found=False
     )
     assert found == [model[1], model[1][1]] and missing == ["x"]
-    assert leaf_flags.z3_leaf_parameter(model[1][1].weight)
-    assert not leaf_flags.z3_leaf_parameter(model[0].weight)
+    assert start.z3_leaf_parameter(model[1][1].weight)
+    assert not start.z3_leaf_parameter(model[0].weight)
     # the flag has DeepSpeed's own attribute, which programs read (Accelerate's tests do)
     assert model[1]._z3_leaf and not hasattr(model[0], "_z3_leaf")
-    leaf_flags.set_z3_leaf_modules_by_name(model, ["1"], flag=False)
-    assert not leaf_flags.z3_leaf_module(model[1]) and not model[1]._z3_leaf
-    assert leaf_flags.unset_z3_leaf_modules(model, [nn.ReLU]) == [model[1][0]]
-    assert leaf_flags.set_z3_leaf_modules(model, ["Nothing"], raise_if_not_found=False) == []
-    for call in (leaf_flags.set_z3_leaf_modules, leaf_flags.set_z3_leaf_modules_by_name):
+    start.set_z3_leaf_modules_by_name(model, ["1"], flag=False)
+    assert not start.z3_leaf_module(model[1]) and not model[1]._z3_leaf
+    assert start.unset_z3_leaf_modules(model, [nn.ReLU]) == [model[1][0]]
+    assert start.set_z3_leaf_modules(model, ["Nothing"], raise_if_not_found=False) == []
+    for call in (start.set_z3_leaf_modules, start.set_z3_leaf_modules_by_name):
         with pytest.raises(ValueError, match="Nothing"):
             call(model, ["Nothing"])
 
@@ -384,7 +383,7 @@ def test_the_configuration_flags_leaf_modules_by_class_name_and_suffix() -> None
     leaf = {"classes": ["ReLU", "Nothing"], "names": ["0"], "name_suffixes": ["1.1"]}
     zero_3 = {"stage": 3, "leaf_module": leaf}
     engine, *_ = deepspeed.initialize(model=model, config=_config(zero_optimization=zero_3))
-    assert leaf_flags.get_z3_leaf_modules(model) == [model[0], model[1][0], model[1][1]]
+    assert start.get_z3_leaf_modules(model) == [model[0], model[1][0], model[1][1]]
     engine.destroy()
 
 

@@ -55,14 +55,13 @@ _COMM = "init_distributed is_initialized get_rank get_world_size get_local_rank"
 _OPTIMIZERS = "DeepSpeedCPUAdam FusedAdam DeepSpeedCPUAdagrad DeepSpeedCPULion FusedLion"
 
 _HOMES = {  # our modules and the names that they make; "theirs=ours" where ours differs
-    "start": "initialize add_config_arguments",
+    "start": f"initialize add_config_arguments {_LEAVES}",
     "deepspeed_engine": "DeepSpeedEngine",
     "optimizers": f"{_OPTIMIZERS} ZeROOptimizer DeepSpeedOptimizer=ZeROOptimizer",
-    "accelerator": "get_accelerator",
-    "leaf_flags": _LEAVES,
-    "helpers": f"{_EXPERTS} {_UTILS} {_ENUMS} instrument_w_nvtx is_compile_supported"
-    " required_torch_version recursive_getattr recursive_setattr git_hash=default_git"
-    " git_branch=default_git __git_hash__=default_git __git_branch__=default_git torch_info",
+    "helpers": f"{_EXPERTS} {_UTILS} {_ENUMS} get_accelerator instrument_w_nvtx"
+    " is_compile_supported required_torch_version recursive_getattr recursive_setattr"
+    " git_hash=default_git git_branch=default_git __git_hash__=default_git"
+    " __git_branch__=default_git torch_info",
     "fp32_weights": f"{_FP32} main",
     "monitors": "MonitorMaster ThroughputTimer",
     "zero": f"{_ZERO} OnDevice zero_wrapper_for_fp_tensor_constructor=keep_constructor",
