@@ -201,25 +201,26 @@ def _differences(
 
 def _in_order(keys: Iterable[_Key], units: Sequence[str]) -> list[_Key]:
     """Return `keys` in the order of a step; those of a leaf are given in the order of its units."""
-    places = {unit: place for place, unit in enumerate(units)}
-    run: dict[str, list[str]] = {}  # by phase of a leaf, its units
+    order_of_units = {unit: place for place, unit in enumerate(units)}
+    places: dict[str, dict[str, float]] = {}  # of units, by phase
     for phase, unit in keys:
-        run.setdefault(phase, []).append(unit)
+        of_phase = places.setdefault(phase, {})
+        of_phase.setdefault(unit, float(len(of_phase)))
+    for phase, of_phase in places.items():
+        name, _, leaf = phase.partition(" ")
+        if name == "backward":
+            handed_over, place = places.get(f"leaf {leaf}", {}), -0.5
+            for unit in of_phase:  # after its parameters' gradients; without any, as the one before
+                place = handed_over[unit] + 0.5 if unit in handed_over else place
+                of_phase[unit] = place
 
-    def order(key: _Key) -> tuple[int, int, int, float, int, str]:
+    def order(key: _Key) -> tuple[int, int, int, float, str]:
         (name, _, detail), unit = key[0].partition(" "), key[1]
         if name not in OF_LEAF:
             late = int((name, detail) == ("gather", "backward"))
-            return _ORDER[name], late, 0, 0.0, places.get(unit, 0), detail
-        index = run[key[0]].index(unit)
-        place = float(index)
-        if name == "backward":  # comes after the gradients of its own parameters, or where it has
-            # none of those of the units before it
-            handed_over = run.get(f"leaf {detail}", [])
-            before = [one for one in run[key[0]][: index + 1] if one in handed_over]
-            place = handed_over.index(before[-1]) + 0.5 if before else -0.5
+            return _ORDER[name], late, 0, order_of_units.get(unit, 0), detail
         turn = {"forward": 0, "loss": 1}.get(name, 2)
-        return _ORDER["forward"], int(detail), turn, place, index, ""
+        return _ORDER["forward"], int(detail), turn, places[key[0]][unit], ""
 
     return sorted(keys, key=order)
 

@@ -149,8 +149,6 @@ def _units(module: nn.Module, unit_of: dict[int, Unit]) -> tuple[Unit, ...]:
     return tuple(sorted(needed, key=lambda unit: unit.index))
 
 
-# --------------------------------------------------------------------------------------- accumulate
-
 # ----------------------------------------------------------------------------------------- boundary
 # One micro-batch's visit of one section: what passes in and out, and the section's backward.
 #
@@ -444,8 +442,6 @@ def _equal(
     same_device = one[1] is None or other[1] is None or torch.equal(one[1], other[1])
     return torch.equal(one[0], other[0]) and same_device
 
-
-# --------------------------------------------------------------------------------------- accumulate
 
 # --------------------------------------------------------------------------------------- leaf turns
 # The leaves of one ``engine.accumulate()``: each unit is reduced once per round of leaves, as in

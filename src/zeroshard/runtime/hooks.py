@@ -63,7 +63,7 @@ _PLAIN = frozenset((torch.Tensor,))
 
 
 class _ParameterTie:
-    """What a parameter knows of its engine (released.py), as its attribute until it is removed."""
+    """Ties a parameter to its engine (released.py), as its attribute until it is removed."""
 
     def __init__(
         self, hooks: Hooks, unit: Unit, segment: Segment, parameter: nn.Parameter, name: str

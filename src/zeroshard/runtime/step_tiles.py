@@ -136,9 +136,6 @@ class Balance:
         return target
 
 
-# --------------------------------------------------------------------------------------- step tiles
-
-
 # ---------------------------------------------------------------------------------------- tile cuts
 # Cut what this rank steps of a segment into tiles.
 #
@@ -213,9 +210,6 @@ def _tile(segment: Segment, stepped: SteppedSegment, span: Range, method: StepMe
         )
         tile.shards.append(shard)
     return tile
-
-
-# --------------------------------------------------------------------------------------- step tiles
 
 
 # ----------------------------------------------------------------------------------- segment states

@@ -114,9 +114,6 @@ class OwnMeshes:
                 )
 
 
-# -------------------------------------------------------------------------------------------- units
-
-
 # ------------------------------------------------------------------------------------------ overlap
 # Two parameters over one memory: a tie that only the memory knows of, which sharding would cut
 # without a word.

@@ -162,8 +162,6 @@ class BounceBuffers:
         return Device.of(self._stream.device).stream(self._stream)
 
 
-# --------------------------------------------------------------------------------------------- disk
-
 # ---------------------------------------------------------------------------------------- checksums
 # xxh3-64 of what was last written to each unit of a storage, kept in memory.
 #
