@@ -161,6 +161,12 @@ def _reset_and_load(engine: zs.Engine, model: nn.Module) -> None:
     _load(engine, model)
 
 
+def _reset_while_offloaded(engine: zs.Engine, model: nn.Module) -> None:
+    engine.offload_states()
+    engine.reset()
+    engine.reload_states()
+
+
 def _without_a_batch(rank: int, world: int, transport: str, others: list[Any]) -> None:
     """Let odd ranks have no batch of a step after each of `others`; None: in the first step."""
     for row in ("zero3", "zero3-keep") if world == 2 else ("hpz", "mics"):
@@ -212,7 +218,13 @@ class _Skipping(_Turned):
 def _whole_after(rank: int, world: int, row: str) -> list[str]:
     """Use fewer weights than the rank without data has, right after they were brought together."""
     found = []
-    for other in (_reset, _load, _reset_and_load, lambda engine, model: None):
+
+    def lay_out_anew(engine: zs.Engine, model: nn.Module) -> None:
+        engine.repartition(policy="zero3")
+        engine.repartition(policy=row)
+
+    others = (_reset, _load, _reset_and_load, _reset_while_offloaded, lay_out_anew)
+    for other in (*others, lambda engine, model: None):
         torch.manual_seed(0)
         model, optimizer, engine = make_sharded(row, "gloo", model=_Skipping(), stall_timeout_s=20)
         take_steps(rank, 1, model, optimizer)

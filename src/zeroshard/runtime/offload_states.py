@@ -87,6 +87,7 @@ class OffloadedStates:
             segment.flat.publish_everywhere()
         self._store.close()
         self._weights.availability.offloaded(False)
+        self._weights.run(self._weights.schedule.publish())
 
     def _copy_out(self, name: str, tensor: torch.Tensor) -> State:
         out = State(self._store.allocate(name, tensor.numel(), tensor.dtype))
