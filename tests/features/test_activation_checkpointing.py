@@ -30,6 +30,7 @@ from tests.support.family_training import STAGES, compare
 from tests.support.harness import run_ranks
 from tests.support.training import ROWS, Block, Net, batch, make_model, train, two_groups
 from zeroshard.core.placement import Tier
+from zeroshard.core.residency import Use
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.nn.checkpointing import checkpoint, checkpoint_blocks, uncheckpoint_blocks
@@ -1191,4 +1192,50 @@ def test_a_gradient_that_begins_in_a_checkpoint_leaves_before_the_others_come() 
         model(torch.ones(4, 8)).sum().backward()
     order = [name for what, name in events if what == "reduce"]
     assert order[:2] == ["blocks.1", "blocks.0"]
+    engine.close()
+
+
+class _Within(nn.Module):
+    """A block that runs its own layer inside a reentrant checkpoint, and what follows outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = torch_checkpoint(self.first, hidden, use_reentrant=True)
+        return self.second(hidden).relu()
+
+
+class _BackwardInside(_Within):
+    """A block whose forward runs a backward."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        super().forward(hidden).sum().backward()
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("block", "counted"),
+    [(_Within, [1, 1, 0, 0]), (_BackwardInside, [1, 0, 0, 0])],
+)
+def test_forwards_inside_a_unit_that_a_reentrant_checkpoint_will_run_again_are_counted(
+    block: type[nn.Module], counted: list[int]
+) -> None:
+    """`counted` for the second block: in the forward, after it, where it has run again, at last."""
+    model = nn.Sequential(block(), block())
+    engine = zs.shard(model, torch.optim.SGD(model.parameters(), 0.5), stage=3, units=[block])
+    unit = inside.unit(engine, "1")
+    counts: list[int] = []
+
+    def note(*given: object) -> None:
+        counts.append(unit.residency.counts[Use.REPEATED])
+
+    model[1].first.register_forward_hook(note)  # in the forward, and where it runs again
+    loss = model(torch.ones(4, 8, requires_grad=True)).sum()
+    note()
+    if block is not _BackwardInside:
+        loss.backward()
+    note()
+    assert counts == counted
     engine.close()

@@ -166,6 +166,7 @@ class Backward:
             elif checkpoint is not None:
                 when_over(checkpoint, self.enter)  # which the backward around it has to
         current.push(task, checkpoint=checkpoint is not None, retains=retains_graph())
+        self._weights.serve(None)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._leave(task))
 
     @property
@@ -177,17 +178,9 @@ class Backward:
         """A gradient arrives at the outputs of a module of `units`: their weights are needed as
         they were in the forward under `epoch`.
         """
-        task = torch._C._current_graph_task_id()
-        current, weights = self._pass, self._weights
+        task, weights = torch._C._current_graph_task_id(), self._weights
+        again = torch.is_grad_enabled()
         for unit in units:
-            if (
-                current.at == (unit, task)
-                and not current.finished
-                and epoch == weights.epoch
-                and weights.availability.refusal is None
-                and weights.schedule.serves(unit.residency)
-            ):
-                continue  # another output of a module inside it
             self.enter()
             current = self._pass
             if epoch != weights.epoch:
@@ -196,13 +189,14 @@ class Backward:
                     " optimizer.step(), load or writeback: its weights have changed since; run the"
                     " forward again (or step after the backward)"
                 )
-            again = torch.is_grad_enabled()
             unit.residency.acquire(Use.BACKWARD)
-            self._go_on(current.reach(unit, task, again=again), units)
+            self._go_on(current.reach(unit, task), units)
             if again:  # create_graph=True: another backward may go through this one
                 weights.hold(unit, "backward", Until.STEP)
             elif commands := weights.need(unit, "backward"):
                 weights.run(commands)
+        if not (again or self._pass.finished):
+            weights.serve(units, task)
 
     def _go_on(self, left: Iterable[Unit], to: Sequence[Unit]) -> None:
         """The backward has come from units `left` to units `to`: hand `left` over, and release the
@@ -231,7 +225,7 @@ class Backward:
             self.reductions.open_zeros(unit, sync=self.mode.sync)
             self._hand_over(unit)
             if not unit.has_frozen:
-                self._pass.finished[unit.index] = unit
+                self._finish(unit)
 
     def after_inputs(self, unit: Unit, *, before_others: bool = False) -> None:
         """The gradients of `unit`'s inputs are there: whatever did not get one by now gets none
@@ -245,7 +239,7 @@ class Backward:
             # an earlier forward's output may be this one's input: its backward needs the weights
             # now
             if before_others or unit.residency.has(Use.FOLLOWED):
-                self._pass.finished[unit.index] = unit
+                self._finish(unit)
                 return
             self._pass.finished.pop(unit.index, None)
             self._weights.after_backward(unit)
@@ -307,8 +301,13 @@ class Backward:
         if len(unit.arrived) < unit.expected:
             return False
         if not unit.has_frozen:
-            current.finished[unit.index] = unit
+            self._finish(unit)
         return True
+
+    def _finish(self, unit: Unit) -> None:
+        """All gradients of `unit` have come: it is released when the backward goes on."""
+        self._pass.finished[unit.index] = unit
+        self._weights.serve(None)
 
     # ------------------------------------------------------------------ a pass
 
@@ -451,6 +450,7 @@ class Backward:
         for unit in self._pass.tasks[task].entered if len(self._pass.tasks) > 1 else ():
             self._leave_behind(unit)
         entered = self._pass.pop(task)
+        self._weights.serve(None)
         if not self.running:
             self._end()
             return

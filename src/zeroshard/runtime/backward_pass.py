@@ -81,8 +81,6 @@ class BackwardPass:
     reduced: dict[int, int] = field(default_factory=dict)
     # by graph task: of the last outputs, and how many units were entered before that
     nodes: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    # the unit at whose outputs the last gradient arrived, and the graph task
-    at: tuple[Unit | None, int] = (None, -1)
 
     @property
     def driven(self) -> bool:
@@ -120,16 +118,14 @@ class BackwardPass:
             self.retains = self.retains or retains
         self.nested = self.nested or checkpoint or bool(self.tasks)
         self.tasks[task] = _Task(in_checkpoint=checkpoint)
-        self.at = (None, -1)
 
     def pop(self, task: int) -> list[Unit]:
         """A graph task is over; return the units that it has come to."""
-        self.at = (None, -1)
         self.nodes.pop(task, None)
         return self.tasks.pop(task).entered
 
-    def reach(self, unit: Unit, task: int, *, again: bool) -> Sequence[Unit]:
-        """A gradient has arrived at `unit`'s outputs; `again`: the next one is of interest, too.
+    def reach(self, unit: Unit, task: int) -> Sequence[Unit]:
+        """A gradient has arrived at `unit`'s outputs.
         Return the units that this task came to before and whose nodes have run since: what two
         modules return, one around the other or one that passes it on, is one node's output.
         """
@@ -139,7 +135,6 @@ class BackwardPass:
         if node is not last:
             self.nodes[task] = node, len(entered)
         entered.append(unit)
-        self.at = (None if again else unit, task)
         return left
 
 

@@ -27,7 +27,6 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -282,7 +281,8 @@ class Hooks:
     def _install_module(
         self, module: nn.Module, units: list[Unit], ends: list[Unit], computed: list[Unit]
     ) -> None:
-        loop, weights = self.loop, self.loop.weights
+        loop, weights, events = self.loop, self.loop.weights, self.loop.events
+        schedule, task = weights.schedule, torch._C._current_graph_task_id
         # a tile: recomputed one at a time, too
         apart = bool(getattr(type(module), "unit_of_its_own", False))
         # by code that is not torch's
@@ -291,6 +291,8 @@ class Hooks:
         )
         # of forwards under way, the number of the first autograd node that they can make
         begun: list[int] = []
+        # of the same, whether one around it has all units, as most modules' have
+        within: list[bool] = []
         residencies = [unit.residency for unit in units]
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -304,7 +306,15 @@ class Hooks:
                 return
             if reads_parameters:
                 begun.append(torch._C._autograd._get_sequence_nr())
-            loop.begin_module(units, residencies)
+            for begins in events.before_module:
+                begins(units)
+            within.append(
+                schedule.inside.issuperset(residencies)
+                and (torch.is_grad_enabled() or schedule.evaluates)
+                and task() < 0
+            )
+            if not within[-1]:
+                loop.begin_module(units)
             if ends and torch.is_grad_enabled() and peek_stack() is None:
                 self._watch_inputs(ends, args, kwargs)
 
@@ -324,9 +334,12 @@ class Hooks:
                     held = vars(module).items()
                     own = [value for name, value in held if name not in _OWN_ATTRIBUTES]
                     self.watch_outputs(units, (args, kwargs, own), since=first)
-            for listener in loop.events.computed if computed else ():
+            for listener in events.computed if computed else ():
                 listener(computed, output)
-            loop.end_module(units, residencies, output, apart=apart)
+            if not (within and within.pop()):
+                loop.end_module(units, output, apart=apart)
+            for ends_now in events.after_module:
+                ends_now()
 
         before_between: Callable[..., None] = between_graphs(lambda *given: before(*given))
         after_between: Callable[..., None] = between_graphs(lambda *given: after(*given))
@@ -361,7 +374,7 @@ class Hooks:
         key, now = tuple(units), self.loop.weights.epoch
         epoch, arrived = self._arrivals.get(key, (-1, None))
         if arrived is None or epoch != now:
-            arrived = partial(self.loop.begin_backward, key, now)
+            arrived = self._arrival(key, now)
             self._arrivals[key] = (now, arrived)
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_within(output):
             for unit in units:
@@ -373,6 +386,19 @@ class Hooks:
             if node is not None and (not since or node._sequence_nr() >= since):
                 tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
             del node
+
+    def _arrival(self, units: tuple[Unit, ...], epoch: int) -> Callable[[torch.Tensor], None]:
+        """Return the hook for when a gradient arrives at an output of a module that ran under
+        `epoch`.
+        """
+        loop, weights, task = self.loop, self.loop.weights, torch._C._current_graph_task_id
+
+        def arrived(grad: torch.Tensor) -> None:
+            # else at another output of a module inside it
+            if weights.served is not units or weights.served_in != task():
+                loop.begin_backward(units, epoch)
+
+        return arrived
 
     def _watch_inputs(self, units: list[Unit], args: Any, kwargs: Any) -> None:
         is_plain = _PLAIN.issuperset(map(type, args)) and not kwargs  # the usual case

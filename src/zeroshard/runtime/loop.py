@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeroshard.core.residency import Residency, Use
+from zeroshard.core.residency import Use
 from zeroshard.core.schedule import Phase, Until
 from zeroshard.errors import StateError
 from zeroshard.runtime.backward import Backward, retains_graph
@@ -135,47 +135,43 @@ class Loop:
 
     # ------------------------------------------------------------------ one module's forward
 
-    def begin_module(self, units: Sequence[Unit], residencies: Sequence[Residency]) -> None:
-        """A module's forward begins, which needs `units`; in a backward it is a recomputation."""
+    def begin_module(self, units: Sequence[Unit]) -> None:
+        """A module's forward begins, which needs `units`, not all of which one around it has; in a
+        backward it is a recomputation.
+        """
         in_backward = torch._C._current_graph_task_id() >= 0
         phase: Phase = "backward" if in_backward else "forward"
-        weights = self.weights
-        for listener in self.events.before_module:
-            listener(units)
-        counts = in_backward == torch.is_grad_enabled() and not weights.schedule.evaluates
-        plainly = weights.availability.refusal is None and not counts
-        if plainly and weights.schedule.reenter(residencies):
-            weights.digest.enter(phase, units[-1].name)
-            return  # most modules run inside one that spans the same unit
+        weights, schedule = self.weights, self.weights.schedule
         weights.enter()
         for unit in units:
             unit.residency.acquire(Use.FORWARD)
             if commands := weights.need(unit, phase):
                 weights.run(commands)
-        if counts:
+        if in_backward == torch.is_grad_enabled() and not schedule.evaluates:
             count_recomputations(units, ends_one=in_backward, enter=self.backward.enter)
-
-    def end_module(
-        self, units: Sequence[Unit], residencies: Sequence[Residency], output: Any, *, apart: bool
-    ) -> None:
-        """It has ended; `apart`: the module is a tile, which is recomputed one at a time."""
-        if not self.weights.schedule.leave_inner(residencies):
-            in_backward = torch._C._current_graph_task_id() >= 0
+        elif not in_backward:
             for unit in units:
-                unit.residency.release(Use.FORWARD)
-                # its own backward follows
-                recomputed = in_backward and (not apart or unit.residency.has(Use.BACKWARD))
-                self.weights.after_forward(unit, recomputed=recomputed)
-            if self.weights.schedule.running == 1 and not in_backward:
-                self.hold_parameters(output)
-            self.weights.leave()
-        for listener in self.events.after_module:
-            listener()
+                schedule.inside.add(unit.residency)
+
+    def end_module(self, units: Sequence[Unit], output: Any, *, apart: bool) -> None:
+        """It has ended; `apart`: the module is a tile, which is recomputed one at a time."""
+        in_backward = torch._C._current_graph_task_id() >= 0
+        for unit in units:
+            residency = unit.residency
+            residency.release(Use.FORWARD)
+            if not residency.counts[Use.FORWARD]:
+                self.weights.schedule.inside.discard(residency)
+            # its own backward follows
+            recomputed = in_backward and (not apart or residency.has(Use.BACKWARD))
+            self.weights.after_forward(unit, recomputed=recomputed)
+        if self.weights.schedule.running == 1 and not in_backward:
+            self.hold_parameters(output)
+        self.weights.leave()
 
     # ------------------------------------------------------------------ its backward
 
-    def begin_backward(self, units: Sequence[Unit], epoch: int, grad: torch.Tensor) -> None:
-        """`grad` has come to an output of a module that ran under `epoch`; it is left as it is."""
+    def begin_backward(self, units: Sequence[Unit], epoch: int) -> None:
+        """A gradient has come to an output of a module that ran under `epoch`."""
         for arrived in self.events.before_backward:
             arrived(units)
         self.backward.before_units(units, epoch)

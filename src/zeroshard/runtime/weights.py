@@ -61,6 +61,10 @@ class Weights:
         self._trimmer = trimmer
         self._streams = streams
         self.digest = digest
+        # the units, as a hook names them, whose backward is under way in a graph task, with none to
+        # be released: another gradient at an output of theirs needs nothing
+        self.served: Sequence[Unit] | None = None
+        self.served_in = -1
         self._ordered = schedule.rules.ordered
         self._phase: Phase = "forward"  # of the last need
         self._steps_elsewhere = any(unit.steps_elsewhere for unit in units)
@@ -173,6 +177,10 @@ class Weights:
 
     # ------------------------------------------------------------------ one unit
 
+    def serve(self, units: Sequence[Unit] | None, task: int = -1) -> None:
+        """Note that `units` are here for a backward, in a graph task; None: look again."""
+        self.served, self.served_in = units, task
+
     def unshard(self, unit: Unit, phase: Phase) -> None:
         """Return with `unit` gathered, and the units expected next on their way."""
         if commands := self.need(unit, phase):
@@ -228,6 +236,7 @@ class Weights:
 
     def after_backward(self, unit: Unit) -> None:
         """The backward of `unit` is over."""
+        self.served = None
         if commands := self.schedule.after_backward(unit.residency):
             self.run(commands)
 
@@ -318,7 +327,7 @@ class Weights:
         have come to different places.
         """
         self.shown.clear()
-        self._tell = None
+        self._tell = self.served = None
         self.schedule.reset()
         for unit in self.units:
             unit.abandon()

@@ -310,33 +310,16 @@ def test_a_unit_used_outside_its_modules_is_held_until_then(until: Until) -> Non
     executor.check_rests()
 
 
-def test_a_forward_inside_another_of_the_same_unit_takes_no_decision() -> None:
+def test_no_unit_is_inside_a_forward_once_another_one_is_left_idle_or_all_is_reset() -> None:
+    traits = UnitTraits(4, 4, spans_one_module=False)
+    outer, left = Residency(0, traits), Residency(1, traits)
     executor = _executor([4, 4], None, kept=False)
-    schedule, unit = executor.schedule, executor.units[0]
-    assert not schedule.reenter([unit]) and not unit.in_use  # it rests, and nothing is around
-    schedule.enter(evaluates=False)
-    unit.acquire(Use.FORWARD)
-    executor.need(0, "forward")
-    executor.commands.clear()
-    assert not schedule.reenter(executor.units[:2])  # one of them rests
-    assert schedule.reenter([unit]) and schedule.running == 2
-    assert schedule.leave_inner([unit]) and schedule.running == 1
-    assert not schedule.leave_inner([unit])  # the outer one ends by `leave`
-    unit.release(Use.FORWARD)
-    executor.run(schedule.after_forward(unit, keeps=True))
-    executor.run(schedule.leave(graph=True))
-    assert [one.op for one in executor.commands] == [Op.RELEASE_FOR_BACKWARD]
-    executor.check_rests()
-
-
-def test_an_idle_unit_is_not_entered_by_the_short_way() -> None:
-    executor = _executor([4, 4], None, kept=True)
-    executor.schedule.enter(evaluates=False)
-    executor.need(0, "forward")
-    executor.run(executor.schedule.after_forward(executor.units[0], keeps=True))
-    assert executor.idle == {0} and not executor.schedule.reenter([executor.units[0]])
-    executor.need(0, "forward")
-    assert not executor.idle and executor.schedule.reenter([executor.units[0]])
+    schedule = Schedule([outer, left], executor.rules, executor)
+    for end in (lambda: list(schedule.after_forward(left, keeps=True)), schedule.reset):
+        list(schedule.need(left, "forward"))
+        schedule.inside.add(outer)
+        end()
+        assert not schedule.inside
 
 
 def test_a_stage_is_held_beside_the_budget_and_its_units_give_way_to_nothing() -> None:

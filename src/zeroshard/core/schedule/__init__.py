@@ -94,7 +94,9 @@ class Schedule:
         self._num_ahead = 0  # gathers ahead of their use so far, which number Use.EARLY
         self.ahead_bytes = 0  # gathered, or under way, and not used yet
         self._idle: Residency | None = None  # the unit with Use.IDLE, looked for at every use
-        self.running = 0  # forwards under way, of the model or of any module that needs a unit
+        self.running = 0  # forwards under way, of the model or of modules that units are needed for
+        # units that a forward under way has whole: a module inside it needs nothing of these
+        self.inside: set[Residency] = set()
         self.evaluates = False  # the forward of the model under way runs without gradients
         # forwards with gradients since the last step, less backwards: graphs that may still need
         # what is held
@@ -111,16 +113,6 @@ class Schedule:
             (number, unit.index) for unit in self.units if (number := unit.counts[Use.EARLY])
         ]
         return [index for _, index in sorted(numbered)]
-
-    def serves(self, unit: Residency) -> bool:
-        """Whether `unit` is gathered for a backward, so that a further need brings no command."""
-        counts = unit.counts  # asked at every output: no call for each use
-        return (
-            unit.state is FULL
-            and counts[Use.BACKWARD] > 0
-            and not (counts[Use.IDLE] or counts[Use.KEPT])
-            and self._idle is None
-        )
 
     def last_pass(self, phase: Phase) -> list[int] | None:
         """Return the units that the last pass gathered, or found kept, in order; None before the
@@ -164,35 +156,6 @@ class Schedule:
         """
         self.running += 1
         self.evaluates = self.evaluates if evaluates is None else evaluates
-
-    def reenter(self, units: Sequence[Residency]) -> bool:
-        """A forward begins inside another one; return False, and change nothing, unless it finds
-        all of `units` as `need` leaves them.
-        """
-        if self._idle is not None or not self.running:
-            return False
-        for unit in units:
-            counts = unit.counts
-            if unit.state is not FULL or counts[Use.IDLE] or counts[Use.KEPT]:
-                return False
-        for unit in units:
-            unit.counts[Use.FORWARD] += 1
-        self.running += 1
-        return True
-
-    def leave_inner(self, units: Sequence[Residency]) -> bool:
-        """A forward inside another one ends; return False, and change nothing, unless forwards
-        around it need all of `units`, so that nothing follows.
-        """
-        if self.running < 2:
-            return False
-        for unit in units:
-            if unit.counts[Use.FORWARD] < 2:
-                return False
-        for unit in units:
-            unit.counts[Use.FORWARD] -= 1
-        self.running -= 1
-        return True
 
     def leave(self, evaluates: bool | None = None, *, graph: bool) -> Commands:
         """A forward ends, and leaves a `graph` for a backward."""
@@ -336,6 +299,7 @@ class Schedule:
             return ()
         released = self.release_idle(keeps)
         self._idle = unit
+        self.inside.clear()  # the next module that begins needs another unit
         return (*released, *self._mark_idle(unit, Use.IDLE))
 
     def after_backward(self, unit: Residency) -> Commands:
@@ -463,6 +427,7 @@ class Schedule:
         self._order = Order()
         self.ahead_bytes = 0
         self._idle = None
+        self.inside.clear()
         self._looks_ahead = True
         self.room.reset()
         self.reduces.reset()
