@@ -58,9 +58,9 @@ FAILS_ON_ALL = (
     "comm/ranks.py Ranks.agree",
     "comm/ranks.py Ranks.together",
     "comm/hand_over.py HandOver.meet",
-    "runtime/faults.py Faults.agree",
-    "runtime/faults.py Faults.noted",
-    "runtime/faults.py Faults.together",
+    "runtime/context.py Faults.agree",
+    "runtime/context.py Faults.noted",
+    "runtime/context.py Faults.together",
 )
 NO_RANKS = ("launch/", "planner/")  # where the same names mean other things
 LET_GO = (  # verbs, as functions and methods begin with them

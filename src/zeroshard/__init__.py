@@ -54,8 +54,7 @@ if TYPE_CHECKING:
     from zeroshard.runtime.ema import EMA
     from zeroshard.runtime.engine import Engine
     from zeroshard.runtime.ledger import MemoryTable, memory_table
-    from zeroshard.runtime.optimizer_states import OptimizerStates
-    from zeroshard.runtime.parameter_states import ParameterStates
+    from zeroshard.runtime.parameter_states import OptimizerStates, ParameterStates
     from zeroshard.runtime.reports import MemoryReport, TrafficReport
     from zeroshard.sharding.api import deferred_init, init_distributed, materialize, shard
 
@@ -148,8 +147,7 @@ _HOMES = {
     "zeroshard.runtime.ema": ("EMA",),
     "zeroshard.runtime.engine": ("Engine",),
     "zeroshard.runtime.ledger": ("MemoryTable", "memory_table"),
-    "zeroshard.runtime.optimizer_states": ("OptimizerStates",),
-    "zeroshard.runtime.parameter_states": ("ParameterStates",),
+    "zeroshard.runtime.parameter_states": ("OptimizerStates", "ParameterStates"),
     "zeroshard.runtime.reports": ("MemoryReport", "TrafficReport"),
 }
 # what users of DeepSpeed and FSDP type first

@@ -281,7 +281,7 @@ def _leaf_bytes(
     one: LaidOutGroup, cut: DeviceCut, cells: Cells, leaves: Deal, rank: int
 ) -> dict[Tier, int]:
     """Return the bytes of a group's gradient in a run with leaves where most of its sums rest, by
-    tier: this rank's own leaves, or the gradient and slices beside it (runtime/partial_sums.py).
+    tier: this rank's own leaves, or the gradient and slices beside it (runtime/grad.py).
     """
     tier = cells.grad.tier
     beside = _one_sum(one, leaves, rank) * (most_held(leaves, rank) - 1)

@@ -41,18 +41,17 @@ from zeroshard.core.schedule import Phase
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.backward_pass import is_checkpointed
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.leaf_loop import Draws, LeafLoop
 from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.micro_batches import Autocast, MicroBatch, this_micro_batch
-from zeroshard.runtime.recomputed import is_checkpointed
 from zeroshard.runtime.shelf import RestPlace, Shelf
-from zeroshard.runtime.stages import Stages
 from zeroshard.runtime.trainable import Trained
 from zeroshard.runtime.trees import is_cache, tensors_within
 from zeroshard.runtime.unit import Unit
-from zeroshard.runtime.units import UnitPlan
+from zeroshard.runtime.units import Stages, UnitPlan
 from zeroshard.runtime.weighting import silence, weighed
 from zeroshard.system.device import Device, undisturbed
 

@@ -37,12 +37,18 @@ from zeroshard.core.residency import Use
 from zeroshard.core.schedule import Until
 from zeroshard.errors import StateError
 from zeroshard.optim.sealed import SealedGrad, SealedShards
-from zeroshard.runtime.backward_pass import UNKNOWN, Accumulation, BackwardMode, BackwardPass
+from zeroshard.runtime.backward_pass import (
+    UNKNOWN,
+    Accumulation,
+    BackwardMode,
+    BackwardPass,
+    SavedTensors,
+    checkpoint_around,
+    when_over,
+)
 from zeroshard.runtime.decisions import Decisions
 from zeroshard.runtime.leaves import Leaves
-from zeroshard.runtime.recomputed import checkpoint_around, when_over
 from zeroshard.runtime.reductions import Reductions
-from zeroshard.runtime.saved import SavedTensors
 from zeroshard.runtime.trainable import ASSIGNED, TrainableParameters, Trained, names_of, seal
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights

@@ -11,17 +11,175 @@ a step (finalize.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from zeroshard.core.digest import holders
+from zeroshard.core.residency import UnitState, Use
 from zeroshard.errors import StateError
 from zeroshard.runtime.trainable import Trained
 from zeroshard.runtime.unit import Unit
+from zeroshard.runtime.weights import Weights
+from zeroshard.state.local import local_of
+
+# --------------------------------------------------------------------------------------- recomputed
+# Forwards that torch's reentrant checkpoint will run again inside the backward: how many of a
+# unit's are still to come.
+#
+# A reentrant checkpoint runs its forward without gradients, runs it again in backward, and then
+# runs a backward of its own, in which each parameter gets a gradient. So a unit inside several such
+# checkpoints gets several gradients in one backward, and only the last one completes it. Each
+# forward of a module inside ``CheckpointFunction.forward`` counts one up, each forward with
+# gradients inside a backward one down.
+#
+# The counts are in core/residency.py. Cost: nothing where gradients are on. What it does not do:
+# know the reentrant checkpoints of other libraries; a gradient that comes late for that reason is
+# reduced before the step (backward.py).
+
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+
+def count_recomputations(
+    units: Sequence[Unit], *, ends_one: bool, enter: Callable[[], None]
+) -> None:
+    """Count the forward of a module of `units` that is about to run: with gradients inside a
+    backward (`ends_one`), or without outside of it. `enter` notes that backward, which may bring no
+    gradient before the one that the checkpoint runs inside it.
+    """
+    if ends_one:
+        if any(unit.residency.has(Use.REPEATED) for unit in units) and is_recomputed():
+            enter()
+            for unit in units:
+                unit.residency.release(Use.REPEATED)
+    elif is_checkpointed():
+        for unit in units:
+            unit.residency.acquire(Use.REPEATED)
+
+
+def is_checkpointed() -> bool:
+    """Whether this runs inside the forward of a reentrant checkpoint."""
+    return _frame_of(CheckpointFunction.forward.__code__) is not None
+
+
+def is_recomputed() -> bool:
+    """Whether this runs inside the backward of a reentrant checkpoint, and not in the nested
+    backward that it starts.
+    """
+    return _frame_of(CheckpointFunction.backward.__code__, _RUN_BACKWARD) is not None
+
+
+def checkpoint_around() -> Any:
+    """Return the autograd node of the reentrant checkpoint inside whose backward this runs, None
+    outside of one.
+    """
+    inside = _frame_of(_RUN_BACKWARD)
+    code = CheckpointFunction.backward.__code__
+    around = inside and _frame_of(code, _RUN_BACKWARD, inside.f_back)
+    return None if around is None else around.f_locals["ctx"]
+
+
+def when_over(node: Any, call: Callable[[], None]) -> None:
+    """Call `call` once, in the backward of `node`, right after that of the node itself."""
+
+    def over(*grads: Any) -> None:
+        handle.remove()
+        call()
+
+    handle = node.register_hook(over)
+
+
+def _frame_of(
+    code: CodeType, but_not: CodeType | None = None, frame: FrameType | None = None
+) -> FrameType | None:
+    """Return the innermost frame that runs `code`, from `frame` (default: the caller's caller) on
+    outwards, none beyond one that runs `but_not`.
+    """
+    frame = frame or sys._getframe(2)
+    while frame is not None and frame.f_code is not but_not:
+        if frame.f_code is code:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+# -------------------------------------------------------------------------------------------- saved
+# Finds what reads released weights in a backward: watched are the tensors that autograd saves in a
+# forward, for some steps after one that was not finite.
+#
+# A saved tensor that lies in the gathered memory of a unit is noted with the parameter's name;
+# where it is read while that unit is released, NaN is what it gives, and the name is kept for the
+# error.
+#
+# Cost: nothing, but for the steps that are watched.
+
+
+# after one that had to be skipped: what is computed rarely (a penalty every 16 steps) is to come
+# again
+_WATCHED_STEPS = 20
+
+
+class SavedTensors:
+    """The tensors that autograd saves in forwards of the model."""
+
+    def __init__(self, weights: Weights) -> None:
+        # the first parameter that the gradients here have read while it was released
+        self.read_released: str | None = None
+        self._weights = weights
+        self._steps_to_watch = 0
+        self._watched: torch.autograd.graph.saved_tensors_hooks | None = None
+
+    def watch_steps(self) -> None:
+        """A step had to be skipped: watch those that follow."""
+        self._steps_to_watch = _WATCHED_STEPS
+
+    def end_step(self) -> None:
+        """A step is taken or skipped."""
+        self._steps_to_watch = max(0, self._steps_to_watch - 1)
+
+    def clear(self) -> None:
+        """No gradient rests here any more."""
+        self.read_released = None
+
+    def begin(self) -> None:
+        """A forward begins: watch it, if a step asks for it."""
+        if self._steps_to_watch and torch.is_grad_enabled():
+            self._watched = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._watched.__enter__()
+
+    def end(self) -> None:
+        """It ends."""
+        if self._watched is not None:
+            self._watched.__exit__()
+            self._watched = None
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Unit | None, str]:
+        """Note of which unit a tensor is that autograd saves, and of which parameter."""
+        address = local_of(tensor).data_ptr()
+        for unit in self._weights.units:
+            for segment in unit.segments if unit.residency.state is UnitState.FULL else ():
+                place = (address - segment.flat.full.data_ptr()) // segment.flat.dtype.itemsize
+                for name, slot in zip(segment.names, segment.flat.layout.slots, strict=True):
+                    if slot.offset <= place < slot.stop:
+                        return tensor, unit, name
+        return tensor, None, ""
+
+    def _unpack(self, saved: tuple[torch.Tensor, Unit | None, str]) -> torch.Tensor:
+        tensor, unit, name = saved
+        if unit is None or unit.residency.state is UnitState.FULL:
+            return tensor
+        self.read_released = self.read_released or name
+        return torch.full_like(tensor, float("nan"))
+
+
+# ------------------------------------------------------------------------------------ backward pass
 
 # micro-batches of a rank that cannot tell whether all gradients were cleared
 UNKNOWN = (1 << 32) - 1

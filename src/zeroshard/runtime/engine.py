@@ -33,18 +33,17 @@ from zeroshard.runtime.assembly import Assembly
 from zeroshard.runtime.build import Context, GivenValues, build_units, make_master, plan_units
 from zeroshard.runtime.join import Average, Join
 from zeroshard.runtime.leaf_loop import LeafLoop, refuse_leaves
-from zeroshard.runtime.offload_states import OffloadedStates
 from zeroshard.runtime.parts import Parts, step_settings
 from zeroshard.runtime.pipeline import Following, FollowOptions, check_budget, check_mesh, units_of
+from zeroshard.runtime.relayout import OffloadedStates
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, describe_bytes
 from zeroshard.runtime.rest import RestingPiece
 from zeroshard.runtime.shelf import RestPlace
-from zeroshard.runtime.stages import roots_of
 from zeroshard.runtime.step_tiles import StepTiles
 from zeroshard.runtime.trace import tracing
 from zeroshard.runtime.trail_writer import trailing
 from zeroshard.runtime.unit import Unit
-from zeroshard.runtime.units import UnitPlan, named_parameters_once
+from zeroshard.runtime.units import UnitPlan, named_parameters_once, roots_of
 from zeroshard.runtime.weighting import weighed
 
 __all__ = [

@@ -38,6 +38,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.core.residency import UnitState, Use
 from zeroshard.errors import StateError
+from zeroshard.runtime.backward_pass import is_recomputed
 from zeroshard.runtime.guards import (  # fmt: skip
     between_graphs,
     cast,
@@ -47,13 +48,11 @@ from zeroshard.runtime.guards import (  # fmt: skip
     leave_alone,
 )  # fmt: skip
 from zeroshard.runtime.loop import Loop
-from zeroshard.runtime.recomputed import is_recomputed
 from zeroshard.runtime.released import know_class, release_classes, restore_classes
 from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.stages import roots_of
 from zeroshard.runtime.trees import tensors_in, tensors_within
 from zeroshard.runtime.unit import Unit
-from zeroshard.runtime.units import UnitPlan
+from zeroshard.runtime.units import UnitPlan, roots_of
 from zeroshard.runtime.watch import Watch
 from zeroshard.state.local import part_within
 

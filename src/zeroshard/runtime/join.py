@@ -35,9 +35,9 @@ from zeroshard.core.digest import holders
 from zeroshard.core.schedule import Phase
 from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
+from zeroshard.runtime.backward_pass import is_checkpointed
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.loop import Loop
-from zeroshard.runtime.recomputed import is_checkpointed
 
 _ENDED, _GATHER = "ended", "gather"
 _PHASES: tuple[Phase, ...] = ("forward", "backward")

@@ -8,7 +8,7 @@ depend on the ranks (core/tree.py).
 
 Of a round each rank computes one leaf at most. In turn its gradients are reduced: the owner of a
 slice forms the sums that are nodes of the tree (`Deal.sums`) and adds them to a binary counter
-(runtime/partial_sums.py). A rank without a leaf takes part in gathers and reduces, adding nothing.
+(runtime/grad.py). A rank without a leaf takes part in gathers and reduces, adding nothing.
 
 Rows that keep whole gradients reduce once: where the leaves of each rank can be one node of the
 tree (2 ranks: 0 to 3, and 4 to 7) they are dealt out so (`is_local`), each rank adds up its own,

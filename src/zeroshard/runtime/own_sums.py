@@ -21,7 +21,7 @@ from zeroshard.core.placement import Tier
 from zeroshard.errors import StorageError
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.flat_weights import FlatWeights
-from zeroshard.runtime.partial_sums import BinaryCounter
+from zeroshard.runtime.grad import BinaryCounter
 from zeroshard.state.state import State
 from zeroshard.tier.store import Store
 

@@ -23,7 +23,7 @@ from zeroshard.comm.levels import Transports
 from zeroshard.core.layout import Range
 from zeroshard.core.residency import UnitState
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.runtime.faults import Faults
+from zeroshard.runtime.context import Faults
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.state import State

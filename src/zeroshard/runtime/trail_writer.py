@@ -48,12 +48,12 @@ from zeroshard.core.split import tiles
 from zeroshard.core.trail import FORMAT
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.runtime.access import StateAccess
+from zeroshard.runtime.backward_pass import is_checkpointed
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.curve import curve_of, kernels_of
 from zeroshard.runtime.events import StepEvents
 from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.loop import Loop
-from zeroshard.runtime.recomputed import is_checkpointed
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.trees import tensors_within
 from zeroshard.runtime.unit import Unit

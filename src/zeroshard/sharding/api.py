@@ -48,15 +48,12 @@ from zeroshard.nn.deferred import (
     materialize,
 )
 from zeroshard.runtime.build import Context
-from zeroshard.runtime.context import Options
+from zeroshard.runtime.context import Faults, Options, Tiering
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.leaves import Leaves
-from zeroshard.runtime.stages import model_of
 from zeroshard.runtime.step_tiles import first_fraction
 from zeroshard.runtime.streams import make_streams
-from zeroshard.runtime.tiering import Tiering
-from zeroshard.runtime.units import UnitSpec
+from zeroshard.runtime.units import UnitSpec, model_of
 from zeroshard.sharding.compare import Call
 from zeroshard.sharding.repartition import Repartition
 from zeroshard.sharding.request import ShardRequest, requested

@@ -16,7 +16,7 @@ bits. So a gradient on disk is written once by each reduce and read once by the 
 
 It is a *sum* until ``average`` divides it, once, and one again from ``reopen`` on: a reduce follows
 without ``zero_grad()``. One that could not be made, read or written is *lost*: it says so once
-(runtime/faults.py), reads as NaN from then on, and takes what comes without a word.
+(runtime/context.py), reads as NaN from then on, and takes what comes without a word.
 
 Invariants: the memory lasts as long as somebody holds it; that of another tier then serves the next
 gradient. The numbers do not change before a step that reads them has read them. What it does not
