@@ -1,4 +1,5 @@
-"""What rests, for those who save, load or average it: checkpoints, averages and the engine itself.
+"""Access to what rests, for those who save, load or average it: checkpoints, averages and the
+engine itself.
 
     states.finish_step()                no step is under way, none is late
     for piece in states.resting_pieces(): ...          masters and frozen weights, read or lent
@@ -95,7 +96,7 @@ class StateAccess:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device on which the model computes."""
         return self._context.device
 
     def attach(self, sharded: ShardedOptimizer) -> None:
@@ -196,12 +197,12 @@ class StateAccess:
 
     @property
     def unsaved(self) -> str | None:
-        """Why what rests here must not be saved, if so."""
+        """The reason not to save what rests here, if there is one."""
         return self._faults.unsaved
 
     @property
     def trimmer(self) -> Trimmer:
-        """What keeps the allocator from holding on to temporaries."""
+        """Keeps the allocator from holding on to temporaries."""
         return self._context.tiering.trimmer
 
     @property

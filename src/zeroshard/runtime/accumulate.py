@@ -457,7 +457,7 @@ def _equal(
 
 
 class LeafTurns:
-    """Whose turn it is, and what is kept of whom."""
+    """Runs the leaves in turn, and buffers the gradients of the others."""
 
     def __init__(self, leaves: Leaves, draws: Draws, backward: Backward, place: RestPlace) -> None:
         """`draws` are those of this rank's leaves; gradients are kept at `place`."""

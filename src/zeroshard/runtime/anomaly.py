@@ -1,4 +1,4 @@
-"""Which module made the first number that is not finite: ``zs.detect_anomaly(engine)``.
+"""Find the module that made the first number that is not finite: ``zs.detect_anomaly(engine)``.
 
 A step whose gradients are not finite is skipped, and named by parameter (finalize.py); by then the
 number has gone through every module. Here each module's outputs are looked at as it returns, and
@@ -44,7 +44,7 @@ def _has(tensor: torch.Tensor) -> str:
 
 
 class _Anomaly:
-    """What one rank has found so far."""
+    """The findings of one rank so far."""
 
     def __init__(self, module: nn.Module) -> None:
         self._names = {inner: name for name, inner in module.named_modules()}

@@ -94,7 +94,7 @@ _EVALUATED = "a forward without gradients"
 
 
 class _Listeners:
-    """What happens at the events of one engine's steps beside the loop."""
+    """The listeners at the events of one engine's steps beside the loop."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class Assembly:
 
     @property
     def _scaler(self) -> LossScaler | None:
-        """What scales the loss in fp16."""
+        """Return the loss scaler of fp16."""
         return self._context.options.loss_scaler
 
     def _put_together(

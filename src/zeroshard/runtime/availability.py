@@ -1,4 +1,4 @@
-"""What of an engine's states may be used now, and why not the rest.
+"""The states of an engine that may be used now, and the reason why others may not.
 
     state          weights are gathered     the numbers that rest are written, stepped, saved
     at rest        yes                      yes

@@ -1,5 +1,4 @@
-"""What happens while autograd runs: which gradients came, when a unit is complete, when the
-backward is over.
+"""The events while autograd runs: a gradient comes, a unit is complete, the backward is over.
 
 A unit's gradients are handed over (``Bucket.reduce``) when every trainable parameter has one,
 or when the backward of the unit's inputs is done and autograd will bring no more of them (a module

@@ -1,6 +1,6 @@
-"""What `Backward` notes: of one backward how it is run, its graph tasks and how far each unit has
-come in it; of all since the user cleared the gradients whether any rest here, of how many
-micro-batches, of which weights, and whether they have been averaged.
+"""The notes of `Backward`. Of one backward: how it is run, its graph tasks, how far each unit has
+come. Of all backwards since the user cleared the gradients: whether gradients rest here, their
+number of micro-batches, their weights, and whether they have been averaged.
 
     backward --add--> a sum --finalized--> an average --add--> a sum ... --clear--> nothing
 
@@ -191,7 +191,7 @@ _KINDS = ("no backward", "none with a weight", "all with a weight", "some with a
 
 @dataclass(frozen=True)
 class BackwardMode:
-    """How backwards are run, and what becomes of their gradients."""
+    """The mode in which backwards run, and the fate of their gradients."""
 
     sync: bool = True  # False inside no_sync()
     scaled: bool = False  # inside engine.backward()
@@ -297,7 +297,7 @@ class BackwardPass:
 
 
 class Accumulation:
-    """What the backwards since the last `clear` have left."""
+    """The gradients that backwards have left since the last `clear`."""
 
     def __init__(self) -> None:
         self.has_gradient = False

@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Splits:
-    """How many of the first elements of each of a segment's states rest on the device of this
+    """The number of first elements of each of a segment's states rest on the device of this
     rank.
     """
 
@@ -73,7 +73,7 @@ def compute_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
 
 
 class Source(Protocol):
-    """Where the numbers of segments come from when they are built, one after another."""
+    """The source of the numbers of segments when they are built, one after another."""
 
     def values(self, plan: SegmentPlan) -> Sequence[torch.Tensor]:
         """Return the values of a segment's parameters, of any float dtype."""
@@ -98,7 +98,7 @@ class GivenValues:
 
 @dataclass(frozen=True)
 class PlannedUnits:
-    """Where every segment is to rest, by unit, with the memory on other tiers that it needs."""
+    """The place of every segment at rest, by unit, with the memory on other tiers that it needs."""
 
     segments: list[list[SegmentPlan]]
     splits: dict[str, Splits]  # by segment

@@ -1,4 +1,4 @@
-"""What every part of one engine shares, and the plan of one segment.
+"""The things that all parts of one engine share, and the plan of one segment.
 
 [Note: dtypes] A model in one floating dtype computes in the precision's, but for batch norms: their
 running statistics are fp32 and torch's kernels want the weights alike (FSDP leaves them out, too).
@@ -80,7 +80,7 @@ _LOAD = "what rests is half old and half new: load a checkpoint with zs.load()"
 
 
 class Faults:
-    """What has gone wrong on this rank and has not been told, and what is refused since all
+    """Faults of this rank that have not been told yet, and what is refused since all
     ranks were told.
     """
 
@@ -128,7 +128,7 @@ class Faults:
 
     @property
     def unsaved(self) -> str | None:
-        """Why what rests here must not be saved, if so: told or not."""
+        """The reason not to save what rests here, if there is one: told or not."""
         if self.is_lost:
             return self.refusal
         return f"{self._error}; {_LOAD}" if self._error is not None and self._loses else None
@@ -169,9 +169,7 @@ class Faults:
             raise StateError(f"refused since {self._since}: {self.refusal}")
 
     def lose(self, since: str, reason: str) -> None:
-        """What rests is not whole `since` something, as every rank knows: only a load of
-        everything helps.
-        """
+        """States are incomplete since `since`; all ranks agree. Only a full load repairs them."""
         if not self.is_lost:
             self._since, self.refusal, self.is_lost = since, f"{reason}; {_LOAD}", True
 
@@ -212,7 +210,7 @@ STATES = ("weight", "grad", "optimizer")
 
 @dataclass(frozen=True)
 class Tiering:
-    """Where states rest beyond the device: nowhere, by default."""
+    """The tiers beyond the device on which states rest: none, by default."""
 
     stores: Mapping[Tier, Store] = field(default_factory=dict)  # of this rank
     # the states that leave the device on any rank: their tier, or one per rank where ranks differ
@@ -227,7 +225,7 @@ class Tiering:
 
     @cached_property
     def trimmer(self) -> Trimmer:
-        """What keeps the allocator from holding on to temporaries: where state rests on disk,
+        """Keeps the allocator from holding on to temporaries: where state rests on disk,
         memory is what is short.
         """
         return Trimmer(self.staging_bytes if Tier.DISK in self.stores else None)
@@ -284,7 +282,7 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class Options:
-    """What the user wants done beside what the policy says."""
+    """The options of the user beside the policy."""
 
     strict: bool  # compare what was written to released parameters by value
     verify_every: int | None  # steps between comparisons of replicated state
@@ -300,8 +298,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Context:
-    """What every part of one engine shares; of units that lie over a mesh of their own, what these
-    units share.
+    """The things that all parts of one engine share; of units that lie over a mesh of their own,
+    what these units share.
     """
 
     policy: Policy
@@ -413,7 +411,7 @@ class SegmentPlan:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Which part of each parameter is here."""
+        """The part of each parameter that is here."""
         return tuple(part_of(name, parameter) for name, parameter in self.members.items())
 
     def counted(self, context: Context) -> tuple[bool, ...] | None:

@@ -1,5 +1,5 @@
-"""What the bits of a run with leaves depend on beside its code and data: saved with it, and
-compared when it goes on.
+"""The conditions, beside code and data, that decide the bits of a run with leaves: saved with it,
+and compared when it goes on.
 """
 
 from __future__ import annotations

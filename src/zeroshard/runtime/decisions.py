@@ -24,7 +24,7 @@ _PLAIN = frozenset((type(None), bool, int, float, str))  # equal as long as they
 
 
 class Decisions:
-    """What one rank has decided since the last comparison."""
+    """The decisions of one rank since the last comparison."""
 
     def __init__(self) -> None:
         self._optimizer: torch.optim.Optimizer | None = None

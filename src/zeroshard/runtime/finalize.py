@@ -57,7 +57,7 @@ _HEAD = struct.Struct("<QII?B3d")
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one rank says about its gradients."""
+    """The answer of one rank about its gradients."""
 
     digests: tuple[int, ...]  # of what it has asked of the others, by who these are
     decisions: int  # digest of what it has decided

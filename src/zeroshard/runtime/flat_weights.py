@@ -246,7 +246,7 @@ class FlatWeights:
 
     @cached_property
     def window_gather(self) -> Callable[..., Work]:
-        """What starts the gather of the window, once what rests there is up to date."""
+        """Starts the gather of the window, once what rests there is up to date."""
         assert self.window is not None, self.key
         return self._gather_column if self.awaits_nodes else self.window.gather
 
@@ -264,7 +264,7 @@ class FlatWeights:
 
     @property
     def probe(self) -> Probe:
-        """Where waits for the segment are noted."""
+        """Records waits for the segment."""
         return self.context.streams.probe
 
     @cached_property

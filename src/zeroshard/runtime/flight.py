@@ -34,7 +34,7 @@ from zeroshard.runtime.streams import BETWEEN, Event, Lane, Streams
 
 
 class Go(Enum):
-    """How far a flight goes on."""
+    """The point up to which a flight goes on."""
 
     START = "to operations that are not over"
     ADVANCE = "beyond reads"

@@ -132,7 +132,7 @@ class PartialSums(BinaryCounter):
 
 
 class Accumulator:
-    """Where the gradient of one trainable segment rests, and this rank's slice of it. Ranges count
+    """The resting gradient of one trainable segment, and this rank's slice of it. Ranges count
     the elements that rest here: this rank's share, or the whole where every rank steps everything.
 
     `open` says to which numbers the next reduce adds. In a run with leaves they hold the first

@@ -1,4 +1,4 @@
-"""What must not be done to a sharded module, refused by entries in its instance dictionary that
+"""Refuse operations that break a sharded module, by entries in its instance dictionary that
 hide the class's method of that name.
 
     to, half, cpu, ...   refused where they would change a parameter (buffers follow)

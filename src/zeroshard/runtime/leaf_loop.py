@@ -18,8 +18,8 @@ from zeroshard.system.device import Device, undisturbed
 
 
 class LeafLoop(Iterator[int]):
-    """What ``engine.leaves()`` returns: this rank's leaves of one step, to be gone through once, or
-    given to ``engine.accumulate()``.
+    """The result of ``engine.leaves()``: this rank's leaves of one step, to be gone through once,
+    or given to ``engine.accumulate()``.
     """
 
     def __init__(

@@ -163,7 +163,7 @@ class Leaves:
 
     @property
     def sums(self) -> tuple[Expression, ...]:
-        """How their parts add up (ReduceRequest.sums)."""
+        """The way in which their parts are added (ReduceRequest.sums)."""
         return self._sums[self._round][1]
 
     @property

@@ -38,7 +38,7 @@ def this_micro_batch() -> MicroBatch[Any] | None:
 
 
 class Autocast:
-    """How autocast is set in one thread."""
+    """The settings of autocast in one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._kinds = [

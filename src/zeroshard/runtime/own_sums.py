@@ -1,5 +1,5 @@
-"""What one rank adds up of a segment before a reduce: its micro-batches inside no_sync, or its own
-leaves where these make up a node of the tree (runtime/leaves.py).
+"""The sums of a segment that one rank forms before a reduce: its micro-batches inside no_sync, or
+its own leaves where these make up a node of the tree (runtime/leaves.py).
 
     MicroBatchSum   param.grad --add--> the sum, as it comes
     OwnLeaves       param.grad --keep--> once a leaf is whole --add--> the last sum of a counter

@@ -1,4 +1,4 @@
-"""What the user's parameters are at each moment: views of the gathered weights, or NaN.
+"""The user's parameters at each moment: views of the gathered weights, or NaN.
 
 While a unit rests, ``param.data`` is a one-element NaN expanded to the parameter's shape: shape,
 dtype and device stay right, reading gives NaN instead of stale numbers, most in-place writes raise.

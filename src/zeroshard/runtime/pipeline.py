@@ -54,7 +54,7 @@ _OURS = "_zeroshard"  # marks the functions that stand in for a stage's methods
 
 @dataclass(frozen=True)
 class FollowOptions:
-    """What the user has asked of following."""
+    """The options of the user for following."""
 
     budget: int | None = None  # bytes of stages that stay gathered; see core/pipeline_gathers.py
     no_sync: bool = True  # for all micro-batches of a stage but the last
@@ -187,7 +187,7 @@ class Following:
             self._backward.reductions.advance()
 
     def _advance(self, until: frozenset[str]) -> None:
-        """Where the schedule runs no list: run our actions up to the next of those kinds."""
+        """For a schedule that runs no list: run our actions up to the next of those kinds."""
         placed = self._placed
         while self._next < len(placed) and placed[self._next].kind not in until:
             self._run(placed[self._next].kind, placed[self._next].stage)

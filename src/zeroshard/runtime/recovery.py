@@ -196,7 +196,7 @@ _SINCE = "an optimizer.step() ended by an exception"
 
 
 class Recovery:
-    """What one engine does after a step that ended by an exception."""
+    """Brings one engine back after a step that ended by an exception."""
 
     def __init__(self, weights: Weights, rest: Rest, digest: Digest, context: Context) -> None:
         self._weights = weights

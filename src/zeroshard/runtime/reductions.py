@@ -1,4 +1,4 @@
-"""What executes a schedule's commands on the reduces of one engine.
+"""Execute a schedule's commands on the reduces of one engine.
 
 A unit's buckets are handed over one after another; sums come back in any order. For which sums
 somebody waits, and when, is the schedule's to say (core/schedule); when a unit is complete is

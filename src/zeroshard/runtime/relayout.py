@@ -215,7 +215,7 @@ _NOTHING = (0, 0)
 
 @dataclass
 class Facts:
-    """What one rank of either layout tells the others."""
+    """The facts that one rank of either layout tells the others."""
 
     # by segment: the elements of the flat buffer that are this rank's alone, in the old layout
     held: dict[str, Range] = field(default_factory=dict)

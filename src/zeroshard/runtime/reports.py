@@ -1,4 +1,4 @@
-"""What ``Engine.memory()`` and ``Engine.traffic()`` return."""
+"""The results of ``Engine.memory()`` and ``Engine.traffic()``."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class TrafficReport:
 
 
 class Accounts:
-    """What one engine counts of its memory on this rank."""
+    """The memory of one engine on this rank, counted."""
 
     def __init__(self, units: Sequence[Unit], context: Context) -> None:
         self.device_type = context.device.type  # of the model

@@ -1,5 +1,5 @@
-"""What rests on this rank, for those who write it outside a step: averages, loaded weights, the
-step's own publish.
+"""The states at rest on this rank, for those who write them outside a step: averages, loaded
+weights, the step's own publish.
 
     with rest.rewriting():          every rank is done reading the weights
         ... write masters() or pieces() ...

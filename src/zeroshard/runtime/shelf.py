@@ -301,7 +301,7 @@ _Kept = SavedActivation | torch.Tensor  # the tensor: this rank's slice, on the 
 
 @dataclass(frozen=True)
 class RestPlace:
-    """Where tensors rest: a tier, a group of ranks that each keep a slice, or both."""
+    """The place where tensors rest: a tier, a group of ranks that each keep a slice, or both."""
 
     tier: Tier
     group: dist.ProcessGroup | None
@@ -411,7 +411,7 @@ _stored: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[Any, weakref.ref[_
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shelved:
-    """What stands for one tensor; the bytes rest as long as this is referred to."""
+    """Stands for one tensor; the bytes rest as long as this is referred to."""
 
     shelf: Shelf
     kept: _Kept

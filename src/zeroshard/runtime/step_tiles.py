@@ -104,7 +104,7 @@ def first_fraction(device: torch.device, link: Link, *, least: float) -> float:
 
 @dataclass
 class Balance:
-    """Where the cut is, and what the steps since it moved have taken."""
+    """The place of the cut, and the times of the steps since it moved."""
 
     fraction: float
     least: float = 0.0
@@ -367,7 +367,7 @@ class StepTiles:
         return [tile for tiles in self._tiles for tile in tiles]
 
     def after_step(self, sharded: ShardedOptimizer) -> None:
-        """Where the cut between device and host is chosen by times, move it to where the last steps
+        """If the cut between device and host is chosen by times, move it to where the last steps
         say that both finish together.
         """
         balance = self.balance

@@ -39,7 +39,7 @@ BETWEEN: Mapping[Lane, Lane] = {"gather": "gather between", "reduce": "reduce be
 
 
 class Streams(Protocol):
-    """What the engine may say about streams. `buffer` is any hashable name of one piece of
+    """The operations on streams that the engine uses. `buffer` is any hashable name of one piece of
     memory.
     """
 

@@ -1,4 +1,4 @@
-"""What ``engine.trace(directory)`` records: the events and levels of core/timeline.py, measured.
+"""Record for ``engine.trace(directory)``: the events and levels of core/timeline.py, measured.
 
 A `Trace` is the Recording (core/recording.py) that is put into the probes of one engine for as long
 as the context lasts::
@@ -140,7 +140,7 @@ _SHORTEST_S = 1e-6  # of a part of compute, or a wait, that is written down
 
 
 class Clock(Protocol):
-    """Where times come from. Stamps of the host's own clock, seconds, are understood by all."""
+    """The source of times. Stamps of the host's own clock, seconds, are understood by all."""
 
     by_events: bool  # whether the lanes run by themselves, so that the host's waits mean nothing
 

@@ -1,4 +1,4 @@
-"""What ``engine.trail(directory)`` writes: the hashes of core/trail.py, a line per step.
+"""Write for ``engine.trail(directory)``: the hashes of core/trail.py, a line per step.
 
     before_leaves     weights, this rank's slice at rest; without leaves: before_forward, or where a
                       rank without data comes to the step, before_step

@@ -110,7 +110,7 @@ class Unit:
         return len(self.arrived) >= self.expected
 
     def expect_no_more(self) -> None:
-        """What has come is handed over."""
+        """The gradients that have come are handed over."""
         self.expected = 0
 
     # ------------------------------------------------------------------ where its weights are
@@ -217,7 +217,7 @@ class Unit:
         return num_bytes
 
     def leave_views(self, tensor: torch.Tensor) -> None:
-        """Where `tensor` is a view of the gathered weights, let it keep their memory; see
+        """If `tensor` is a view of the gathered weights, let it keep their memory; see
         [Note: views that leave] in state/full.py.
         """
         if not self.full_bytes:

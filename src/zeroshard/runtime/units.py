@@ -163,7 +163,7 @@ def refuse_unmatched(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 class OwnMeshes:
-    """Which modules of a model lie over meshes of their own."""
+    """The modules of a model that lie over meshes of their own."""
 
     def __init__(self, model: nn.Module, patterns: Sequence[str]) -> None:
         """Raises ConfigError; see `partition_units`."""
@@ -232,7 +232,7 @@ class OwnMeshes:
 
 @dataclass(frozen=True)
 class _Extent:
-    """Where a tensor lies: from byte `start` to before byte `stop` of `home`, an address space."""
+    """A tensor's place: from byte `start` to before byte `stop` of `home`, an address space."""
 
     name: str
     trained: bool

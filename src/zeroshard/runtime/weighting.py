@@ -1,4 +1,4 @@
-"""What the loss of a backward counts in its step: ``engine.backward(loss, weight=n)``, and
+"""The weight of a backward's loss in its step: ``engine.backward(loss, weight=n)``, and
 ``batch_shares``.
 
 Of means over n_1, n_2, ... samples with gradients g_1, g_2, ... the mean over all samples has::

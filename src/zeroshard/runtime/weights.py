@@ -1,4 +1,4 @@
-"""What executes a schedule's commands on the weights of one engine's units.
+"""Execute a schedule's commands on the weights of one engine's units.
 
     hooks --> Loop --> Weights.unshard(unit)   the schedule decides       core/schedule
                          START, WAIT, RELEASE  runtime/unit.py            the bytes move

@@ -1,4 +1,4 @@
-"""What `shard()` refuses on this rank alone, before anything is compared, sent or changed."""
+"""Refusals of `shard()` on this rank alone, before anything is compared, sent or changed."""
 
 from __future__ import annotations
 

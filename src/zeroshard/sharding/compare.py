@@ -1,5 +1,5 @@
-"""What the ranks compare of a call of `shard()`, as text: the settings, the model, the options of
-the param groups, and the initial values.
+"""The facts about a call of `shard()` that the ranks compare, as text: the settings, the model, the
+options of the param groups, and the initial values.
 
     settings    the same on every rank of the mesh
     model       the same on every data parallel rank, and on replicas (plain parameters along 'tp')
@@ -41,7 +41,7 @@ _COMPARED = (
 
 @dataclass(frozen=True)
 class Call:
-    """What shard() was called with on this rank, beside its settings."""
+    """The arguments of shard() on this rank, beside its settings."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -58,7 +58,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Report:
-    """What this rank says of its request."""
+    """The facts that this rank tells about its request."""
 
     settings: dict[str, str]
     model: dict[str, str]

@@ -1,4 +1,4 @@
-"""What a rank that comes back to an engine (``engine.repartition``) has to know beside the states:
+"""The facts that a rank needs beside the states to come back to an engine (``engine.repartition``):
 options of param groups, counts, the loss scale, the random generators.
 """
 
