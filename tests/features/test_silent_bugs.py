@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.support.cases import WIDTH, Case, Chain, compare_case, seeded, simple, train_case
@@ -46,6 +47,38 @@ class Shared(Chain):
         return nn.functional.cross_entropy(early, y.flatten()) + nn.functional.cross_entropy(
             late, y.flatten()
         )
+
+
+class Plain(nn.Module):
+    """A block whose output is that of its last layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class OnData(nn.Module):
+    """One block runs three times, first on data, which gets no gradient; `first`: as a block,
+    inside a checkpoint with the second, or its layers, one by one.
+    """
+
+    def __init__(self, first: str) -> None:
+        super().__init__()
+        self.block, self.head, self.first = Plain(WIDTH), nn.Linear(WIDTH, 37), first
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = nn.functional.one_hot(x % WIDTH, WIDTH).float()
+        if self.first == "checkpoint":
+            h = checkpoint(lambda h: self.block(self.block(h)), h, use_reentrant=False)
+        else:
+            layers = [self.block.up, nn.Tanh(), self.block.down]
+            if self.first == "layers and a function":
+                layers.append(nn.Tanh())
+            h = self.block(self.block(h) if self.first == "block" else nn.Sequential(*layers)(h))
+        return nn.functional.cross_entropy(self.head(self.block(h)).flatten(0, 1), y.flatten())
 
 
 class Several(nn.Module):
@@ -90,6 +123,12 @@ class Tiny(nn.Module):
 CASES = {
     "a module runs twice": Case(seeded(Chain, Twice), simple),
     "one module in several places": Case(seeded(Shared, Twice), simple),
+    **{
+        f"one module on data and again, {first}": Case(
+            seeded(OnData, first), simple, options={"units": [Plain]}
+        )
+        for first in ("block", "checkpoint", "layers", "layers and a function")
+    },
     "a leaf with several outputs": Case(seeded(Chain, UsesSeveral), simple),
     "parameters smaller than the ranks": Case(seeded(Chain, Tiny), simple),
 }

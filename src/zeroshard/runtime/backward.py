@@ -81,6 +81,8 @@ class Backward:
         self.mode = self._plain = BackwardMode()  # of a plain loss.backward()
         self.announce: Callable[[str, Any], None] | None = None  # inside join()
         self._pass = BackwardPass()
+        # of the last gradient at an output: the module's units, and the node that made the output
+        self._begun_at: tuple[Sequence[Unit], Any] = ((), None)
         self._zeroed: set[int] = set()  # parameters, by id, since the last backward
         self._trainable = [unit for unit in weights.units if unit.trainable]
         # in unit order
@@ -179,6 +181,22 @@ class Backward:
         """Whether a backward is under way."""
         return bool(self._pass.tasks) or self._pass.driven or self._pass.awaits_outer
 
+    def arrival(
+        self, units: Sequence[Unit], epoch: int, begin: Callable[[Sequence[Unit], int], None]
+    ) -> Callable[[torch.Tensor], None]:
+        """Return the hook of an output of a module of `units` that runs under `epoch`: it calls
+        `begin` with both, unless their weights are known to be here.
+        """
+        weights = self._weights
+        task, node = torch._C._current_graph_task_id, torch._C._current_autograd_node
+
+        def arrived(grad: torch.Tensor) -> None:
+            self._begun_at = units, node()
+            if weights.served is not units or weights.served_in != task():
+                begin(units, epoch)
+
+        return arrived
+
     def before_units(self, units: Sequence[Unit], epoch: int) -> None:
         """A gradient arrives at the outputs of a module of `units`: their weights are needed as
         they were in the forward under `epoch`.
@@ -241,9 +259,10 @@ class Backward:
         if unit.residency.has(Use.BACKWARD) and self.running:
             if unit.arrived:
                 self.complete(unit)
-            # an earlier forward's output may be this one's input: its backward needs the weights
-            # now
-            if before_others or unit.residency.has(Use.FOLLOWED):
+            # an output of this unit may be the input: its backward needs the weights now, or soon
+            units, node = self._begun_at
+            begins = unit in units and node is torch._C._current_autograd_node()
+            if before_others or begins or unit.residency.has(Use.FOLLOWED):
                 self._finish(unit)
                 return
             self._pass.finished.pop(unit.index, None)
@@ -455,6 +474,7 @@ class Backward:
         for unit in self._pass.tasks[task].entered if len(self._pass.tasks) > 1 else ():
             self._leave_behind(unit)
         entered = self._pass.pop(task)
+        self._begun_at = ((), None)
         self._weights.serve(None)
         if not self.running:
             self._end()
@@ -559,7 +579,7 @@ class Backward:
 
     def abandon(self) -> None:
         """After an exception: no backward is running and no gradient rests."""
-        self._pass = BackwardPass()
+        self._pass, self._begun_at = BackwardPass(), ((), None)
         # of one that a signal's handler has ended by an exception where its context begins or ends
         mode = replace(self.mode, scaled=False, divisor=1, has_loss=False, weight=None)
         self.mode = self._plain if mode == self._plain else mode

@@ -332,9 +332,9 @@ def _build_segment(
 
 def make_master(
     segment: Segment, cells: Cells, context: Context, stores: Mapping[Tier, Store] | None = None
-) -> None:
+) -> State:
     """Give a trained segment its master, without its numbers where it is not the weights
-    themselves. `stores`: those of the context.
+    themselves, and return it. `stores`: those of the context.
     """
     segment.make_master(
         context.memory,
@@ -342,6 +342,8 @@ def make_master(
         store=(context.tiering.stores if stores is None else stores).get(cells.optim.tier),
         apart=context.tiering.delayed_update is not None,
     )
+    assert segment.master is not None, segment.key
+    return segment.master
 
 
 def _form_of_weights(plan: SegmentPlan, numel: int, context: Context) -> tuple[int, torch.dtype]:

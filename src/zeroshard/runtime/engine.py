@@ -45,6 +45,7 @@ from zeroshard.runtime.trail_writer import trailing
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, roots_of
 from zeroshard.runtime.weighting import weighed
+from zeroshard.state.state import move
 
 __all__ = [
     "Engine",
@@ -209,8 +210,8 @@ class Engine(Assembly):
             for unit in self._weights.units:
                 for segment in unit.trainable:
                     if segment.master is None:
-                        make_master(segment, unit.cells, self._context)
-                        segment.fill_master()
+                        master = make_master(segment, unit.cells, self._context)
+                        move(segment.weight, master, segment.aliased)
                         segment.watch(strict=self._context.options.strict)
         tiles = StepTiles(self._weights.units, self._context)
         settings = step_settings(self._context, self._weights.units)

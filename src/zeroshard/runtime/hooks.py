@@ -373,31 +373,17 @@ class Hooks:
         key, now = tuple(units), self.loop.weights.epoch
         epoch, arrived = self._arrivals.get(key, (-1, None))
         if arrived is None or epoch != now:
-            arrived = self._arrival(key, now)
+            arrived = self.loop.backward.arrival(key, now, self.loop.begin_backward)
             self._arrivals[key] = (now, arrived)
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_within(output):
             for unit in units:
                 unit.leave_views(tensor)
-            # held: torch 2.13 crashes in register_hook on a view whose base was written to,
-            # otherwise
+            # held, else torch 2.13 crashes in register_hook on a view whose base was written to
             node = tensor.grad_fn
             # a leaf needs no weights, and would keep the hook
             if node is not None and (not since or node._sequence_nr() >= since):
                 tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
             del node
-
-    def _arrival(self, units: tuple[Unit, ...], epoch: int) -> Callable[[torch.Tensor], None]:
-        """Return the hook for when a gradient arrives at an output of a module that ran under
-        `epoch`.
-        """
-        loop, weights, task = self.loop, self.loop.weights, torch._C._current_graph_task_id
-
-        def arrived(grad: torch.Tensor) -> None:
-            # else at another output of a module inside it
-            if weights.served is not units or weights.served_in != task():
-                loop.begin_backward(units, epoch)
-
-        return arrived
 
     def _watch_inputs(self, units: list[Unit], args: Any, kwargs: Any) -> None:
         is_plain = _PLAIN.issuperset(map(type, args)) and not kwargs  # the usual case

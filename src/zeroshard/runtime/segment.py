@@ -26,7 +26,7 @@ from zeroshard.runtime.context import SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.parameters import Parameters
 from zeroshard.state.full import flatten
-from zeroshard.state.state import DeviceMemory, State, move
+from zeroshard.state.state import DeviceMemory, State
 from zeroshard.tier.store import Store
 
 _TILE = 1 << 20  # elements that pass from one tier to another at a time
@@ -173,11 +173,6 @@ class Segment:
             near = memory.empty(split, dtype).zero_()  # padding is published, too
         self.master = State.of(near, storage, link=memory.link)
         self.own_master = None if self.master_is_weight else self.master
-
-    def fill_master(self) -> None:
-        """Take the master's numbers from the weights."""
-        assert self.master is not None
-        move(self.weight, self.master, self.aliased)
 
     def store(self, values: Sequence[torch.Tensor], *, edits: bool = False) -> None:
         """Write `values` (one per parameter, any float dtype) into the weights at rest and the

@@ -393,12 +393,12 @@ class StepTiles:
     ) -> list[Tile]:
         """Cut a segment's optimizer state at `split`; return its new tiles, where it rests."""
         segment.wait_uploads()
-        states, master = SegmentStates(segment, before, sharded.states), segment.master
+        states, before_cut = SegmentStates(segment, before, sharded.states), segment.master
         segment.move_split(split, with_gradient=unit.cells.grad.tier is not Tier.DEVICE)
-        make_master(segment, unit.cells, self._context)
-        assert master is not None and segment.master is not None, segment.key
-        move(master, segment.master)
-        master.close(kept=segment.master)
+        master = make_master(segment, unit.cells, self._context)
+        assert before_cut is not None, segment.key
+        move(before_cut, master)
+        before_cut.close(kept=master)
         after = cut_tiles(segment, unit.cells, self._context)
         moved = SegmentStates(segment, after, sharded.states)
         numbers = states.numbers()
