@@ -33,6 +33,7 @@ from zeroshard.core.policy import ROWS
 __all__ = ["HELD_BACK", "LATER", "SWITCHES", "draw"]
 
 LATER = 93_300  # from this seed on programs are disturbed, too (_with_disturbances)
+LATEST = 98_000  # from this seed on layers may get inputs without gradients (_on_data)
 TIERS = ("device", "host", "disk")
 KINDS = (
     "linear",
@@ -69,7 +70,8 @@ def _drawn(seed: int) -> Program:
     program = _with_leaves(_with_meetings(replace(program, steps=steps)))
     program = _with_writes(_with_interrupts(_with_looks(program)))
     if seed >= LATER:
-        return _with_disturbances(program)
+        program = _with_disturbances(program)
+        return _on_data(program) if seed >= LATEST else program
     if any("load" in step.between for step in program.steps):
         return replace(program, counted=False)
     return program
@@ -109,6 +111,21 @@ def _with_disturbances(program: Program) -> Program:
         steps.append(replace(step, between=tuple(between), absent=absent))
     averaged = program.averaged or (absences > 0 and rng.random() < 0.8)
     return replace(program, steps=tuple(steps), averaged=averaged)
+
+
+def _on_data(program: Program) -> Program:
+    """Let the layers of half of the programs run on inputs that get no gradient, the first of them
+    often several times.
+    """
+    rng = random.Random(f"inputs of {program.seed}")
+    if rng.random() < 0.5:
+        return program
+    first, *others = program.layers
+    again = [
+        replace(first, same_as=0, same_module=True) if rng.random() < 0.6 else layer
+        for layer in others or [first]
+    ]
+    return replace(program, detached=True, layers=(first, *again))
 
 
 def _with_late_updates(program: Program, rng: random.Random) -> Program:
@@ -457,6 +474,7 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
         lambda s: replace(s, between=tuple(e for e in s.between if e not in CUT_OFF))
     ),
     "input gradient": _plain(input_grad=False),
+    "detached input": _plain(detached=False),
     "checkpoint": _layers(lambda x: replace(x, checkpoint="")),
     "reentrant checkpoint": _layers(
         lambda x: replace(x, checkpoint="saved" if x.checkpoint else "")

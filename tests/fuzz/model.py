@@ -318,9 +318,13 @@ class FuzzNet(nn.Module):
         return made
 
     def forward(self, x: torch.Tensor, route: tuple[int, ...], *, fails: bool = False) -> Any:
-        h = self.first(x) * self.scale
+        h = first = self.first(x) * self.scale
+        if self.program.detached:
+            h = h.detach()
         for index in route:
             h = self._run(index, h)
+        if self.program.detached:
+            h = h + first
         if fails:
             raise BadBatchError
         out = self.last(h)

@@ -140,6 +140,7 @@ class Program:
     returns: str = ""  # "parameter", "view": what the model returns beside its output
     parameter_hooks: bool = False
     input_grad: bool = False
+    detached: bool = False  # the layers get inputs without gradients, as data is
     averaged: bool = False  # zs.EMA, updated after each step
     weights: str = ""  # "losses" (engine.backward(loss, weight=)) or "batches" (batch_shares)
     gathered_features: bool = False  # the loss compares this rank's outputs with all ranks'
