@@ -8,7 +8,7 @@ want the same resource, the one that could start earlier goes first, then the on
 earlier. Nothing is interrupted.
 
 Cost: a few microseconds per job. Bytes and seconds come from durations.py, the order of jobs from
-program.py and pipeline_time.py.
+simulate.py and pipeline_time.py.
 """
 
 from __future__ import annotations
