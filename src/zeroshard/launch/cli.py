@@ -22,7 +22,6 @@ from zeroshard.launch import (
     deepspeed_line,
     doctor,
     generate,
-    in_place,
     report,
     trail_command,
 )
@@ -46,7 +45,8 @@ BENCH = Subcommand(
     "zeroshard bench step --sizes medium --contenders zero3,fsdp2",
 )  # fmt: skip
 COMMANDS = (
-    RUN, deepspeed_line.COMMAND, in_place.COMMAND, plan_command.command(doctor.this_machine),
+    RUN, deepspeed_line.COMMAND, deepspeed_line.AS_DEEPSPEED,
+    plan_command.command(doctor.this_machine),
     checkpoint_command.COMMAND, config.COMMAND, doctor.COMMAND, report.COMMAND,
     trail_command.COMPARE, trail_command.REPLAY, generate.COMMAND, BENCH,
 )  # fmt: skip
@@ -91,7 +91,7 @@ def _dispatch(arguments: list[str]) -> int:
         line = deepspeed_line.parse(parsers["deepspeed"], command[1:])
         return _launch(line)
     if command[:1] == ["as-deepspeed"]:
-        return in_place.start(parsers["as-deepspeed"], command[1:])
+        return deepspeed_line.become(parsers["as-deepspeed"], command[1:])
     # only now: most installations have no benchmarks, and most commands need none
     if [word for word in arguments if not word.startswith("-")][:1] == ["bench"]:
         add_benchmarks(parsers["bench"])

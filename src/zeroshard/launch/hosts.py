@@ -27,10 +27,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from zeroshard.launch import elastic, hostfile
+from zeroshard.launch import elastic
 from zeroshard.launch.connection import Connection, line, to_text
-from zeroshard.launch.hostfile import Host
-from zeroshard.launch.options import HostChoice, HostPlace, RunOptions, UsageError
+from zeroshard.launch.options import (
+    Host,
+    HostChoice,
+    HostPlace,
+    RunOptions,
+    UsageError,
+    choose_hosts,
+    read_hosts,
+)
 from zeroshard.launch.outcome import Outcome, say
 from zeroshard.launch.supervisor import SIGNAL_LEAD_S, blame_order, blame_time
 from zeroshard.system.device import LIBRARIES, VISIBLE_DEVICES
@@ -144,7 +151,7 @@ def launch_on_hosts(
     ``zeroshard run``.
     """
     if hosts is None:
-        hosts = hostfile.choose(hostfile.read(choice.hostfile), choice.include, choice.exclude)
+        hosts = choose_hosts(read_hosts(choice.hostfile), choice.include, choice.exclude)
     try:
         shlex.split(choice.ssh)
     except ValueError as error:

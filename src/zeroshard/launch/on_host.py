@@ -24,9 +24,9 @@ import sys
 import time
 from typing import Any
 
-from zeroshard.launch import cli, network
-from zeroshard.launch.connection import ERR, GREETING, NOTE, OUT, frame, from_text, line
-from zeroshard.launch.keeper import KeeperServer
+from zeroshard.launch import cli
+from zeroshard.launch.connection import ERR, GREETING, NOTE, OUT, frame, from_text, line, listen
+from zeroshard.launch.elastic import KeeperServer
 from zeroshard.launch.options import HostPlace, RunOptions, UsageError, check_target
 from zeroshard.launch.worker import KEEPER, die_with
 
@@ -144,7 +144,7 @@ def _guard_one(job: dict[str, Any], orders: _Orders, keeper: KeeperServer | None
     passed = []
     if place["node_rank"] == 0:
         try:
-            listener = network.listen(place["master_addr"], place["master_port"])
+            listener = listen(place["master_addr"], place["master_port"])
         except UsageError as error:
             _note({"error": str(error)})
             _note({"exit": 2})

@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from zeroshard.launch import elastic, in_place, worker
+from zeroshard.launch import deepspeed_line, elastic, worker
 from zeroshard.launch.leftovers import Janitor
 from zeroshard.launch.options import HostPlace, RunOptions, UsageError, check_least
 from zeroshard.launch.outcome import Outcome, report_restart, report_stall, say
@@ -217,7 +217,7 @@ def _set_environment(
         say(str(setting))
     if options.as_deepspeed:
         os.environ[worker.AS_DEEPSPEED] = "1"  # in the ranks, before all that lies on any path
-        os.environ["PYTHONPATH"] = in_place.on_python_path(os.environ)  # in what they start
+        os.environ["PYTHONPATH"] = deepspeed_line.on_python_path(os.environ)  # in what they start
     if options.local_rank is not None:
         os.environ[worker.LOCAL_RANK] = str(int(options.local_rank))
     if options.place is not None:
