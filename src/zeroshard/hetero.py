@@ -28,7 +28,7 @@ from zeroshard.comm.plain import on_cpu, ranks_through
 from zeroshard.comm.select import has_native
 from zeroshard.memory import synchronize
 from zeroshard.system.device import Device
-from zeroshard.system.host_memory import HostMemory
+from zeroshard.system.this_host import HostMemory
 
 _CALL = "zs.measure()"
 _ALIKE = 1.05  # free memory that differs by less counts as equal

@@ -30,7 +30,7 @@ from typing import IO, Any
 from zeroshard.launch.options import Host, UsageError
 from zeroshard.launch.outcome import Outcome
 from zeroshard.launch.supervisor import Failure
-from zeroshard.system.sockets import is_loopback
+from zeroshard.system.this_host import is_loopback
 
 EXIT_IO = 74
 GREETING = b"\n\x01zeroshard 1\n"

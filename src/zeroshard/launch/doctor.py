@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroshard._version import __version__
 from zeroshard.system.device import DRIVERS, all_devices, library_versions
-from zeroshard.system.host_memory import HostMemory
+from zeroshard.system.this_host import HostMemory
 from zeroshard.terminal.console import Table, note, print_json, progress, say
 from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError
 

@@ -38,7 +38,7 @@ from zeroshard.launch.supervisor import (
 )
 from zeroshard.system.device import VISIBLE_DEVICES
 from zeroshard.system.keeper_client import MAX_RECORD, KeptPart, newest, read_note
-from zeroshard.system.sockets import raise_file_limit
+from zeroshard.system.this_host import raise_file_limit
 
 _REFUSED = (2, 3)  # the command line or the configuration is wrong on a host
 

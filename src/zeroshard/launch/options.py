@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from zeroshard.system.mpi import read_task
-from zeroshard.system.slurm import read_step
+from zeroshard.system.tasks import read_step, read_task
 from zeroshard.terminal.declared import LineParser, Option, Subcommand, UsageError, made
 
 __all__ = [

@@ -37,7 +37,7 @@ from zeroshard.launch.options import HostPlace, RunOptions, UsageError, check_le
 from zeroshard.launch.outcome import Outcome, report_restart, report_stall, say
 from zeroshard.launch.supervisor import Failure, Supervisor
 from zeroshard.system.device import allocator_setting
-from zeroshard.system.sockets import interface_towards
+from zeroshard.system.this_host import interface_towards
 
 # torchrun's own, and Slurm's and Kubernetes' for torchrun; after a failure the Supervisor's counts
 SIGNAL_GRACE_S = 30

@@ -31,8 +31,7 @@ from zeroshard.comm.hand_over import HandOver
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Cells
 from zeroshard.errors import ConfigError, StorageError
-from zeroshard.memory import placeholder_value
-from zeroshard.memory.heap import return_freed_memory
+from zeroshard.memory import placeholder_value, return_freed_memory
 from zeroshard.optim.elementwise import KEPT_STATES
 from zeroshard.optim.shards import Tile
 from zeroshard.runtime.build import PlannedUnits

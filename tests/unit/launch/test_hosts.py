@@ -21,7 +21,7 @@ from zeroshard.launch.cli import build_parsers
 from zeroshard.launch.options import UsageError, parse_run
 from zeroshard.launch.outcome import Outcome
 from zeroshard.launch.supervisor import Failure
-from zeroshard.system.sockets import interface_towards
+from zeroshard.system.this_host import interface_towards
 
 MARK = "it-was-run"
 SHOW = """

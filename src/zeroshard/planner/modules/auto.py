@@ -38,7 +38,7 @@ from zeroshard.planner.machine import Speeds, nearest_preset
 from zeroshard.planner.modules import shape_of_module
 from zeroshard.planner.rows import candidates, describe_row
 from zeroshard.system.device import Device, all_devices
-from zeroshard.system.host_memory import HostMemory
+from zeroshard.system.this_host import HostMemory
 from zeroshard.tier.swapdir import free_bytes
 
 RESERVE = 0.3  # of the free memory: for activations and whatever else the program makes
