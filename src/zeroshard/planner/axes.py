@@ -302,18 +302,12 @@ def cut_stages(model: ModelShape, stages: int) -> list[ModelShape]:
         kind = (stage == 0, stage == stages - 1, count)
         if kind not in first:
             part = units[starts[stage] : starts[stage + 1]]
-            first[kind] = _stage(model, part, count, is_last=kind[1], is_whole=stages == 1)
+            decoder = model.decoder
+            if decoder is not None:  # logits come on the last stage
+                decoder = replace(decoder, layers=count, vocab=decoder.vocab if kind[1] else 0)
+            first[kind] = _scaled(model, tuple(part) if stages == 1 else _packed(part), decoder)
         out.append(first[kind])
     return out
-
-
-def _stage(
-    model: ModelShape, units: Sequence[UnitShape], layers: int, *, is_last: bool, is_whole: bool
-) -> ModelShape:
-    decoder = model.decoder
-    if decoder is not None:  # logits come on the last stage
-        decoder = replace(decoder, layers=layers, vocab=decoder.vocab if is_last else 0)
-    return _scaled(model, tuple(units) if is_whole else _packed(units), decoder)
 
 
 def layer_numbers(model: ModelShape) -> list[int]:

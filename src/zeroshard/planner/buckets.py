@@ -378,7 +378,8 @@ class Reduced:
             self._rest[key] = group.rest
             self._open[key] = _Reduce(key, 0, None)
             return
-        self._make_room(group.bucket)
+        for command in self._schedule.reduces.make_room(group.bucket):
+            self.end((command.unit, command.segment))
         made = self._open[key] = _Reduce(key, group.bucket, None)
         if group.is_encoded:
             self.own += group.bucket
@@ -398,11 +399,6 @@ class Reduced:
             buffer.loan.twice = True
             self._meter.twice += buffer.loan.num_bytes
         buffer.loan, reduce.buffer = reduce, buffer
-
-    def _make_room(self, num_bytes: int) -> None:
-        """Wait for reduces until so much fits the budget."""
-        for command in self._schedule.reduces.make_room(num_bytes):
-            self.end((command.unit, command.segment))
 
     def reduce(self, unit: int, repeats: int, *, sync: bool) -> None:
         """All gradients of a unit, which stands for so many, are there."""

@@ -473,25 +473,21 @@ def shape_of_config(fields: dict[str, Any], where: str) -> ModelShape:
     if family is not None and experts:
         chosen, there = family.used(read) or (1, 1)
         used = numel - experts + experts * chosen // there
-    units = pack_units(parameters, _repeated(parameters, layers))
-    if not any(name == _HEAD for name, _ in parameters):  # the first unit's embedding is the head
-        units = (replace(units[0], uses=2), *units[1:])
-    return ModelShape(name, units, decoder, used, positions=positions_of(fields))
-
-
-def _repeated(parameters: list[Shape], layers: list[str]) -> list[str]:
-    """Return those of `layers` of whose form there is another one: what shard() takes for a block.
-    Of a model with one layer that one.
-    """
+    # A block is a layer of whose form there is another one, as shard() takes it; of a model with
+    # one layer that one.
     words = layers[0].count(".") + 1
-    forms: dict[str, list[Shape]] = {name: [] for name in layers}
-    for name, shape in parameters:
-        parts = name.split(".")
+    forms: dict[str, list[Shape]] = {path: [] for path in layers}
+    for path, shape in parameters:
+        parts = path.split(".")
         layer = ".".join(parts[:words])
         if layer in forms:
             forms[layer].append((".".join(parts[words:]), shape))
     counts = Counter(map(tuple, forms.values()))
-    return [name for name in layers if counts[tuple(forms[name])] > 1 or len(layers) == 1]
+    blocks = [path for path in layers if counts[tuple(forms[path])] > 1 or len(layers) == 1]
+    units = pack_units(parameters, blocks)
+    if not any(name == _HEAD for name, _ in parameters):  # the first unit's embedding is the head
+        units = (replace(units[0], uses=2), *units[1:])
+    return ModelShape(name, units, decoder, used, positions=positions_of(fields))
 
 
 def _gpt2(read: ConfigFields) -> tuple[list[Shape], list[str], Decoder]:

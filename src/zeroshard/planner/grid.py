@@ -175,25 +175,21 @@ class GridPlan:
         """Return what a rank receives in a step over the data parallel axes."""
         if self.grid.pp == 1:
             return traffic_bytes(self._laid_out[0], policy, self.training)
+        grid, sizes = self.grid, [work.whole_bytes for work in self._works(policy)]
+        actions = placed_actions(grid.schedule, rank, grid.pp, grid.micro_batches, sizes)
+        # how often each stage is gathered before forwards, and before backwards
+        gathers = dict.fromkeys(self._own(rank), (0, 0))
+        what_for = phases(actions)
+        for at, action in enumerate(actions):
+            if action.kind == UNSHARD:
+                ahead, back = gathers[action.stage]
+                is_ahead = what_for[at] == "forward"
+                gathers[action.stage] = (ahead + is_ahead, back + (not is_ahead))
         total = LinkBytes()
-        gathers = self._gathers(rank, [work.whole_bytes for work in self._works(policy)])
         for stage in self._own(rank):
             laid_out = self._laid_out[stage]
             total = total + traffic_bytes(laid_out, policy, self.training, gathers[stage])
         return total
-
-    def _gathers(self, rank: int, sizes: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """Return how often each stage is gathered before forwards, and before backwards."""
-        grid = self.grid
-        actions = placed_actions(grid.schedule, rank, grid.pp, grid.micro_batches, sizes)
-        out = dict.fromkeys(self._own(rank), (0, 0))
-        what_for = phases(actions)
-        for at, action in enumerate(actions):
-            if action.kind == UNSHARD:
-                ahead, back = out[action.stage]
-                is_ahead = what_for[at] == "forward"
-                out[action.stage] = (ahead + is_ahead, back + (not is_ahead))
-        return out
 
     def axis_bytes(self, rank: int, along_dp: LinkBytes) -> dict[str, int]:
         """Return what a rank receives in a step by axis: states `along_dp`, and activations along

@@ -379,7 +379,9 @@ def _in_order(units: Sequence[UnitShape], layers: int) -> Iterator[tuple[int, in
     """Yield the units that are walked: number, how many equal ones it stands for, and whether it
     is a layer.
     """
-    shapes = [tuple(_sizes(group.shapes) for group in unit.groups) for unit in units]
+    shapes = [
+        tuple(tuple(shape for _, shape in group.shapes) for group in unit.groups) for unit in units
+    ]
     common, count = Counter(shapes).most_common(1)[0]
     run = [number for number, shape in enumerate(shapes) if shape == common]
     skipped = run[_SHOWN // 2 : -_SHOWN // 2] if len(run) > _SHOWN + 1 else []
@@ -390,10 +392,6 @@ def _in_order(units: Sequence[UnitShape], layers: int) -> Iterator[tuple[int, in
         if number not in left_out:
             is_layer = bool(layers) and (count != layers or shapes[number] == common)
             yield number, len(skipped) if skipped[:1] == [number] else 1, is_layer
-
-
-def _sizes(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(shape for _, shape in shapes)
 
 
 def _itemsize(training: Training) -> int:

@@ -82,7 +82,10 @@ def stage_work(durations: Durations, policy: Policy) -> StageWork:
     reduces = [  # units of one kind are one object
         made_once(units, partial(after_backward, number)) for number in (0, min(1, last), last)
     ]
-    copies = [sum(_sum(_on_compute(tasks)) for tasks in one) for one in reduces]
+    copies = [
+        sum(_sum([task for task in tasks if task.lane == "compute"]) for tasks in one)
+        for one in reduces
+    ]
     publish = made_once(
         units,
         lambda unit: program.tasks(unit.trained, (one.routes.regather for one in unit.trained)),
@@ -103,22 +106,16 @@ def stage_work(durations: Durations, policy: Policy) -> StageWork:
         tail=LaneTask("compute", "step", tail_s, takes=cores, bound_by="optimizer step")
         if tail_s
         else None,
-        whole_bytes=sum(unit.held.whole for unit in units if _comes_and_goes(unit)),
+        whole_bytes=sum(
+            unit.held.whole for unit in units if unit.unshard["forward"] or unit.held.full > 0
+        ),
         gathered_bytes=sum(unit.held.full for unit in units),
         tensor_s=durations.tensor_s() / training.micro_batches,
     )
 
 
-def _comes_and_goes(unit: UnitWork) -> bool:
-    return bool(unit.unshard["forward"]) or unit.held.full > 0
-
-
 def _sum(tasks: Iterable[LaneTask]) -> float:
     return sum(task.duration for task in tasks)
-
-
-def _on_compute(tasks: Iterable[LaneTask]) -> list[LaneTask]:
-    return [task for task in tasks if task.lane == "compute"]
 
 
 def _off_compute(units: Sequence[Sequence[LaneTask]]) -> LaneTask | None:

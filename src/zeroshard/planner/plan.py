@@ -154,7 +154,17 @@ class Search:
         for policies in (here, away):
             fits = _that_fit(policies, plan.share, plan.rests, plan.worst)
             if fits:
-                return _fastest_on(plan, fits)
+                # the fastest row: those that receive least are tried first
+                order = sorted(fits, key=lambda one: plan.traffic(one[1].rank, one[0]).total)
+                best = None
+                for policy, sizes in order[:_ROWS]:
+                    time = plan.step(policy)
+                    if best is None or time.total < best[2].total:
+                        best = policy, sizes, time
+                    if time.total <= _NEAR * plan.least_s:
+                        break
+                assert best is not None
+                return plan_on_grid(plan, *best)
         least = min(here, key=lambda policy: plan.worst(policy).peak.total)
         return plan_on_grid(plan, least)
 
@@ -170,20 +180,6 @@ def _that_fit(
     """
     sized = [(policy, size(policy)) for policy in policies if rest_fits(rests(policy), machine)]
     return [one for one in sized if short_of(one[1].peak.by_tier, machine) is None]
-
-
-def _fastest_on(plan: GridPlan, fits: Iterable[tuple[Policy, RankPlan]]) -> PlannedRow:
-    """Return the fastest row; those that receive least are tried first."""
-    order = sorted(fits, key=lambda one: plan.traffic(one[1].rank, one[0]).total)
-    best = None
-    for policy, sizes in order[:_ROWS]:
-        time = plan.step(policy)
-        if best is None or time.total < best[2].total:
-            best = policy, sizes, time
-        if time.total <= _NEAR * plan.least_s:
-            break
-    assert best is not None
-    return plan_on_grid(plan, *best)
 
 
 def _offloads(policy: Policy) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from zeroshard.core.cost import LinkBytes
-from zeroshard.core.placement import Mesh, Scope, Tier
+from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import ROWS, Policy
 from zeroshard.core.shares import shares_of
 from zeroshard.errors import ConfigError
@@ -376,7 +376,12 @@ def _uneven_row(
     known: dict[object, UnevenRank] = {}
     ranks = []
     for rank in range(machine.gpus):
-        order = _renamed(machine.mesh, rank)
+        # the ranks in an order in which this one comes first, and nodes and columns remain
+        node, local = divmod(rank, machine.mesh.node_size)
+        nodes, locals_ = list(range(machine.mesh.num_nodes)), list(range(machine.mesh.node_size))
+        nodes[0], nodes[node] = nodes[node], nodes[0]
+        locals_[0], locals_[local] = locals_[local], locals_[0]
+        order = [one * machine.mesh.node_size + place for one in nodes for place in locals_]
         mine = [numbers[other] for other in order]
         key = (tuple(mine), room[rank])
         if key not in known:
@@ -425,15 +430,6 @@ def _rounded(numbers: Sequence[int]) -> list[float]:
         most = out.index(max(out))
         out[most] = round(out[most] + 1 - sum(out), _DIGITS)
     return out
-
-
-def _renamed(mesh: Mesh, rank: int) -> list[int]:
-    """Return the ranks in an order in which `rank` comes first, and nodes and columns remain."""
-    node, local = divmod(rank, mesh.node_size)
-    nodes, locals_ = list(range(mesh.num_nodes)), list(range(mesh.node_size))
-    nodes[0], nodes[node] = nodes[node], nodes[0]
-    locals_[0], locals_[local] = locals_[local], locals_[0]
-    return [one * mesh.node_size + place for one in nodes for place in locals_]
 
 
 def _short_of_ranks(ranks: Sequence[UnevenRank], machine: Machine) -> Iterator[str]:

@@ -28,7 +28,6 @@ from zeroshard.core.schedule import (
     Commands,
     Op,
     Phase,
-    Schedule,
 )
 from zeroshard.core.timeline import WAIT, Event, Level, Timeline
 from zeroshard.core.wire import Formats
@@ -152,16 +151,13 @@ class Program:
         self._columns: set[int] = set()  # units of which a part is kept for their backward
         self._reduces: dict[int, tuple[int, int]] = {}  # unit -> its bucket, the last job
         self._meter = PlannedMeter()
-        self.schedule = self._make_schedule(policy)
-        self._pool_bytes = pool_bytes(laid_out.model, training)
-
-    def _make_schedule(self, policy: Policy) -> Schedule:
         units = made_once(self.units, lambda unit: unit.held)
         schedule = self._exchange.schedule(units, policy.default, self._meter)
         numbers = list(range(len(self.units)))
         schedule.expect("forward", [*numbers, *self._again])
         schedule.expect("backward", [*self._again, *reversed(numbers)])
-        return schedule
+        self.schedule = schedule
+        self._pool_bytes = pool_bytes(laid_out.model, training)
 
     def build(self) -> None:
         """Enqueue one step: all micro-batches, then the optimizer."""
@@ -174,7 +170,11 @@ class Program:
 
     def build_tail(self) -> None:
         """Enqueue what follows the last reduce of a step."""
-        self._average()
+        joined: list[int] = []
+        for number, unit in enumerate(self.units):
+            tasks = self.tasks(unit.trained, (group.routes.average for group in unit.trained))
+            joined += self._send(tasks, number)[-1:]
+        self._joined += joined
         self._step()
 
     def _group(self, placed: Placed) -> Group:
@@ -265,16 +265,14 @@ class Program:
             hops = [_on_gather(group.routes.publish) for group in unit.trained]
             sent = self._send(self.tasks(unit.trained, hops), number)
         else:
-            sent = self._send(unit.unshard[self._way(number)], number)
+            way = "backward" if number in self._columns else "forward"
+            sent = self._send(unit.unshard[way], number)
         self._gathers[number] = sent[-1:]
         self._meter.live += traits.full_bytes
         # what is whole already is copied, which no hop says
         copied = (self._last, True) if self._last >= 0 else (0, False)
         first = (sent[0], False) if sent else copied
         self._mark(*first, "gathered", unit.held.full)
-
-    def _way(self, number: int) -> str:
-        return "backward" if number in self._columns else "forward"
 
     def _release(self, number: int, op: Op) -> None:
         unit = self.units[number]
@@ -376,14 +374,6 @@ class Program:
         self._meter.live -= buffer
 
     # ------------------------------------------------------------------------------ the step
-
-    def _average(self) -> None:
-        """Bring averages to the ranks that step the same, and wait for them."""
-        joined: list[int] = []
-        for number, unit in enumerate(self.units):
-            tasks = self.tasks(unit.trained, (group.routes.average for group in unit.trained))
-            joined += self._send(tasks, number)[-1:]
-        self._joined += joined
 
     def _step(self) -> None:
         """Step the device's part at once, or each unit where its state rests; then publish."""

@@ -105,26 +105,21 @@ def _equal(
 def _advice(plan: Plan, price: float | None) -> Iterator[tuple[str, str | None]]:
     from zeroshard.planner.rows import describe_row
 
-    advice = plan.recommended
-    words = "none" if advice.row is None else describe_row(advice.row)
+    advice, row = plan.recommended, plan.recommended.row
+    words = "none" if row is None else describe_row(row)
     yield "take", f"{words}: {advice.reason}"
-    if advice.row is not None:
-        yield from _explained(advice.row)
+    if row is not None:
+        parts = (f"{three_digits(size / 1e9)} {part}" for part, size in row.parts.items() if size)
+        yield "peak", f"{' + '.join(parts)} = {size_text(row.peak_bytes['device'])}"
+        whole, mine = (size_text(row.checkpoint_bytes[part]) for part in ("all", "rank"))
+        yield "save", f"{whole}, {mine} of a rank: {', '.join(_save_times(row))}"
         if price is not None:
-            yield "price", _priced(advice.row, price)
+            yield "price", _priced(row, price)
     yield "smaller", advice.smaller
     yield "adapters", advice.adapters
     yield "change", advice.change
     if advice.offer is not None:
         yield "offer", f"--accumulate {plan.training.precision}: {advice.offer}"
-
-
-def _explained(row: PlannedRow) -> Iterator[tuple[str, str]]:
-    """Yield what the peak of `row` is made of, and what its checkpoints take."""
-    parts = (f"{three_digits(size / 1e9)} {part}" for part, size in row.parts.items() if size)
-    yield "peak", f"{' + '.join(parts)} = {size_text(row.peak_bytes['device'])}"
-    whole, mine = (size_text(row.checkpoint_bytes[part]) for part in ("all", "rank"))
-    yield "save", f"{whole}, {mine} of a rank: {', '.join(_save_times(row))}"
 
 
 def _priced(row: PlannedRow, price: float) -> str:
@@ -165,8 +160,16 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "codecs", f"{encoded}; without the rows that take none"
     if training.fraction < 1.0:
         yield "fraction", f"{training.fraction:g} of each state that leaves the device does"
-    if plan.axes is not None:
-        yield from _axes(plan, plan.axes)
+    axes, node = plan.axes, plan.machine.node_size
+    if axes is not None:
+        schedule = f", schedule {axes.schedule or '1f1b'}" if axes.pp != 1 else ""
+        best = (
+            "; the best row of each grid, all with the same tokens a step" if axes.is_auto else ""
+        )
+        yield "axes", f"tp {axes.tp}, pp {axes.pp}{schedule}{best}"
+        if any(node % row.spread.tp for row in plan.rows):
+            far = f"tp {axes.tp} does not fit in a node of {node}"
+            yield "note", f"{far}: its all-reduces go over the network, slowly"
     counted = f"{training.micro_batches} micro-batch(es)"
     of = "a step and GPU"
     if training.leaves is not None:
@@ -215,20 +218,6 @@ def _unknown(plan: Plan) -> Iterator[tuple[str, str]]:
         why = "no matrix product or convolution was counted"
         why = "what was traced is not cut along tp and pp" if plan.axes is not None else why
     yield "note", f"{', '.join(lacks)}: {why}"
-
-
-def _axes(plan: Plan, axes: Axes) -> Iterator[tuple[str, str]]:
-    """Yield how the axes were chosen, and what to know about them."""
-    asked = f"tp {axes.tp}, pp {axes.pp}"
-    schedule = f", schedule {axes.schedule or '1f1b'}" if axes.pp != 1 else ""
-    best = ""
-    if axes.is_auto:
-        best = "; the best row of each grid, all with the same tokens a step"
-    yield "axes", f"{asked}{schedule}{best}"
-    node = plan.machine.node_size
-    if any(node % row.spread.tp for row in plan.rows):
-        far = f"tp {axes.tp} does not fit in a node of {node}"
-        yield "note", f"{far}: its all-reduces go over the network, slowly"
 
 
 def _machine(machine: Machine) -> str:
