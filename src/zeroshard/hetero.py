@@ -139,10 +139,12 @@ def _gathered(
         sent = _link_seconds(group, device)
         worst = [max(column) for column in zip(*of_all(sent), strict=True)]
         rank = 0 if group is None else group.rank()
+        side = _SIDES[device.type != "cpu"]
+        a, b = (torch.randn(side, side, device=device) for _ in range(2))
         facts = RankFacts(
             mine,
             str(device),
-            _flops(device),
+            2 * side**3 / _mean_seconds(lambda: torch.matmul(a, b), device, _PRODUCT_S),
             _copied(device),
             _LINK_BYTES / worst[rank] if worst[rank] else float("inf"),
         )
@@ -172,12 +174,6 @@ def _relative(numbers: Sequence[float]) -> tuple[float, ...]:
     if not total:
         return (1 / len(numbers),) * len(numbers)
     return tuple(number / total for number in numbers)
-
-
-def _flops(device: torch.device) -> float:
-    side = _SIDES[device.type != "cpu"]
-    a, b = (torch.randn(side, side, device=device) for _ in range(2))
-    return 2 * side**3 / _mean_seconds(lambda: torch.matmul(a, b), device, _PRODUCT_S)
 
 
 def _copied(device: torch.device) -> float:

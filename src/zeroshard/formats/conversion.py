@@ -360,7 +360,10 @@ class _DcpReader:
         if entry.name == _BYTES:
             return self._read(name, None)
         fields = _fields(entry, _TENSOR)
-        dtype = _DTYPES[_text(_fields_of_properties(fields["properties"])[0])]
+        record = fields["properties"]
+        if not isinstance(record, Pickled) or not isinstance(record.state, tuple):
+            raise ValueError("properties of a tensor have another form")
+        dtype = _DTYPES[_text(record.state[0])]
         size = _sizes(fields["size"])
         chunks = [_fields(chunk, f"{_METADATA}.ChunkStorageMetadata") for chunk in fields["chunks"]]
         blocks = [
@@ -434,12 +437,6 @@ class _DcpReader:
 def _fields(record: Any, kind: str) -> Mapping[str, Any]:
     if not isinstance(record, Pickled) or record.name != kind or not isinstance(record.state, dict):
         raise ValueError(f"{record!r} is no {kind.rpartition('.')[2]}"[:200])
-    return record.state
-
-
-def _fields_of_properties(record: Any) -> tuple[Any, ...]:
-    if not isinstance(record, Pickled) or not isinstance(record.state, tuple):
-        raise ValueError("properties of a tensor have another form")
     return record.state
 
 

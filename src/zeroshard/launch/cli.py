@@ -56,7 +56,14 @@ EXIT_USAGE, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit code; usage errors and --help raise SystemExit."""
     arguments = sys.argv[1:] if argv is None else argv
-    _open_standard_streams()
+    # Where a daemon or ``>&-`` has closed a standard stream, the next file would get its number,
+    # and the ranks would take that for theirs: it is the null device from here on.
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number is free
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 (it stays)
     try:
         return _dispatch(arguments)
     except (Exception, KeyboardInterrupt) as error:
@@ -66,18 +73,6 @@ def main(argv: list[str] | None = None) -> int:
         if message:
             note(message)
         return code
-
-
-def _open_standard_streams() -> None:
-    """Open the null device where a daemon or ``>&-`` has closed a standard stream: the next file
-    would get its number, and the ranks would take that for theirs.
-    """
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number is free
-            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 (it stays)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -99,18 +99,13 @@ def _explain(arguments: argparse.Namespace) -> int:
     else:
         say(f"{arguments.file} ({form}'s form)")
         for finding in findings:
-            say(_lines(finding))
+            value = json.dumps(finding.value, default=str)
+            key = f"{finding.key} = {value}  ({finding.source})" if finding.key else "all together"
+            effect = ": ".join(filter(None, [finding.becomes, finding.why]))
+            say(f"{finding.word:13} {key}\n              {effect}")
         if refused:
             print(f"{refused} of {len(findings)} keys refused")
     return ConfigError.exit_code if refused else 0
-
-
-def _lines(finding: Finding) -> str:
-    """Return a finding as two lines: the key, then its effect."""
-    value = json.dumps(finding.value, default=str)
-    key = f"{finding.key} = {value}  ({finding.source})" if finding.key else "all together"
-    effect = ": ".join(filter(None, [finding.becomes, finding.why]))
-    return f"{finding.word:13} {key}\n              {effect}"
 
 
 def _schema(arguments: argparse.Namespace) -> int:

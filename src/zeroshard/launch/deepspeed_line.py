@@ -126,7 +126,17 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> Line:
         raise UsageError("deepspeed: no script given")
     if given.module and given.no_python:
         raise UsageError("--module and --no_python exclude each other")
-    _check_choice(given)
+    counted = given.num_gpus or given.num_nodes
+    if counted and (given.include or given.exclude):
+        raise UsageError("--num_gpus and --num_nodes do not go with --include and --exclude")
+    launcher = (given.launcher or "pdsh").lower()
+    if launcher != "pdsh":
+        use = _LAUNCHERS.get(launcher, "--hostfile FILE goes over ssh")
+        raise UsageError(f"--launcher {launcher} has no place here: {use}")
+    if given.bind_core_list and not given.bind_cores_to_rank:
+        raise UsageError("--bind_core_list goes with --bind_cores_to_rank")
+    if (given.node_rank is not None) != given.no_ssh:
+        raise UsageError("--no_ssh and --node_rank N go together")
     kind = "module" if given.module else "command" if given.no_python else "script"
     check_target(kind, rest[0])
     log = given.enable_each_rank_log
@@ -141,21 +151,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> Line:
         "cores": _numbers("--bind_core_list", given.bind_core_list or ""),
     }
     return _placed(given, options)
-
-
-def _check_choice(given: argparse.Namespace) -> None:
-    """Raise UsageError for options that do not go together."""
-    counted = given.num_gpus or given.num_nodes
-    if counted and (given.include or given.exclude):
-        raise UsageError("--num_gpus and --num_nodes do not go with --include and --exclude")
-    launcher = (given.launcher or "pdsh").lower()
-    if launcher != "pdsh":
-        use = _LAUNCHERS.get(launcher, "--hostfile FILE goes over ssh")
-        raise UsageError(f"--launcher {launcher} has no place here: {use}")
-    if given.bind_core_list and not given.bind_cores_to_rank:
-        raise UsageError("--bind_core_list goes with --bind_cores_to_rank")
-    if (given.node_rank is not None) != given.no_ssh:
-        raise UsageError("--no_ssh and --node_rank N go together")
 
 
 # ------------------------------------------------------------------ where the ranks are

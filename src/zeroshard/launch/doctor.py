@@ -62,7 +62,18 @@ def _doctor(arguments: argparse.Namespace) -> int:
     elif report["versions"]["rich"] is None:
         print("\n".join(report["problems"]))
     else:
-        _print(report)
+        missing = [(one["what"], f"{one['for']}: {one['command']}") for one in report["missing"]]
+        for title, rows in (
+            ("versions", [(name, text or "not here") for name, text in report["versions"].items()]),
+            ("machine", _machine(report)),
+            ("measured", _rates(report["measured"])),
+            ("missing", missing),
+            ("problems", [("this library cannot run here", why) for why in report["problems"]]),
+        ):
+            if rows:
+                Table(("", ""), rows, title, text=("",)).print()
+        if report["measured"] is not None:
+            say(GRADE)
         if kept is not None:
             print(f"Kept for zeroshard plan --this-machine: {kept}")
     if warning is not None:
@@ -152,27 +163,8 @@ def _steps(found: dict[str, Any], disk: Path | None) -> Iterator[tuple[str, str,
 # ----------------------------------------------------------------------------------------- printing
 
 
-def _print(report: dict[str, Any]) -> None:
-    missing = [(one["what"], f"{one['for']}: {one['command']}") for one in report["missing"]]
-    for title, rows in (
-        ("versions", _versions(report)),
-        ("machine", _machine(report)),
-        ("measured", _rates(report["measured"])),
-        ("missing", missing),
-        ("problems", [("this library cannot run here", why) for why in report["problems"]]),
-    ):
-        if rows:
-            Table(("", ""), rows, title, text=("",)).print()
-    if report["measured"] is not None:
-        say(GRADE)
-
-
 def _place(device: dict[str, Any]) -> str:
     return f"{device['type']}:{device['index']}"
-
-
-def _versions(report: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(name, text or "not here") for name, text in report["versions"].items()]
 
 
 def _machine(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -288,12 +280,19 @@ def facts() -> dict[str, Any]:
         "cpus": os.cpu_count(),  # of the machine, of which this process may use "cores"
         "load": os.getloadavg()[0],
     }
+    shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
     return {
         "versions": versions,
         "host": host,
         "devices": devices,
         "backends": _backends(torch),
-        "limits": _limits(),
+        "limits": {
+            "memory_bytes": HostMemory.now().limit,
+            "pinned_memory_bytes": _limit(resource.RLIMIT_MEMLOCK),
+            "open_files": _limit(resource.RLIMIT_NOFILE),
+            "dev_shm_bytes": None if shm is None else shm.total,
+            "dev_shm_free_bytes": None if shm is None else shm.free,
+        },
     }
 
 
@@ -368,18 +367,6 @@ def _backends(torch: Any) -> dict[str, bool]:
         return {}
     names = {"gloo", "nccl", *(one.backend for one in all_devices() if one.backend)}
     return {name: torch.distributed.is_backend_available(name) for name in sorted(names)}
-
-
-def _limits() -> dict[str, int | None]:
-    """Return the limits in bytes, None for none: "memory_bytes" is that of the control group."""
-    shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
-    return {
-        "memory_bytes": HostMemory.now().limit,
-        "pinned_memory_bytes": _limit(resource.RLIMIT_MEMLOCK),
-        "open_files": _limit(resource.RLIMIT_NOFILE),
-        "dev_shm_bytes": None if shm is None else shm.total,
-        "dev_shm_free_bytes": None if shm is None else shm.free,
-    }
 
 
 def _limit(kind: int) -> int | None:

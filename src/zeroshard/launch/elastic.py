@@ -349,7 +349,8 @@ class KeeperServer:
             # whatever a rank sends: the others' memory is here
             with connection, contextlib.suppress(Exception):
                 connection.settimeout(_PATIENCE_S)
-                if _is_ours(connection):
+                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                if struct.unpack("3i", credentials)[1] == os.getuid():
                     self._answer_or_refuse(connection)
             if self._spare is None:
                 with contextlib.suppress(OSError):
@@ -394,7 +395,12 @@ class KeeperServer:
         """Do what a rank asks; return the descriptors that it gets."""
         if "put" in request:
             directory, writer, *place = request["put"]
-            self._put((directory, writer, *place), files)
+            slot = (directory, writer, *place)
+            self._count += 1
+            new = _PartFiles(self._count, directory, writer, files)
+            old, self._files[slot] = self._files.get(slot), new
+            if old is not None:
+                old.close()
         elif "drop" in request:
             self._drop(request["drop"], request["but"])
         elif "saved" in request:
@@ -407,13 +413,6 @@ class KeeperServer:
         elif "whole" not in request:
             raise LookupError(request)
         return []
-
-    def _put(self, slot: tuple[Any, ...], files: list[int]) -> None:
-        self._count += 1
-        new = _PartFiles(self._count, slot[0], slot[1], files)
-        old, self._files[slot] = self._files.get(slot), new
-        if old is not None:
-            old.close()
 
     def _drop(self, directory: str, but: str) -> None:
         for slot, files in list(self._files.items()):
@@ -443,8 +442,3 @@ class KeeperServer:
 def _nothing() -> int:
     """Return a descriptor of an empty file."""
     return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _is_ours(connection: socket.socket) -> bool:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return bool(struct.unpack("3i", credentials)[1] == os.getuid())

@@ -220,24 +220,27 @@ class _Guard:
             _note(json.loads(self._report))
         self._tell_kept()
         _note({"exit": self._child.wait()})
-        self._close()
+        self._selector.close()
+        for descriptor in (self._pidfd, self._report_fd):
+            os.close(descriptor)
         return True
 
     def _tell_kept(self) -> None:
         if self._keeper is not None:
             _note({"kept": self._keeper.summary()})
 
-    def _close(self) -> None:
-        self._selector.close()
-        for descriptor in (self._pidfd, self._report_fd):
-            os.close(descriptor)
-
     def _read(self, descriptor: int) -> bool:
         """Pass on what there is to read; return False when the caller is gone."""
         if descriptor == 0:
             is_there = self._orders.read()
             for order in self._orders.take():
-                self._obey(order)
+                number = order.get("signal", signal.SIGTERM)
+                if "end" in order:
+                    self._kill_at = time.monotonic() + order["end"]
+                if "tell" in order:
+                    self._tell_kept()
+                if self._child.poll() is None and ("end" in order or "signal" in order):
+                    self._child.send_signal(number)
             return is_there
         data = os.read(descriptor, 1 << 16)
         if not data:
@@ -249,15 +252,6 @@ class _Guard:
         else:
             _send(frame(self._outputs[descriptor], data))
         return True
-
-    def _obey(self, order: dict[str, Any]) -> None:
-        number = order.get("signal", signal.SIGTERM)
-        if "end" in order:
-            self._kill_at = time.monotonic() + order["end"]
-        if "tell" in order:
-            self._tell_kept()
-        if self._child.poll() is None and ("end" in order or "signal" in order):
-            self._child.send_signal(number)
 
 
 if __name__ == "__main__":

@@ -233,13 +233,14 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
         if name != "--master-port"
     )
     _check_elastic(given, is_placed=not one_host and hosts is None)
+    ours = {*_TAKES_VALUE, "--module", "--no-python", "--shutdown-timeout", "--standalone"}
     return made(
         RunOptions,
         given,
         script=rest[0],
         args=rest[1:],
         kind=kind,
-        torchrun=_for_torchrun(options),
+        torchrun=_canonical([(name, value) for name, value in options if name not in ours]),
         standalone=one_host,
         port=_port(places["--master-port"]) if one_host else 0,
         grace_s=_GRACE.read(given.shutdown_timeout or str(DEFAULT_GRACE_S)),
@@ -404,11 +405,6 @@ def _unknown(written: str, name: str) -> str:
 
 def _canonical(options: list[tuple[str, str | None]]) -> list[str]:
     return [name if value is None else f"{name}={value}" for name, value in options]
-
-
-def _for_torchrun(options: list[tuple[str, str | None]]) -> list[str]:
-    ours = {*_TAKES_VALUE, "--module", "--no-python", "--shutdown-timeout", "--standalone"}
-    return _canonical([(name, value) for name, value in options if name not in ours])
 
 
 def check_target(kind: str, target: str) -> None:

@@ -40,7 +40,25 @@ def _report(arguments: argparse.Namespace) -> int:
             figures["predicted_step_s"] = analyse([predicted]).step_s
         print_json(figures)
         return 0
-    _print(report, timelines[0], predicted)
+    first = timelines[0]
+    about = ", ".join(f"{name} {text}" for name, text in first.labels.items() if name != "steps")
+    say(about)
+    say(
+        f"{report.num_steps} step(s) of {_ms(report.step_s)} ms, {len(report.ranks)} rank(s): "
+        + ", ".join(f"{name} {_ms(seconds)}" for name, seconds in report.parts_s.items())
+    )
+    if predicted is not None:
+        say(f"predicted: {_ms(analyse([predicted]).step_s)} ms")
+    _print_exposed(report)
+    rows = [
+        (one.rank, *map(_ms, (one.step_s, one.waits_s, one.others_s)), "late" * one.is_late)
+        for one in report.ranks
+    ]
+    columns = ("rank", "step", "waits", "for others", "")
+    Table(columns, rows, "ranks: ms of a step", text=("rank", ""), is_framed=False).print()
+    say("What costs most:")
+    for number, sentence in enumerate(report.costs, 1):
+        say(f"{number}. {sentence}")
     try:
         drawn = _draw(arguments.directory, timelines, predicted)
     except ImportError:
@@ -77,22 +95,6 @@ def _read(path: Path) -> Timeline:
 # ------------------------------------------------------------------ text
 
 
-def _print(report: TraceReport, first: Timeline, predicted: Timeline | None) -> None:
-    about = ", ".join(f"{name} {text}" for name, text in first.labels.items() if name != "steps")
-    say(about)
-    say(
-        f"{report.num_steps} step(s) of {_ms(report.step_s)} ms, {len(report.ranks)} rank(s): "
-        + ", ".join(f"{name} {_ms(seconds)}" for name, seconds in report.parts_s.items())
-    )
-    if predicted is not None:
-        say(f"predicted: {_ms(analyse([predicted]).step_s)} ms")
-    _print_exposed(report)
-    _print_ranks(report)
-    say("What costs most:")
-    for number, sentence in enumerate(report.costs, 1):
-        say(f"{number}. {sentence}")
-
-
 def _print_exposed(report: TraceReport) -> None:
     lanes = list(dict.fromkeys(one.lane for one in report.exposed))
     units: dict[str, dict[str, float]] = {}
@@ -109,15 +111,6 @@ def _print_exposed(report: TraceReport) -> None:
         rows.append((f"{len(rest)} more units", *map(_ms, sums), _ms(sum(sums))))
     title = "exposed: ms of a step that compute waits, by unit and lane, mean over ranks"
     Table(("unit", *lanes, "together"), rows, title, text=("unit",), is_framed=False).print()
-
-
-def _print_ranks(report: TraceReport) -> None:
-    rows = [
-        (one.rank, *map(_ms, (one.step_s, one.waits_s, one.others_s)), "late" * one.is_late)
-        for one in report.ranks
-    ]
-    columns = ("rank", "step", "waits", "for others", "")
-    Table(columns, rows, "ranks: ms of a step", text=("rank", ""), is_framed=False).print()
 
 
 def _ms(seconds: float) -> str:
@@ -481,7 +474,9 @@ def draw_lanes(panels: Mapping[str, Timeline], path: Path) -> None:
     """Draw the lanes of timelines, each under its title, into `path`. Raises ImportError without
     matplotlib.
     """
-    figures, patches = _figures(), _patches()
+    import matplotlib.patches
+
+    figures, patches = _figures(), matplotlib.patches
     rows = {title: _rows(timeline) for title, timeline in panels.items()}
     stop = max(timeline.stop for timeline in panels.values()) * 1e3
     units = list(dict.fromkeys(e.unit for one in panels.values() for e in one.events if e.unit))
@@ -593,12 +588,6 @@ def _label(name: str) -> str:
     """Return a name from a trace as matplotlib draws it: no formulas, one line."""
     line = printable(name).replace("\n", " ").replace("\t", " ")
     return line[:_MOST_IN_LABEL].replace("$", r"\$")
-
-
-def _patches() -> Any:
-    import matplotlib.patches
-
-    return matplotlib.patches
 
 
 def _rows(timeline: Timeline) -> list[str]:

@@ -183,7 +183,11 @@ def read_task(environ: Mapping[str, str]) -> MpiTask | None:
     if names is None:
         return None
     rank, num_tasks, local_rank, num_local = (_number(environ, name) for name in names)
-    port = _port(environ, names[0], one_host=num_local == num_tasks)
+    # a port that other jobs of this host do not have, as far as can be known
+    job = environ.get("PMIX_NAMESPACE")
+    if job is None and num_local == num_tasks:
+        job = _starter(names[0])
+    port = _TORCHS_PORT if job is None else FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
     return MpiTask(rank, num_tasks, local_rank, num_local, port)
 
 
@@ -199,9 +203,18 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     task = read_task(environ)
     if task is None:
         found = slurm_variables(environ)
-        if not found and read_step(environ) is None:
-            _refuse_half(environ)
-        return found
+        if found or read_step(environ) is not None:
+            return found
+        # one of several tasks, or it may be, and more is not known
+        several = "PMI_SIZE" in environ and _number(environ, "PMI_SIZE") > 1
+        if several or ("PMIX_RANK" in environ and "PMI_SIZE" not in environ):
+            name = "PMI_RANK" if several else "PMIX_RANK"
+            raise ConfigError(
+                f"{name} is set, and neither Slurm nor MPI says which of how many ranks of which"
+                " host this is: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or"
+                " use zeroshard run"
+            )
+        return {}
     if task.num_tasks == 1:
         return {}
     address = environ.get("MASTER_ADDR")
@@ -219,26 +232,6 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": address or "127.0.0.1",
         "MASTER_PORT": environ.get("MASTER_PORT", str(task.port)),
     }
-
-
-def _refuse_half(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError where this is one of several tasks, or may be, and more is not known."""
-    several = "PMI_SIZE" in environ and _number(environ, "PMI_SIZE") > 1
-    if several or ("PMIX_RANK" in environ and "PMI_SIZE" not in environ):
-        name = "PMI_RANK" if several else "PMIX_RANK"
-        raise ConfigError(
-            f"{name} is set, and neither Slurm nor MPI says which of how many ranks of which host"
-            " this is: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or use"
-            " zeroshard run"
-        )
-
-
-def _port(environ: Mapping[str, str], name: str, *, one_host: bool) -> int:
-    """Return a port that other jobs of this host do not have, as far as can be known."""
-    job = environ.get("PMIX_NAMESPACE")
-    if job is None and one_host:
-        job = _starter(name)
-    return _TORCHS_PORT if job is None else FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
 
 
 def _starter(name: str) -> str | None:
