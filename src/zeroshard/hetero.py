@@ -43,7 +43,7 @@ _LINK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank has and can do; rates are per second, 0.0 where they were not measured."""
+    """The memory and speed of one rank; rates are per second, 0.0 where not measured."""
 
     memory: int  # bytes that are free for states
     device: str = "cpu"
@@ -60,7 +60,7 @@ class Cluster:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """How fast each rank computes, relative to all together: numbers that sum to 1."""
+        """The speed of each rank relative to all together: numbers that sum to 1."""
         return _relative([rank.flops for rank in self.ranks])
 
     @property

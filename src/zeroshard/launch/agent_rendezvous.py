@@ -1,4 +1,4 @@
-"""How the launchers of a job meet, whose number and order are known: nothing is unpickled.
+"""The meeting of a job's launchers, whose number and order are known: nothing is unpickled.
 
 torch's own rendezvous opens TCP stores that listen on all addresses, and its agents unpickle from
 one of them. Here there is one TCP store, at one address where that is possible

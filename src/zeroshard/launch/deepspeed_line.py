@@ -324,9 +324,9 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 # METADATA of a distribution of that name, and a program ``deepspeed``, which is ``zeroshard
 # deepspeed``. Nothing is installed, and processes that are not the command's see nothing of it.
 #
-# Where srun or mpirun has started this process as one of several, the command also gets the
-# variables that torchrun would set: programs look for RANK, and few of them for Slurm's and MPI's
-# own. This process becomes the command: no process stands between it and whoever sends signals.
+# If srun or mpirun has started this process as one of several, the command also gets the variables
+# that torchrun would set: programs look for RANK, and few of them for Slurm's and MPI's own. This
+# process becomes the command: no process stands between it and whoever sends signals.
 
 PYTHON = "ZEROSHARD_PYTHON"  # the interpreter of the program `deepspeed`
 AS_DEEPSPEED = Subcommand(

@@ -45,7 +45,7 @@ _REFUSED = (2, 3)  # the command line or the configuration is wrong on a host
 
 @dataclass(frozen=True)
 class Loss:
-    """What a job has lost: the failure to name first, in words, and how many ranks are left."""
+    """A loss of ranks: the failure to name first, in words, and how many ranks are left."""
 
     reason: str  # "rank 1 died (killed by SIGKILL)"
     left: int

@@ -85,7 +85,7 @@ class Prompts:
 
 
 class ModelDirectory:
-    """What stands in a model's directory beside its weights."""
+    """A model's directory, but for its weights."""
 
     config: Any  # Transformers' configuration
 

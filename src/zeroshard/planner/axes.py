@@ -34,8 +34,8 @@ _UNEVEN = 1.25  # layers of the largest stage over their mean, up to which "auto
 
 @dataclass(frozen=True)
 class Axes:
-    """How many ranks tensor and pipeline parallelism have, or "auto": every number that makes
-    sense, and the fastest is taken. The other ranks are data parallel.
+    """The number of ranks of tensor and of pipeline parallelism, or "auto": every number that makes
+    sense is planned, and the fastest is taken. The other ranks are data parallel.
 
     `schedule` is that of the pipeline: "1f1b" (the default), "gpipe", "interleaved" (two stages on
     each rank; "interleaved:4": four) or "zb". Raises ConfigError for values that make no sense.

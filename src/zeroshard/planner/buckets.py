@@ -35,7 +35,7 @@ CODEC_SCRATCH_BYTES = 6 << 18  # of a host's thread that encodes, for ever: comm
 
 @dataclass(frozen=True)
 class TransportTraits:
-    """How ranks meet, as far as memory goes (comm/select.py)."""
+    """The properties of a transport that decide memory (comm/select.py)."""
 
     alone: bool  # one rank: nothing to exchange
     maps_peers: bool  # a gather of what rests sharded on the device moves nothing
@@ -125,17 +125,17 @@ class UnitBytes:
 
     @cached_property
     def full(self) -> int:
-        """What gathering takes beyond what rests."""
+        """The bytes that gathering takes beyond what rests."""
         return sum(group.full for group in self.groups)
 
     @cached_property
     def encoded(self) -> int:
-        """What gathering takes until it is decoded."""
+        """The bytes that gathering takes until it is decoded."""
         return sum(group.encoded for group in self.groups)
 
     @cached_property
     def column(self) -> int:
-        """What is kept for the backward."""
+        """The bytes that are kept for the backward."""
         return sum(group.column for group in self.groups)
 
 
@@ -229,7 +229,7 @@ def _sums(
 
 @dataclass
 class PlannedMeter:
-    """What memory.py: MemoryCounter counts."""
+    """The counts of ``memory.MemoryCounter``, planned."""
 
     live: int = 0
     twice: int = 0  # bytes of loans whose memory has been lent again
@@ -465,7 +465,7 @@ class Reduced:
         reduce.num_bytes = 0
 
     def _give_bucket(self, reduce: _Reduce) -> None:
-        """What it has sent is read: the pool has its bucket back."""
+        """The pool has its bucket back: all that was sent is read."""
         if reduce.buffer is not None and reduce.buffer.loan is reduce:
             reduce.buffer.lent = False
 

@@ -1,5 +1,5 @@
-"""How long each part of a step takes on a machine, and what bounds it: a latency and a bandwidth
-for each class of link. Every assumption is here and in docs/planner.md.
+"""The duration of each part of a step on a machine, and its bound: a latency and a bandwidth for
+each class of link. Every assumption is here and in docs/planner.md.
 
     collective    steps x latency + bytes / bandwidth, inside nodes and between them
     other tiers   latency + bytes / the slowest of host link, this rank's share of the host's

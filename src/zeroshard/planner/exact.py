@@ -82,7 +82,7 @@ class LaidOutGroup:
 
 @dataclass(frozen=True)
 class DeviceCut:
-    """How many of the first elements of a group's states rest on the device of a rank; of the
+    """The number of first elements of a group's states that rest on the device of a rank: of the
     weights that it rests, and of what it steps.
     """
 
@@ -129,7 +129,7 @@ class LaidOut:
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """Of each unit the number of the first of the same shapes, passes and counted FLOPs;
+        """The number of the first unit of the same shapes, passes and counted FLOPs, by unit;
         unequal shares are rounded otherwise from unit to unit.
         """
         if self.shares is not None:

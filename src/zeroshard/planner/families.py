@@ -145,7 +145,7 @@ class _ExpertLayers:
 
 @dataclass(frozen=True)
 class LlamaFamily:
-    """How a family differs from llama."""
+    """The differences of a family from llama."""
 
     attention: _Shapes = field(default=lambda read: _attention(read))
     mlp: _Shapes = field(default=lambda read: _gated(read, "mlp", read.number("intermediate_size")))

@@ -55,7 +55,7 @@ class StepSeconds(Protocol):
 
     @property
     def bound_by(self) -> str:
-        """What takes most of them."""
+        """The resource, or the computation, that takes most of them."""
         ...
 
 

@@ -29,7 +29,7 @@ _Queue = tuple[int, str]  # a rank's lane, or a resource of it
 
 @dataclass(frozen=True, slots=True)
 class LaneTask:
-    """What a lane does, once for each of many equal units."""
+    """A piece of a lane's work, the same for each of many equal units."""
 
     lane: AnyLane
     name: str

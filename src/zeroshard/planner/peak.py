@@ -50,8 +50,8 @@ from zeroshard.planner.model import ActivationTrace, ModelShape, Moment, closed_
 from zeroshard.planner.training import Training
 
 # ----------------------------------------------------------------------------------------- playback
-# What the engine itself takes during a step beyond what rests: its schedule (core/schedule),
-# executed on bytes at the events of a pass (model.py).
+# The engine's own memory in a step, beyond what rests: its schedule (core/schedule), executed on
+# bytes at the events of a pass (model.py).
 #
 #     gathered      units in use and ahead of use, within the budget; what a row keeps between
 #                   forward and backward
@@ -69,7 +69,7 @@ from zeroshard.planner.training import Training
 
 @dataclass(frozen=True)
 class Instant:
-    """What the engine holds from one event of a pass to the next, and the event."""
+    """An event of a pass, and the engine's memory from it to the next."""
 
     moment: Moment
     gathered: int
@@ -241,7 +241,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class InFlight:
-    """What a rank of a pipeline holds beside one micro-batch: activations of others between their
+    """Memory of a rank of a pipeline beside one micro-batch: activations of others between their
     forward and their backward, and the gathered weights of stages.
     """
 

@@ -57,7 +57,7 @@ _NEAR = 1.02  # of a grid's least seconds: faster is not looked for
 
 @dataclass(frozen=True)
 class Search:
-    """What is planned of a model, on whatever machine and with whatever training."""
+    """The lines that are planned of a model, on any machine and with any training."""
 
     model: ModelShape
     policies: Policies
@@ -209,7 +209,7 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``zs.plan()`` returns."""
+    """The result of ``zs.plan()``."""
 
     model: ModelShape
     machine: Machine

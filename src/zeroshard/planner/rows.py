@@ -45,7 +45,7 @@ _MIXES: dict[tuple[Tier, Tier, Tier], tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Spread:
-    """How the ranks of a row lie along the axes, and what travels along them."""
+    """The ranks of a row along each axis, and the bytes that travel along it."""
 
     tp: int = 1
     pp: int = 1

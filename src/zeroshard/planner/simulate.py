@@ -103,7 +103,7 @@ class Group:
 
 @dataclass(frozen=True)
 class UnitWork:
-    """What one kind of unit does."""
+    """The tasks of one kind of unit in a step."""
 
     groups: tuple[Group, ...]
     forward: LaneTask

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # ------------------------------------------------------------------------------------------- memory
-# Of the system, or of the control group (a container's, a batch job's) where that allows less. Read
-# from /proc and /sys, in well under a millisecond; where neither says anything, sysconf does.
+# That of the system, or of the control group (a container's, a batch job's) where that allows less.
+# Read from /proc and /sys, in well under a millisecond; where neither says anything, sysconf does.
 
 
 @dataclass(frozen=True)

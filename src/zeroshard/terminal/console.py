@@ -1,4 +1,4 @@
-"""What commands print: lines, tables, JSON, sizes, and a progress bar.
+"""The output of commands: lines, tables, JSON, sizes, and a progress bar.
 
 Text may come from files of other people: no markup, and no character that a terminal obeys. rich
 colours what goes to a terminal, and nothing that goes elsewhere. It is imported when a table or a

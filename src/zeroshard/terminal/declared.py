@@ -66,7 +66,7 @@ class Option:
 
     @property
     def unit(self) -> str:
-        """What its value is called; empty for a flag."""
+        """The name of its value; empty for a flag."""
         return self.written.removeprefix(", ".join(self.names)).strip()
 
     def read(self, text: str) -> Any:
@@ -98,7 +98,7 @@ JSON = Option("--json", "print JSON")
 
 @dataclass(frozen=True)
 class Subcommand:
-    """What the help says of a command, its options, and what runs it; or further `commands`."""
+    """A command: its help, its options, and the handler that runs it; or further `commands`."""
 
     name: str
     help: str
