@@ -31,7 +31,7 @@ class ZeroshardError(Exception):
 
 
 class ConfigError(ZeroshardError, ValueError):
-    """What was asked for makes no sense or is not supported; nothing has been changed."""
+    """The request makes no sense or is not supported; nothing has been changed."""
 
     exit_code = 3
 

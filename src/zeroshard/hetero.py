@@ -28,7 +28,7 @@ from zeroshard.comm.plain import on_cpu, ranks_through
 from zeroshard.comm.select import has_native
 from zeroshard.memory import synchronize
 from zeroshard.system.device import Device
-from zeroshard.system.host_memory import HostMemory
+from zeroshard.system.this_host import HostMemory
 
 _CALL = "zs.measure()"
 _ALIKE = 1.05  # free memory that differs by less counts as equal
@@ -43,7 +43,7 @@ _LINK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank has and can do; rates are per second, 0.0 where they were not measured."""
+    """The memory and speed of one rank; rates are per second, 0.0 where not measured."""
 
     memory: int  # bytes that are free for states
     device: str = "cpu"
@@ -60,7 +60,7 @@ class Cluster:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """How fast each rank computes, relative to all together: numbers that sum to 1."""
+        """The speed of each rank relative to all together: numbers that sum to 1."""
         return _relative([rank.flops for rank in self.ranks])
 
     @property
@@ -139,10 +139,12 @@ def _gathered(
         sent = _link_seconds(group, device)
         worst = [max(column) for column in zip(*of_all(sent), strict=True)]
         rank = 0 if group is None else group.rank()
+        side = _SIDES[device.type != "cpu"]
+        a, b = (torch.randn(side, side, device=device) for _ in range(2))
         facts = RankFacts(
             mine,
             str(device),
-            _flops(device),
+            2 * side**3 / _mean_seconds(lambda: torch.matmul(a, b), device, _PRODUCT_S),
             _copied(device),
             _LINK_BYTES / worst[rank] if worst[rank] else float("inf"),
         )
@@ -172,12 +174,6 @@ def _relative(numbers: Sequence[float]) -> tuple[float, ...]:
     if not total:
         return (1 / len(numbers),) * len(numbers)
     return tuple(number / total for number in numbers)
-
-
-def _flops(device: torch.device) -> float:
-    side = _SIDES[device.type != "cpu"]
-    a, b = (torch.randn(side, side, device=device) for _ in range(2))
-    return 2 * side**3 / _mean_seconds(lambda: torch.matmul(a, b), device, _PRODUCT_S)
 
 
 def _copied(device: torch.device) -> float:

@@ -18,7 +18,7 @@ from tests.support.deepspeed_files import FILES
 from zeroshard.config import ShardOptions
 from zeroshard.config.reference import options, reference_markdown, schema
 from zeroshard.launch.cli import main
-from zeroshard.launch.explain import explain
+from zeroshard.launch.config import explain
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -38,6 +38,7 @@ from tests.support.training import equal
 from zeroshard.checkpoint import kept as kept_steps
 from zeroshard.launch.connection import HostLoss
 from zeroshard.launch.elastic import (
+    KeeperServer,
     dead_ranks,
     go_on,
     grow,
@@ -47,8 +48,7 @@ from zeroshard.launch.elastic import (
     visible_devices,
     whole_steps,
 )
-from zeroshard.launch.hostfile import Host
-from zeroshard.launch.keeper import KeeperServer
+from zeroshard.launch.options import Host
 from zeroshard.launch.outcome import Outcome
 from zeroshard.launch.supervisor import Failure
 from zeroshard.system.keeper_client import Keeper, KeptPart, newest, note_of, partners, read_note
@@ -564,7 +564,7 @@ LIMITED = """
 import os, resource, sys, time
 from zeroshard.system.keeper_client import Keeper, KeptPart, note_of
 from zeroshard.errors import CheckpointError
-from zeroshard.launch.keeper import KeeperServer
+from zeroshard.launch.elastic import KeeperServer
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
 server = KeeperServer()

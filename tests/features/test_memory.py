@@ -19,8 +19,7 @@ from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
-from zeroshard.memory import MemoryCounter
-from zeroshard.memory.heap import Trimmer, heap_bytes
+from zeroshard.memory import MemoryCounter, Trimmer, heap_bytes
 
 
 def _live_storages() -> dict[int, int]:
@@ -293,7 +292,7 @@ def test_the_heap_is_trimmed_when_it_is_larger_than_what_a_step_uses_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trims: list[int] = []
-    monkeypatch.setattr("zeroshard.memory.heap.return_freed_memory", lambda: trims.append(1))
+    monkeypatch.setattr("zeroshard.memory.return_freed_memory", lambda: trims.append(1))
     trimmer = Trimmer(80)
     for passed, heap, trimmed in (
         (80, (60, 120), 0),  # in use, and all of it
@@ -304,7 +303,7 @@ def test_the_heap_is_trimmed_when_it_is_larger_than_what_a_step_uses_again(
         (40, (10, 170), 2),
         (80, (0, 0), 3),  # an allocator that does not say
     ):
-        monkeypatch.setattr("zeroshard.memory.heap.heap_bytes", lambda heap=heap: heap)
+        monkeypatch.setattr("zeroshard.memory.heap_bytes", lambda heap=heap: heap)
         trimmer.passed(passed)
         assert len(trims) == trimmed, (passed, heap)
     Trimmer(None).passed(1 << 40)

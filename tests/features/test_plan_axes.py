@@ -20,8 +20,7 @@ from tests.support.pipelines import mesh_of, piped, whole
 from tests.support.plan_command import run_plan
 from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.core.policy import ROWS
-from zeroshard.planner.axes import Grid
-from zeroshard.planner.cuts import cut_stages, cut_tensors
+from zeroshard.planner.axes import Grid, cut_stages, cut_tensors
 from zeroshard.planner.exact import LaidOut, rest_bytes
 from zeroshard.planner.families import shape_of_config
 from zeroshard.planner.grid import GridPlan

@@ -23,10 +23,9 @@ from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.core.placement import Mesh, Scope, Tier
 from zeroshard.core.policy import ROWS, Policy
 from zeroshard.core.shares import shares_of
-from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
+from zeroshard.planner.durations import checkpoint_bytes
+from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes, with_budget
 from zeroshard.planner.modules import shape_of_module
-from zeroshard.planner.saving import checkpoint_bytes
-from zeroshard.planner.whole_gradients import with_budget
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 MODELS = ("Llama", "GPT-2 (tied head)", "Mixtral (experts)")

@@ -27,7 +27,7 @@ from zeroshard.core.policy import ROWS
 from zeroshard.errors import ConfigError, PlanMismatch
 from zeroshard.planner import PlannedRow, make_plan
 from zeroshard.planner.modules import auto, shape_of_module
-from zeroshard.system.host_memory import HostMemory
+from zeroshard.system.this_host import HostMemory
 
 GB = 10**9
 UNREAD = "/no/such/cache"  # what the user's doctor has measured decides nothing here

@@ -33,7 +33,7 @@ from tests.support.harness import run_ranks
 from tests.support.training import Net, batch, take_steps, two_groups
 from zeroshard import memory
 from zeroshard.core.placement import Tier
-from zeroshard.memory.heap import return_freed_memory
+from zeroshard.memory import return_freed_memory
 from zeroshard.optim.copies import TileOptimizer
 from zeroshard.optim.shards import StepMethod
 from zeroshard.runtime.engine import states_of

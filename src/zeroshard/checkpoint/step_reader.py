@@ -21,7 +21,7 @@ from zeroshard.checkpoint.shard_files import OpenShards
 from zeroshard.checkpoint.spans import read_span
 from zeroshard.checkpoint.steps import StepFiles
 from zeroshard.core.boxes import Span
-from zeroshard.memory.heap import Trimmer
+from zeroshard.memory import Trimmer
 
 _T = TypeVar("_T")
 

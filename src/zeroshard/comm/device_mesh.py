@@ -21,7 +21,7 @@ from zeroshard.comm.plain import GroupRanks, ranks_through
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.dims import Dims
 from zeroshard.errors import ConfigError
-from zeroshard.system.mpi import rank_variables
+from zeroshard.system.tasks import rank_variables
 
 _ALL = "Pass the same mesh=, dp= and mesh_of= on every rank"
 

@@ -33,7 +33,7 @@ from zeroshard.core.cost import all_gather, goes_deep, reduce_scatter
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.errors import ConfigError
 from zeroshard.system.device import Device
-from zeroshard.system.sockets import raise_file_limit
+from zeroshard.system.this_host import raise_file_limit
 
 STALL_TIMEOUT_S, FIRST_STALL_TIMEOUT_S = 300.0, 900.0  # unless the user says otherwise
 

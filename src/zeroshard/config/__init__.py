@@ -2,8 +2,7 @@
 DeepSpeed's JSON, which zeroshard.deepspeed.keys reads.
 
 native.py           Config, and the doors through which one comes
-option_sections.py  its sections
-strict.py           models that convert nothing
+option_sections.py  its sections, models that convert nothing
 reference.py        every option as a table, and the JSON schema
 strict_json.py      strict JSON, and the nearest right name for a wrong one
 """

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from zeroshard.config.option_sections import Comm, LossScale, Offload, State
-from zeroshard.config.strict import Strict, one_line
+from zeroshard.config.option_sections import Comm, LossScale, Offload, State, Strict, one_line
 from zeroshard.config.strict_json import nearest, parse_json, read_json
 from zeroshard.core.gradient_budget import budget_bytes
 from zeroshard.core.placement import Scope, Tier

@@ -152,7 +152,13 @@ class _Reader:
         if word in _CONSTANTS:
             return _CONSTANTS[word]
         if _NUMBER.fullmatch(word):
-            return _number(word)
+            try:
+                value: int | float = json.loads(word)
+            except ValueError:  # more digits than Python reads
+                value = float("inf")
+            if not isfinite(value):
+                raise NotHjson(f"{word[:40]} is not a finite number")
+            return value
         self.at = found.start() if found else self.at
         end = self.text.find("\n", self.at)
         end = len(self.text) if end < 0 else end
@@ -161,16 +167,6 @@ class _Reader:
             raise NotHjson(f"no value at character {self.at}")
         self.at = end
         return line
-
-
-def _number(word: str) -> int | float:
-    try:
-        value: int | float = json.loads(word)
-    except ValueError:  # more digits than Python reads
-        value = float("inf")
-    if not isfinite(value):
-        raise NotHjson(f"{word[:40]} is not a finite number")
-    return value
 
 
 # -------------------------------------------------------------------------------------- strict json

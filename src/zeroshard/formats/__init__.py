@@ -1,7 +1,7 @@
 """Checkpoints of other programs as a step of ours.
 
-formats.py                 recognises them, reads torch's and Transformers', writes the step
-dcp.py, deepspeed.py       torch.distributed.checkpoint; DeepSpeed's ZeRO 1, 2 and 3
+conversion.py              recognises them, reads torch's and Transformers', writes the step
+deepspeed.py               DeepSpeed's ZeRO 1, 2 and 3
 importer.py                what an import has found, on its way to become a step
 restricted_unpickler.py    pickles read as data: no code runs that one of them chose
 """
@@ -12,6 +12,5 @@ from zeroshard.formats.conversion import READERS, Imported, import_checkpoint, r
 from zeroshard.formats.export import export, whole_weights
 
 __all__ = [
-    "READERS", "Imported", "export", "import_checkpoint", "recognise",
-    "whole_weights",
+    "READERS", "Imported", "export", "import_checkpoint", "recognise", "whole_weights",
 ]  # fmt: skip

@@ -93,7 +93,8 @@ class UniversalFiles:
                 raise CheckpointError(f"{self.directory} has no folder for parameter {name!r}")
             shape = importer.parameters[name].shape
             for path in sorted((self.directory / name).glob("*.pt")):
-                value = self._value(path)
+                content = self._load(path)
+                value = content["param"] if isinstance(content, dict) else content
                 if path.stem == "step" or not isinstance(value, torch.Tensor) or not value.dim():
                     scalars.setdefault(name, {})[path.stem] = value
                     continue
@@ -111,10 +112,6 @@ class UniversalFiles:
             more = next((other - mine for other in sets if mine < other), frozenset[str]())
             for kind in sorted({_MASTER} - mine or more):
                 raise CheckpointError(f"{self.directory / name} lacks {kind}.pt, or a tensor in it")
-
-    def _value(self, path: Path) -> Any:
-        content = self._load(path)
-        return content["param"] if isinstance(content, dict) else content
 
 
 def _whole(path: Path, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

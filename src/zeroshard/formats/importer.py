@@ -1,4 +1,4 @@
-"""What an import has found in another program's checkpoint, and state_dicts of several formats.
+"""The content of another program's checkpoint, as an import finds it, in several formats.
 
 Ranges and strides are in row order. A tensor may stay a view of a mapped file until it is written.
 

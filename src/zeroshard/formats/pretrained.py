@@ -105,7 +105,14 @@ def load_pretrained(
             if isinstance(target, Engine):
                 _fill_engine(target, experts, files, found)
             else:
-                _fill_module(model, files, found)
+                present = [
+                    parameter
+                    for parameter in model.parameters()
+                    if id(parameter) in found.parameters
+                ]
+                allocate(*map(local_of, present))  # deferred ones
+                for parameter in present:
+                    files.fill(found.parameters[id(parameter)], parameter)
     report.bytes_read = files.bytes_read
     return report
 
@@ -128,13 +135,6 @@ def _fill_engine(engine: Engine, experts: Experts, files: _TensorFiles, found: _
                     copy_common(numbers, wanted, block, rows)
                     piece.write(numbers)
     states_of(engine).overwritten(found.parameters)
-
-
-def _fill_module(model: nn.Module, files: _TensorFiles, found: _Matches) -> None:
-    present = [parameter for parameter in model.parameters() if id(parameter) in found.parameters]
-    allocate(*map(local_of, present))  # deferred ones
-    for parameter in present:
-        files.fill(found.parameters[id(parameter)], parameter)
 
 
 class _TensorFiles:

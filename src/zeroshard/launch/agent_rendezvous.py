@@ -1,8 +1,8 @@
-"""How the launchers of a job meet, whose number and order are known: nothing is unpickled.
+"""The meeting of a job's launchers, whose number and order are known: nothing is unpickled.
 
 torch's own rendezvous opens TCP stores that listen on all addresses, and its agents unpickle from
 one of them. Here there is one TCP store, at one address where that is possible
-(``network.listen()``):
+(``connection.listen()``):
 
     one host        on loopback, for ``init_process_group()`` (MASTER_ADDR, MASTER_PORT); a new one
                     for each start of the group. The agent keeps its own state in memory, and
@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
-from zeroshard.launch import network
+from zeroshard.launch.connection import listen
 from zeroshard.launch.options import HostPlace
 
 BACKEND = "zeroshard"
@@ -76,7 +76,7 @@ class AgentRendezvous(RendezvousHandler):
     def _serve(host: str, port: int, listener: int = -1) -> Any:
         """Return a store that listens on the descriptor `listener`, or at `port` of `host`."""
         if listener < 0:
-            opened = network.listen(host, port)
+            opened = listen(host, port)
             port, listener = opened.getsockname()[1], opened.detach()  # the store's from now on
         return TCPStore(
             host,

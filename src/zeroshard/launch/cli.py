@@ -22,7 +22,6 @@ from zeroshard.launch import (
     deepspeed_line,
     doctor,
     generate,
-    in_place,
     report,
     trail_command,
 )
@@ -46,7 +45,8 @@ BENCH = Subcommand(
     "zeroshard bench step --sizes medium --contenders zero3,fsdp2",
 )  # fmt: skip
 COMMANDS = (
-    RUN, deepspeed_line.COMMAND, in_place.COMMAND, plan_command.command(doctor.this_machine),
+    RUN, deepspeed_line.COMMAND, deepspeed_line.AS_DEEPSPEED,
+    plan_command.command(doctor.this_machine),
     checkpoint_command.COMMAND, config.COMMAND, doctor.COMMAND, report.COMMAND,
     trail_command.COMPARE, trail_command.REPLAY, generate.COMMAND, BENCH,
 )  # fmt: skip
@@ -56,7 +56,14 @@ EXIT_USAGE, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit code; usage errors and --help raise SystemExit."""
     arguments = sys.argv[1:] if argv is None else argv
-    _open_standard_streams()
+    # Where a daemon or ``>&-`` has closed a standard stream, the next file would get its number,
+    # and the ranks would take that for theirs: it is the null device from here on.
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number is free
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 (it stays)
     try:
         return _dispatch(arguments)
     except (Exception, KeyboardInterrupt) as error:
@@ -66,18 +73,6 @@ def main(argv: list[str] | None = None) -> int:
         if message:
             note(message)
         return code
-
-
-def _open_standard_streams() -> None:
-    """Open the null device where a daemon or ``>&-`` has closed a standard stream: the next file
-    would get its number, and the ranks would take that for theirs.
-    """
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number is free
-            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 (it stays)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -91,7 +86,7 @@ def _dispatch(arguments: list[str]) -> int:
         line = deepspeed_line.parse(parsers["deepspeed"], command[1:])
         return _launch(line)
     if command[:1] == ["as-deepspeed"]:
-        return in_place.start(parsers["as-deepspeed"], command[1:])
+        return deepspeed_line.become(parsers["as-deepspeed"], command[1:])
     # only now: most installations have no benchmarks, and most commands need none
     if [word for word in arguments if not word.startswith("-")][:1] == ["bench"]:
         add_benchmarks(parsers["bench"])

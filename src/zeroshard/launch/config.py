@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,13 +30,64 @@ def explained(source: str | Path | dict[str, Any]) -> tuple[str, list[Finding]]:
     """
     from zeroshard.deepspeed import verdict
     from zeroshard.deepspeed.file import read_deepspeed
-    from zeroshard.launch.explain import explain
     from zeroshard.sharding.checks import check_model
 
     form, findings = explain(source)
     if form == "deepspeed":
         findings = verdict.findings(read_deepspeed(source), check_model)
     return form, findings
+
+
+def explain(source: str | Path | dict[str, Any]) -> tuple[str, list[Finding]]:
+    """Return the form of a configuration ("zeroshard" or "deepspeed") and a finding for each key.
+
+    Raises ConfigError where there is no JSON object; a key never raises. A combination that is
+    refused has a finding of its own, without a key.
+    """
+    from zeroshard.config.native import Config, build_config
+    from zeroshard.config.strict_json import read_json
+    from zeroshard.deepspeed.file import read_deepspeed
+    from zeroshard.deepspeed.keys.findings import Finding, is_deepspeed
+
+    data = source
+    if isinstance(source, (str, Path)):
+        data = read_json(source, lambda data: is_deepspeed(data, Config.model_fields))
+    if not isinstance(data, dict):
+        raise ConfigError(f"a configuration is a JSON object, not a {type(data).__name__}")
+    theirs = is_deepspeed(data, Config.model_fields)
+    findings = list(read_deepspeed(data).findings if theirs else _ours(data))
+    if not any(finding.verdict == "refused" for finding in findings):
+        try:
+            config = read_deepspeed(data).config() if theirs else build_config(data)
+            if config.policy != "auto":
+                config.refuse_unsupported()
+        except ConfigError as error:
+            findings.append(Finding("", None, "file", "refused", "", str(error)))
+    return "deepspeed" if theirs else "zeroshard", findings
+
+
+def _ours(data: dict[str, Any]) -> Iterator[Finding]:
+    """Yield a finding for each key of our form, and for each option that is left out."""
+    from zeroshard.config.reference import SECTIONS, options
+    from zeroshard.config.strict_json import flattened, nearest
+    from zeroshard.deepspeed.keys.findings import Finding
+
+    known = options()
+    flat = dict(flattened(data, lambda name, value: name in SECTIONS))
+    for name, value in flat.items():
+        field = known.get(name)
+        if field is None:
+            section, _, last = name.rpartition(".")
+            inside = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == section]
+            why = f"is not an option of ours{nearest(last, inside)}"
+            yield Finding(name, value, "file", "refused", "", why)
+        else:
+            yield Finding(name, value, "file", "honoured", "", field.description or "")
+    for name, field in known.items():
+        is_given = any(key == name or key.startswith(f"{name}.") for key in flat)
+        if not is_given and name not in SECTIONS:
+            why = field.description or ""
+            yield Finding(name, field.default, "default", "honoured", "", why)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -47,18 +99,13 @@ def _explain(arguments: argparse.Namespace) -> int:
     else:
         say(f"{arguments.file} ({form}'s form)")
         for finding in findings:
-            say(_lines(finding))
+            value = json.dumps(finding.value, default=str)
+            key = f"{finding.key} = {value}  ({finding.source})" if finding.key else "all together"
+            effect = ": ".join(filter(None, [finding.becomes, finding.why]))
+            say(f"{finding.word:13} {key}\n              {effect}")
         if refused:
             print(f"{refused} of {len(findings)} keys refused")
     return ConfigError.exit_code if refused else 0
-
-
-def _lines(finding: Finding) -> str:
-    """Return a finding as two lines: the key, then its effect."""
-    value = json.dumps(finding.value, default=str)
-    key = f"{finding.key} = {value}  ({finding.source})" if finding.key else "all together"
-    effect = ": ".join(filter(None, [finding.becomes, finding.why]))
-    return f"{finding.word:13} {key}\n              {effect}"
 
 
 def _schema(arguments: argparse.Namespace) -> int:

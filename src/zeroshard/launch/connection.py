@@ -18,6 +18,7 @@ import os
 import re
 import selectors
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -26,9 +27,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any
 
-from zeroshard.launch.hostfile import Host
+from zeroshard.launch.options import Host, UsageError
 from zeroshard.launch.outcome import Outcome
 from zeroshard.launch.supervisor import Failure
+from zeroshard.system.this_host import is_loopback
 
 EXIT_IO = 74
 GREETING = b"\n\x01zeroshard 1\n"
@@ -314,3 +316,41 @@ class Connection:
         if self._process.poll() is None:
             self._process.terminate()
         os.close(self._pidfd)
+
+
+# ------------------------------------------------------ the address at which the first host listens
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens at `port` (0: a free one) of this host's `address`.
+
+    It listens at that address alone. Many systems give a host's own name the address 127.0.1.1,
+    which no other host reaches: then it listens at all addresses.
+
+    Raises:
+        UsageError: the port is taken, or the address is not this host's.
+    """
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UsageError(
+            f"{address} is not known here ({error.strerror}): --master-addr names this host as the"
+            " others reach it"
+        ) from None
+    # IPv4 where there is a choice: every host has it
+    found.sort(key=lambda one: one[0] != socket.AF_INET)
+    family, kind, protocol, _, where = found[0]
+    if is_loopback(str(where[0])) and not is_loopback(address):
+        family, where = socket.AF_INET, ("", port)
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(where)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        remedy = "--master-addr names this host as the others reach it"
+        if port:
+            remedy = f"--master-port {port} cannot be used; leave it out to get a free one"
+        raise UsageError(f"cannot listen at {address}:{port}: {error.strerror}; {remedy}") from None
+    return listener

@@ -1,7 +1,9 @@
-"""``zeroshard deepspeed``: the line of DeepSpeed's launcher, run by ``zeroshard run``.
+"""``zeroshard deepspeed``: the line of DeepSpeed's launcher, run by ``zeroshard run``; and
+``zeroshard as-deepspeed``, which runs any command with the stand-in for DeepSpeed.
 
     zeroshard deepspeed --num_gpus 8 train.py --deepspeed zero.json
     zeroshard deepspeed --hostfile hosts --include worker-0@worker-1:0,2 train.py ...
+    zeroshard as-deepspeed accelerate launch --config_file zero3.yaml train.py
 
 `parse` turns the line into that of ``zeroshard run``: one rank per slot, `--local_rank=N` as the
 script's first argument, the stand-in under the name ``deepspeed``. Options mean what they mean
@@ -18,6 +20,7 @@ import argparse
 import difflib
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +28,19 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.deepspeed.shim import DEEPSPEED_ENVIRONMENT_NAME
-from zeroshard.launch import hostfile
-from zeroshard.launch.hostfile import Host
-from zeroshard.launch.options import HostChoice, HostPlace, RunOptions, check_target, whole
+from zeroshard.launch.options import (
+    Host,
+    HostChoice,
+    HostPlace,
+    RunOptions,
+    check_target,
+    choose_hosts,
+    read_hosts,
+    whole,
+)
 from zeroshard.launch.outcome import say
 from zeroshard.system.device import VISIBLE_DEVICES
+from zeroshard.system.tasks import rank_variables
 from zeroshard.terminal.declared import Option, Subcommand, UsageError
 
 DEFAULT_HOSTFILE = "/job/hostfile"
@@ -115,7 +126,17 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> Line:
         raise UsageError("deepspeed: no script given")
     if given.module and given.no_python:
         raise UsageError("--module and --no_python exclude each other")
-    _check_choice(given)
+    counted = given.num_gpus or given.num_nodes
+    if counted and (given.include or given.exclude):
+        raise UsageError("--num_gpus and --num_nodes do not go with --include and --exclude")
+    launcher = (given.launcher or "pdsh").lower()
+    if launcher != "pdsh":
+        use = _LAUNCHERS.get(launcher, "--hostfile FILE goes over ssh")
+        raise UsageError(f"--launcher {launcher} has no place here: {use}")
+    if given.bind_core_list and not given.bind_cores_to_rank:
+        raise UsageError("--bind_core_list goes with --bind_cores_to_rank")
+    if (given.node_rank is not None) != given.no_ssh:
+        raise UsageError("--no_ssh and --node_rank N go together")
     kind = "module" if given.module else "command" if given.no_python else "script"
     check_target(kind, rest[0])
     log = given.enable_each_rank_log
@@ -130,21 +151,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> Line:
         "cores": _numbers("--bind_core_list", given.bind_core_list or ""),
     }
     return _placed(given, options)
-
-
-def _check_choice(given: argparse.Namespace) -> None:
-    """Raise UsageError for options that do not go together."""
-    counted = given.num_gpus or given.num_nodes
-    if counted and (given.include or given.exclude):
-        raise UsageError("--num_gpus and --num_nodes do not go with --include and --exclude")
-    launcher = (given.launcher or "pdsh").lower()
-    if launcher != "pdsh":
-        use = _LAUNCHERS.get(launcher, "--hostfile FILE goes over ssh")
-        raise UsageError(f"--launcher {launcher} has no place here: {use}")
-    if given.bind_core_list and not given.bind_cores_to_rank:
-        raise UsageError("--bind_core_list goes with --bind_cores_to_rank")
-    if (given.node_rank is not None) != given.no_ssh:
-        raise UsageError("--no_ssh and --node_rank N go together")
 
 
 # ------------------------------------------------------------------ where the ranks are
@@ -186,12 +192,12 @@ def _local_devices(given: argparse.Namespace) -> Sequence[int]:
         return range(given.num_gpus or 0)
     count = _num_devices() or os.cpu_count() or 1
     here = Host("localhost", tuple(range(count)), count)
-    return hostfile.choose([here], given.include, given.exclude)[0].slots
+    return choose_hosts([here], given.include, given.exclude)[0].slots
 
 
 def _chosen(given: argparse.Namespace, path: str) -> Iterator[Host]:
     """Yield the hosts of the hostfile, with the slots, that the line names."""
-    hosts = hostfile.choose(hostfile.read(path), given.include, given.exclude)
+    hosts = choose_hosts(read_hosts(path), given.include, given.exclude)
     for host in hosts[: given.num_nodes]:
         num = given.num_gpus or len(host.slots)
         if num > host.num_slots:
@@ -304,3 +310,72 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
             raise UsageError(f"{option}: {part!r} is no number or range such as 2-5")
         found.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(found))
+
+
+# --------------------------------------------------------------------------- zeroshard as-deepspeed
+# A command whose Python processes find the stand-in for DeepSpeed, as ``env`` and ``nice`` start a
+# command.
+#
+#     zeroshard as-deepspeed bash train.sh          # which says `deepspeed --num_gpus=8 ...`
+#     srun --ntasks-per-node=8 zeroshard as-deepspeed python train.py --deepspeed zero.json
+#
+# One folder of this package goes first in ``PYTHONPATH``, and the folder `bin` in it first in
+# ``PATH``. It holds a module ``deepspeed`` that becomes the stand-in when it is imported, the
+# METADATA of a distribution of that name, and a program ``deepspeed``, which is ``zeroshard
+# deepspeed``. Nothing is installed, and processes that are not the command's see nothing of it.
+#
+# If srun or mpirun has started this process as one of several, the command also gets the variables
+# that torchrun would set: programs look for RANK, and few of them for Slurm's and MPI's own. This
+# process becomes the command: no process stands between it and whoever sends signals.
+
+PYTHON = "ZEROSHARD_PYTHON"  # the interpreter of the program `deepspeed`
+AS_DEEPSPEED = Subcommand(
+    "as-deepspeed", "run a command in which `import deepspeed` is zeroshard's stand-in",
+    "zeroshard as-deepspeed accelerate launch --config_file zero3.yaml train.py\n"
+    "zeroshard as-deepspeed torchrun --nproc-per-node 8 train.py --deepspeed zero.json\n"
+    "srun --ntasks-per-node=8 zeroshard as-deepspeed python train.py --deepspeed zero.json",
+    usage="%(prog)s COMMAND ...",
+    description="Run COMMAND so that its Python processes find the stand-in for DeepSpeed, and its"
+    "\nshells a program `deepspeed`, which is `zeroshard deepspeed`. Nothing is installed.",
+)  # fmt: skip
+_ON_PATH = Path(__file__).resolve().parents[1] / "deepspeed" / "on_path"
+
+
+def become(parser: argparse.ArgumentParser, argv: list[str]) -> int:
+    """Become the command ``argv``. Raises UsageError where there is none, or no such program."""
+    words = argv[1:] if argv[:1] == ["--"] else argv
+    if not words or (words is argv and words[0].startswith("-")):
+        parser.parse_args(words)  # --help, and options, of which there are no others
+        raise UsageError("as-deepspeed: no command given")
+    environ = environment_of_stand_in(os.environ)
+    sys.stdout.flush()
+    try:
+        os.execvpe(words[0], words, environ)
+    except OSError as error:
+        raise UsageError(f"as-deepspeed: {words[0]}: {error.strerror}") from None
+
+
+def environment_of_stand_in(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` with the stand-in in its paths, and the variables of one rank of several.
+
+    Raises:
+        ConfigError: mpirun has not said where the ranks meet, or which of them this is.
+    """
+    return {
+        **environ,
+        **rank_variables(environ),
+        "PYTHONPATH": on_python_path(environ),
+        "PATH": _first(str(_ON_PATH / "bin"), environ.get("PATH", os.defpath)),
+        PYTHON: sys.executable,
+    }
+
+
+def on_python_path(environ: Mapping[str, str]) -> str:
+    """Return ``PYTHONPATH`` with the stand-in's folder before all others."""
+    return _first(str(_ON_PATH), environ.get("PYTHONPATH", ""))
+
+
+def _first(folder: str, path: str) -> str:
+    """Return a path of folders that begins with `folder`, once."""
+    others = [one for one in path.split(os.pathsep) if one and one != folder]
+    return os.pathsep.join([folder, *others])

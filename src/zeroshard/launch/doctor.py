@@ -4,7 +4,7 @@
     zeroshard doctor --quick                   without measuring
     zeroshard doctor --json                    for programs
 
-The JSON has "versions", "host", "devices", "backends", "limits" and "missing" (machine_facts.py),
+The JSON has "versions", "host", "devices", "backends", "limits" and "missing" (`facts`),
 "problems" (why the library cannot run), "grade" ("probe") and "measured": null, or a list of
 entries for each of `KINDS` (probes.py), where an entry with "error" could not be measured. Sizes
 are in bytes, rates per second, times in seconds; null is "no limit", or "not here". What was
@@ -19,12 +19,22 @@ thing is missing and whichever measurement has failed.
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
+import platform
+import resource
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeroshard._version import __version__
+from zeroshard.system.device import DRIVERS, all_devices, library_versions
+from zeroshard.system.this_host import HostMemory
 from zeroshard.terminal.console import Table, note, print_json, progress, say
 from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError
 
@@ -52,7 +62,18 @@ def _doctor(arguments: argparse.Namespace) -> int:
     elif report["versions"]["rich"] is None:
         print("\n".join(report["problems"]))
     else:
-        _print(report)
+        missing = [(one["what"], f"{one['for']}: {one['command']}") for one in report["missing"]]
+        for title, rows in (
+            ("versions", [(name, text or "not here") for name, text in report["versions"].items()]),
+            ("machine", _machine(report)),
+            ("measured", _rates(report["measured"])),
+            ("missing", missing),
+            ("problems", [("this library cannot run here", why) for why in report["problems"]]),
+        ):
+            if rows:
+                Table(("", ""), rows, title, text=("",)).print()
+        if report["measured"] is not None:
+            say(GRADE)
         if kept is not None:
             print(f"Kept for zeroshard plan --this-machine: {kept}")
     if warning is not None:
@@ -64,7 +85,6 @@ def examine(disk: Path | None = None, *, quick: bool = False) -> dict[str, Any]:
     """Return what ``--json`` prints: facts about this machine and, unless `quick`, what it has been
     measured to do; `disk` is a directory to measure, too.
     """
-    from zeroshard.launch.machine_facts import facts, find_missing, find_problems
 
     found = facts()
     problems = find_problems(found)
@@ -80,7 +100,6 @@ def examine(disk: Path | None = None, *, quick: bool = False) -> dict[str, Any]:
 
 def this_machine(ranks: int | None) -> Machine:
     """Return this machine as the last ``zeroshard doctor`` has measured it, or measure it now."""
-    from zeroshard.launch.machine_facts import facts
     from zeroshard.planner import measured
 
     found = facts()
@@ -144,27 +163,8 @@ def _steps(found: dict[str, Any], disk: Path | None) -> Iterator[tuple[str, str,
 # ----------------------------------------------------------------------------------------- printing
 
 
-def _print(report: dict[str, Any]) -> None:
-    missing = [(one["what"], f"{one['for']}: {one['command']}") for one in report["missing"]]
-    for title, rows in (
-        ("versions", _versions(report)),
-        ("machine", _machine(report)),
-        ("measured", _rates(report["measured"])),
-        ("missing", missing),
-        ("problems", [("this library cannot run here", why) for why in report["problems"]]),
-    ):
-        if rows:
-            Table(("", ""), rows, title, text=("",)).print()
-    if report["measured"] is not None:
-        say(GRADE)
-
-
 def _place(device: dict[str, Any]) -> str:
     return f"{device['type']}:{device['index']}"
-
-
-def _versions(report: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(name, text or "not here") for name, text in report["versions"].items()]
 
 
 def _machine(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -236,3 +236,140 @@ COMMAND = Subcommand(
     "doctor", "say what this machine has, how fast it is, and what is missing",
     "zeroshard doctor --disk /tmp", _OPTIONS, _doctor,
 )  # fmt: skip
+
+
+# --------------------------------------------------------------------- facts that need no measuring
+# Versions, devices, backends, limits, and what is missing for which feature: plain values, so that
+# ``--json`` prints them as they are; None where a limit does not exist or nobody knows. No package
+# but torch is imported to learn its version.
+
+PYTHON = (3, 11)
+TORCH = (2, 10)
+REQUIRED = ("torch", "numpy", "pydantic", "rich", "safetensors", "xxhash")
+_EXTRA = "pip install '.[{}]'  # in a checkout of zeroshard"
+# package -> the features that need it, and the command that installs it
+OPTIONAL = {
+    "transformers": ("ZeroTrainer, examples/train_hf.py", _EXTRA.format("transformers")),
+    "accelerate": ("ZeroTrainer, examples/train_hf.py", _EXTRA.format("transformers")),
+    "peft": ("LoRA models of the tests", _EXTRA.format("models")),
+    "deepspeed": ("DeepSpeed in zeroshard bench", _EXTRA.format("bench")),
+    "triton": ("fused codec kernels on GPUs", "pip install triton"),
+}
+PACKAGES = (*REQUIRED, *OPTIONAL)
+_SHM = Path("/dev/shm")
+_OPEN_FILES = 4096  # a file per state on disk, a descriptor per unit in shared memory
+
+
+def facts() -> dict[str, Any]:
+    """Return "versions", "host", "devices", "backends" and "limits" of this machine."""
+    torch = _torch()
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "zeroshard": __version__,
+        **{name: _version(name) for name in PACKAGES},
+        **library_versions(torch),
+    }
+    devices = [] if torch is None else [one.facts() for one in all_devices()]
+    pages, page_size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    host = {
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": None if torch is None else torch.get_num_threads(),
+        "memory_bytes": pages * page_size,
+        "cpus": os.cpu_count(),  # of the machine, of which this process may use "cores"
+        "load": os.getloadavg()[0],
+    }
+    shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
+    return {
+        "versions": versions,
+        "host": host,
+        "devices": devices,
+        "backends": _backends(torch),
+        "limits": {
+            "memory_bytes": HostMemory.now().limit,
+            "pinned_memory_bytes": _limit(resource.RLIMIT_MEMLOCK),
+            "open_files": _limit(resource.RLIMIT_NOFILE),
+            "dev_shm_bytes": None if shm is None else shm.total,
+            "dev_shm_free_bytes": None if shm is None else shm.free,
+        },
+    }
+
+
+def find_problems(found: dict[str, Any]) -> list[str]:
+    """Return why the library cannot run here, a sentence with its remedy each."""
+    versions, problems = found["versions"], []
+    if sys.version_info < PYTHON:
+        problems.append(f"Python {versions['python']} is older than 3.11: install a newer one")
+    absent = [name for name in REQUIRED if versions[name] is None]
+    if absent:
+        problems.append(f"{', '.join(absent)} missing: pip install {' '.join(absent)}")
+    torch = versions["torch"]
+    if torch is not None and tuple(map(int, torch.split("+")[0].split(".")[:2])) < TORCH:
+        problems.append(f"torch {torch} is older than 2.10: pip install --upgrade torch")
+    elif torch is not None and not found["backends"]:
+        problems.append(
+            "torch cannot be imported, or was built without torch.distributed: pip install"
+            " --force-reinstall torch"
+        )
+    return problems
+
+
+def find_missing(found: dict[str, Any]) -> list[dict[str, str]]:
+    """Return what is absent or set too low, each with "what", "for" (the feature that needs it)
+    and "command" (what installs or sets it).
+    """
+    versions, limits, devices = found["versions"], found["limits"], found["devices"]
+    missing = [
+        {"what": name, "for": feature, "command": command}
+        for name, (feature, command) in OPTIONAL.items()
+        if versions[name] is None and (name != "triton" or devices)
+    ]
+
+    def lacks(what: str, feature: str, command: str) -> None:
+        missing.append({"what": what, "for": feature, "command": command})
+
+    for driver, build in DRIVERS.items():
+        if driver.exists() and not devices:
+            lacks(f"a {build} build of torch, or its driver", "training on this machine's GPUs",
+                  "pip install --force-reinstall torch")  # fmt: skip
+    backend = (devices[0].get("backend") if devices else None) or "nccl"
+    if devices and not found["backends"].get(backend):
+        lacks(f"{backend.upper()} in torch", "collectives between GPUs",
+              "pip install --force-reinstall torch")  # fmt: skip
+    memlock, files = limits["pinned_memory_bytes"], limits["open_files"]
+    if devices and memlock is not None:
+        lacks(f"pinned memory beyond {memlock} bytes", "offloading to the host from GPUs",
+              "ulimit -l unlimited")  # fmt: skip
+    if files is not None and files < _OPEN_FILES:
+        lacks(f"open files beyond {files}", "large models on disk and in shared memory",
+              f"ulimit -n {_OPEN_FILES}")  # fmt: skip
+    return missing
+
+
+def _torch() -> Any:
+    try:
+        return importlib.import_module("torch")
+    except (ImportError, OSError):  # a library that it links to may be missing
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _backends(torch: Any) -> dict[str, bool]:
+    """Return which of torch.distributed's backends are there; empty without the package."""
+    if torch is None or not torch.distributed.is_available():
+        return {}
+    names = {"gloo", "nccl", *(one.backend for one in all_devices() if one.backend)}
+    return {name: torch.distributed.is_backend_available(name) for name in sorted(names)}
+
+
+def _limit(kind: int) -> int | None:
+    """Return the soft limit of this process, None where there is none."""
+    soft, _ = resource.getrlimit(kind)
+    return None if soft == resource.RLIM_INFINITY else soft

@@ -85,7 +85,7 @@ class Prompts:
 
 
 class ModelDirectory:
-    """What stands in a model's directory beside its weights."""
+    """A model's directory, but for its weights."""
 
     config: Any  # Transformers' configuration
 
@@ -94,7 +94,18 @@ class ModelDirectory:
         from transformers import AutoConfig
 
         self.path = path
-        self._check_files()
+        # Transformers would wait for these, or pass over them without a word.
+        for file in sorted(self.path.iterdir()):
+            if file.exists() and not (file.is_file() or file.is_dir()):
+                raise UsageError(f"{file} is not a regular file: take it out of the directory")
+            if file.suffix != ".json" or not file.is_file():
+                continue
+            try:
+                read = read_json(file, _JSON_BYTES)
+            except NotReadable as error:
+                raise UsageError(f"{file} cannot be read: {error}") from None
+            if file.name in ("config.json", _GENERATION) and not isinstance(read, dict):
+                raise UsageError(f"{file} cannot be read: it is not a JSON object")
         with refusals(f"{path / 'config.json'} describes no model that this Transformers knows"):
             self.config = AutoConfig.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False
@@ -107,20 +118,6 @@ class ModelDirectory:
                     f"{path / 'config.json'} asks for attention from a hub ({kernel!r}), whose code"
                     " is not run here: take attn_implementation out"
                 )
-
-    def _check_files(self) -> None:
-        """Raise UsageError for what Transformers would wait for, or pass over without a word."""
-        for file in sorted(self.path.iterdir()):
-            if file.exists() and not (file.is_file() or file.is_dir()):
-                raise UsageError(f"{file} is not a regular file: take it out of the directory")
-            if file.suffix != ".json" or not file.is_file():
-                continue
-            try:
-                read = read_json(file, _JSON_BYTES)
-            except NotReadable as error:
-                raise UsageError(f"{file} cannot be read: {error}") from None
-            if file.name in ("config.json", _GENERATION) and not isinstance(read, dict):
-                raise UsageError(f"{file} cannot be read: it is not a JSON object")
 
     def prompts(self, texts: list[str]) -> Prompts:
         """Return the tokens of `texts`. Raises UsageError."""

@@ -27,10 +27,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from zeroshard.launch import elastic, hostfile
+from zeroshard.launch import elastic
 from zeroshard.launch.connection import Connection, line, to_text
-from zeroshard.launch.hostfile import Host
-from zeroshard.launch.options import HostChoice, HostPlace, RunOptions, UsageError
+from zeroshard.launch.options import (
+    Host,
+    HostChoice,
+    HostPlace,
+    RunOptions,
+    UsageError,
+    choose_hosts,
+    read_hosts,
+)
 from zeroshard.launch.outcome import Outcome, say
 from zeroshard.launch.supervisor import SIGNAL_LEAD_S, blame_order, blame_time
 from zeroshard.system.device import LIBRARIES, VISIBLE_DEVICES
@@ -144,7 +151,7 @@ def launch_on_hosts(
     ``zeroshard run``.
     """
     if hosts is None:
-        hosts = hostfile.choose(hostfile.read(choice.hostfile), choice.include, choice.exclude)
+        hosts = choose_hosts(read_hosts(choice.hostfile), choice.include, choice.exclude)
     try:
         shlex.split(choice.ssh)
     except ValueError as error:
@@ -203,17 +210,13 @@ class _HostsJob:
         """Return the exit code when all hosts have ended."""
         try:
             with _wakeup(self._selector, self._take_signals):
-                while not self._is_over() or self._go_on():
+                while not all(map(self._has_ended, self._connections)) or self._go_on():
                     self._turn()
         finally:
             self._absent.close()
             for connection in self._connections:
                 connection.close()
         return self._tell()
-
-    def _is_over(self) -> bool:
-        """Whether every host has ended its part, or is gone."""
-        return all(map(self._has_ended, self._connections))
 
     def _has_ended(self, connection: Connection) -> bool:
         waits = self._options.elastic is not None and connection.waits
@@ -237,7 +240,9 @@ class _HostsJob:
                 connection.close()
         left.sort(key=lambda one: list(self._hosts).index(one[1].name))
         hosts = [host for _, host in left]
-        choice = replace(self._choice, master_addr=self._address(left[0][0]))
+        # the address that the line names is that of its first host, if that is still there
+        is_first = left[0][0].host.name == next(iter(self._hosts))
+        choice = replace(self._choice, master_addr=self._choice.master_addr if is_first else None)
         for node_rank, (connection, host) in enumerate(left):
             orders = _orders(self._options, choice, hosts, node_rank)
             connection.begin_again(host, {**orders, "environment": _devices(host)})
@@ -270,11 +275,6 @@ class _HostsJob:
         """Tell all hosts but the first the port at which it listens."""
         for other in self._connections[1:]:
             other.order(note)
-
-    def _address(self, first: Connection) -> str | None:
-        """Return the address of the first host that the line names, if that host is still there."""
-        is_first = first.host.name == next(iter(self._hosts))
-        return self._choice.master_addr if is_first else None
 
     def _turn(self) -> None:
         """Wait for something to do, and do it."""
@@ -361,7 +361,15 @@ class _HostsJob:
                 self._end_by = time.monotonic()
 
     def _outcome(self) -> Outcome:
-        return replace(_joined(self._connections), ended_by=self._ended_by)
+        outcomes = [one.outcome for one in self._connections if one.outcome is not None]
+        failures = blame_order([one for two in outcomes for one in two.failures if not one.left])
+        if failures and (failures[0].consequence or failures[0].stalled):
+            left = sorted((one for two in outcomes for one in two.left), key=lambda one: one.at)
+            failures = [*left, *failures]
+        return replace(
+            Outcome(failures, stalled=any(outcome.stalled for outcome in outcomes)),
+            ended_by=self._ended_by,
+        )
 
     def _tell(self) -> int:
         """Say how the job has ended; return the exit code."""
@@ -414,16 +422,6 @@ def beginning(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
     texts = {to_text(name): to_text(text) for name, text in environment.items()}
     job = [to_text(os.getcwd()), [to_text(word) for word in command], texts]
     return os.fsencode(command[0]) + b"\n" + line(job)
-
-
-def _joined(connections: Sequence[Connection]) -> Outcome:
-    """Return the outcome of all hosts together."""
-    outcomes = [one.outcome for one in connections if one.outcome is not None]
-    failures = blame_order([one for two in outcomes for one in two.failures if not one.left])
-    if failures and (failures[0].consequence or failures[0].stalled):
-        left = sorted((one for two in outcomes for one in two.left), key=lambda one: one.at)
-        failures = [*left, *failures]
-    return Outcome(failures, stalled=any(outcome.stalled for outcome in outcomes))
 
 
 @contextmanager

@@ -24,9 +24,9 @@ import sys
 import time
 from typing import Any
 
-from zeroshard.launch import cli, network
-from zeroshard.launch.connection import ERR, GREETING, NOTE, OUT, frame, from_text, line
-from zeroshard.launch.keeper import KeeperServer
+from zeroshard.launch import cli
+from zeroshard.launch.connection import ERR, GREETING, NOTE, OUT, frame, from_text, line, listen
+from zeroshard.launch.elastic import KeeperServer
 from zeroshard.launch.options import HostPlace, RunOptions, UsageError, check_target
 from zeroshard.launch.worker import KEEPER, die_with
 
@@ -144,7 +144,7 @@ def _guard_one(job: dict[str, Any], orders: _Orders, keeper: KeeperServer | None
     passed = []
     if place["node_rank"] == 0:
         try:
-            listener = network.listen(place["master_addr"], place["master_port"])
+            listener = listen(place["master_addr"], place["master_port"])
         except UsageError as error:
             _note({"error": str(error)})
             _note({"exit": 2})
@@ -220,24 +220,27 @@ class _Guard:
             _note(json.loads(self._report))
         self._tell_kept()
         _note({"exit": self._child.wait()})
-        self._close()
+        self._selector.close()
+        for descriptor in (self._pidfd, self._report_fd):
+            os.close(descriptor)
         return True
 
     def _tell_kept(self) -> None:
         if self._keeper is not None:
             _note({"kept": self._keeper.summary()})
 
-    def _close(self) -> None:
-        self._selector.close()
-        for descriptor in (self._pidfd, self._report_fd):
-            os.close(descriptor)
-
     def _read(self, descriptor: int) -> bool:
         """Pass on what there is to read; return False when the caller is gone."""
         if descriptor == 0:
             is_there = self._orders.read()
             for order in self._orders.take():
-                self._obey(order)
+                number = order.get("signal", signal.SIGTERM)
+                if "end" in order:
+                    self._kill_at = time.monotonic() + order["end"]
+                if "tell" in order:
+                    self._tell_kept()
+                if self._child.poll() is None and ("end" in order or "signal" in order):
+                    self._child.send_signal(number)
             return is_there
         data = os.read(descriptor, 1 << 16)
         if not data:
@@ -249,15 +252,6 @@ class _Guard:
         else:
             _send(frame(self._outputs[descriptor], data))
         return True
-
-    def _obey(self, order: dict[str, Any]) -> None:
-        number = order.get("signal", signal.SIGTERM)
-        if "end" in order:
-            self._kill_at = time.monotonic() + order["end"]
-        if "tell" in order:
-            self._tell_kept()
-        if self._child.poll() is None and ("end" in order or "signal" in order):
-            self._child.send_signal(number)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a job ended: its exit code, and the words for it, with the first failure last.
+"""The end of a job: its exit code, and the words for it, with the first failure last.
 
 On several hosts each host's launcher sends its outcome as JSON to the one that was started by hand
 (``hosts.py``), which joins them. The clocks of hosts differ, so a failure travels with its age, and
@@ -32,7 +32,7 @@ def say(line: str) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks of one host, or of all, have ended."""
+    """The end of the ranks of one host, or of all."""
 
     failures: list[Failure] = field(default_factory=list)  # the one to blame first
     left: list[Failure] = field(default_factory=list)  # whose scripts have ended well

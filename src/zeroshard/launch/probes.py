@@ -1,4 +1,4 @@
-"""What ``zeroshard doctor`` measures: seconds of work each, so that all of it takes about 20 s.
+"""The measurements of ``zeroshard doctor``: seconds of work each, about 20 s together.
 
 Grade "probe": one process (two for collectives), warmed up once, the best of a few repetitions, and
 nobody else kept off the machine. Good enough to tell which link is slow and to calibrate a plan;

@@ -26,18 +26,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from zeroshard.launch import elastic, in_place, worker
+from zeroshard.launch import deepspeed_line, elastic, worker
 from zeroshard.launch.leftovers import Janitor
 from zeroshard.launch.options import HostPlace, RunOptions, UsageError, check_least
 from zeroshard.launch.outcome import Outcome, report_restart, report_stall, say
 from zeroshard.launch.supervisor import Failure, Supervisor
 from zeroshard.system.device import allocator_setting
-from zeroshard.system.sockets import interface_towards
+from zeroshard.system.this_host import interface_towards
 
 # torchrun's own, and Slurm's and Kubernetes' for torchrun; after a failure the Supervisor's counts
 SIGNAL_GRACE_S = 30
@@ -64,7 +64,11 @@ def run_ranks(options: RunOptions) -> tuple[Outcome, int]:
         import torch.distributed.run as torchrun
 
         if not options.debug:
-            _silence_torch_launcher()
+            # its log repeats our report in forty lines
+            prefixes = tuple(f"torch.distributed.{name}" for name in ("elastic", "run", "launcher"))
+            for name in list(logging.root.manager.loggerDict):
+                if name.startswith(prefixes):
+                    logging.getLogger(name).setLevel(logging.CRITICAL)
         arguments = _torchrun_arguments(torchrun, options, directory)
         num_ranks, restarts = int(arguments.nproc_per_node), arguments.max_restarts > 0
         if options.elastic is not None and options.place is None:
@@ -211,13 +215,23 @@ def _set_environment(
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace_s))
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")  # of --tee
     if options.bind_cores:
-        _take_cores(options.cores, num_ranks)
+        # each rank takes its own part of these cores of the host, or of all (worker.py)
+        try:
+            os.sched_setaffinity(0, options.cores or os.sched_getaffinity(0))
+        except OSError:
+            raise UsageError(
+                f"--bind_core_list: cores {list(options.cores)} are not all there"
+            ) from None
+        num_cores = len(os.sched_getaffinity(0))
+        if num_cores < num_ranks:
+            raise UsageError(f"--bind_cores_to_rank: {num_cores} core(s) for {num_ranks} ranks")
+        os.environ[worker.BIND_CORES] = "1"
     for setting in settings_for(os.environ, num_ranks=num_ranks):
         os.environ[setting.name] = setting.value
         say(str(setting))
     if options.as_deepspeed:
         os.environ[worker.AS_DEEPSPEED] = "1"  # in the ranks, before all that lies on any path
-        os.environ["PYTHONPATH"] = in_place.on_python_path(os.environ)  # in what they start
+        os.environ["PYTHONPATH"] = deepspeed_line.on_python_path(os.environ)  # in what they start
     if options.local_rank is not None:
         os.environ[worker.LOCAL_RANK] = str(int(options.local_rank))
     if options.place is not None:
@@ -231,20 +245,6 @@ def _set_environment(
         # else ranks that start again find the addresses of those before them in the agent's store,
         # and cannot connect
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-
-
-def _take_cores(cores: Sequence[int], num_ranks: int) -> None:
-    """Keep to these cores of the host, or to all, and have each rank take its own part of them.
-    Raises UsageError where they are not enough, or not there.
-    """
-    try:
-        os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
-    except OSError:
-        raise UsageError(f"--bind_core_list: cores {list(cores)} are not all there") from None
-    num_cores = len(os.sched_getaffinity(0))
-    if num_cores < num_ranks:
-        raise UsageError(f"--bind_cores_to_rank: {num_cores} core(s) for {num_ranks} ranks")
-    os.environ[worker.BIND_CORES] = "1"
 
 
 @dataclass(frozen=True)
@@ -277,11 +277,3 @@ def threads_of(num_ranks: int) -> Setting:
     cores = len(os.sched_getaffinity(0))
     reason = f"{cores} core(s) for {num_ranks} rank(s)"
     return Setting(THREADS, str(max(cores // num_ranks, 1)), reason)
-
-
-def _silence_torch_launcher() -> None:
-    """Silence its log, which repeats our report in forty lines."""
-    prefixes = tuple(f"torch.distributed.{name}" for name in ("elastic", "run", "launcher"))
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(prefixes):
-            logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -42,7 +42,7 @@ from zeroshard.launch.leftovers import end_sessions
 from zeroshard.launch.worker import STACKS_SIGNAL, TIME
 
 # -------------------------------------------------------------------------------------------- pulse
-# How a rank is, seen from outside: its last heartbeat, and the stacks of its threads on request.
+# The state of a rank, seen from outside: its last heartbeat, and on request its threads' stacks.
 #
 # Both are files in the launcher's directory, made by ``worker.py``. A stopped rank does not answer.
 # Before its first heartbeat a rank that computes is alive: it imports torch, or builds its model.
@@ -138,7 +138,7 @@ SIGNALS_OF_A_CONSEQUENCE = frozenset({signal.SIGABRT, signal.SIGTERM, signal.SIG
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed: exit code (or -signal) if known, and CLOCK_MONOTONIC seconds."""
+    """The failure of one rank: exit code (or -signal) if known, and CLOCK_MONOTONIC seconds."""
 
     rank: int
     pid: int

@@ -36,10 +36,9 @@ from zeroshard.core.replay import REPLAY_FILE, REPLAY_VARIABLE, Replay
 from zeroshard.core.trail import Trail
 from zeroshard.core.trail_compare import Comparison, Difference, compare
 from zeroshard.core.tree import Tree
-from zeroshard.launch.rank_files import files_of_ranks
 from zeroshard.system.safe_files import NotReadable, from_json, printable, read_file
 from zeroshard.terminal.console import note, print_json, say
-from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, count
+from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, count, files_of_ranks
 
 EXIT_DIFFERENT = 1
 _MOST_BYTES = 1 << 30  # of one rank's file

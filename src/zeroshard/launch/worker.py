@@ -63,10 +63,17 @@ def main(argv: list[str]) -> None:
     as_deepspeed = os.environ.pop(AS_DEEPSPEED, None)
     kind, target, *args = argv
     if (local_rank := os.environ.pop(LOCAL_RANK, None)) is not None:
-        _set_deepspeeds_variables()
+        # those that DeepSpeed's launcher sets besides torch's
+        os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]
+        os.environ["CROSS_RANK"] = os.environ["GROUP_RANK"]
+        os.environ["CROSS_SIZE"] = os.environ["GROUP_WORLD_SIZE"]
         args = [f"--local_rank={_env_int('LOCAL_RANK')}"] * int(local_rank) + args
     if os.environ.pop(BIND_CORES, None) is not None:
-        _bind_cores()
+        # this rank's part of the cores that its launcher keeps to
+        cores = sorted(os.sched_getaffinity(0))
+        share = len(cores) // _env_int("LOCAL_WORLD_SIZE")
+        first = share * _env_int("LOCAL_RANK")
+        os.sched_setaffinity(0, cores[first : first + share])
     shows = _show(directory, stacks=kind != "command")
     hello = {
         "pid": os.getpid(),
@@ -96,7 +103,11 @@ def main(argv: list[str]) -> None:
     except BaseException as error:
         _leave(_fail(directory, error))
     _announce(directory, {"pid": os.getpid(), "left_at": time.monotonic()})
-    _tell_leaks()
+    # Where the script has sharded a model: what its engines hold that they should have given back.
+    if "zeroshard.runtime.engine" in sys.modules:
+        with contextlib.suppress(Exception):  # a warning must not fail a run that went well
+            for line in importlib.import_module("zeroshard.runtime.ledger").leaks():
+                sys.stderr.write(f"zeroshard: leak: {line}\n")
 
 
 class _Launched:
@@ -158,21 +169,6 @@ def die_with(launcher: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def _set_deepspeeds_variables() -> None:
-    """Set the variables that DeepSpeed's launcher sets besides torch's."""
-    os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]
-    os.environ["CROSS_RANK"] = os.environ["GROUP_RANK"]
-    os.environ["CROSS_SIZE"] = os.environ["GROUP_WORLD_SIZE"]
-
-
-def _bind_cores() -> None:
-    """Keep to this rank's part of the cores that its launcher keeps to."""
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // _env_int("LOCAL_WORLD_SIZE")
-    first = share * _env_int("LOCAL_RANK")
-    os.sched_setaffinity(0, cores[first : first + share])
-
-
 def _env_int(name: str) -> int:
     return int(os.environ.get(name, "0"))
 
@@ -222,13 +218,20 @@ def _fail(directory: str, error: BaseException) -> int:
     exit_code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     if zeroshard_errors is not None and isinstance(error, zeroshard_errors.ZeroshardError):
         exit_code = int(getattr(error, "exit_code", 1))
-    _explain(error)
+    # Where the script has sharded a model, the library adds its memory to an error of memory that
+    # ran out.
+    if "zeroshard.runtime.engine" in sys.modules:
+        with contextlib.suppress(Exception):  # memory has run out
+            importlib.import_module("zeroshard.runtime.ledger").explain(error)
     text = "".join(traceback.format_exception(type(error), error, frames))
     report = {
         "message": "".join(traceback.format_exception_only(type(error), error)).strip(),
         "traceback": text,
         "exit_code": exit_code,
-        "consequence": _lost_a_peer(error),
+        "consequence": (
+            type(error).__name__ == "PeerLostError"
+            or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+        ),
         "stalled": type(error).__name__ == "StallError",
     }
     hook = sys.excepthook
@@ -238,31 +241,6 @@ def _fail(directory: str, error: BaseException) -> int:
         # the user's own; torch's only prints what the launcher will
         hook(type(error), error, frames)
     return exit_code
-
-
-def _explain(error: BaseException) -> None:
-    """Have the library, where the script has sharded a model, add its memory to an error of memory
-    that ran out.
-    """
-    if "zeroshard.runtime.engine" in sys.modules:
-        with contextlib.suppress(Exception):  # memory has run out
-            importlib.import_module("zeroshard.runtime.ledger").explain(error)
-
-
-def _tell_leaks() -> None:
-    """Say what the library's engines hold that they should have given back, if the script has
-    sharded a model.
-    """
-    if "zeroshard.runtime.engine" in sys.modules:
-        with contextlib.suppress(Exception):  # a warning must not fail a run that went well
-            for line in importlib.import_module("zeroshard.runtime.ledger").leaks():
-                sys.stderr.write(f"zeroshard: leak: {line}\n")
-
-
-def _lost_a_peer(error: BaseException) -> bool:
-    return type(error).__name__ == "PeerLostError" or (
-        isinstance(error, RuntimeError) and "gloo/transport" in str(error)
-    )
 
 
 def _leave(exit_code: int) -> NoReturn:

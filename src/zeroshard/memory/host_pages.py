@@ -53,7 +53,7 @@ def map_pages(num_bytes: int) -> mmap.mmap:
 
 
 class HostRegister(Protocol):
-    """What locks pages of the host for an accelerator."""
+    """The driver that locks pages of the host for an accelerator."""
 
     def register(self, address: int, num_bytes: int) -> None:
         """Lock `num_bytes` from `address` on. Raises RuntimeError where the driver refuses."""

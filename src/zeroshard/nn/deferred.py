@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.core.storage import storage_of
 from zeroshard.errors import ConfigError
-from zeroshard.memory.heap import return_freed_memory
+from zeroshard.memory import return_freed_memory
 from zeroshard.nn.hollow import (
     HollowRecord,
     adopt_all,

@@ -54,7 +54,7 @@ from zeroshard.core.recording import Operation, Probe
 from zeroshard.core.schedule import TILE_BUFFERS, TILES_AHEAD
 from zeroshard.core.work import Work, wait_on_host
 from zeroshard.errors import StorageError
-from zeroshard.memory.heap import Trimmer
+from zeroshard.memory import Trimmer
 from zeroshard.optim.copies import TileOptimizer
 from zeroshard.optim.shards import StepMethod, Tile
 from zeroshard.optim.tiles import TileStates

@@ -1,19 +1,19 @@
 """Know before the launch: what rests where, what travels, whether it fits, and about how long a
 step takes.
 
-model.py        the parameters of a model, in the runtime's units
-families.py     the same from the fields of a Transformers config.json
-model_files.py  ... from files: config.json, headers of safetensors
+model.py        the parameters of a model, in the runtime's units, and its activations
+families.py     the same from files: config.json, headers of safetensors
 machine.py      GPUs, links, host, disk; presets in machines.toml
 measured.py     this machine instead of a preset, as `zeroshard doctor` has measured it
 training.py     precision, optimizer, batch, codecs, the fraction of a state that leaves
+axes.py         tensor and pipeline parallelism: grids of ranks, and the part of one
 exact.py        bytes at rest and on the wire: those of the engine, from core/
-saving.py       bytes of a checkpoint; a model of how long saving and loading take
-peak.py         peaks: a model, said in docs/planner.md
-simulate.py     one step, simulated: durations.py says how long its parts take, program.py in which
-                order they are enqueued, lanes.py when they run
-uneven.py       ranks that are not alike: a line per row and rank
-plan.py         every row and tier mix, the recommendation, JSON, a configuration
+peak.py         peaks: a model, said in docs/planner.md; buckets.py: the buffers of a unit
+simulate.py     one step, simulated: durations.py says how long its parts take (and a checkpoint),
+                lanes.py when they run; pipeline_time.py: of a pipeline
+rows.py         one line: a row, its tiers, bytes and seconds; ranks that are not alike
+grid.py         ... on one grid of tp x pp x dp ranks
+plan.py         every row and tier mix, the recommendation, JSON, a configuration; a sweep
 modules/        zs.plan and policy="auto": what takes torch, a module's units and its activations
 printing/       zeroshard plan: tables and pictures
 

@@ -1,19 +1,235 @@
-"""Gradients in a plan, until they rest: buckets and what arrives for their sums, in the memory that
-pools keep.
+"""The buffers of a unit in a plan: what gathering takes, and buckets and what arrives for their
+sums, in the memory that pools keep, until gradients rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from zeroshard.core.placement import Scope
-from zeroshard.core.schedule import Op, Schedule
-from zeroshard.planner.held import GroupBytes, TransportTraits, UnitBytes
+from zeroshard.core.layout import Layout
+from zeroshard.core.placement import Cells, Scope, Tier
+from zeroshard.core.residency import Residency, UnitTraits
+from zeroshard.core.route import Axis, Hop, Kind, routes
+from zeroshard.core.schedule import Meter, Op, Rules, Schedule, grad_pool_bytes, is_ordered
+from zeroshard.core.wire import Formats
+from zeroshard.planner.exact import Placed, made_once
+from zeroshard.planner.machine import Machine
+from zeroshard.planner.model import ModelShape
+from zeroshard.planner.training import Training
+
+# ---------------------------------------------------------------------------- the bytes of one unit
+# In one row, on one rank; peak.py says when.
+#
+#     gathered      the full buffer; where weights travel encoded (comm/quantized.py), the encoding,
+#                   until it is decoded
+#     one sum       a bucket in the dtype of gradients; with a codec its encoding, which is what the
+#                   transport has; slices of other ranks; over nodes, between the two levels, a
+#                   column's sum (comm/levels.py)
+#
+# Invariant: sizes are those of the routes' hops.
+
+CODEC_SCRATCH_BYTES = 6 << 18  # of a host's thread that encodes, for ever: comm/codec.py
+
+
+@dataclass(frozen=True)
+class TransportTraits:
+    """The properties of a transport that decide memory (comm/select.py)."""
+
+    alone: bool  # one rank: nothing to exchange
+    maps_peers: bool  # a gather of what rests sharded on the device moves nothing
+    keyed: bool  # ranks may run their units in different order
+    receives: bool  # slices of other ranks arrive in memory of this one
+    near: bool  # ... but for those of the ranks of its node
+    pages: bool  # buckets are whole pages
+    enqueues: bool  # the host runs ahead of the device
+
+    @classmethod
+    def of(cls, machine: Machine, name: str = "auto") -> TransportTraits:
+        """Return what `machine` takes, or a CPU's transport called `name`."""
+        if machine.gpus == 1:
+            return cls(True, True, True, False, False, False, machine.accelerator)
+        if machine.accelerator:
+            return cls(False, False, False, True, False, False, True)
+        shared = name == "shared_memory" or (name == "auto" and machine.mesh.num_nodes == 1)
+        return cls(False, shared, True, not shared, name != "gloo", True, False)
+
+    def schedule(self, units: Sequence[UnitBytes], cells: Cells, meter: Meter) -> Schedule:
+        """Return the schedule of `units` in a row of `cells`."""
+        traits = made_once(units, lambda unit: UnitTraits.of(cells, unit.full, unit.whole))
+        leave, coded = cells.weight.tier is not Tier.DEVICE, any(unit.encoded for unit in units)
+        one_sided = self.alone or self.maps_peers
+        rules = Rules.of(
+            traits,
+            ordered=is_ordered(one_sided=one_sided, leave=leave, coded=coded),
+            keyed=self.keyed,
+            enqueues=self.enqueues,
+            alone=self.alone,
+        )
+        return Schedule([Residency(at, one) for at, one in enumerate(traits)], rules, meter)
+
+
+def pool_bytes(model: ModelShape, training: Training) -> int:
+    """Return the bytes of a transport's gradient buffers."""
+    dtypes = {group.dtype for unit in model.units for group in unit.groups}
+    widest = max(training.formats(dtype).reduce.plain.bytes_per_element for dtype in dtypes)
+    return grad_pool_bytes(max(unit.numel for unit in model.units), round(widest))
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The buffers of one reduce that transports lend."""
+
+    sent: int = 0  # the bucket, or its encoding
+    received: int = 0  # slices of other ranks; in two levels, of those of the node
+    column: int = 0  # in two levels: the node's sum, as it goes on
+    received_after: int = 0  # ... and slices of it from other nodes
+    decoded: int = 0  # ... and fp32, where it goes on encoded
+
+
+@dataclass(frozen=True)
+class GroupBytes:
+    """One group of one unit."""
+
+    whole: int  # of the weights
+    full: int  # that gathering takes beyond what rests
+    encoded: int  # ... until it is decoded
+    column: int  # kept of it for the backward
+    bucket: int
+    is_encoded: bool  # the bucket is memory of the engine's own, not of a transport
+    lost: int  # while it is encoded, where errors are fed back
+    sums: Sums
+    rest: int  # of its gradient, on the device
+    passing: int  # of its sum on the way to another tier
+    partial: int  # of micro-batches or of a node, on the device
+    waits: Scope | None  # ... of which, as a sum that no reduce between ranks has taken
+    trained: bool
+
+    @property
+    def resting(self) -> int:
+        """The bytes of its gradient that rest on the device after a micro-batch."""
+        return self.partial if self.waits else self.rest
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """A unit's groups."""
+
+    groups: tuple[GroupBytes, ...]
+
+    @cached_property
+    def whole(self) -> int:
+        """The bytes of the weights."""
+        return sum(group.whole for group in self.groups)
+
+    @cached_property
+    def full(self) -> int:
+        """The bytes that gathering takes beyond what rests."""
+        return sum(group.full for group in self.groups)
+
+    @cached_property
+    def encoded(self) -> int:
+        """The bytes that gathering takes until it is decoded."""
+        return sum(group.encoded for group in self.groups)
+
+    @cached_property
+    def column(self) -> int:
+        """The bytes that are kept for the backward."""
+        return sum(group.column for group in self.groups)
+
+
+def group_bytes(
+    placed: Placed, training: Training, exchange: TransportTraits, *, node_sums: bool
+) -> GroupBytes:
+    """Return the bytes of one group on rank 0; `node_sums`: see ``core.route.routes``."""
+    (one, cut, cells), layout = placed, placed[0].layout
+    formats = one.formats(training)
+    weight, wire, grad = (
+        round(form.bytes_per_element)
+        for form in (formats.weight.plain, formats.reduce.plain, formats.grad)
+    )
+    group_routes = routes(cells, layout.mesh, formats, node_sums=node_sums)
+    forward = group_routes.unshard_forward.hops
+    whole, trained = layout.numel * weight, one.group.trained
+    column = layout.span(0, Scope.NODE_SHARD)
+    column_bytes = formats.gather.bytes_per_element * (column[1] - column[0])
+    own = layout.ranges[0][1] - layout.ranges[0][0]
+    on_device = cut.grad == one.held(cells.optim, 0)
+    # one rank whose gradients rest as they come: there is nothing to sum
+    direct = exchange.alone and formats.reduce == formats.grad and on_device
+    is_summed = trained and not direct
+    is_encoded = is_summed and formats.reduce.codec is not None
+    # a sum that waits is never cut, and of a node's ranks it stays on the device
+    waits = layout.scope(cells.grad) if cells.grad.is_partial else None
+    is_near = cells.grad.tier is Tier.DEVICE or waits is Scope.NODE_SHARD
+    reduces = [hop for hop in group_routes.reduce.hops if hop.kind is Kind.REDUCE_SCATTER]
+    return GroupBytes(
+        whole=whole,
+        full=0 if _reads_in_place(layout, cells, formats, exchange) else whole,
+        encoded=sum(_encoding(hop, layout.numel) for hop in forward),
+        column=round(column_bytes) if any(hop.kind is Kind.KEEP for hop in forward) else 0,
+        bucket=layout.numel * wire if is_summed else 0,
+        is_encoded=is_encoded,
+        lost=4 * layout.numel if is_encoded and training.error_feedback else 0,
+        sums=_sums(layout, formats, reduces, exchange) if is_summed else Sums(),
+        rest=cut.grad * grad,
+        passing=0 if on_device else own * 4,
+        partial=one.held(cells.grad, 0) * grad if waits and is_near else 0,
+        waits=waits,
+        trained=trained,
+    )
+
+
+def _reads_in_place(
+    layout: Layout, cells: Cells, formats: Formats, exchange: TransportTraits
+) -> bool:
+    """Whether what rests is read as a whole without gathering: not what travels or rests encoded,
+    which is decoded into memory of its own.
+    """
+    if cells.weight.tier is not Tier.DEVICE or formats.gather.codec is not None:
+        return False
+    scope = layout.scope(cells.weight)
+    return scope is Scope.FULL or exchange.alone or (exchange.maps_peers and scope is Scope.SHARD)
+
+
+def _encoding(hop: Hop, numel: int) -> int:
+    """Return the bytes of the encoding that `hop` of a gather fills."""
+    is_new = hop.kind is Kind.ENCODE or (hop.kind is Kind.ALL_GATHER and hop.wire.codec is not None)
+    return round(hop.held_bytes(hop.target, numel)) if is_new else 0
+
+
+def _sums(
+    layout: Layout, formats: Formats, reduces: Sequence[Hop], exchange: TransportTraits
+) -> Sums:
+    mesh, wire = layout.mesh, formats.reduce.bytes_per_element
+    sent = round(layout.numel * wire)
+    own = layout.ranges[0][1] - layout.ranges[0][0]
+    others, inside, nodes = mesh.size - 1, mesh.node_size - 1, mesh.num_nodes - 1
+    near = inside if exchange.near else 0
+    if exchange.enqueues:  # the backend adds up what arrives
+        others, inside, nodes, near = 1, 1, 1, 0
+    if not exchange.receives:
+        return Sums(sent)
+    if all(hop.axis is Axis.FLAT for hop in reduces):
+        return Sums(sent, round(own * wire) * (others - near))
+    start, stop = layout.span(0, Scope.NODE_SHARD)
+    hop = formats.node_sum.bytes_per_element
+    return Sums(
+        sent,
+        received=round((stop - start) * wire) * (inside - near),
+        column=round((stop - start) * hop),
+        received_after=round(own * hop) * nodes,
+        decoded=0 if formats.node_sum.codec is None else 4 * (stop - start),
+    )
+
+
+# -------------------------------------------------------------------------------- buckets and pools
 
 
 @dataclass
 class PlannedMeter:
-    """What memory.py: MemoryCounter counts."""
+    """The counts of ``memory.MemoryCounter``, planned."""
 
     live: int = 0
     twice: int = 0  # bytes of loans whose memory has been lent again
@@ -162,7 +378,8 @@ class Reduced:
             self._rest[key] = group.rest
             self._open[key] = _Reduce(key, 0, None)
             return
-        self._make_room(group.bucket)
+        for command in self._schedule.reduces.make_room(group.bucket):
+            self.end((command.unit, command.segment))
         made = self._open[key] = _Reduce(key, group.bucket, None)
         if group.is_encoded:
             self.own += group.bucket
@@ -182,11 +399,6 @@ class Reduced:
             buffer.loan.twice = True
             self._meter.twice += buffer.loan.num_bytes
         buffer.loan, reduce.buffer = reduce, buffer
-
-    def _make_room(self, num_bytes: int) -> None:
-        """Wait for reduces until so much fits the budget."""
-        for command in self._schedule.reduces.make_room(num_bytes):
-            self.end((command.unit, command.segment))
 
     def reduce(self, unit: int, repeats: int, *, sync: bool) -> None:
         """All gradients of a unit, which stands for so many, are there."""
@@ -253,7 +465,7 @@ class Reduced:
         reduce.num_bytes = 0
 
     def _give_bucket(self, reduce: _Reduce) -> None:
-        """What it has sent is read: the pool has its bucket back."""
+        """The pool has its bucket back: all that was sent is read."""
         if reduce.buffer is not None and reduce.buffer.loan is reduce:
             reduce.buffer.lent = False
 

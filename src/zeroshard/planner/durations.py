@@ -1,5 +1,5 @@
-"""How long each part of a step takes on a machine, and what bounds it: a latency and a bandwidth
-for each class of link. Every assumption is here and in docs/planner.md.
+"""The duration of each part of a step on a machine, and its bound: a latency and a bandwidth for
+each class of link. Every assumption is here and in docs/planner.md.
 
     collective    steps x latency + bytes / bandwidth, inside nodes and between them
     other tiers   latency + bytes / the slowest of host link, this rank's share of the host's
@@ -28,14 +28,85 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeroshard.core.placement import Tier
+from zeroshard.core.placement import Scope, Tier
+from zeroshard.core.policy import Policy
 from zeroshard.core.route import Axis, Hop, Kind, Lane
 from zeroshard.core.wire import Formats
-from zeroshard.planner.beside import ALONE, TensorParallel, activation_bytes
-from zeroshard.planner.exact import LaidOut
+from zeroshard.planner.exact import LaidOut, LaidOutGroup
 from zeroshard.planner.lanes import COMPUTE, LaneTask
 from zeroshard.planner.machine import Machine
+from zeroshard.planner.model import ModelShape
 from zeroshard.planner.training import Training
+
+# ---------------------------------------------------------------------- activations along tp and pp
+#     tp   an all-reduce of tokens x hidden after each row-cut matrix: 2 a layer in the forward, 2
+#          in the backward (arXiv 1909.08053, section 3), 2 more where the forward is recomputed;
+#          one after the embedding in the forward, one before the output layer in the backward.
+#          Sequence parallelism makes each a reduce-scatter and an all-gather, of the same bytes.
+#     pp   tokens x hidden to the next stage, and its gradient back
+#
+# A rank of n receives (n - 1) / n of a reduce-scatter and as much of an all-gather, in n - 1 steps
+# each. Compute waits for all of ``tp``'s: the next matrix needs it.
+
+
+def activation_bytes(model: ModelShape, training: Training) -> int:
+    """Return the bytes of what one layer hands to the next of a micro-batch; 0: not known."""
+    if model.decoder is None:
+        return 0
+    size = training.formats(None).weight.bytes_per_element
+    return round(model.decoder.hidden * training.tokens * size)
+
+
+def send_seconds(num_bytes: int, machine: Machine, *, is_near: bool) -> float:
+    """Return how long a stage's output takes to the next stage."""
+    speeds = machine.speeds
+    rate = speeds.local if is_near else speeds.network
+    latency = speeds.local_latency if is_near else speeds.network_latency
+    return latency + num_bytes / (rate * speeds.bandwidth_efficiency)
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The ranks along ``tp`` of one stage, in one node or in several."""
+
+    ranks: int
+    nodes: int = 1
+    is_first: bool = True  # the stage has the embedding
+    is_last: bool = True  # ... and the output layer
+
+    def all_reduces(self, layers: int, training: Training) -> tuple[int, int]:
+        """Return how many a forward and a backward of `layers` layers have."""
+        if self.ranks == 1:
+            return 0, 0
+        again = 2 * layers if training.checkpointing else 0
+        return 2 * layers + self.is_first, 2 * layers + again + self.is_last
+
+    def received(self, num_bytes: int) -> int:
+        """Return the bytes that a rank receives in one all-reduce of `num_bytes`."""
+        return round(2 * num_bytes * (self.ranks - 1) / self.ranks)
+
+    def step_bytes(self, model: ModelShape, training: Training) -> int:
+        """Return the bytes that a rank with the layers of `model` receives in a step."""
+        layers = 0 if model.decoder is None else model.decoder.layers
+        count = sum(self.all_reduces(layers, training)) * training.micro_batches
+        return count * self.received(activation_bytes(model, training))
+
+    def seconds(self, num_bytes: int, machine: Machine) -> float:
+        """Return how long one all-reduce of `num_bytes` takes: a ring, through all nodes."""
+        if self.ranks == 1:
+            return 0.0
+        speeds, between = machine.speeds, self.nodes - 1
+        rate = speeds.network if between else speeds.local
+        inside = self.ranks - self.nodes
+        latency = 2 * (between * speeds.network_latency + inside * speeds.local_latency)
+        moved = self.received(num_bytes)
+        return latency + moved / (rate * speeds.bandwidth_efficiency)
+
+
+ALONE = TensorParallel(1)
+
+
+# ----------------------------------------------------------------------------------- a step's parts
 
 STEP, TENSOR = "optimizer step", "tensor parallelism"
 _LINKS = {"local": "links inside nodes", "network": "links between nodes"}
@@ -257,3 +328,81 @@ class Durations:
         """Return the copy of gradients into the buffer that is reduced."""
         sizes = formats.weight.bytes_per_element + formats.reduce.plain.bytes_per_element
         return self.in_memory("compute", "copy", numel * sizes)
+
+
+# ------------------------------------------------------------------------------------- a checkpoint
+# Every element is saved once, and the bytes are exact: of trained parameters the fp32 master and
+# the optimizer's state, of frozen ones the weight, decoded (checkpoint/rank_part.py). Padding is
+# not. Random generators (some kilobytes per rank), buffers, schedulers and the files' headers come
+# on top.
+#
+# Times are a model; where a machine has no disk, those of files are None.
+#
+#     save        what rests on the device over the host link, then all of it to the node's disks
+#                 (what rests on disk is read there first)
+#     background  the copy alone: over the host link, or in the host's memory; where a state rests
+#                 on disk, all of the save (checkpoint/save.py: Saver)
+#     load        all that a rank holds from the node's disks (what rests on disk twice, and written
+#                 back), then what rests on the device over the host link
+
+_MASTER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class CheckpointTimes:
+    """Seconds that one checkpoint takes; None: not known, on a machine without a disk."""
+
+    load: float | None  # zs.load
+    save: float | None  # zs.save
+    background: float | None  # for which zs.Saver holds training up
+
+
+def checkpoint_bytes(laid_out: LaidOut, training: Training, rank: int | None = None) -> int:
+    """Return the bytes of parameters and optimizer state that all ranks write, or `rank` does."""
+    total = 0
+    for one in laid_out.groups:
+        layout = one.layout
+        parts = layout.slots if rank is None else layout.pieces(rank)
+        total += one.count * sum(_saved_bytes(one, part.numel, training) for part in parts)
+    return total
+
+
+def checkpoint_times(
+    laid_out: LaidOut, policy: Policy, machine: Machine, training: Training
+) -> CheckpointTimes:
+    """Return how long rank 0 takes; its node's other ranks do as much at the same time."""
+    speeds, cells, ranks = machine.speeds, policy.default, machine.node_size
+    part = speeds.bandwidth_efficiency
+    link, memory = speeds.host_link * part, speeds.host * part / ranks
+    saved, held = checkpoint_bytes(laid_out, training, 0), _held_bytes(laid_out, policy, training)
+    away = 0.0 if cells.optim.tier is Tier.DEVICE else training.fraction
+    on_disk = away if cells.optim.tier is Tier.DISK else 0.0
+    copied = saved * (1.0 - away) / link
+    uses_disk = Tier.DISK in (cells.weight.tier, cells.grad.tier, cells.optim.tier)
+    behind = None if uses_disk else copied + 2.0 * saved * away / memory
+    if not machine.disk:
+        return CheckpointTimes(None, None, behind)
+    disks = speeds.disk * part / ranks
+    save = copied + saved * (1.0 + on_disk) / disks
+    load = held * (1.0 + 2.0 * on_disk) / disks + held * (1.0 - away) / link
+    return CheckpointTimes(load, save, save if behind is None else behind)
+
+
+def _held_bytes(laid_out: LaidOut, policy: Policy, training: Training) -> int:
+    """Return the bytes that rank 0 reads: masters and moments that it steps, and its share of
+    frozen weights, or all of those that every rank keeps (runtime/rest.py).
+    """
+    cells, total = policy.default, 0
+    for one in laid_out.groups:
+        scope = one.layout.scope(cells.optim)
+        if not one.group.trained and (scope, cells.weight.scope) != (Scope.FULL, Scope.FULL):
+            scope = Scope.SHARD
+        pieces = one.layout.pieces_in(one.layout.span(0, scope))
+        total += one.count * sum(_saved_bytes(one, piece.numel, training) for piece in pieces)
+    return total
+
+
+def _saved_bytes(one: LaidOutGroup, numel: int, training: Training) -> int:
+    if one.group.trained:
+        return _MASTER_BYTES * numel + training.state_bytes(numel)
+    return round(numel * training.formats(one.group.dtype).weight.bytes_per_element)

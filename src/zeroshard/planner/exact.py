@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from zeroshard.core.cost import LinkBytes, reduce_scatter
+from zeroshard.core.gradient_budget import UnitGradient, resting_whole
 from zeroshard.core.layout import ALIGN, Layout, Piece
 from zeroshard.core.placement import Cell, Cells, Mesh, Portion, Scope, Tier
 from zeroshard.core.policy import Policy
@@ -81,7 +82,7 @@ class LaidOutGroup:
 
 @dataclass(frozen=True)
 class DeviceCut:
-    """How many of the first elements of a group's states rest on the device of a rank; of the
+    """The number of first elements of a group's states that rest on the device of a rank: of the
     weights that it rests, and of what it steps.
     """
 
@@ -128,7 +129,7 @@ class LaidOut:
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """Of each unit the number of the first of the same shapes, passes and counted FLOPs;
+        """The number of the first unit of the same shapes, passes and counted FLOPs, by unit;
         unequal shares are rounded otherwise from unit to unit.
         """
         if self.shares is not None:
@@ -521,3 +522,38 @@ def _in_two(split: int, numel: int, tier: Tier, wire: Wire) -> dict[Tier, int]:
 
 def _bytes(numel: int, wire: Wire) -> int:
     return round(numel * wire.bytes_per_element)
+
+
+# ------------------------------------------------------------ gradients whole between micro-batches
+# The choice of units whose gradients stay whole is the engine's (core/gradient_budget.py), from the
+# bytes of each; the row then has cells of single units, which everything else reads.
+
+
+def with_budget(laid_out: LaidOut, policy: Policy, training: Training) -> Policy:
+    """Return `policy` with whole gradients where the budget of `training` holds them; `policy`
+    itself where it holds none, or has no effect: in rows that keep whole gradients anyway, or with
+    gradients on disk, which ``zs.shard`` refuses.
+    """
+    budget, cell = training.accumulation_bytes, policy.default.grad
+    if budget is None or not cell.is_sharded or cell.tier is Tier.DISK:
+        return policy
+    units = zip(laid_out.model.units, laid_out.by_unit, strict=True)
+    ranks = range(1 if laid_out.shares is None else laid_out.mesh.size)
+    sizes = [_bytes_of(unit.name, groups, cell, ranks, training) for unit, groups in units]
+    resting = resting_whole(sizes, budget)
+    return policy.with_whole_gradients(resting) if resting else policy
+
+
+def _bytes_of(
+    name: str, groups: Sequence[LaidOutGroup], cell: Cell, ranks: range, training: Training
+) -> UnitGradient:
+    """Return the bytes of a unit's gradient: whole, and in `cell` on that of `ranks` where they
+    are most.
+    """
+    whole = shard = 0
+    for one in groups:
+        if one.group.trained:
+            each = round(one.formats(training).grad.bytes_per_element)
+            whole += one.layout.numel * each
+            shard += max(one.held(cell, rank) for rank in ranks) * each
+    return UnitGradient(name, whole, shard)

@@ -1,7 +1,7 @@
 """One grid of ranks, tp x pp x dp, planned: bytes of the rank that takes most, and the step.
 
 The data parallel part is planned as ever (exact.py, peak.py), on the parameters that one rank along
-``tp`` and one stage have (cuts.py) and on their share of the machine. Of a pipeline the first and
+``tp`` and one stage have (axes.py) and on their share of the machine. Of a pipeline the first and
 the last rank are planned: the first has most layers, most micro-batches in flight and the
 embedding, the last one the output layer and the logits; the one that takes more of the device is
 shown. Without a pipeline the step is simulated unit by unit (simulate.py), with one stage by stage
@@ -20,19 +20,28 @@ from zeroshard.core.pipeline_gathers import UNSHARD
 from zeroshard.core.pipeline_orders import most_in_flight
 from zeroshard.core.placement import Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
-from zeroshard.planner.axes import Grid
-from zeroshard.planner.beside import TensorParallel, activation_bytes, send_seconds
-from zeroshard.planner.closed_form import kept_bytes
-from zeroshard.planner.cuts import cut_stages, cut_tensors
-from zeroshard.planner.durations import Durations
+from zeroshard.planner.axes import Grid, cut_stages, cut_tensors
+from zeroshard.planner.durations import (
+    Durations,
+    TensorParallel,
+    activation_bytes,
+    checkpoint_bytes,
+    send_seconds,
+)
 from zeroshard.planner.exact import LaidOut, StateBytes, made_once, rest_bytes, traffic_bytes
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import ModelShape
+from zeroshard.planner.model import ModelShape, kept_bytes
 from zeroshard.planner.peak import InFlight, Peak, peak_bytes
-from zeroshard.planner.pipeline_time import Pipeline, PipelineTime, phases, placed_actions, room
-from zeroshard.planner.saving import checkpoint_bytes
+from zeroshard.planner.pipeline_time import (
+    Pipeline,
+    PipelineTime,
+    StageWork,
+    phases,
+    placed_actions,
+    room,
+    stage_work,
+)
 from zeroshard.planner.simulate import step_time
-from zeroshard.planner.stage import StageWork, stage_work
 from zeroshard.planner.training import Training
 
 
@@ -46,7 +55,7 @@ class StepSeconds(Protocol):
 
     @property
     def bound_by(self) -> str:
-        """What takes most of them."""
+        """The resource, or the computation, that takes most of them."""
         ...
 
 
@@ -166,25 +175,21 @@ class GridPlan:
         """Return what a rank receives in a step over the data parallel axes."""
         if self.grid.pp == 1:
             return traffic_bytes(self._laid_out[0], policy, self.training)
+        grid, sizes = self.grid, [work.whole_bytes for work in self._works(policy)]
+        actions = placed_actions(grid.schedule, rank, grid.pp, grid.micro_batches, sizes)
+        # how often each stage is gathered before forwards, and before backwards
+        gathers = dict.fromkeys(self._own(rank), (0, 0))
+        what_for = phases(actions)
+        for at, action in enumerate(actions):
+            if action.kind == UNSHARD:
+                ahead, back = gathers[action.stage]
+                is_ahead = what_for[at] == "forward"
+                gathers[action.stage] = (ahead + is_ahead, back + (not is_ahead))
         total = LinkBytes()
-        gathers = self._gathers(rank, [work.whole_bytes for work in self._works(policy)])
         for stage in self._own(rank):
             laid_out = self._laid_out[stage]
             total = total + traffic_bytes(laid_out, policy, self.training, gathers[stage])
         return total
-
-    def _gathers(self, rank: int, sizes: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """Return how often each stage is gathered before forwards, and before backwards."""
-        grid = self.grid
-        actions = placed_actions(grid.schedule, rank, grid.pp, grid.micro_batches, sizes)
-        out = dict.fromkeys(self._own(rank), (0, 0))
-        what_for = phases(actions)
-        for at, action in enumerate(actions):
-            if action.kind == UNSHARD:
-                ahead, back = out[action.stage]
-                is_ahead = what_for[at] == "forward"
-                out[action.stage] = (ahead + is_ahead, back + (not is_ahead))
-        return out
 
     def axis_bytes(self, rank: int, along_dp: LinkBytes) -> dict[str, int]:
         """Return what a rank receives in a step by axis: states `along_dp`, and activations along

@@ -8,7 +8,7 @@ want the same resource, the one that could start earlier goes first, then the on
 earlier. Nothing is interrupted.
 
 Cost: a few microseconds per job. Bytes and seconds come from durations.py, the order of jobs from
-program.py and pipeline_time.py.
+simulate.py and pipeline_time.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Queue = tuple[int, str]  # a rank's lane, or a resource of it
 
 @dataclass(frozen=True, slots=True)
 class LaneTask:
-    """What a lane does, once for each of many equal units."""
+    """A piece of a lane's work, the same for each of many equal units."""
 
     lane: AnyLane
     name: str

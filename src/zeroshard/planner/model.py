@@ -1,5 +1,5 @@
-"""A model as the planner sees it: shapes of parameters in the runtime's units, and, where it is a
-transformer decoder, the sizes from which activations follow.
+"""A model as the planner sees it: shapes of parameters in the runtime's units, and the activations
+of a pass, traced or, of a transformer decoder, in closed form.
 
 A model is described by a number of parameters (a decoder of typical shape is assumed, and said), by
 a Transformers ``config.json`` (families.py), or built without memory by whoever may import torch
@@ -13,15 +13,82 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from zeroshard.core.resting import packed, unit_limit
 from zeroshard.core.sizes import parse_count
 from zeroshard.errors import ConfigError
-from zeroshard.planner.activation_trace import ActivationTrace
 from zeroshard.planner.training import Training
+
+# --------------------------------------------------------------------------------- a pass in events
+# The activations of a pass, event by event: plain numbers, made by whoever may import torch
+# (modules/activations.py), or by `closed_form`.
+#
+#     gather u   unit u is needed         gradient u g   the first gradient of group g of u is there
+#     release u  it is needed no longer   reduce u       all of its gradients are
+#     turn       the forward is over      end            the backward is over
+#
+# At these events the engine takes and gives back memory (runtime/loop.py), whatever the row.
+# Between two of them activations grow and shrink by themselves; a `Moment` holds the most of them
+# from its event to the next.
+
+Event = Literal["gather", "release", "gradient", "reduce", "turn", "end"]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An event, and the most bytes of activations, logits among them, from it to the next."""
+
+    event: Event
+    unit: int = -1  # number in ``ModelShape.units``
+    group: int = 0  # number in ``UnitShape.groups``, of a gradient
+    activations: int = 0
+    logits: int = 0
+    repeats: int = 1  # equal units that it stands for
+
+
+@dataclass(frozen=True)
+class ActivationTrace:
+    """One forward and backward of a micro-batch of `tokens`, from its first event to its last."""
+
+    moments: tuple[Moment, ...]
+    tokens: int
+    checkpointing: bool
+    buffers: int = 0  # bytes of the model's own buffers, which are there all the time
+    # FLOPs of the forward and the backward of each unit, recomputing included, that were counted
+    flops: tuple[tuple[float, float], ...] = ()
+
+    def scaled(self, tokens: int) -> ActivationTrace:
+        """Return the trace of a micro-batch of so many tokens, to which activations are taken as
+        proportional.
+        """
+        if tokens == self.tokens:
+            return self
+        factor = tokens / self.tokens
+        moments = tuple(
+            replace(
+                one,
+                activations=round(one.activations * factor),
+                logits=round(one.logits * factor),
+            )
+            for one in self.moments
+        )
+        flops = tuple((ahead * factor, back * factor) for ahead, back in self.flops)
+        return replace(self, moments=moments, tokens=tokens, flops=flops)
+
+    def above(self, num_bytes: int) -> ActivationTrace:
+        """Return the trace beside so many bytes of other activations."""
+        moments = tuple(
+            replace(one, activations=one.activations + num_bytes) for one in self.moments
+        )
+        return replace(self, moments=moments)
+
+
+# ----------------------------------------------------------------------------- shapes of parameters
 
 Shape = tuple[str, tuple[int, ...]]  # name, shape of one parameter
 
@@ -33,7 +100,7 @@ class GroupShape:
     shapes: tuple[Shape, ...]
     dtype: str | None = None  # in which they compute; None: the precision's
     trained: bool = True
-    looked_up: int = 0  # elements of tables, which nothing is multiplied by (cuts.py)
+    looked_up: int = 0  # elements of tables, which nothing is multiplied by (axes.py)
 
     @cached_property
     def numel(self) -> int:
@@ -234,3 +301,98 @@ def _block(hidden: int) -> list[Shape]:
 
 def _numel(shapes: Iterable[Shape]) -> int:
     return sum(math.prod(shape) for _, shape in shapes)
+
+
+# ----------------------------------------------------------------------- activations in closed form
+# arXiv 2205.05198, section 4.1, without dropout and with attention that keeps no s x s matrix. With
+# `checkpointing` every layer keeps its input, and the one under way everything. A model of which
+# nothing is known but its parameters has a trace without activations.
+#
+# Cost: at most 9 layers are walked, whatever the model's depth: between the first and the last of
+# them everything grows or shrinks evenly.
+
+_SHOWN = 8  # equal layers that are walked one by one; those between them are taken as one
+
+
+def layer_bytes(decoder: Decoder, training: Training) -> int:
+    """Return the bytes that the forward of one layer leaves for its backward.
+
+    Per token: the inputs of both norms, of the projections and of the MLP, q, k, v and the
+    attention's output; of the MLP what goes into its activation and out of it, of a gated one both
+    factors as well.
+    """
+    q, kv = decoder.heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
+    attention = 3 * decoder.hidden + 2 * q + 2 * kv
+    mlp = decoder.hidden + (4 if decoder.gated else 2) * decoder.ffn
+    return (attention + mlp) * training.tokens * _itemsize(training)
+
+
+def kept_bytes(decoder: Decoder | None, training: Training) -> int:
+    """Return the bytes of one layer that stay between its forward and its backward."""
+    if decoder is None:
+        return 0
+    if training.checkpointing:  # its input
+        return decoder.hidden * training.tokens * _itemsize(training)
+    return layer_bytes(decoder, training)
+
+
+def logit_bytes(decoder: Decoder, training: Training) -> int:
+    """Return the bytes of the logits in the compute dtype, in fp32, and of their gradient."""
+    return decoder.vocab * training.tokens * (_itemsize(training) + 8)
+
+
+def closed_form(model: ModelShape, training: Training) -> ActivationTrace:
+    """Return the trace of a model whose units run in order, the layers of its decoder as
+    `layer_bytes` says. Without a decoder there are no activations in it.
+    """
+    decoder = model.decoder
+    layer = 0 if decoder is None else layer_bytes(decoder, training)
+    kept = kept_bytes(decoder, training)
+    logits = 0 if decoder is None else logit_bytes(decoder, training)
+
+    order = list(_in_order(model.units, 0 if decoder is None else decoder.layers))
+    forward, held = [], 0
+    for unit, repeats, is_layer in order:
+        inside = held + (layer if is_layer else 0)
+        forward.append(Moment("gather", unit, 0, inside, 0, repeats))
+        held += kept * repeats if is_layer else 0
+        forward.append(Moment("release", unit, 0, held, 0, repeats))
+    turn = Moment("turn", activations=held + logits, logits=logits)
+    backward = []
+    for unit, repeats, is_layer in reversed(order):
+        # the logits' gradient lives until the unit that made them is done
+        loss = logits if unit == order[-1][0] else 0
+        extra = layer - kept if is_layer else 0
+        first, held = held + extra, held - (kept * repeats if is_layer else 0)
+        last = held + (layer if is_layer else 0)
+        backward.append(Moment("gather", unit, 0, first + loss, loss, repeats))
+        for number, group in enumerate(model.units[unit].groups):
+            if group.trained:
+                backward.append(Moment("gradient", unit, number, first + loss, loss, repeats))
+        backward.append(Moment("reduce", unit, 0, last, 0, repeats))
+        backward.append(Moment("release", unit, 0, held, 0, repeats))
+    moments = (*forward, turn, *backward, Moment("end"))
+    return ActivationTrace(moments, training.tokens, training.checkpointing)
+
+
+def _in_order(units: Sequence[UnitShape], layers: int) -> Iterator[tuple[int, int, bool]]:
+    """Yield the units that are walked: number, how many equal ones it stands for, and whether it
+    is a layer.
+    """
+    shapes = [
+        tuple(tuple(shape for _, shape in group.shapes) for group in unit.groups) for unit in units
+    ]
+    common, count = Counter(shapes).most_common(1)[0]
+    run = [number for number, shape in enumerate(shapes) if shape == common]
+    skipped = run[_SHOWN // 2 : -_SHOWN // 2] if len(run) > _SHOWN + 1 else []
+    if run != list(range(run[0], run[0] + len(run))):
+        skipped = []
+    left_out = set(skipped[1:])
+    for number in range(len(units)):
+        if number not in left_out:
+            is_layer = bool(layers) and (count != layers or shapes[number] == common)
+            yield number, len(skipped) if skipped[:1] == [number] else 1, is_layer
+
+
+def _itemsize(training: Training) -> int:
+    return round(training.formats(None).weight.bytes_per_element)

@@ -3,7 +3,7 @@ every event of the step, not maximum to maximum.
 
     each micro-batch, forward and backward     weights and optimizer states at rest, gradients that
                                                rest so far, the engine's buffers (`Playback`) and
-                                               activations (activation_trace.py)
+                                               activations (model.py)
     optimizer.step()                           weights and optimizer states at rest, the gradients
                                                of what a rank steps, and the optimizer's temporaries
 
@@ -28,9 +28,15 @@ from zeroshard.core.schedule import (
     Phase,
     Schedule,
 )
-from zeroshard.planner.activation_trace import ActivationTrace, Moment
-from zeroshard.planner.buckets import PlannedMeter, Reduced
-from zeroshard.planner.closed_form import closed_form
+from zeroshard.planner.buckets import (
+    CODEC_SCRATCH_BYTES,
+    PlannedMeter,
+    Reduced,
+    TransportTraits,
+    UnitBytes,
+    group_bytes,
+    pool_bytes,
+)
 from zeroshard.planner.exact import (
     LaidOut,
     StateBytes,
@@ -39,20 +45,13 @@ from zeroshard.planner.exact import (
     made_once,
     sum_by_tier,
 )
-from zeroshard.planner.held import (
-    CODEC_SCRATCH_BYTES,
-    TransportTraits,
-    UnitBytes,
-    group_bytes,
-    pool_bytes,
-)
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import ModelShape
+from zeroshard.planner.model import ActivationTrace, ModelShape, Moment, closed_form
 from zeroshard.planner.training import Training
 
 # ----------------------------------------------------------------------------------------- playback
-# What the engine itself takes during a step beyond what rests: its schedule (core/schedule),
-# executed on bytes at the events of a pass (activation_trace.py).
+# The engine's own memory in a step, beyond what rests: its schedule (core/schedule), executed on
+# bytes at the events of a pass (model.py).
 #
 #     gathered      units in use and ahead of use, within the budget; what a row keeps between
 #                   forward and backward
@@ -70,7 +69,7 @@ from zeroshard.planner.training import Training
 
 @dataclass(frozen=True)
 class Instant:
-    """What the engine holds from one event of a pass to the next, and the event."""
+    """An event of a pass, and the engine's memory from it to the next."""
 
     moment: Moment
     gathered: int
@@ -242,7 +241,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class InFlight:
-    """What a rank of a pipeline holds beside one micro-batch: activations of others between their
+    """Memory of a rank of a pipeline beside one micro-batch: activations of others between their
     forward and their backward, and the gathered weights of stages.
     """
 

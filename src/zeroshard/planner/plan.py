@@ -2,25 +2,192 @@
 
 The recommendation is the fastest row that fits, of equal ones the first. Where none fits, it is the
 first change that makes one fit, of those tried from the cheapest on: recomputing activations,
-smaller micro-batches, a disk, more GPUs.
+smaller micro-batches, a disk, more GPUs. A sweep plans one model on more and more GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.core.placement import Tier
+from zeroshard.core.policy import ROWS, Policy
 from zeroshard.core.wire import Wire
 from zeroshard.errors import ConfigError
-from zeroshard.planner.axes import Axes, Grid
+from zeroshard.planner.axes import Axes, Grid, grids
+from zeroshard.planner.durations import Durations
+from zeroshard.planner.exact import LaidOut, StateBytes, rest_bytes
+from zeroshard.planner.grid import GridPlan, RankPlan
 from zeroshard.planner.machine import Machine, presets
 from zeroshard.planner.model import ModelShape, fitted, with_adapters
-from zeroshard.planner.rows import PlannedRow, candidates, describe_row, short_of
-from zeroshard.planner.search import Policies, Search
+from zeroshard.planner.rows import (
+    PlannedRow,
+    bytes_of,
+    candidates,
+    describe_row,
+    plan_on_grid,
+    plan_row,
+    rest_fits,
+    short_of,
+    takes,
+    tiers_of,
+)
 from zeroshard.planner.training import Training
+
+# ------------------------------------------------------------------ rows and grids that are planned
+# All rows of data parallel ranks or of one grid; where axes are "auto", the best row of each of the
+# grids that may be fastest.
+#
+# A search over grids goes from the one whose computations take least, with what their order leaves
+# idle, to the one whose take most. It ends when eight grids were planned and the next one's least
+# time is more than the fastest step so far, or with twelve grids of which one fits. In a grid,
+# states leave the device only where no row fits on it; the three rows that move least are
+# simulated, and none after one whose step is within 2% of the grid's least. Data parallel ranks
+# alone are always planned.
+
+Policies = Callable[[Machine], Iterable[Policy]]
+
+_GRIDS, _MOST_GRIDS = 8, 12  # planned by a search, where the fastest is known by then
+_ROWS = 3  # simulated in a grid
+_NEAR = 1.02  # of a grid's least seconds: faster is not looked for
+
+
+@dataclass(frozen=True)
+class Search:
+    """The lines that are planned of a model, on any machine and with any training."""
+
+    model: ModelShape
+    policies: Policies
+    axes: Axes | None = None
+
+    def rows(self, machine: Machine, training: Training) -> tuple[PlannedRow, ...]:
+        """Return the planned lines, whether they fit or not. Raises ConfigError for axes that do
+        not fit the machine or the model.
+        """
+        if self.axes is None:
+            laid_out = LaidOut(self.model, machine.mesh, training.align)
+            runnable = self._runnable(machine, training)
+            return tuple(plan_row(laid_out, policy, machine, training) for policy in runnable)
+        if not self.axes.is_auto:
+            (grid,) = grids(self.axes, self.model, machine, training)
+            plan = GridPlan(grid, self.model, machine, training)
+            runnable = self._runnable(plan.share, training)
+            return tuple(plan_on_grid(plan, policy) for policy in runnable)
+        return tuple(self._best(machine, training))
+
+    def fitting(self, machine: Machine, training: Training) -> list[PlannedRow]:
+        """Return the lines that fit; the steps of others are not simulated."""
+        if self.axes is None:
+            laid_out = LaidOut(self.model, machine.mesh, training.align)
+            fits = _that_fit(
+                self._runnable(machine, training),
+                machine,
+                lambda policy: [rest_bytes(laid_out, policy, training)],
+                lambda policy: bytes_of(laid_out, policy, machine, training),
+            )
+            return [plan_row(laid_out, policy, machine, training, sizes) for policy, sizes in fits]
+        if self.axes.is_auto:
+            return [row for row in self._best(machine, training) if row.fits]
+        (grid,) = grids(self.axes, self.model, machine, training)
+        plan = GridPlan(grid, self.model, machine, training)
+        runnable = self._runnable(plan.share, training)
+        fits = _that_fit(runnable, plan.share, plan.rests, plan.worst)
+        return [plan_on_grid(plan, policy, sizes) for policy, sizes in fits]
+
+    def peak_of(self, row: PlannedRow, machine: Machine, training: Training) -> int:
+        """Return the peak on the device of the line that is `row`, with another `training`."""
+        policy = ROWS[row.row].tiered(*(Tier(tier) for tier in row.tiers.values()))
+        if self.axes is None:
+            laid_out = LaidOut(self.model, machine.mesh, training.align)
+            return bytes_of(laid_out, policy, machine, training).peak.total
+        one = row.spread
+        schedule = self.axes.pipeline if one.pp > 1 else PipelineOrder()
+        grid = Grid(one.tp, one.pp, one.dp, schedule, one.micro_batches)
+        return GridPlan(grid, self.model, machine, training).worst(policy).peak.total
+
+    def least_bytes(self, machine: Machine, training: Training) -> int:
+        """Return the peak of the line that takes least of a device."""
+        if self.axes is not None:
+            return min(row.peak_bytes["device"] for row in self.rows(machine, training))
+        laid_out = LaidOut(self.model, machine.mesh, training.align)
+        runnable = self._runnable(machine, training)
+        return min(bytes_of(laid_out, one, machine, training).peak.total for one in runnable)
+
+    def _runnable(self, machine: Machine, training: Training) -> list[Policy]:
+        return [policy for policy in self.policies(machine) if takes(policy, training)]
+
+    # ------------------------------------------------------------------------------ over grids
+
+    def _best(self, machine: Machine, training: Training) -> Iterator[PlannedRow]:
+        """Yield the best line of each grid, the fastest first."""
+        assert self.axes is not None
+        parts: dict[int, ModelShape] = {}
+        plans = [
+            GridPlan(grid, self.model, machine, training, parts)
+            for grid in grids(self.axes, self.model, machine, training)
+        ]
+        plans.sort(key=lambda plan: plan.least_s)
+        found: list[PlannedRow] = []
+        fastest = float("inf")
+        for number, plan in enumerate(plans):
+            is_alone = plan.grid.tp == plan.grid.pp == 1
+            is_over = number >= _GRIDS and plan.least_s > fastest
+            if not is_alone and (is_over or (number >= _MOST_GRIDS and fastest < float("inf"))):
+                continue
+            row = self._row(plan, training)
+            found.append(row)
+            if row.fits:
+                fastest = min(fastest, row.time.seconds)
+        fits = sorted((row for row in found if row.fits), key=lambda row: row.time.seconds)
+        yield from fits
+        left = [row for row in found if not row.fits]
+        yield from sorted(left, key=lambda row: row.peak_bytes["device"])
+
+    def _row(self, plan: GridPlan, training: Training) -> PlannedRow:
+        """Return the fastest row of a grid that fits, else the one that takes least."""
+        runnable = self._runnable(plan.share, training)
+        here = [policy for policy in runnable if not _offloads(policy)]
+        away = [policy for policy in runnable if _offloads(policy)]
+        for policies in (here, away):
+            fits = _that_fit(policies, plan.share, plan.rests, plan.worst)
+            if fits:
+                # the fastest row: those that receive least are tried first
+                order = sorted(fits, key=lambda one: plan.traffic(one[1].rank, one[0]).total)
+                best = None
+                for policy, sizes in order[:_ROWS]:
+                    time = plan.step(policy)
+                    if best is None or time.total < best[2].total:
+                        best = policy, sizes, time
+                    if time.total <= _NEAR * plan.least_s:
+                        break
+                assert best is not None
+                return plan_on_grid(plan, *best)
+        least = min(here, key=lambda policy: plan.worst(policy).peak.total)
+        return plan_on_grid(plan, least)
+
+
+def _that_fit(
+    policies: Iterable[Policy],
+    machine: Machine,
+    rests: Callable[[Policy], Iterable[StateBytes]],
+    size: Callable[[Policy], RankPlan],
+) -> list[tuple[Policy, RankPlan]]:
+    """Return the rows that fit, with their bytes; what rests alone rules most others out before
+    they are sized.
+    """
+    sized = [(policy, size(policy)) for policy in policies if rest_fits(rests(policy), machine)]
+    return [one for one in sized if short_of(one[1].peak.by_tier, machine) is None]
+
+
+def _offloads(policy: Policy) -> bool:
+    """Whether any state leaves the device."""
+    return set(tiers_of(policy).values()) != {Tier.DEVICE.value}
+
+
+# ----------------------------------------------------------------------------------------- the plan
 
 _SUGGESTED_DISK = 3200 * 10**9  # bytes per node, where a disk is what is missing
 _MOST_GPUS = 16_384
@@ -42,7 +209,7 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``zs.plan()`` returns."""
+    """The result of ``zs.plan()``."""
 
     model: ModelShape
     machine: Machine
@@ -331,3 +498,76 @@ def _with_gpus(machine: Machine, gpus: int) -> Machine | None:
     if node_size < 1 or gpus % node_size:
         return None
     return replace(machine, gpus=gpus, node_size=node_size)
+
+
+# ------------------------------------------------------------------ one model on more and more GPUs
+
+_SWEEP = re.compile(r"gpus=(\d+)\.\.(\d+)")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One row on one number of GPUs, all states on the device."""
+
+    gpus: int
+    row: str
+    tokens_per_s_per_gpu: float | None  # None: of a model that takes no tokens
+    efficiency: float  # seconds of forward and backward alone over seconds of the step
+    rest_bytes: int  # of one GPU
+    peak_bytes: int
+    fits: bool
+    bound_by: str  # as of PlannedRow
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as ``--json`` prints it."""
+        return asdict(self)
+
+
+def parse_sweep(text: str) -> list[int]:
+    """Return the numbers of GPUs that `text` ("gpus=8..16384") says, each twice the one before.
+
+    Raises ConfigError for anything else.
+    """
+    found = _SWEEP.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"sweep={text!r} is not of the form gpus=8..16384")
+    first, last = int(found[1]), int(found[2])
+    if not 1 <= first <= last:
+        raise ConfigError(f"sweep={text!r} goes from {first} to {last}: nothing lies between them")
+    out = [first]
+    while out[-1] * 2 <= last:
+        out.append(out[-1] * 2)
+    return out
+
+
+def make_sweep(
+    model: ModelShape, machines: Sequence[Machine], training: Training
+) -> tuple[Point, ...]:
+    """Plan every row on each of the `machines`, whether it fits or not. Raises ConfigError for a
+    model whose FLOPs are not known.
+    """
+    model, training = fitted(model, training)
+    if not model.is_timed:
+        raise ConfigError(
+            f"a sweep compares times, and the FLOPs of {model.name} are not known: have the factory"
+            " return (module, inputs)"
+        )
+    points = []
+    for machine in machines:
+        laid_out = LaidOut(model, machine.mesh, training.align)
+        compute_s = Durations(laid_out, machine, training.on(machine.gpus)).compute_s()
+        for policy in (one for one in ROWS.values() if takes(one, training)):
+            row = plan_row(laid_out, policy, machine, training)
+            points.append(
+                Point(
+                    machine.gpus,
+                    row.row,
+                    None if row.tokens_per_s is None else row.tokens_per_s / machine.gpus,
+                    compute_s / row.time.seconds,
+                    row.rest_bytes[Tier.DEVICE.value],
+                    row.peak_bytes[Tier.DEVICE.value],
+                    row.fits,
+                    row.bound_by,
+                )
+            )
+    return tuple(points)

@@ -1,30 +1,461 @@
 """One optimizer step, predicted: an event-driven simulation of the routes in the engine's order.
 
+    Program         the jobs of one rank, in the order in which the engine enqueues them
     simulate(...)   the events and levels of one rank, as a trace measures them (core/timeline.py)
     step_time(...)  how long the step takes, and what bounds it
 
-lanes.py runs the jobs that program.py enqueues, for as long as durations.py says. Many
-micro-batches are alike: `step_time` runs four and adds the time of the others.
+lanes.py runs the jobs for as long as durations.py says. Many micro-batches are alike: `step_time`
+runs four and adds the time of the others.
+
+Invariant: each hop of ``exact.step_routes`` is one task, once. The host's own time, the exchange
+before a step, and clipping are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import cast
 
-from zeroshard.core.placement import Tier
+from zeroshard.core.placement import Cell, Cells, Tier
 from zeroshard.core.policy import Policy
-from zeroshard.core.route import Lane
+from zeroshard.core.route import Hop, Kind, Lane, Route, Routes, routes
+from zeroshard.core.schedule import (
+    RELEASES,
+    TILE_BUFFERS,
+    TILES_AHEAD,
+    Commands,
+    Op,
+    Phase,
+)
 from zeroshard.core.timeline import WAIT, Event, Level, Timeline
-from zeroshard.planner.beside import ALONE, TensorParallel
-from zeroshard.planner.durations import TENSOR, Durations
-from zeroshard.planner.exact import LaidOut, rest_bytes
-from zeroshard.planner.lanes import COMPUTE, JobTimes, longest, run
+from zeroshard.core.wire import Formats
+from zeroshard.planner.buckets import (
+    GroupBytes,
+    PlannedMeter,
+    TransportTraits,
+    UnitBytes,
+    group_bytes,
+    pool_bytes,
+)
+from zeroshard.planner.durations import ALONE, STEP, TENSOR, Durations, TensorParallel
+from zeroshard.planner.exact import (
+    LaidOut,
+    LaidOutGroup,
+    Placed,
+    cells_by_unit,
+    made_once,
+    rest_bytes,
+)
+from zeroshard.planner.lanes import COMPUTE, JobTimes, LaneJob, LaneTask, longest, run
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.program import Program
 from zeroshard.planner.training import Training
+
+# ----------------------------------------------------------------------------------------- the jobs
+#     gather     what the last step has published | the unit after the one that computes ...
+#     compute    forward 0, 1, ... n | backward n, ... 1, 0 | step
+#     reduce     each unit's gradients when its backward is over
+#     tiers      reads before gathers, writes after reduces; the step's own
+#
+# The schedule that the engine executes (core/schedule) says what is gathered, released and waited
+# for; here its commands become jobs. A gather's lane first waits for what compute was given before
+# (streams.py: fork); the optimizer's step waits for all reduces (finalize.py); the host steps what
+# rests off the device, a unit at a time (optim/runner.py). A step begins where the last one has
+# ended: with the gathers that it has published, where weights rest whole.
+
+
+@dataclass(frozen=True, slots=True)
+class LevelChange:
+    """Memory of the device, taken (or given back) where a job starts or, `at_stop`, ends."""
+
+    job: int
+    at_stop: bool
+    state: str
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group with its cells, routes and formats."""
+
+    one: LaidOutGroup
+    cells: Cells
+    routes: Routes
+    formats: Formats
+    held: GroupBytes
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether every rank maps its weights, so that a gather moves nothing."""
+        return self.cells.weight.is_sharded and not self.held.full
+
+    def bytes_of(self, cell: Cell, per_element: float) -> float:
+        """Return the bytes of a trained group's state in `cell` on rank 0."""
+        return self.one.held(cell, 0) * per_element if self.one.group.trained else 0.0
+
+    def reduce(self, number: int, micro_batches: int) -> Route:
+        """Return the reduce of micro-batch `number`: see Routes.step, inside no_sync."""
+        routes, again = self.routes, number > 0
+        route = routes.reduce if number == micro_batches - 1 else routes.reduce_partial
+        return route.for_pass(held=routes.holds and again, again=not routes.holds and again)
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """The tasks of one kind of unit in a step."""
+
+    groups: tuple[Group, ...]
+    forward: LaneTask
+    backward: LaneTask
+    unshard: dict[str, tuple[LaneTask, ...]]  # by phase
+    keep: tuple[LaneTask, ...]  # after a forward, for its backward
+    held: UnitBytes
+
+    @property
+    def trained(self) -> tuple[Group, ...]:
+        """The groups that have gradients."""
+        return tuple(group for group in self.groups if group.one.group.trained)
+
+    @property
+    def sums_leave(self) -> bool:
+        """Whether sums of gradients rest on another tier."""
+        return any(group.cells.grad.tier is not Tier.DEVICE for group in self.trained)
+
+    @property
+    def steps_off_device(self) -> bool:
+        """Whether the host steps the unit."""
+        return any(group.cells.optim.tier is not Tier.DEVICE for group in self.trained)
+
+
+class Program:
+    """The jobs of one step, and the memory that they take beside what rests."""
+
+    def __init__(self, durations: Durations, policy: Policy) -> None:
+        self.jobs: list[LaneJob] = []
+        self.marks: list[LevelChange] = []
+        self._durations = durations
+        self._policy = policy
+        self._exchange = TransportTraits.of(durations.machine)
+        laid_out, training = durations.laid_out, durations.training
+        leaves = training.deal(policy, laid_out.mesh)
+        self._reduces_each = leaves is not None and not leaves.is_local
+        # of a group that a fraction cuts in two, all leaves
+        self.units = made_once(cells_by_unit(laid_out, policy, training), self._make)
+        uses = [(number, unit.uses) for number, unit in enumerate(laid_out.model.units)]
+        # to which a forward comes again at its end, and a backward first
+        self._again = [number for number, times in uses for _ in range(times - 1)]
+        self._last = -1  # the last job of compute
+        self._joined: list[int] = []  # what compute waits for next
+        self._gathers: dict[int, list[int]] = {}  # unit -> the last job of its gather
+        self._columns: set[int] = set()  # units of which a part is kept for their backward
+        self._reduces: dict[int, tuple[int, int]] = {}  # unit -> its bucket, the last job
+        self._meter = PlannedMeter()
+        units = made_once(self.units, lambda unit: unit.held)
+        schedule = self._exchange.schedule(units, policy.default, self._meter)
+        numbers = list(range(len(self.units)))
+        schedule.expect("forward", [*numbers, *self._again])
+        schedule.expect("backward", [*self._again, *reversed(numbers)])
+        self.schedule = schedule
+        self._pool_bytes = pool_bytes(laid_out.model, training)
+
+    def build(self) -> None:
+        """Enqueue one step: all micro-batches, then the optimizer."""
+        self._run(self.schedule.publish())
+        for number in range(self._durations.training.micro_batches):
+            self._forwards()
+            self._backwards(number)
+        self._run(self.schedule.reduces.finish())
+        self.build_tail()
+
+    def build_tail(self) -> None:
+        """Enqueue what follows the last reduce of a step."""
+        joined: list[int] = []
+        for number, unit in enumerate(self.units):
+            tasks = self.tasks(unit.trained, (group.routes.average for group in unit.trained))
+            joined += self._send(tasks, number)[-1:]
+        self._joined += joined
+        self._step()
+
+    def _group(self, placed: Placed) -> Group:
+        (one, _, cells), training = placed, self._durations.training
+        formats, node_sums = one.formats(training), self._policy.sums_nodes
+        of = routes(cells, one.layout.mesh, formats, node_sums=node_sums)
+        held = group_bytes(placed, training, self._exchange, node_sums=node_sums)
+        return Group(one, cells, of, formats, held)
+
+    def _make(self, placed: Sequence[Placed]) -> UnitWork:
+        durations = self._durations
+        groups = tuple(map(self._group, placed))
+        forward = self.tasks(groups, (group.routes.unshard_forward for group in groups))
+        backward = self.tasks(groups, (group.routes.unshard_backward for group in groups))
+        # what compute keeps for the backward, it copies when it releases the rest
+        ways = {"forward": tuple(task for task in forward if task.lane != "compute")}
+        keep = tuple(task for task in forward if task.lane == "compute")
+        ways["backward"] = backward
+        compute = durations.compute(groups[0].one.unit)
+        return UnitWork(groups, *compute, ways, keep, UnitBytes(tuple(one.held for one in groups)))
+
+    def tasks(
+        self, groups: Iterable[Group], routes: Iterable[Iterable[Hop]]
+    ) -> tuple[LaneTask, ...]:
+        """Return the tasks of one route for each group."""
+        return tuple(
+            task
+            for group, route in zip(groups, routes, strict=True)
+            for hop in route
+            for task in self._durations.hop(hop, group.one.layout.numel, mapped=group.is_mapped)
+        )
+
+    # ------------------------------------------------------------------------------ enqueueing
+
+    def _add(self, task: LaneTask, unit: int, needs: Iterable[int]) -> int:
+        name = self._durations.laid_out.model.units[unit].name if unit >= 0 else ""
+        self.jobs.append(LaneJob(task, name, tuple(need for need in needs if need >= 0)))
+        return len(self.jobs) - 1
+
+    def _compute(self, task: LaneTask, unit: int, needs: Iterable[int] = ()) -> int:
+        """Enqueue `task` on compute, after what compute has joined."""
+        self._last = self._add(task, unit, (*self._joined, *needs))
+        self._joined.clear()
+        return self._last
+
+    def reduce_tasks(self, group: Group, route: Route) -> list[LaneTask]:
+        """Return the tasks of one reduce, with the copy of the gradient where no cast is it."""
+        tasks = list(self.tasks([group], [route]))
+        if all(hop.lane != "compute" for hop in route):
+            tasks.insert(0, self._durations.grad_copy(group.one.layout.numel, group.formats))
+        return tasks
+
+    def _send(self, tasks: Iterable[LaneTask], unit: int, needs: Iterable[int] = ()) -> list[int]:
+        """Enqueue `tasks` one after another, after what compute was given; return their jobs."""
+        sent: list[int] = []
+        before = (*needs, *self._joined, self._last)
+        for task in tasks:
+            enqueue = self._compute if task.lane == "compute" else self._add
+            sent.append(enqueue(task, unit, before))
+            before = (sent[-1],)
+        return sent
+
+    def _mark(self, job: int, at_stop: bool, state: str, num_bytes: float) -> None:
+        if num_bytes:
+            self.marks.append(LevelChange(job, at_stop, state, num_bytes))
+
+    # ------------------------------------------------------------------------------ the schedule
+
+    def _run(self, commands: Commands) -> None:
+        """Execute `commands`: as jobs, and as marks of memory."""
+        for command in commands:
+            op, number = command.op, command.unit
+            if op is Op.START:
+                self._start(number)
+            elif op is Op.WAIT:
+                self._joined += self._gathers.pop(number, [])
+            elif op in RELEASES:
+                self._release(number, op)
+            elif op is Op.WAIT_REDUCE:
+                self._wait_for_reduce(number)
+
+    def _start(self, number: int) -> None:
+        """Start gathering a unit: whole weights that rest stale, as the last step has published
+        them; or what rests sharded, from the part that is kept for the backward if there is one.
+        """
+        unit, traits = self.units[number], self.schedule.units[number].traits
+        if traits.is_published:
+            hops = [_on_gather(group.routes.publish) for group in unit.trained]
+            sent = self._send(self.tasks(unit.trained, hops), number)
+        else:
+            way = "backward" if number in self._columns else "forward"
+            sent = self._send(unit.unshard[way], number)
+        self._gathers[number] = sent[-1:]
+        self._meter.live += traits.full_bytes
+        # what is whole already is copied, which no hop says
+        copied = (self._last, True) if self._last >= 0 else (0, False)
+        first = (sent[0], False) if sent else copied
+        self._mark(*first, "gathered", unit.held.full)
+
+    def _release(self, number: int, op: Op) -> None:
+        unit = self.units[number]
+        if op is Op.RELEASE_FOR_BACKWARD and number not in self._columns:
+            for task in unit.keep:
+                self._compute(task, number)
+            self._mark(self._last, True, "kept", unit.held.column)
+            self._columns.add(number)
+        elif op is Op.RELEASE_ALL and number in self._columns:
+            self._mark(self._last, True, "kept", -unit.held.column)
+            self._columns.discard(number)
+        self._meter.live -= self.schedule.units[number].traits.full_bytes
+        self._mark(self._last, True, "gathered", -unit.held.full)
+
+    def _need(self, number: int, phase: Phase) -> None:
+        self._run(self.schedule.need(self.schedule.units[number], phase, keeps=True))
+
+    # ------------------------------------------------------------------------------ passes
+
+    def _forwards(self) -> None:
+        schedule, count = self.schedule, len(self.units)
+        self._run(schedule.begin("forward"))
+        # a tied unit is used again at the end
+        for at, number in enumerate([*range(count), *self._again]):
+            unit = self.units[number]
+            self._need(number, "forward")
+            # of a tied embedding, the product with the vocabulary is at the end
+            is_later = at < count and number in self._again
+            task = replace(unit.forward, duration=0.0) if is_later else unit.forward
+            self._compute(task, number)
+            self._run(schedule.after_forward(schedule.units[number], keeps=True))
+
+    def _backwards(self, micro_batch: int) -> None:
+        schedule, micro_batches = self.schedule, self._durations.training.micro_batches
+        self._run(schedule.begin("backward"))
+        buffers: dict[int, int] = {}  # of units whose backward has begun
+        if self._reduces_each:
+            micro_batches = micro_batch + 1
+        for at, number in enumerate([*self._again, *reversed(range(len(self.units)))]):
+            unit, is_first = self.units[number], number not in buffers
+            routes = [group.reduce(micro_batch, micro_batches) for group in unit.trained]
+            self._need(number, "backward")
+            if is_first:
+                buffers[number] = self._open_bucket(unit, routes)
+            task = unit.backward if is_first else replace(unit.backward, duration=0.0)
+            job, buffer = self._compute(task, number), buffers[number]
+            if is_first:
+                self._mark(job, False, "buckets", buffer)
+            if at < len(self._again):  # the rest of its gradient comes at the end
+                continue
+            self._run(schedule.after_backward(schedule.units[number]))
+            last = self._reduce(number, routes, buffer)
+            for group in unit.trained if micro_batch == 0 else ():
+                self._mark(last, True, "grad", group.held.resting)
+
+    # ------------------------------------------------------------------------------ gradients
+
+    def _open_bucket(self, unit: UnitWork, routes: Sequence[Route]) -> int:
+        """Take a unit's gradient buffer; return its bytes: none where nothing leaves compute."""
+        buffer = sum(
+            group.one.layout.numel * group.formats.reduce.plain.bytes_per_element
+            for group, route in zip(unit.trained, routes, strict=True)
+            if any(hop.lane != "compute" for hop in route)
+        )
+        num_bytes = round(buffer)
+        self._run(self.schedule.reduces.make_room(num_bytes))
+        # where no reduce is waited for, a buffer waits for the pool
+        waits = self.schedule.rules.waits_for_room
+        while not waits and self._reduces and num_bytes + self._pooled > self._pool_bytes:
+            self._wait_for_reduce(next(iter(self._reduces)))
+        self._meter.live += num_bytes
+        return num_bytes
+
+    @property
+    def _pooled(self) -> int:
+        return sum(buffer for buffer, _ in self._reduces.values())
+
+    def _reduce(self, number: int, routes: Sequence[Route], buffer: int) -> int:
+        """Enqueue a unit's reduces after its backward; return the last job."""
+        self._run(self.schedule.reduces.before((number, 0)))
+        last = on_lane = self._last
+        for group, route in zip(self.units[number].trained, routes, strict=True):
+            tasks, numel = self.reduce_tasks(group, route), group.one.layout.numel
+            tasks += [self._durations.arrive(hop, numel) for hop in route if hop.kind is Kind.WRITE]
+            for last in self._send(tasks, number):
+                on_lane = last if self.jobs[last].task.lane == "reduce" else on_lane
+        self._mark(on_lane, True, "buckets", -buffer)
+        if buffer:
+            self._reduces[number] = (buffer, on_lane)
+            self.schedule.reduces.start((number, 0), off_device=self.units[number].sums_leave)
+        self._run(self.schedule.reduces.handed_over())
+        return last
+
+    def _wait_for_reduce(self, number: int) -> None:
+        """Let compute wait for a unit's reduce, and take its buffer back."""
+        buffer, job = self._reduces.pop(number)
+        self.schedule.reduces.over((number, 0))
+        self._joined.append(job)
+        self._meter.live -= buffer
+
+    # ------------------------------------------------------------------------------ the step
+
+    def _step(self) -> None:
+        """Step the device's part at once, or each unit where its state rests; then publish."""
+        durations, moved = self._durations, 0.0
+        here = [unit for unit in self.units if not unit.steps_off_device]
+        for unit in here:
+            state, grad = self._stepped_bytes(unit)
+            # gradients are read to be stepped, and before that to be divided and checked
+            moved += 2 * state + grad + self._averaging(grad)
+        if moved:
+            self._compute(durations.in_memory("compute", "step", moved, STEP), -1)
+        steps: list[int] = []
+        writes: list[int] = []
+        for number, unit in enumerate(self.units):
+            if unit.steps_off_device:
+                self._step_off_device(number, steps, writes)
+            hops = [
+                [hop for hop in group.routes.publish if hop.lane != "gather"]
+                for group in unit.trained
+            ]
+            self._send(self.tasks(unit.trained, hops), number, steps[-1:])
+
+    def _stepped_bytes(self, unit: UnitWork) -> tuple[float, float]:
+        """Return the bytes of the masters and moments of this rank, and of their gradients."""
+        cell, state = self._policy.default.optim, 4.0 + self._durations.training.moment_bytes
+        grads = (
+            group.bytes_of(cell, group.formats.grad.bytes_per_element) for group in unit.trained
+        )
+        return sum(group.bytes_of(cell, state) for group in unit.trained), sum(grads)
+
+    @property
+    def _divides(self) -> bool:
+        """Whether a sum becomes an average by a division: by the ranks, or the loss scale."""
+        training = self._durations.training
+        return self._durations.laid_out.mesh.size > 1 or training.precision == "fp16"
+
+    def _averaging(self, grad: float) -> float:
+        """Return the bytes of a pass over gradients on the device that sees whether they are
+        finite, and divides them.
+        """
+        return (2 if self._divides else 1) * grad
+
+    def _step_off_device(self, number: int, steps: list[int], writes: list[int]) -> None:
+        """Step one unit on the host: from disk through a ring, with gradients of the device after a
+        copy that the host waits for. Gradients off the device are divided here, a tile at a time:
+        in the ring, or in a copy, since what rests stays as it is (state/gradient.py: block).
+        """
+        durations, unit = self._durations, self.units[number]
+        state, grad = self._stepped_bytes(unit)
+        on_disk = self._policy.default.optim.tier is Tier.DISK
+        grads_leave = unit.sums_leave
+        needs = steps[-1:]
+        if on_disk:
+            last_written = len(writes) - TILE_BUFFERS + 1
+            free = [*steps[-TILES_AHEAD - 1 : -TILES_AHEAD], *writes[-TILE_BUFFERS:last_written]]
+            read_bytes = state + (
+                grad if grads_leave and self._policy.default.grad.tier is Tier.DISK else 0.0
+            )
+            read = durations.transfer("tier read", "read", read_bytes, disk=True)
+            needs = needs + self._send(read, number, free)
+        if not grads_leave:
+            average = durations.in_memory("compute", "average", self._averaging(grad), STEP)
+            needs = needs + self._send([average], number)
+        if not grads_leave and (on_disk or durations.machine.accelerator):  # else it lies there
+            copy = durations.transfer("tier write", "write", grad, disk=False)
+            needs = needs + self._send(copy, number, (*needs[-1:], *steps[-1:]))
+        passes = 1
+        # A tile fits the caches, so that memory is read once; a rank's own core, whose rate is that
+        # of its loads and stores, passes over the tile again.
+        if grads_leave and self._divides and not durations.machine.accelerator:
+            passes += 2 if on_disk else 4  # read and written, in a copy twice
+        steps += self._send([durations.on_host("step", 2 * state + passes * grad)], number, needs)
+        if on_disk:
+            write = durations.transfer("tier write", "write", state, disk=True)
+            writes += self._send(write, number, steps[-1:])[-1:]
+
+
+def _on_gather(route: Route) -> list[Hop]:
+    return [hop for hop in route if hop.lane == "gather"]
+
+
+# ----------------------------------------------------------------------------------------- the step
 
 _MICRO_BATCHES = 4  # run; more are extrapolated
 

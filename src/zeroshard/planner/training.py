@@ -1,4 +1,4 @@
-"""What is trained with, per GPU: precision, optimizer, batch, codecs, and what share leaves."""
+"""A training run, per GPU: precision, optimizer, batch, codecs, and the share that leaves."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from zeroshard.core.part import Part
 from zeroshard.core.placement import Tier
 from zeroshard.core.tree import Tree
 from zeroshard.errors import ConfigError, StateError, StorageError
-from zeroshard.memory.heap import Trimmer
+from zeroshard.memory import Trimmer
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard

@@ -22,7 +22,7 @@ from zeroshard.core.placement import Cell, Cells, Mesh, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.core.resting import AtRest, is_weight
 from zeroshard.core.shares import Dealer
-from zeroshard.memory.heap import return_freed_memory
+from zeroshard.memory import return_freed_memory
 from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.context import Context, Dtypes, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights

@@ -32,8 +32,7 @@ from zeroshard.core.schedule import STAGING_BYTES
 from zeroshard.core.split import splits
 from zeroshard.core.wire import BlockCodec, Formats, Wire
 from zeroshard.errors import PlanMismatch, StateError, StorageError
-from zeroshard.memory import MemoryCounter
-from zeroshard.memory.heap import Trimmer
+from zeroshard.memory import MemoryCounter, Trimmer
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.streams import Streams

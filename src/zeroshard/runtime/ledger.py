@@ -27,7 +27,7 @@ from zeroshard.errors import StorageError
 from zeroshard.runtime.engine import Engine, living_engines, open_engines, states_of
 from zeroshard.runtime.reports import MemoryReport, describe_bytes
 from zeroshard.system.device import Device
-from zeroshard.system.host_memory import numbers_of
+from zeroshard.system.this_host import numbers_of
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

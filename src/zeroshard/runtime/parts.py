@@ -10,7 +10,7 @@ import torch
 from zeroshard.core.digest import Digest
 from zeroshard.core.schedule import Rules, Schedule, is_ordered
 from zeroshard.errors import StateError
-from zeroshard.memory.heap import Trimmer
+from zeroshard.memory import Trimmer
 from zeroshard.optim.runner import StepOptions
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.state_dicts import PartialState

@@ -23,7 +23,7 @@ from zeroshard.core.precision import dtype_name
 from zeroshard.core.residency import UnitState
 from zeroshard.core.schedule import Command, Commands, Op, Phase, Schedule, Until
 from zeroshard.errors import StallError, StateError
-from zeroshard.memory.heap import Trimmer
+from zeroshard.memory import Trimmer
 from zeroshard.runtime.availability import Availability
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Streams

@@ -1,10 +1,10 @@
-"""What the library asks of the operating system and of the machine's devices.
+"""The operating system and the machine's devices, as the library asks them.
 
     device.py           a device, by the functions of torch's module for its type
     safe_files.py       files that others wrote, and files that are written whole or not at all
-    host_memory.py      the memory of this host, or of its control group
+    this_host.py        memory of this host or its control group, open files, interfaces
     keeper_client.py    the process that keeps memory for ranks of this host
-    mpi.py, slurm.py    the place of this process in an MPI job or a Slurm step
+    tasks.py            the place of this process in an MPI job or a Slurm step
 
 `core` decides without any of these. No module here imports torch when it is imported: the command
 line uses them, too.

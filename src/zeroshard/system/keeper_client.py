@@ -1,6 +1,6 @@
 """The keeper as a rank asks it: parts of a checkpoint in memory that outlives the rank.
 
-``zeroshard run --elastic`` runs a keeper on each host (``launch/keeper.py``). Requests are records
+``zeroshard run --elastic`` runs a keeper on each host (``launch/elastic.py``). Requests are records
 on an abstract Unix socket, a connection each; files travel as descriptors. A part is two anonymous
 files: pieces, and a note.
 

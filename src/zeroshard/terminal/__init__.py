@@ -1,1 +1,1 @@
-"""What commands are made of: options as data (declared.py), and what they print (console.py)."""
+"""The parts of commands: options as data (declared.py), and what is printed (console.py)."""

@@ -1,4 +1,4 @@
-"""What commands print: lines, tables, JSON, sizes, and a progress bar.
+"""The output of commands: lines, tables, JSON, sizes, and a progress bar.
 
 Text may come from files of other people: no markup, and no character that a terminal obeys. rich
 colours what goes to a terminal, and nothing that goes elsewhere. It is imported when a table or a
@@ -67,17 +67,14 @@ class Table:
         from rich.console import Console
 
         if width is not None and not self.is_framed:
-            width = max(width, self._least_width())
+            # in which no word of an unframed table is broken
+            total = len(self.columns) - 1
+            for name, *column in zip(self.columns, *self.rows, strict=True):
+                texts = (name, *map(str, column))
+                words = (text.split() if name in self.folded else [text] for text in texts)
+                total += max(len(word) for part in words for word in part)
+            width = max(width, total)
         Console(width=width or 1000).print(self.rich(), soft_wrap=width is None)
-
-    def _least_width(self) -> int:
-        """Return the width in which no word of an unframed table is broken."""
-        total = len(self.columns) - 1
-        for name, *column in zip(self.columns, *self.rows, strict=True):
-            texts = (name, *map(str, column))
-            words = (text.split() if name in self.folded else [text] for text in texts)
-            total += max(len(word) for part in words for word in part)
-        return total
 
     def rich(self) -> RichTable:
         """Return it as rich's."""

@@ -15,6 +15,7 @@ import argparse
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from zeroshard.errors import ConfigError
@@ -65,7 +66,7 @@ class Option:
 
     @property
     def unit(self) -> str:
-        """What its value is called; empty for a flag."""
+        """The name of its value; empty for a flag."""
         return self.written.removeprefix(", ".join(self.names)).strip()
 
     def read(self, text: str) -> Any:
@@ -97,7 +98,7 @@ JSON = Option("--json", "print JSON")
 
 @dataclass(frozen=True)
 class Subcommand:
-    """What the help says of a command, its options, and what runs it; or further `commands`."""
+    """A command: its help, its options, and the handler that runs it; or further `commands`."""
 
     name: str
     help: str
@@ -175,3 +176,21 @@ def one_of(known: Collection[str]) -> Callable[[str], str]:
 def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Return the type of values of a `kind` that commas separate, each taken once."""
     return lambda text: list(dict.fromkeys(map(kind, text.split(","))))
+
+
+# ------------------------------------------------------------------------------- the files of ranks
+
+
+def files_of_ranks(command: str, directory: Path, kind: str, ending: str) -> list[Path]:
+    """Return the ``rank-*`` files in `directory`, in order: what ``engine.KIND(directory)`` has
+    written. Raises UsageError, in the name of `command`, where there are none.
+    """
+    if not directory.is_dir():
+        raise UsageError(f"{command}: {directory} is not a directory")
+    paths = sorted(directory.glob(f"rank-*{ending}"))
+    if not paths:
+        raise UsageError(
+            f"{command}: {directory} has no {kind} (rank-00000{ending}, ...): write one with `with"
+            f" engine.{kind}(directory):`"
+        )
+    return paths

@@ -9,9 +9,8 @@ import pytest
 
 from zeroshard.launch import hosts
 from zeroshard.launch.connection import Connection
-from zeroshard.launch.hostfile import Host
 from zeroshard.launch.hosts import AbsentHosts
-from zeroshard.launch.options import UsageError
+from zeroshard.launch.options import Host, UsageError
 
 ONE, TWO = Host("one", (0,), 1), Host("two", (0, 1), 2)
 

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.launch import cli, deepspeed_line, in_place
+from zeroshard.launch import cli, deepspeed_line
 from zeroshard.launch.deepspeed_line import REFUSED, Line, parse
-from zeroshard.launch.hostfile import Host
-from zeroshard.launch.options import HostPlace
+from zeroshard.launch.options import Host, HostPlace
 from zeroshard.system.device import VISIBLE_DEVICES
 from zeroshard.terminal.declared import UsageError
 
@@ -189,25 +188,25 @@ def test_more_ranks_than_slots_are_refused(hosts: str) -> None:
 
 
 def test_the_stand_in_goes_before_all_paths_once() -> None:
-    once = in_place.environment({"PYTHONPATH": "/a:/b", "PATH": "/usr/bin"})
-    assert in_place.environment(once) == once
+    once = deepspeed_line.environment_of_stand_in({"PYTHONPATH": "/a:/b", "PATH": "/usr/bin"})
+    assert deepspeed_line.environment_of_stand_in(once) == once
     folder, *others = once["PYTHONPATH"].split(":")
     assert others == ["/a", "/b"] and (Path(folder) / "deepspeed" / "__init__.py").is_file()
     program = Path(once["PATH"].split(":")[0]) / "deepspeed"
-    assert os.access(program, os.X_OK) and once[in_place.PYTHON] == sys.executable
-    assert in_place.on_python_path({}) == folder
+    assert os.access(program, os.X_OK) and once[deepspeed_line.PYTHON] == sys.executable
+    assert deepspeed_line.on_python_path({}) == folder
 
 
 def test_a_task_of_mpirun_or_srun_becomes_a_rank() -> None:
     step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
     step |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
-    environ = in_place.environment({**step, "SLURM_STEP_NODELIST": "n1"})
+    environ = deepspeed_line.environment_of_stand_in({**step, "SLURM_STEP_NODELIST": "n1"})
     found = [environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")]
     assert found == ["1", "2", "1", "n1"]
-    assert "RANK" not in in_place.environment({})
+    assert "RANK" not in deepspeed_line.environment_of_stand_in({})
 
 
 @pytest.mark.parametrize("argv", [[], ["--"], ["no-such-program-here"]])
 def test_a_command_that_is_not_there_is_named(argv: list[str]) -> None:
     with pytest.raises(UsageError, match=r"as-deepspeed: no(-such-program-here: No such file)?"):
-        in_place.start(cli.build_parsers()[1]["as-deepspeed"], argv)
+        deepspeed_line.become(cli.build_parsers()[1]["as-deepspeed"], argv)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from zeroshard._version import __version__
-from zeroshard.launch import cli, doctor, machine_facts, probes
+from zeroshard.launch import cli, doctor, probes
 from zeroshard.planner.measured import machine_of
 from zeroshard.tier.swapdir import SwapDirectory
 
@@ -33,7 +33,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return machine_facts.facts()
+    return doctor.facts()
 
 
 def _report(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
@@ -46,13 +46,13 @@ def test_facts_are_those_of_the_machine(found: dict[str, Any]) -> None:
     versions, limits = found["versions"], found["limits"]
     assert versions["torch"] == version("torch") and versions["zeroshard"] == __version__
     assert versions["python"].split(".")[:2] == [str(part) for part in sys.version_info[:2]]
-    assert {*machine_facts.PACKAGES, "nccl", "cuda"} <= set(versions)
+    assert {*doctor.PACKAGES, "nccl", "cuda"} <= set(versions)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert limits["open_files"] == (None if soft == resource.RLIM_INFINITY else soft)
     assert limits["dev_shm_bytes"] == shutil.disk_usage("/dev/shm").total
     assert found["host"]["cores"] == len(os.sched_getaffinity(0))
     assert found["host"]["memory_bytes"] > 1 << 28
-    assert found["backends"]["gloo"] and machine_facts.find_problems(found) == []
+    assert found["backends"]["gloo"] and doctor.find_problems(found) == []
 
 
 def test_quick_measures_nothing_and_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,9 +76,9 @@ def test_quick_measures_nothing_and_has_every_key(capsys: pytest.CaptureFixture[
 
 def test_what_is_missing_names_the_feature_and_the_command(found: dict[str, Any]) -> None:
     bare = copy.deepcopy(found)
-    bare["versions"] |= dict.fromkeys(machine_facts.PACKAGES[6:])
+    bare["versions"] |= dict.fromkeys(doctor.PACKAGES[6:])
     bare["limits"]["open_files"] = 1024
-    missing = {one["what"]: one for one in machine_facts.find_missing(bare)}
+    missing = {one["what"]: one for one in doctor.find_missing(bare)}
     assert (
         missing["transformers"]["command"]
         == "pip install '.[transformers]'  # in a checkout of zeroshard"
@@ -95,14 +95,14 @@ def test_beside_gpus_triton_nccl_and_the_pinned_limit_matter(found: dict[str, An
     gpu["versions"]["triton"] = None
     gpu["backends"]["nccl"] = False
     gpu["limits"]["pinned_memory_bytes"] = 8 << 20
-    missing = {one["what"]: one["command"] for one in machine_facts.find_missing(gpu)}
+    missing = {one["what"]: one["command"] for one in doctor.find_missing(gpu)}
     assert missing["triton"] == "pip install triton" and "NCCL in torch" in missing
     assert missing["pinned memory beyond 8388608 bytes"] == "ulimit -l unlimited"
 
 
 def test_commands_name_extras_that_exist_and_no_host() -> None:
     project = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
-    commands = [command for _, command in machine_facts.OPTIONAL.values()]
+    commands = [command for _, command in doctor.OPTIONAL.values()]
     for extra in re.findall(r"zeroshard\[(\w+)\]", " ".join(commands)):
         assert f"\n{extra} = [" in project
     assert not any("://" in command or "--index" in command for command in commands)
@@ -127,7 +127,7 @@ def test_where_the_library_cannot_run_the_exit_code_is_1(
     words: str,
 ) -> None:
     broken = {**found, "versions": {**found["versions"], **versions}, "backends": backends}
-    monkeypatch.setattr(machine_facts, "facts", lambda: broken)
+    monkeypatch.setattr(doctor, "facts", lambda: broken)
     code, report = _report(capsys)
     assert (code, report["measured"]) == (1, None)
     (problem,) = report["problems"]

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.launch.hostfile import Host, choose, parse, read
-from zeroshard.launch.options import UsageError
+from zeroshard.launch.options import Host, UsageError, choose_hosts, parse_hosts, read_hosts
 
 NAMES = st.from_regex(r"\A[a-z0-9_][A-Za-z0-9._-]{0,12}\Z")
 SPACES = st.text(" \t", min_size=1, max_size=3)
@@ -26,13 +25,13 @@ def test_every_hostfile_that_can_be_written_is_read_back(
         end = data.draw(st.sampled_from(["", " ", "\r", "  # slots=7"]))
         lines.append(f"{name}{data.draw(SPACES)}slots={count}{end}")
     expected = [Host(name, tuple(range(count)), count) for name, count in hosts.items()]
-    assert parse("\n".join(lines)) == expected
+    assert parse_hosts("\n".join(lines)) == expected
 
 
 @given(st.text())
 def test_a_name_that_is_read_is_one_word_and_no_option(text: str) -> None:
     try:
-        hosts = parse(text)
+        hosts = parse_hosts(text)
     except UsageError as error:
         assert "\n" not in str(error)
         return
@@ -71,23 +70,23 @@ def test_a_name_that_is_read_is_one_word_and_no_option(text: str) -> None:
 )
 def test_a_wrong_line_is_refused_with_its_number(line: str) -> None:
     with pytest.raises(UsageError, match=r"^hostfile hosts, line 3: ") as caught:
-        parse(f"# comment\nfirst slots=2\n{line}\nlast slots=1", "hosts")
+        parse_hosts(f"# comment\nfirst slots=2\n{line}\nlast slots=1", "hosts")
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_without_a_host_or_with_far_too_much_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     with pytest.raises(UsageError, match="No such file"):
-        read(str(path))
+        read_hosts(str(path))
     path.write_text("# none\n\n")
     with pytest.raises(UsageError, match="names no host"):
-        read(str(path))
+        read_hosts(str(path))
     path.write_text("#" * (1 << 21))
     with pytest.raises(UsageError, match="are no hostfile"):
-        read(str(path))
+        read_hosts(str(path))
     path.write_bytes(b"a\xff slots=1\n")
     with pytest.raises(UsageError, match="line 1"):
-        read(str(path))
+        read_hosts(str(path))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_a_file_without_a_host_or_with_far_too_much_is_refused(tmp_path: Path) -
 def test_include_and_exclude_choose_hosts_and_slots(
     include: str | None, exclude: str | None, expected: dict[str, int | tuple[int, ...]]
 ) -> None:
-    chosen = {host.name: host.slots for host in choose(FOUR, include, exclude)}
+    chosen = {host.name: host.slots for host in choose_hosts(FOUR, include, exclude)}
     assert chosen == {
         name: tuple(range(slots)) if isinstance(slots, int) else slots
         for name, slots in expected.items()
@@ -131,7 +130,7 @@ def test_a_choice_of_what_is_not_there_is_refused(
     include: str | None, exclude: str | None, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        choose(FOUR, include, exclude)
+        choose_hosts(FOUR, include, exclude)
 
 
 @given(st.sets(st.integers(0, 3)), st.sets(st.integers(0, 3)))
@@ -142,7 +141,7 @@ def test_exclude_leaves_what_include_of_the_same_does_not_take(
     if not parts:
         return
     text = "@".join(parts)
-    taken = {(h.name, slot) for h in choose(FOUR, text, None) for slot in h.slots}
-    left = {(h.name, slot) for h in choose(FOUR, None, text) for slot in h.slots}
+    taken = {(h.name, slot) for h in choose_hosts(FOUR, text, None) for slot in h.slots}
+    left = {(h.name, slot) for h in choose_hosts(FOUR, None, text) for slot in h.slots}
     assert taken | left == {(host.name, slot) for host in FOUR for slot in host.slots}
     assert not taken & left

@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.launched import stub_ssh
-from zeroshard.launch import connection, hosts, network, on_host
+from zeroshard.launch import connection, hosts, on_host
 from zeroshard.launch.cli import build_parsers
 from zeroshard.launch.options import UsageError, parse_run
 from zeroshard.launch.outcome import Outcome
 from zeroshard.launch.supervisor import Failure
-from zeroshard.system.sockets import interface_towards
+from zeroshard.system.this_host import interface_towards
 
 MARK = "it-was-run"
 SHOW = """
@@ -198,13 +198,13 @@ def test_output_of_a_host_is_the_same_but_for_its_name_before_each_line(
 
 
 def test_a_port_is_held_from_the_moment_it_is_told() -> None:
-    with network.listen("127.0.0.2", 0) as held:
+    with connection.listen("127.0.0.2", 0) as held:
         address, port = held.getsockname()
         assert address == "127.0.0.2"
         with pytest.raises(UsageError, match=f"--master-port {port} cannot be used"):
-            network.listen("127.0.0.2", port)
+            connection.listen("127.0.0.2", port)
     with pytest.raises(UsageError, match="--master-addr names this host"):
-        network.listen("192.0.2.1", 0)  # an address for examples, which nobody has
+        connection.listen("192.0.2.1", 0)  # an address for examples, which nobody has
     with pytest.raises(UsageError, match="is not known here"):
-        network.listen("no-such-host.invalid", 0)
+        connection.listen("no-such-host.invalid", 0)
     assert interface_towards("127.0.0.3") == "lo"

@@ -11,7 +11,7 @@ import pytest
 from tests.support.plan_command import run_plan
 from zeroshard.core.policy import ROWS
 from zeroshard.errors import ConfigError
-from zeroshard.planner.sweep import parse_sweep
+from zeroshard.planner.plan import parse_sweep
 
 MODEL = ("--params", "1.3B", "--gpu", "A100-40", "--sequence", "512")
 

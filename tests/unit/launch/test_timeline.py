@@ -14,7 +14,7 @@ import pytest
 
 from zeroshard.core.timeline import Event, Level, Timeline
 from zeroshard.launch.cli import main
-from zeroshard.launch.trace_figures import analyse, step_spans, within
+from zeroshard.launch.report import analyse, step_spans, within
 
 MS = 1e-3
 TRACE = "rank-00000.json"

@@ -11,16 +11,14 @@ from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.core.policy import ROWS
 from zeroshard.errors import ConfigError
 from zeroshard.planner import Axes, Machine, ModelShape, Training, describe, make_plan
-from zeroshard.planner.axes import Grid, grids
-from zeroshard.planner.beside import TensorParallel, activation_bytes
-from zeroshard.planner.closed_form import layer_bytes
-from zeroshard.planner.cuts import cut_stages, cut_tensors
+from zeroshard.planner.axes import Grid, cut_stages, cut_tensors, grids
+from zeroshard.planner.durations import TensorParallel, activation_bytes
 from zeroshard.planner.exact import LaidOut, staged_routes
 from zeroshard.planner.families import FAMILIES, shape_of_config
 from zeroshard.planner.grid import GridPlan
 from zeroshard.planner.lanes import LaneTask
-from zeroshard.planner.pipeline_time import Pipeline, PipelineTime
-from zeroshard.planner.stage import StageWork
+from zeroshard.planner.model import layer_bytes
+from zeroshard.planner.pipeline_time import Pipeline, PipelineTime, StageWork
 
 _LLAMA = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816,

@@ -18,17 +18,22 @@ from zeroshard.core.policy import ROWS, Policy, row
 from zeroshard.core.precision import Precision
 from zeroshard.errors import ConfigError
 from zeroshard.planner import Axes, Machine, Plan, Training, describe, make_plan
-from zeroshard.planner.closed_form import closed_form, layer_bytes, logit_bytes
+from zeroshard.planner.buckets import TransportTraits
+from zeroshard.planner.durations import checkpoint_bytes
 from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
-from zeroshard.planner.families import shape_of_config
-from zeroshard.planner.held import TransportTraits
+from zeroshard.planner.families import read_model, shape_of_config
 from zeroshard.planner.machine import nearest_preset
-from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
-from zeroshard.planner.model_files import read_model
+from zeroshard.planner.model import (
+    GroupShape,
+    ModelShape,
+    UnitShape,
+    closed_form,
+    layer_bytes,
+    logit_bytes,
+)
 from zeroshard.planner.peak import Playback, peak_bytes
+from zeroshard.planner.plan import Search
 from zeroshard.planner.rows import PlannedRow, candidates, plan_row
-from zeroshard.planner.saving import checkpoint_bytes
-from zeroshard.planner.search import Search
 
 LLAMA = {
     "model_type": "llama",
@@ -470,7 +475,7 @@ def test_layers_that_are_taken_as_one_change_no_peak(
     model, machine = shape_of_config(LLAMA, "config"), Machine.of(gpus=8)
     training = Training(batch=32, micro_batches=micro_batches)  # activations decide
     folded = Search(model, candidates).rows(machine, training)
-    monkeypatch.setattr("zeroshard.planner.closed_form._SHOWN", 1000)
+    monkeypatch.setattr("zeroshard.planner.model._SHOWN", 1000)
     assert folded == Search(model, candidates).rows(machine, training)
 
 

@@ -19,8 +19,7 @@ from zeroshard.planner import Machine, Training, describe
 from zeroshard.planner.durations import Durations
 from zeroshard.planner.exact import LaidOut, rest_bytes, step_routes, traffic_bytes
 from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
-from zeroshard.planner.program import Program
-from zeroshard.planner.simulate import simulate, step_time
+from zeroshard.planner.simulate import Program, simulate, step_time
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 MIXES = [

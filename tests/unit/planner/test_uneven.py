@@ -13,7 +13,7 @@ from zeroshard.errors import ConfigError
 from zeroshard.launch.cli import main
 from zeroshard.planner import Machine, Training, describe
 from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
-from zeroshard.planner.uneven import UnevenRow, plan_uneven
+from zeroshard.planner.rows import UnevenRow, plan_uneven
 
 GIB = 1 << 30
 TRAINING = Training("bf16", checkpointing=True)

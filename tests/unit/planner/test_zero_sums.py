@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zeroshard.planner import Machine, Plan, PlannedRow, Training, describe, make_plan
-from zeroshard.planner.sweep import make_sweep
+from zeroshard.planner.plan import make_sweep
 
 PAGE = (Path(__file__).parents[3] / "docs" / "zero-sums.md").read_text(encoding="utf-8")
 PAPER = Training("bf16", "bf16")  # gradients of 2 bytes

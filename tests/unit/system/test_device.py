@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from zeroshard.checkpoint.rank_part import generators, restore_generators
 from zeroshard.errors import ConfigError
-from zeroshard.launch import doctor, machine_facts
+from zeroshard.launch import doctor
 from zeroshard.memory import mark, pinned_pages
 from zeroshard.planner.machine import nearest_preset
 from zeroshard.planner.modules import auto
@@ -179,10 +179,10 @@ def test_a_state_that_was_saved_on_a_gpu_is_restored_there(
 def test_the_doctor_tells_an_accelerator_without_a_backend(
     module: _Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = machine_facts.facts()
+    found = doctor.facts()
     assert [one["type"] for one in found["devices"]] == ["xpu", "xpu"]
     assert found["backends"]["xccl"] is False
-    missing = [one["what"] for one in machine_facts.find_missing(found)]
+    missing = [one["what"] for one in doctor.find_missing(found)]
     assert "XCCL in torch" in missing
     assert ("xpu:1", "xpu, 1.0 kB") in doctor._machine({**found, "measured": None})
 

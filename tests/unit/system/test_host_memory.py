@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.system.host_memory import HostMemory
+from zeroshard.system.this_host import HostMemory
 
 GIB = 1 << 30
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.errors import ConfigError
-from zeroshard.system.slurm import SlurmStep, expand, rank_variables, read_step
+from zeroshard.system.tasks import SlurmStep, expand, read_step, slurm_variables
 
 STEP = {
     "SLURM_STEP_ID": "3",
@@ -99,7 +99,7 @@ def test_the_step_says_which_task_this_is() -> None:
 
 def test_a_batch_script_is_no_task() -> None:
     batch = {name: value for name, value in STEP.items() if "STEP" not in name}
-    assert read_step(batch) is None and rank_variables(batch) == {}
+    assert read_step(batch) is None and slurm_variables(batch) == {}
 
 
 def test_a_number_that_is_none_is_named() -> None:
@@ -108,9 +108,9 @@ def test_a_number_that_is_none_is_named() -> None:
 
 
 def test_a_task_of_several_becomes_a_rank_unless_somebody_has_made_it_one() -> None:
-    found = rank_variables(STEP)
+    found = slurm_variables(STEP)
     assert found.pop("MASTER_PORT").isdecimal()
     assert found == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu01"}
-    assert rank_variables({**STEP, "MASTER_ADDR": "x"})["MASTER_ADDR"] == "x"
-    assert rank_variables({**STEP, "RANK": "0"}) == {}
-    assert rank_variables({**STEP, "SLURM_STEP_NUM_TASKS": "1"}) == {}
+    assert slurm_variables({**STEP, "MASTER_ADDR": "x"})["MASTER_ADDR"] == "x"
+    assert slurm_variables({**STEP, "RANK": "0"}) == {}
+    assert slurm_variables({**STEP, "SLURM_STEP_NUM_TASKS": "1"}) == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 
-from zeroshard.system.sockets import raise_file_limit
+from zeroshard.system.this_host import raise_file_limit
 
 
 def test_the_soft_limit_of_open_files_is_raised_and_never_lowered() -> None:

@@ -13,7 +13,7 @@
 (ZeRO, section 5; prefetching by a trace: ZeRO-Infinity, section 6.2.) Every event is a method that
 returns commands. Whoever iterates executes them, at once: the engine moves bytes
 (runtime/weights.py, reductions.py), the planner adds bytes (planner/peak.py) or times jobs
-(planner/program.py), and ``python -m zeroshard.core.schedule zero3`` prints them. A gather or a
+(planner/simulate.py), and ``python -m zeroshard.core.schedule zero3`` prints them. A gather or a
 wait whose execution raises leaves the schedule as it was before.
 
 The last pass says which unit comes next (core/order.py). Units are gathered ahead up to

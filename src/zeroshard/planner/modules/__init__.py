@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from zeroshard.planner import Axes, Machine, ModelShape, Plan, Training, describe, make_plan
-from zeroshard.planner.modules.built import shape_of_path
-from zeroshard.planner.modules.shapes import shape_of_module, shape_with_activations
+from zeroshard.planner.modules.shapes import shape_of_module, shape_of_path, shape_with_activations
 
 __all__ = ["plan", "shape_of_module", "shape_with_activations"]
 

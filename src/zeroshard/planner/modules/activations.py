@@ -38,8 +38,7 @@ from torch.utils.flop_counter import (
 
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.errors import ConfigError
-from zeroshard.planner.activation_trace import ActivationTrace, Event, Moment
-from zeroshard.planner.model import ModelShape
+from zeroshard.planner.model import ActivationTrace, Event, ModelShape, Moment
 from zeroshard.planner.training import Training
 from zeroshard.runtime.build import compute_dtypes
 from zeroshard.runtime.guards import cast, casting_hooks
@@ -120,7 +119,14 @@ def trace_activations(
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        tensors, buffer_bytes = _without_memory(model, training)
+        # Fake parameters in the dtypes in which they compute, and fake buffers, by their names in a
+        # `_TracedStep`.
+        dtypes, out = compute_dtypes(model, PRECISIONS[training.precision]).of, {}
+        for name, parameter in model.named_parameters():
+            like = torch.empty(tuple(parameter.shape), dtype=dtypes[id(parameter)])
+            out[f"model.{name}"] = nn.Parameter(like, requires_grad=parameter.requires_grad)
+        buffers = {f"model.{name}": _imitation(buffer) for name, buffer in model.named_buffers()}
+        tensors, buffer_bytes = out | buffers, sum(buffer.nbytes for buffer in buffers.values())
         step = _TracedStep(model, events, loss)
         arguments = tree_map_only(torch.Tensor, _imitation, inputs)
         stack.enter_context(_hooked(model, plans, events, training))
@@ -136,18 +142,6 @@ def trace_activations(
             (counted.flops[unit, False], counted.flops[unit, True]) for unit in range(len(plans))
         ),
     )
-
-
-def _without_memory(model: nn.Module, training: Training) -> tuple[dict[str, torch.Tensor], int]:
-    """Return fake parameters in the dtypes in which they compute, and fake buffers, by their names
-    in a `_TracedStep`; and the bytes of the buffers.
-    """
-    dtypes, out = compute_dtypes(model, PRECISIONS[training.precision]).of, {}
-    for name, parameter in model.named_parameters():
-        like = torch.empty(tuple(parameter.shape), dtype=dtypes[id(parameter)])
-        out[f"model.{name}"] = nn.Parameter(like, requires_grad=parameter.requires_grad)
-    buffers = {f"model.{name}": _imitation(buffer) for name, buffer in model.named_buffers()}
-    return out | buffers, sum(buffer.nbytes for buffer in buffers.values())
 
 
 def _imitation(tensor: torch.Tensor) -> torch.Tensor:

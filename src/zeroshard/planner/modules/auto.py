@@ -38,7 +38,7 @@ from zeroshard.planner.machine import Speeds, nearest_preset
 from zeroshard.planner.modules import shape_of_module
 from zeroshard.planner.rows import candidates, describe_row
 from zeroshard.system.device import Device, all_devices
-from zeroshard.system.host_memory import HostMemory
+from zeroshard.system.this_host import HostMemory
 from zeroshard.tier.swapdir import free_bytes
 
 RESERVE = 0.3  # of the free memory: for activations and whatever else the program makes
@@ -55,7 +55,8 @@ def facts(model: nn.Module, settings: Config, world: int) -> dict[str, Any]:
     model itself takes is free: it is about to become shards.
     """
     _check_offload(settings.offload)
-    local = _ranks_here(world)
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    local = min(int(text), world) if text.isdecimal() and int(text) else world
     device = next(model.parameters()).device
     own = sum(p.numel() * p.itemsize for p in model.parameters() if fingerprint_of(p) is None)
     host, on_device = HostMemory.now().available // local, None
@@ -265,12 +266,6 @@ def _speeds(device: torch.device, ranks: int) -> tuple[str, Speeds]:
         own = Device.of(device).facts()
         preset = nearest_preset(own["name"], own["memory_bytes"])
     return f"preset {preset}", Machine.of(preset).speeds
-
-
-def _ranks_here(world: int) -> int:
-    """Return how many ranks share this host."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return min(int(text), world) if text.isdecimal() and int(text) else world
 
 
 def _existing(path: Path) -> Path:

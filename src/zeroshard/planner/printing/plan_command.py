@@ -19,19 +19,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.planner.printing.plan_table import print_plan
-from zeroshard.planner.printing.ranks_table import (
+from zeroshard.planner.printing.plan_table import (
     is_uneven,
     leave_out,
     memories_of,
     plan_and_print,
+    print_plan,
 )
 from zeroshard.terminal.console import Table, note, print_json, say, say_facts, three_digits
 from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, as_usage, made
 
 if TYPE_CHECKING:
     from zeroshard.planner import Machine, ModelShape, Training
-    from zeroshard.planner.sweep import Point
+    from zeroshard.planner.plan import Point
 
 # -------------------------------------------------------------------------------------- sweep table
 # ``zeroshard plan --sweep gpus=8..16384``: one model on more and more GPUs, in tables, as JSON and
@@ -228,7 +228,7 @@ def _plan(this_machine: Measured, arguments: argparse.Namespace) -> int:
 
 def _sweep(arguments: argparse.Namespace, training: Training, this_machine: Measured) -> int:
     """Plan on more and more GPUs; print, and draw."""
-    from zeroshard.planner.sweep import make_sweep, parse_sweep
+    from zeroshard.planner.plan import make_sweep, parse_sweep
 
     if arguments.write is not None:
         leave_out(arguments, "--write writes the plan of one machine", "sweep")
@@ -311,11 +311,11 @@ def _named(arguments: argparse.Namespace, training: Training) -> ModelShape:
 
         return describe(arguments.params)
     if arguments.path is not None:
-        from zeroshard.planner.model_files import is_foreign, read_model
+        from zeroshard.planner.families import is_foreign, read_model
 
         if not is_foreign(arguments.path):
             return read_model(arguments.path)
-        from zeroshard.planner.modules.built import shape_of_path
+        from zeroshard.planner.modules.shapes import shape_of_path
 
         return shape_of_path(arguments.path, training)
     return _built(arguments.model, training)
