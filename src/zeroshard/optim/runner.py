@@ -59,7 +59,7 @@ from zeroshard.optim.copies import TileOptimizer
 from zeroshard.optim.shards import StepMethod, Tile
 from zeroshard.optim.tiles import TileStates
 from zeroshard.state.gradient import Gradient
-from zeroshard.tier.staging import Memory
+from zeroshard.tier.transfer import Memory
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,9 @@ from zeroshard.memory import placeholder_value, reads_wait
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.streams import Lane
-from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.full import FullBuffer
 from zeroshard.state.state import State
+from zeroshard.tier.store import EncodedStorage
 
 
 class _Reads:

@@ -29,7 +29,7 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.state import State, move
-from zeroshard.tier.host import HostStore
+from zeroshard.tier.stores import HostStore
 
 _PAGE = mmap.PAGESIZE
 

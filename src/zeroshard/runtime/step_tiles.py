@@ -35,7 +35,7 @@ from zeroshard.runtime.rest import values_of
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.state.state import State, move
-from zeroshard.tier.link import Link
+from zeroshard.tier.store import Link
 
 # ------------------------------------------------------------------------------------------ balance
 # ``fraction="auto"``: the share of the optimizer on the host at which host and device finish a

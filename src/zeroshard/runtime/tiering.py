@@ -16,8 +16,7 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.schedule import STAGING_BYTES
 from zeroshard.core.split import splits
 from zeroshard.memory.heap import Trimmer
-from zeroshard.tier.link import Direct, Link
-from zeroshard.tier.store import Store
+from zeroshard.tier.store import Direct, Link, Store
 
 STATES = ("weight", "grad", "optimizer")
 

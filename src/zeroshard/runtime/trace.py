@@ -6,7 +6,7 @@ as the context lasts::
     what it listens to                               what becomes of it
     the events of a step (events.py)                 the parts of compute, by unit
     operations of flights (flight.py)                collectives, from start to end, with bytes
-    tier/host.py, tier/disk.py                       reads and writes, with bytes
+    tier/stores.py, tier/disk.py                       reads and writes, with bytes
     optim/runner.py                                  tiles stepped on the host
     a Work that is waited for, `Probe.waiting`       "wait for LANE"; it cuts the part of compute
     any of these                                     a level of memory, where it has changed

@@ -63,8 +63,7 @@ from zeroshard.sharding.request import ShardRequest, requested
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceMemory
 from zeroshard.system.device import Device
-from zeroshard.tier.link import link_of
-from zeroshard.tier.store import Store
+from zeroshard.tier.store import Store, link_of
 from zeroshard.tier.stores import make_store
 
 if TYPE_CHECKING:

@@ -47,8 +47,7 @@ from zeroshard.state.norms import (
     is_finite,
 )
 from zeroshard.state.state import DeviceMemory, State
-from zeroshard.tier.link import Direct
-from zeroshard.tier.store import Storage
+from zeroshard.tier.store import Direct, Storage
 
 _BLOCK = 1 << 20  # elements read from another tier at a time; a multiple of a chunk (norms.py)
 

@@ -24,10 +24,8 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work, wait_on_host
 from zeroshard.memory import Pages
-from zeroshard.state.encoded import EncodedStorage
 from zeroshard.system.device import Device
-from zeroshard.tier.link import Direct, Link
-from zeroshard.tier.store import Storage, Store
+from zeroshard.tier.store import Direct, EncodedStorage, Link, Storage, Store
 
 _TILE = 1 << 20  # elements that move at a time
 

@@ -28,7 +28,7 @@ from zeroshard.state import gradient, norms
 from zeroshard.state.gradient import Gradient
 from zeroshard.state.norms import SquaresRequest, SquaresSum
 from zeroshard.state.state import DeviceMemory
-from zeroshard.tier.link import Direct
+from zeroshard.tier.store import Direct
 
 CPU = torch.device("cpu")
 
