@@ -285,11 +285,8 @@ class Keeping:
                 _log.info("saver.keep() keeps nothing without `zeroshard run --elastic`")
             return None
         memory = _KeptMemory(keeper, os.path.realpath(self._directory), answers[0][1], homes)
-        if self.redundancy:
-            self._find_partners(memory)
-        return memory
-
-    def _find_partners(self, memory: _KeptMemory) -> None:
+        if not self.redundancy:
+            return memory
         found = partners(memory.homes)
         memory.partner = found[self._ranks.rank]
         memory.wards = [rank for rank, one in enumerate(found) if one == self._ranks.rank]
@@ -300,6 +297,7 @@ class Keeping:
                 "redundancy=1 has no other host: all ranks are on one, whose launcher keeps the"
                 " state while it lives"
             )
+        return memory
 
     def _send(self, memory: _KeptMemory, copies: Copies, slot: _KeptFiles, note: bytes) -> None:
         """Send our part to the partner, take those of the wards, then seal all of them."""

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from zeroshard.checkpoint.experts import Experts
 from zeroshard.checkpoint.manifest import Entries, ParameterEntry, TensorEntry, digest
-from zeroshard.checkpoint.rank_part import RankPart, names_of, persistent_buffers
+from zeroshard.checkpoint.rank_part import Experts, RankPart, names_of, persistent_buffers
 from zeroshard.checkpoint.shard_files import Lent, opened
 from zeroshard.core.sliced_digest import placed_sum
 from zeroshard.errors import CheckpointError
