@@ -36,9 +36,8 @@ from zeroshard.checkpoint.manifest import (
 )
 from zeroshard.checkpoint.shard_files import WRITTEN_BY, Stored, as_bytes, dtype_code, whole_stride
 from zeroshard.checkpoint.values import decode, encode, no_tensors
-from zeroshard.core.boxes import Box, box_of
+from zeroshard.core.boxes import Box, box_of, overlap
 from zeroshard.core.layout import Range
-from zeroshard.core.overlaps import overlap
 from zeroshard.core.part import Part
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.elementwise import KEPT_STATES

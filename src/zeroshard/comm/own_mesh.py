@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.comm.groups import make_group
 from zeroshard.comm.plain import ranks_through
 from zeroshard.comm.ranks import Ranks
-from zeroshard.core.dims import shared_dims
-from zeroshard.core.holders import Holders
+from zeroshard.core.dims import Holders, shared_dims
 from zeroshard.errors import ConfigError
 
 

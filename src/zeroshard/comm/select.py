@@ -29,8 +29,8 @@ from zeroshard.comm.one_process import OneProcess
 from zeroshard.comm.plain import gather_bytes
 from zeroshard.comm.stalls import every
 from zeroshard.comm.transport import CommSpec, Traffic, Transport
-from zeroshard.core.cost import all_gather, goes_deep, reduce_scatter
 from zeroshard.core.placement import Mesh, Scope
+from zeroshard.core.wire import all_gather, goes_deep, reduce_scatter
 from zeroshard.errors import ConfigError
 from zeroshard.system.device import Device
 from zeroshard.system.sockets import raise_file_limit

@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import zeroshard as zs
 from zeroshard.comm.plain import on_cpu, ranks_through
-from zeroshard.core.tensor_digest import digest_of
+from zeroshard.core.digest import digest_of
 from zeroshard.deepspeed import comm
 from zeroshard.deepspeed.engine_names import remedy
 from zeroshard.deepspeed.held_parameters import (

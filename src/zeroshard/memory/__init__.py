@@ -7,6 +7,7 @@ lie elsewhere.
     Pages             large CPU tensors whose pages are used again when their last view dies
     MemoryCounter     bytes that are live, and their peak
     placeholder()     one NaN, expanded to a shape
+    storage_of()      the storage behind a tensor, whatever mode or subclass is around it
 
 None of them knows a rank, a unit or a state.
 """
@@ -46,6 +47,7 @@ __all__ = [
     "placeholder",
     "placeholder_value",
     "reads_wait",
+    "storage_of",
     "synchronize",
     "to_placeholder",
 ]
@@ -437,3 +439,12 @@ def placeholder(
 def to_placeholder(tensor: torch.Tensor) -> None:
     """Let a CPU `tensor` refer to a placeholder instead of its memory; its shape stays."""
     tensor.data = placeholder(tensor.shape, tensor.dtype)
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a dense tensor, unseen by guards and modes; None where it has none."""
+    with torch._C.DisableTorchFunction():
+        try:
+            return tensor.untyped_storage() if tensor.layout is torch.strided else None
+        except (NotImplementedError, RuntimeError):  # tensors that wrap others
+            return None

@@ -31,8 +31,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.core.storage import storage_of
 from zeroshard.errors import ConfigError
+from zeroshard.memory import storage_of
 from zeroshard.memory.heap import return_freed_memory
 from zeroshard.nn.hollow import (
     HollowRecord,

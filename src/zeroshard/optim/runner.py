@@ -50,9 +50,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.core.recording import Operation, Probe
 from zeroshard.core.schedule import TILE_BUFFERS, TILES_AHEAD
-from zeroshard.core.work import Work, wait_on_host
+from zeroshard.core.work import Operation, Probe, Work, wait_on_host
 from zeroshard.errors import StorageError
 from zeroshard.memory.heap import Trimmer
 from zeroshard.optim.copies import TileOptimizer

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
-from zeroshard.core.cost import LinkBytes, reduce_scatter
 from zeroshard.core.layout import ALIGN, Layout, Piece
 from zeroshard.core.placement import Cell, Cells, Mesh, Portion, Scope, Tier
 from zeroshard.core.policy import Policy
@@ -26,7 +25,7 @@ from zeroshard.core.route import Axis, Kind, Route, Routes, routes
 from zeroshard.core.shares import Dealer, Shares
 from zeroshard.core.split import splits
 from zeroshard.core.tree import Deal
-from zeroshard.core.wire import Formats, Wire
+from zeroshard.core.wire import Formats, LinkBytes, Wire, reduce_scatter
 from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
 from zeroshard.planner.training import Training
 

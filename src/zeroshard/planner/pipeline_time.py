@@ -1,7 +1,7 @@
 """One step of a pipeline, predicted: an event-driven simulation of all of its stages.
 
 Each rank has lanes (lanes.py): compute runs its schedule's computations in order; gathers,
-releases and reduces stand where the engine places them (core/pipeline_gathers.py); outputs and
+releases and reduces stand where the engine places them (core/pipeline_orders.py); outputs and
 their gradients leave on lanes of their own, one in each direction, and a computation starts when
 its input is there. Weights stay gathered over consecutive micro-batches within `room`.
 
@@ -21,8 +21,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zeroshard.core.pipeline_gathers import RESHARD, UNSHARD, Action, place
-from zeroshard.core.pipeline_orders import PipelineOrder
+from zeroshard.core.pipeline_orders import RESHARD, UNSHARD, Action, PipelineOrder, place
 from zeroshard.planner.durations import TENSOR
 from zeroshard.planner.lanes import COMPUTE, JobTimes, LaneJob, LaneTask, longest, run
 from zeroshard.planner.stage import StageWork

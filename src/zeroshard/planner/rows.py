@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from zeroshard.core.cost import LinkBytes
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import ROWS, Policy
+from zeroshard.core.wire import LinkBytes
 from zeroshard.planner.exact import LaidOut, StateBytes, rest_bytes, sum_by_tier, traffic_bytes
 from zeroshard.planner.grid import GridPlan, RankPlan, StepSeconds
 from zeroshard.planner.machine import Machine

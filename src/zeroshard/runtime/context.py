@@ -39,7 +39,7 @@ from zeroshard.state.local import local_of, part_of
 from zeroshard.state.state import DeviceMemory, State
 
 if TYPE_CHECKING:  # made in sharding/, and only handed on by this room
-    from zeroshard.core.holders import Holders
+    from zeroshard.core.dims import Holders
     from zeroshard.core.shares import Shares
 
 

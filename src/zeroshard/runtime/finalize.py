@@ -38,14 +38,13 @@ from torch import nn
 
 from zeroshard.comm.ranks import Meeting
 from zeroshard.core.digest import Digest, describe_unlike, first_unlike, holders
-from zeroshard.core.exact_sum import ExactSum
 from zeroshard.errors import PlanMismatch, StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import UNKNOWN, Weight, total_weight
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.trainable import AssignedGradients, names_of
-from zeroshard.state.norms import SquaresRequest, SquaresSum, read_squares
+from zeroshard.state.norms import ExactSum, SquaresRequest, SquaresSum, read_squares
 
 _log = logging.getLogger("zeroshard")
 _STEP = "optimizer.step() or clip_grad_norm_()"

@@ -22,8 +22,8 @@ import torch
 
 from zeroshard.comm.levels import ReadyHop
 from zeroshard.core.layout import Range
-from zeroshard.core.recording import Operation
 from zeroshard.core.route import Axis, Hop, Kind
+from zeroshard.core.work import Operation
 from zeroshard.errors import StorageError
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights

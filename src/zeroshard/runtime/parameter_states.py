@@ -19,7 +19,7 @@ from math import prod
 import torch
 from torch import nn
 
-from zeroshard.core.tensor_digest import digest_of
+from zeroshard.core.digest import digest_of
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.shards import ParamShard

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.core.boxes import overlap
 from zeroshard.core.layout import Range
-from zeroshard.core.overlaps import overlap
 from zeroshard.core.placement import Cells, Tier
 from zeroshard.core.split import balanced, splits, tiles
 from zeroshard.memory import bounce_buffer, placeholder, synchronize

@@ -34,7 +34,7 @@ from zeroshard.comm.select import (
 )
 from zeroshard.comm.transport import CommSpec, Transport
 from zeroshard.config import Config, ShardOptions, build_config
-from zeroshard.core.holders import Holders
+from zeroshard.core.dims import Holders
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import dtype_name

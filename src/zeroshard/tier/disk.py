@@ -39,8 +39,7 @@ import xxhash
 
 from zeroshard.core.layout import round_up
 from zeroshard.core.placement import Tier
-from zeroshard.core.recording import Probe
-from zeroshard.core.work import DoneWork, Work
+from zeroshard.core.work import DoneWork, Probe, Work
 from zeroshard.errors import StorageError
 from zeroshard.memory import Mark, MemoryCounter, has_streams
 from zeroshard.system.device import Device

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 import torch
 
 from zeroshard.core.placement import Tier
-from zeroshard.core.recording import Probe
 from zeroshard.core.sizes import any_of
-from zeroshard.core.work import DoneWork, Work, wait_on_host
+from zeroshard.core.work import DoneWork, Probe, Work, wait_on_host
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.memory import MemoryCounter, host_memory, reads_wait, to_placeholder
 from zeroshard.tier.store import Link, Store, link_of, operation_on

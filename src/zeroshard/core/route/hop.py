@@ -1,7 +1,7 @@
 """One hop of a route: an operation on a buffer, with its lane and its bytes.
 
 A hop counts its bytes from the elements of the buffer, how they are shared, the ranks of its axis
-and its format; the closed forms of core/cost.py are not used here. It does not know rows nor cells.
+and its format; the closed forms of core/wire.py are not used here. It does not know rows nor cells.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from zeroshard.core.cost import LinkBytes
 from zeroshard.core.placement import Mesh, Portion, Scope, Tier
-from zeroshard.core.wire import Wire
+from zeroshard.core.wire import LinkBytes, Wire
 
 # Where a hop runs: the streams of runtime/streams.py, the two directions of a tier's link or disk,
 # and the host's cores, which add to and step what rests off the device.
