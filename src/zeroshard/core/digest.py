@@ -8,7 +8,7 @@ whatever may differ in order between ranks) fold as a set, and in order, too, wh
 operations meet in the order in which they begin. An order is that of the collectives among the same
 ranks: those that hold other experts may run them in another one.
 
-Beside them stands what this rank has entered last, for the errors of stalls (comm/stalls.py).
+Beside them stands what this rank has entered last, for the errors of stalls (comm/cpu/control.py).
 
 Invariant: equal histories give equal digests, different ones with probability 2**-64. Cost: half a
 microsecond per collective (each is hashed once, and looked up from then on), 8 bytes per step on

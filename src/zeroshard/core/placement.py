@@ -88,7 +88,7 @@ class Mesh:
     """The data parallel ranks: `num_nodes` groups of `node_size`. The same on every rank.
 
     There are as many of them at each place along the `others`, each with a model of its own, and
-    they meet only to agree (comm/mesh_ranks.py).
+    they meet only to agree (comm/ranks.py).
     """
 
     num_nodes: int

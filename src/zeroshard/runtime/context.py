@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from zeroshard.comm.levels import Levels, Transports
-from zeroshard.comm.mesh_ranks import AlongAxes, MeshRanks
 from zeroshard.comm.quantized import Codecs
+from zeroshard.comm.ranks import AlongAxes, MeshRanks
 from zeroshard.comm.transport import Transport
 from zeroshard.core.layout import Layout
 from zeroshard.core.part import Part

@@ -15,7 +15,7 @@ number of ranks comes after the sum. A step with a number that is not finite is 
 rank, its masters and moments untouched.
 
 Where the mesh has other axes, each data parallel group agrees so and then tells the others, who add
-its sum of squares to theirs and skip what it has to skip (comm/mesh_ranks.py).
+its sum of squares to theirs and skip what it has to skip (comm/ranks.py).
 
 Averages that were set by hand since (``ParameterStates.set_grad``) are looked at once more by the
 norm or the step, and the ranks agree again upon whether all are finite.

@@ -19,16 +19,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.connect import connect_axes
 from zeroshard.comm.cpu.control import PeerControl
-from zeroshard.comm.device_mesh import MeshAxes, mesh_axes_of
+from zeroshard.comm.device_mesh import MeshAxes, OwnMesh, mesh_axes_of
 from zeroshard.comm.job import init_distributed
-from zeroshard.comm.mesh_ranks import MeshRanks
-from zeroshard.comm.own_mesh import OwnMesh
-from zeroshard.comm.ranks import Ranks
+from zeroshard.comm.ranks import MeshRanks, Ranks
 from zeroshard.comm.select import (
     FIRST_STALL_TIMEOUT_S,
     STALL_TIMEOUT_S,
+    connect_axes,
     first_stall_timeout_s,
     make_levels,
 )
