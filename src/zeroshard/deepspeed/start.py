@@ -26,16 +26,14 @@ from torch.utils.data import DataLoader
 import zeroshard as zs
 from zeroshard.comm.plain import ranks_through
 from zeroshard.config.strict_json import parse_json
-from zeroshard.deepspeed import comm, held_parameters, released_states
+from zeroshard.deepspeed import comm, held_parameters
 from zeroshard.deepspeed.answers import Client, complete_batch
-from zeroshard.deepspeed.deepspeed_engine import DeepSpeedEngine
-from zeroshard.deepspeed.helpers import default_git
-from zeroshard.deepspeed.leaf_walk import LeafWalk
+from zeroshard.deepspeed.deepspeed_engine import DeepSpeedEngine, LeafWalk
+from zeroshard.deepspeed.helpers import default_git, log_dist, make_loader
+from zeroshard.deepspeed.helpers import logger as _log
 from zeroshard.deepspeed.lr_schedules import make_schedule
 from zeroshard.deepspeed.names import VERSION
 from zeroshard.deepspeed.optimizers import make_optimizer
-from zeroshard.deepspeed.small import log_dist, make_loader
-from zeroshard.deepspeed.small import logger as _log
 from zeroshard.deepspeed.verdict import accepted, section, try_schedule
 from zeroshard.deepspeed.zero import end_init_blocks
 
@@ -320,7 +318,7 @@ def _sharded(
     held_parameters.unmark(model.parameters())  # that zero.Init() marked
     if out.zero_optimization_stage() == 3:
         held_parameters.mark(model.parameters())
-        released_states.answer(model)
+        held_parameters.answer_state_dicts(model)
     if engine.rank == 0:
         _tell(f"in DeepSpeed's place: {engine!r}, {batch}")
     return out
