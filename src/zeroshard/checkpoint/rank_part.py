@@ -125,7 +125,9 @@ class Experts:
         if index is None:
             return self._saved_names.get(name, name)
         segments = name.split(".")
-        number, here = int(segments[index]), self._num_here(".".join(segments[:index]))
+        module = self._module.get_submodule(".".join(segments[:index]))
+        numbers = [int(one) for one in (*module._modules, *module._parameters) if one.isdigit()]
+        number, here = int(segments[index]), 1 + max(numbers)
         return ".".join([*segments[:index], str(place * here + number), *segments[index + 1 :]])
 
     def _place(self, name: str) -> tuple[int, int]:
@@ -140,12 +142,6 @@ class Experts:
         first = module.count(".")
         segments = name.split(".")
         return next((at for at in range(first, len(segments)) if segments[at].isdigit()), None)
-
-    def _num_here(self, name: str) -> int:
-        """Return how many numbers the children of the module called `name` have."""
-        module = self._module.get_submodule(name)
-        held = [*module._modules, *module._parameters]
-        return 1 + max(int(one) for one in held if one.isdigit())
 
 
 # ------------------------------------------------------------------------------- the part of a rank

@@ -230,7 +230,13 @@ def mesh_axes_of(
         beside = [mesh.get_group(index) for index in dims.beside]
         peers = ranks_through(*beside, limit_s=limit_s)
         axes = AlongAxes(dims.places, dims.place(mesh.get_coordinate()), peers)
-        group = _data_group(mesh, dims)
+        data = ranks_along(mesh, dims.data)
+        if len(dims.data) > 1 and data != sorted(data):
+            raise ConfigError(
+                f"mesh has the data parallel ranks {data} out of order: process groups order"
+                " theirs, and nodes are consecutive ranks"
+            )
+        group = group_along(mesh, dims.data)
     with axes.together("shard()"):
         own = own_meshes(requests, ranks_through(group, limit_s=limit_s), group)
         return MeshAxes(group, dims, axes, mesh, own, limit_s)
@@ -279,14 +285,3 @@ def _everyone() -> dist.ProcessGroup | None:
             " before shard()"
         )
     return None
-
-
-def _data_group(mesh: DeviceMesh, dims: Dims) -> dist.ProcessGroup:
-    """Return the process group of this rank's data parallel ranks."""
-    ranks = ranks_along(mesh, dims.data)
-    if len(dims.data) > 1 and ranks != sorted(ranks):
-        raise ConfigError(
-            f"mesh has the data parallel ranks {ranks} out of order: process groups order theirs,"
-            " and nodes are consecutive ranks"
-        )
-    return group_along(mesh, dims.data)

@@ -65,7 +65,13 @@ def make_control(subgroup: Subgroup, spec: CommSpec, traffic: Traffic) -> PeerCo
         finally:
             meeting.close()
     if hosts.problems and spec.name != "nccl":
-        _refuse_or_warn(hosts, subgroup, required=spec.name != "auto")
+        text = f"ranks of one host cannot share memory ({'; '.join(hosts.problems[:3])})"
+        if spec.name != "auto":
+            for sock in hosts.sockets.values():
+                sock.close()
+            raise ConfigError(f"{text}: make it possible, or choose transport 'gloo'")
+        if subgroup.rank == 0:
+            _logger.warning("%s: using gloo sockets between them, which is slower", text)
     if len(hosts.groups) == 1:
         make = partial(PeerControl, subgroup, connections=None)  # nobody is far: end gloo's thread
     control = make(
@@ -91,16 +97,6 @@ def connect_axes(axes: AlongAxes, spec: CommSpec, traffic: Traffic) -> AlongAxes
     subgroup = Subgroup(told[0][0], axes.rank, axes.size, members)
     control = make_control(subgroup, replace(spec, mesh=Mesh(1, axes.size)), traffic)
     return AlongAxes(axes.places, axes.place, control)
-
-
-def _refuse_or_warn(hosts: HostGroups, subgroup: Subgroup, *, required: bool) -> None:
-    text = f"ranks of one host cannot share memory ({'; '.join(hosts.problems[:3])})"
-    if required:
-        for sock in hosts.sockets.values():
-            sock.close()
-        raise ConfigError(f"{text}: make it possible, or choose transport 'gloo'")
-    if subgroup.rank == 0:
-        _logger.warning("%s: using gloo sockets between them, which is slower", text)
 
 
 # ------------------------------------------------------------------------- the transport of a group
@@ -214,7 +210,10 @@ def _make_native(
     if mesh.num_nodes == 1 or not (spec.columns or _ever_deep(spec)):
         _warn_of_timeout([group], device, spec)
         return Levels(flat, spec=spec)
-    levels = _subsets(mesh)
+    levels = (
+        [mesh.node(node * mesh.node_size) for node in range(mesh.num_nodes)],
+        [mesh.column(local) for local in range(mesh.node_size)],
+    )
     names = ("the group inside a node", "the group between nodes")
     node, column = (
         connect(partial(_subgroup, group, subsets), name=f"shard(): {name}")
@@ -319,12 +318,6 @@ def _levels(spec: CommSpec) -> tuple[CommSpec, CommSpec]:
     mesh = spec.mesh
     between = replace(spec, mesh=Mesh(mesh.num_nodes, 1), pool_bytes=None)
     return replace(spec, mesh=Mesh(1, mesh.node_size)), between
-
-
-def _subsets(mesh: Mesh) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the ranks of every node, and of every column."""
-    nodes = [mesh.node(node * mesh.node_size) for node in range(mesh.num_nodes)]
-    return nodes, [mesh.column(local) for local in range(mesh.node_size)]
 
 
 def _subgroup(group: dist.ProcessGroup, subsets: list[tuple[int, ...]]) -> dist.ProcessGroup:

@@ -143,10 +143,6 @@ def _stage(engine: Any) -> int:
     return 3 if stage == "auto" else int(stage or 0)  # our default, where nobody filled it in
 
 
-def _is_managed(engine: Any) -> bool:
-    return engine.config.get("managed_gradient_accumulation") is not False
-
-
 def _computes_in(dtype: torch.dtype) -> Source:
     return lambda engine: engine.engine.precision.compute is dtype
 
@@ -222,7 +218,9 @@ _ANSWERS: dict[str, Any] = {
     "get_batch_info": call(
         lambda engine: (engine.batch.train, engine.batch.micro, engine.batch.steps),
         "Return the three batch sizes."),
-    "managed_gradient_accumulation": call(_is_managed, "Whether ``step()`` counts micro-batches."),
+    "managed_gradient_accumulation": call(
+        lambda engine: engine.config.get("managed_gradient_accumulation") is not False,
+        "Whether ``step()`` counts micro-batches."),
     "set_train_batch_size": attribute("batch.set_train", "Change the accumulation steps."),
     "set_train_micro_batch_size": attribute("batch.set_micro", "Change the samples of a forward."),
     "gradient_clipping": call("clipping", "Return the norm that a step clips to, 0 for none."),

@@ -295,23 +295,17 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         """
         self._trained("backward()")
         self._watch.saw(loss)
-        with self._watch.part("backward", self.progress.global_steps):
-            return self._run_backward(loss, retain_graph, scale_wrt_gas)
-
-    def _run_backward(
-        self, loss: torch.Tensor, retain_graph: bool, scale_wrt_gas: bool
-    ) -> torch.Tensor:
-        if self._leaves is not None:
-            return self._leaf_backward(self._leaves, loss, retain_graph, scale_wrt_gas)
-        if scale_wrt_gas and self.batch.steps > 1:
-            loss = loss / self.batch.steps
-        with ExitStack() as stack:
+        with self._watch.part("backward", self.progress.global_steps), ExitStack() as stack:
+            if self._leaves is not None:
+                return self._leaf_backward(self._leaves, loss, retain_graph, scale_wrt_gas)
+            if scale_wrt_gas and self.batch.steps > 1:
+                loss = loss / self.batch.steps
             stack.enter_context(undivided())
             if self.zero_optimization_stage() < 2 and not self.is_gradient_accumulation_boundary():
                 stack.enter_context(self.engine.no_sync())
             self.engine.backward(loss, retain_graph=retain_graph)
-        self.progress.backwards += 1
-        return loss
+            self.progress.backwards += 1
+            return loss
 
     def _leaf_backward(
         self, leaves: LeafWalk, loss: torch.Tensor, retain_graph: bool, scale_wrt_gas: bool

@@ -203,13 +203,11 @@ class TileStates:
         """Move state of a tile that is still on the device (created before shard(), or just
         loaded) to its tier.
         """
-        if tile.method.off_device and any(self._has_numbers(shard) for shard in tile.shards):
+        # numbers that stand in the optimizer
+        keys = ((shard, key) for shard in tile.shards for key in self.moments(shard))
+        if tile.method.off_device and any(not self._is_away(*pair) for pair in keys):
             with self.lent(tile, write=True):
                 pass
-
-    def _has_numbers(self, shard: ParamShard) -> bool:
-        """Whether state of a shard stands in the optimizer as real numbers."""
-        return any(not self._is_away(shard, key) for key in self.moments(shard))
 
     def bytes_by_tier(self, tiles: Sequence[Tile]) -> dict[Tier, int]:
         """Return the bytes of the optimizer's own state of `tiles`, by tier."""

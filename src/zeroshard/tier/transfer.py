@@ -280,21 +280,16 @@ class TierTransfer:
             try:
                 self._run(piece, scratch)
             except BaseException as error:  # surfaces at `wait`; a worker must not end
-                if isinstance(error, StorageError):
-                    _clear_tracebacks(error)
+                if isinstance(error, StorageError):  # frames refer to the tensors
+                    error.__traceback__ = None
+                    if error.__cause__ is not None:
+                        error.__cause__.__traceback__ = None
                 self._error = error
 
     def end(self) -> None:
         """Release its tensors and let `wait` return."""
         self._run = None
         self._over.set()
-
-
-def _clear_tracebacks(error: BaseException) -> None:
-    """Remove the tracebacks: their frames refer to the tensors."""
-    error.__traceback__ = None
-    if error.__cause__ is not None:
-        error.__cause__.__traceback__ = None
 
 
 class Workers:
