@@ -2,7 +2,7 @@
 
 ZeRO-Offload (section 4), ZeRO-Infinity (section 5) and Offload++ are rows of the policy table whose
 cells carry another tier than DEVICE; this is the memory behind those cells. A fraction below 1
-leaves the first elements of a state on the device (core/split.py).
+leaves the first elements of a state on the device (core/resting.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import cached_property
 
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Tier
+from zeroshard.core.resting import splits
 from zeroshard.core.schedule import STAGING_BYTES
-from zeroshard.core.split import splits
 from zeroshard.memory.heap import Trimmer
 from zeroshard.tier.store import Direct, Link, Store
 

@@ -42,8 +42,8 @@ import xxhash
 
 from zeroshard.core.layout import Piece, Range
 from zeroshard.core.placement import Scope
+from zeroshard.core.resting import tiles
 from zeroshard.core.sliced_digest import MASK, BlockTotals, digest_at, place_of, whole_digest
-from zeroshard.core.split import tiles
 from zeroshard.core.trail import FORMAT, REPLAY_FILE, REPLAY_VARIABLE, Replay
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.runtime.access import StateAccess

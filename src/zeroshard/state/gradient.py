@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from zeroshard.core.layout import Range
-from zeroshard.core.split import tiles
+from zeroshard.core.resting import tiles
 from zeroshard.core.work import Work, wait_on_host
 from zeroshard.errors import StorageError
 from zeroshard.memory import bounce_buffer, reads_wait

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 
 from zeroshard.core.placement import Tier
-from zeroshard.core.split import tiles
+from zeroshard.core.resting import tiles
 from zeroshard.core.work import DoneWork, Work, wait_on_host
 from zeroshard.memory import Pages
 from zeroshard.system.device import Device
