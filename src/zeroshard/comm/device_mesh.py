@@ -47,7 +47,7 @@ class MeshRequest:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The name in errors."""
         return f"mesh_of[{self.pattern!r}]"
 
     def describe(self) -> str:

@@ -34,7 +34,7 @@ _EVERYWHERE: Mapping[str, Groups] = {}
 
 @dataclass
 class Meeting:
-    """What a rank says at the end of `Ranks.together`, and what all ranks have said."""
+    """The message of a rank at the end of `Ranks.together`, and those of all ranks."""
 
     value: Any = None
     answers: list[Any] = field(default_factory=list)  # after the end: every rank's value
@@ -306,7 +306,7 @@ class MeshRanks(Ranks):
 
     @property
     def stage(self) -> str:
-        """Where others have other parameters: "pp=1"."""
+        """The place along axes whose ranks have other parameters: "pp=1"."""
         return self.axes.place.stage
 
     def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:

@@ -221,7 +221,7 @@ class Holders:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Which of how many groups holds this rank."""
+        """The number of this rank's group, and the number of groups."""
         return self.groups.index(self.members), len(self.groups)
 
     @property

@@ -30,7 +30,7 @@ class AtRest:
 
     @property
     def away(self) -> Tier | None:
-        """Where those rest that are not on the device; None where all are."""
+        """The tier of those that are not on the device; None where all are."""
         return self.tier if self.split < self.numel else None
 
 

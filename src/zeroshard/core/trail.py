@@ -58,7 +58,7 @@ Hashes = Mapping[str, Mapping[str, str]]  # by phase, and by unit
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank's file says of the run."""
+    """The header of a rank's file: facts of the run."""
 
     rank: int
     world: int
@@ -103,7 +103,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank has written of one step."""
+    """The record of one step on one rank."""
 
     header: Header
     step: int
@@ -191,7 +191,7 @@ REPLAY_VARIABLE = "ZEROSHARD_REPLAY"
 
 @dataclass(frozen=True)
 class Replay:
-    """Which step is replayed, which leaf of it (None: all), and what each rank of the run held."""
+    """The step to replay, its leaf (None: all), and the elements that each rank of the run held."""
 
     step: int
     leaf: int | None
@@ -314,7 +314,7 @@ def _sum(values: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two trails part, or the ranks of one."""
+    """A place where two trails part, or the ranks of one."""
 
     step: int
     phase: str
@@ -332,7 +332,7 @@ class Difference:
 
     @property
     def meaning(self) -> str:
-        """What differs, in words."""
+        """The difference in words."""
         name, _, detail = self.phase.partition(" ")
         words = PHASES[name]
         if name in OF_LEAF and self.num_ranks:
@@ -345,7 +345,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison of two trails has found."""
+    """The result of a comparison of two trails."""
 
     steps: tuple[int, ...]  # that both have
     differences: tuple[Difference, ...]  # of the first step that differs, in the order of a step

@@ -75,7 +75,7 @@ class Operation:
 
 
 class Recording(Protocol):
-    """What a trace under way is told."""
+    """A trace under way, which is told of operations and waits."""
 
     def now(self) -> Stamp:
         """Return the time on the lane that is current."""

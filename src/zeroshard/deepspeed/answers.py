@@ -1,6 +1,5 @@
-"""What the engine answers about its configuration and its training: DeepSpeed's three batch sizes,
-of which two give the third; the counts of a training; and a table with a line for each getter and
-attribute. A new one is a new line.
+"""The engine's answers about its configuration and its training: DeepSpeed's three batch sizes, the
+counts of a training, and a table with a line for each getter and attribute: a new one is a line.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Client:
-    """What the caller of ``initialize()`` brought, and which parameters its optimizer leaves."""
+    """The caller's objects at ``initialize()``, and the parameters that its optimizer lacks."""
 
     optimizer: Any = None
     lr_scheduler: Any = None
@@ -61,7 +60,7 @@ class Client:
 
 @dataclass
 class Progress:
-    """How far a training has come."""
+    """The counts of a training."""
 
     micro_steps: int = 0  # calls of step()
     global_steps: int = 0

@@ -77,7 +77,7 @@ def divided(module: nn.Module, steps: int, args: Any, kwargs: Any) -> Any:
 
 
 class _Edge:
-    """Where one forward's graph begins and ends."""
+    """The begin and the end of one forward's graph."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps

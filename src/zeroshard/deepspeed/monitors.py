@@ -1,4 +1,4 @@
-"""What the keys of a configuration that only watch ask for: lines of the log, and files.
+"""Lines of the log, and files, for the keys of a configuration that only watch.
 
     wall_clock_breakdown   milliseconds of forward, backward and step
     memory_breakdown       engine.memory()
@@ -166,7 +166,7 @@ class ThroughputTimer:
 
 
 class StepWatch:
-    """What one engine's configuration asks to be shown."""
+    """Shows what one engine's configuration asks for."""
 
     def __init__(self, config: dict[str, Any], engine: zs.Engine, batch_size: int) -> None:
         self._config = config

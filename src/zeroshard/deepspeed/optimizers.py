@@ -158,8 +158,8 @@ def _nothing(*_: Any, **__: Any) -> tuple[Any, ...]:
 
 
 class _NoHooks:
-    """Where a program that takes DeepSpeed's hooks off for a generation looks for them: none are
-    there, and gathered parameters need none taken off.
+    """Stands where programs that take DeepSpeed's hooks off for a generation look for them: there
+    are none, and gathered parameters need none taken off.
     """
 
     named_parameters = ds_external_parameters = _register_deepspeed_module = _nothing

@@ -160,7 +160,7 @@ class _RecordedCall:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device on which it computes."""
         if self.kwargs.get("device") is not None:
             return torch.empty(0, device=self.kwargs["device"]).device  # with its index
         accelerated = [tensor.device for tensor in self.tensors if tensor.device.type != "cpu"]

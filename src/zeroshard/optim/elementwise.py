@@ -1,5 +1,5 @@
-"""Which optimizers may step a parameter in pieces, and how state that is older than the sharding
-is cut.
+"""Check that an optimizer may step a parameter in pieces, and cut state that is older than the
+sharding.
 
 ZeRO, section 5.1, partitions the optimizer: each rank steps flat slices of parameters and sees
 nothing else. That is the same training only if the rule is *elementwise*: a new element depends on

@@ -63,7 +63,7 @@ from zeroshard.tier.transfer import Memory
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How the tiles of one engine are stepped."""
+    """Options of the step of one engine's tiles."""
 
     device: torch.device
     enqueues: bool = False  # whether the device goes on by itself (Streams.enqueues)

@@ -43,7 +43,7 @@ _INTERRUPTED = (
 
 
 class AroundStep(GradientOwner, Protocol):
-    """What the engine does around a step."""
+    """The engine around a step."""
 
     def before_step(self) -> bool:
         """Finish the gradients; return whether the step may be taken (False: skip, the shards

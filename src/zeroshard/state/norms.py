@@ -195,7 +195,7 @@ class _BlockSums:
     """
 
     def __init__(self, like: torch.Tensor, num_sums: int = 1, most: int = 1 << 62) -> None:
-        """Of `num_sums` numbers on the device of `like`, of at most so many blocks."""
+        """Make `num_sums` sums on the device of `like`, for at most `most` blocks."""
         self._kernels = kernels_for(like)
         # lower and higher parts, by row and exponent
         shape = (self._kernels.COPIES if self._kernels else 1, 2, num_sums, _ODD + 2)

@@ -115,7 +115,7 @@ class State:
 
     @property
     def split(self) -> int:
-        """How many of the first elements lie in a device tensor."""
+        """The number of first elements that lie in a device tensor."""
         return 0 if self.tensor is None else self.tensor.numel()
 
     @property

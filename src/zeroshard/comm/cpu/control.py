@@ -47,7 +47,7 @@ _Exchange = tuple[str, bytes, int, Heads | None]
 
 
 class Plane:
-    """What a part of the data plane does when the control plane asks; by default nothing."""
+    """A part of the data plane: does what the control plane asks; by default nothing."""
 
     def progress(self) -> None:
         """Do what has become possible. Never blocks."""

@@ -185,7 +185,7 @@ class Waiters:
 
 
 class _Crew:
-    """What the threads know: not their owner, which they must not keep alive."""
+    """State of the threads, which do not know their owner: they must not keep it alive."""
 
     everyone: weakref.WeakSet[_Crew] = weakref.WeakSet()
 

@@ -19,7 +19,7 @@ Lane = Literal["compute", "gather", "reduce", "tier read", "tier write", "host"]
 
 
 class Kind(Enum):
-    """What a hop does."""
+    """The operation of a hop."""
 
     READ = "read"  # from another tier
     ENCODE = "encode"
@@ -55,7 +55,7 @@ class When(Enum):
 
 @dataclass(frozen=True)
 class Place:
-    """Which part of a buffer a rank holds, and in which memory."""
+    """The part of a buffer that a rank holds, and its memory."""
 
     scope: Scope
     tier: Tier = Tier.DEVICE
@@ -67,7 +67,7 @@ class Place:
 
 @dataclass(frozen=True)
 class TierBytes:
-    """What one rank reads from other tiers than the device, and writes to them."""
+    """The bytes that one rank reads from other tiers than the device, and writes to them."""
 
     read: float = 0.0
     write: float = 0.0
@@ -94,7 +94,7 @@ class Hop:
 
     @property
     def after(self) -> Place:
-        """Where the buffer is afterwards; what is kept is a copy beside it."""
+        """The place of the buffer afterwards; a copy that is kept lies beside it."""
         return self.source if self.kind is Kind.KEEP else self.target
 
     def _portion(self, buffer: float | Portion) -> Portion:
