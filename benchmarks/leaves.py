@@ -8,7 +8,7 @@ One model and the same V micro-batches a step, in three ways, at each stage:
 
 The ways of a stage are alive at once on the same ranks and take turns of one step (A B C A B C
 ...), timed between two barriers; ratios are per round. Beside the times stand, of rank 0: payload
-received per step, as ``engine.traffic()`` counts it and as core/cost.py says; and the sums of
+received per step, as ``engine.traffic()`` counts it and as core/wire.py says; and the sums of
 micro-batches that rest between them at most, as ``engine.memory()`` counts their bytes and as
 core/tree.py says.
 
@@ -42,11 +42,11 @@ from benchmarks.ranks import start
 from benchmarks.results import machine_facts
 from benchmarks.stats import bootstrap_median
 from benchmarks.tables import grid, publish
-from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.core.tree import Tree
+from zeroshard.core.wire import Wires
 from zeroshard.errors import ConfigError
 from zeroshard.planner.exact import LaidOut, most_held, rest_bytes
 from zeroshard.planner.model import ModelShape

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.tier.direct_io import BLOCK, read_blocks, round_up, write_blocks
+from zeroshard.core.layout import round_up
 from zeroshard.tier.disk import DiskStore
-from zeroshard.tier.staging import Memory
+from zeroshard.tier.swapdir import BLOCK, read_blocks, write_blocks
+from zeroshard.tier.transfer import Memory
 
 __all__ = ["NUM_GROUPS", "NUM_STATES", "REQUEST_BYTES", "Options", "Raw"]
 

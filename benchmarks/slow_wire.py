@@ -10,7 +10,7 @@ zeroshard finds two hosts, since network namespaces differ: their ranks share me
 over gloo. The rows of a run are alive at once on the same four ranks and take turns (A B C A B C
 ...); a turn ends when the wire is quiet. Medians over rounds, ratios per round. What left a node is
 counted three times: by its interface (headers and acknowledgements included), by
-``engine.traffic()`` (payload), and by the closed form of core/cost.py. MB are 10^6 bytes.
+``engine.traffic()`` (payload), and by the closed form of core/wire.py. MB are 10^6 bytes.
 
 Invariant: ranks and namespaces are gone at the end, whatever ends it but SIGKILL (then:
 `ip netns del` what `ip netns` lists as zswire...). Tables and numbers go to stdout, progress to
@@ -46,10 +46,10 @@ from benchmarks.plan import Size
 from benchmarks.results import machine_facts
 from benchmarks.stats import bootstrap_median, judge
 from zeroshard.comm.codec import codec
-from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
+from zeroshard.core.wire import Wires
 from zeroshard.terminal.console import Table
 from zeroshard.terminal.declared import JSON, Option, count
 

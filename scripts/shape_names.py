@@ -49,7 +49,7 @@ POOLS = (
     "memory/__init__.py Pages",
     "memory/host_pages.py PinnedPages",
     "comm/cpu/slots.py SlotPool",
-    "tier/staging.py Staging",
+    "tier/transfer.py Staging",
     "optim/runner.py _Buffers",
     "planner/buckets.py _PlannedPool",
 )

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.disk import Row
+from zeroshard.core.layout import round_up
 from zeroshard.launch.cli import main
-from zeroshard.tier.direct_io import round_up
 
 ROUNDS = "1"
 SIZE = 5_000_000  # not a multiple of anything

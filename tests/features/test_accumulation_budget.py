@@ -14,9 +14,9 @@ import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import RankError, run_ranks
 from tests.support.training import batch, differences, make_model, make_sharded
-from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh
 from zeroshard.core.precision import PRECISIONS
+from zeroshard.core.wire import Wires
 from zeroshard.runtime.engine import states_of
 
 Sizes = dict[str, tuple[int, int]]  # by unit: the bytes of its whole gradient, and of a shard

@@ -36,7 +36,7 @@ from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.nn.checkpointing import checkpoint, checkpoint_blocks, uncheckpoint_blocks
 from zeroshard.runtime import shelf
 from zeroshard.runtime.shelf import ActivationStore, activation_store_for
-from zeroshard.tier.host import HostStore
+from zeroshard.tier.stores import HostStore
 
 TIERS = ("device", "host", "disk")
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from tests.support.checkpoints import check_same
 from tests.support.harness import run_ranks
 from tests.support.training import make_model, take_steps, two_groups
 from zeroshard import CheckpointError, ConfigError
-from zeroshard.checkpoint.atomic_files import published
+from zeroshard.checkpoint.shard_files import published
 from zeroshard.checkpoint.steps import list_steps, read_manifest
 from zeroshard.formats import import_checkpoint
 from zeroshard.formats.export import export
@@ -434,7 +434,7 @@ def test_what_a_killed_export_has_left_is_removed_by_the_next_and_not_by_one_bes
         tmp_path / "out",
         (
             "import os, pathlib, sys\n"
-            "from zeroshard.checkpoint.atomic_files import published\n"
+            "from zeroshard.checkpoint.shard_files import published\n"
             "with published(pathlib.Path(sys.argv[1]), 10) as working:\n"
             "    working.write_text('half')\n"
             "    os.kill(os.getpid(), 9)\n"

@@ -24,10 +24,10 @@ from tests.support.training import (
     two_groups,
 )
 from zeroshard.comm.codec import Codec, codec
-from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
+from zeroshard.core.wire import Wires
 from zeroshard.errors import ConfigError
 
 MESH = Mesh(2, 2)

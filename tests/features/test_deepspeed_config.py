@@ -21,8 +21,7 @@ from tests.support.training import train
 from zeroshard import Config, ConfigError
 from zeroshard.config import build_config
 from zeroshard.config.strict_json import parse_hjson
-from zeroshard.deepspeed.keys.markdown import deepspeed_markdown
-from zeroshard.deepspeed.keys.table import KEYS, SECTIONS
+from zeroshard.deepspeed.keys.table import KEYS, SECTIONS, deepspeed_markdown
 
 
 def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[str]:

@@ -30,7 +30,6 @@ from zeroshard.deepspeed import (
     helpers,
     lr_schedules,
     optimizers,
-    small,
     start,
     zero,
 )
@@ -383,10 +382,10 @@ def test_a_script_that_logs_gradients_finds_none_as_in_deepspeed() -> None:
 def test_initialize_logs_the_line_of_versions_that_programs_look_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    small.logger.addHandler(caplog.handler)
+    helpers.logger.addHandler(caplog.handler)
     engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 1), config=config(2))
     engine.destroy()
-    small.logger.removeHandler(caplog.handler)
+    helpers.logger.removeHandler(caplog.handler)
     told = [line for line in caplog.messages if "DeepSpeed info: version=" in line]
     git = "git-hash=zeroshard, git-branch=zeroshard"
     assert told == [f"[Rank 0] DeepSpeed info: version={deepspeed.__version__}, {git}"]
@@ -394,7 +393,7 @@ def test_initialize_logs_the_line_of_versions_that_programs_look_for(
 
 
 def test_a_warmup_of_no_steps_is_taken_as_the_shortest(caplog: pytest.LogCaptureFixture) -> None:
-    small.logger.addHandler(caplog.handler)
+    helpers.logger.addHandler(caplog.handler)
     rates = []
     for steps in (0, 2):
         params = {"warmup_max_lr": 1.0, "warmup_num_steps": steps}
@@ -406,7 +405,7 @@ def test_a_warmup_of_no_steps_is_taken_as_the_shortest(caplog: pytest.LogCapture
             engine.backward(engine(torch.ones(4, 2)).sum())
             engine.step()
         engine.destroy()
-    small.logger.removeHandler(caplog.handler)
+    helpers.logger.removeHandler(caplog.handler)
     assert rates[:3] == rates[3:]
     assert caplog.text.count("WarmupLR: warmup_num_steps=0 is taken as 2, the fewest") == 1
 
@@ -780,19 +779,19 @@ def test_two_batch_sizes_give_the_third() -> None:
 
 
 def test_the_small_modules_do_what_their_names_say() -> None:
-    loader = small.RepeatingLoader([1, 2])
+    loader = helpers.RepeatingLoader([1, 2])
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
     nested = {"a": [torch.ones(2)[:1]], "b": 3}
-    copied = small.clone_tensors_for_torch_save(nested)
+    copied = helpers.clone_tensors_for_torch_save(nested)
     assert copied["b"] == 3 and copied["a"][0].untyped_storage().nbytes() == 4
     weight = torch.ones(2)
-    tied = small.clone_tensors_for_torch_save({"a": weight, "b": weight})
+    tied = helpers.clone_tensors_for_torch_save({"a": weight, "b": weight})
     assert tied["a"] is tied["b"] is not weight
     assert torch.device(helpers.get_accelerator().current_device_name()).type in ("cpu", "cuda")
     value = torch.ones(3, requires_grad=True)
-    small.configure(checkpoint_in_cpu=True)
-    assert small.is_configured()
-    small.checkpoint(lambda x: x.exp().sum(), value).backward()
+    helpers.configure(checkpoint_in_cpu=True)
+    assert helpers.is_configured()
+    helpers.checkpoint(lambda x: x.exp().sum(), value).backward()
     assert value.grad is not None
     module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
     assert start.set_z3_leaf_modules(module, [torch.nn.ReLU, "Linear"]) == list(module)

@@ -12,9 +12,9 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support.harness import PLAIN, run_ranks
-from zeroshard.core.tensor_digest import digest_of
+from zeroshard.core.digest import digest_of
 from zeroshard.deepspeed.answers import complete_batch
-from zeroshard.deepspeed.small import RepeatingLoader
+from zeroshard.deepspeed.helpers import RepeatingLoader
 from zeroshard.integrations import deepspeed
 
 SIZE, STEPS = 2, 5

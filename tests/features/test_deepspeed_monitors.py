@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.harness import run_ranks
-from zeroshard.deepspeed.small import logger
+from zeroshard.deepspeed.helpers import logger
 from zeroshard.integrations import deepspeed
 
 RATES = [0.0, 0.1, 0.2]  # of a warmup

@@ -17,7 +17,7 @@ from tests.support.harness import PLAIN, run_ranks
 from tests.support.training import batch, make_model
 from zeroshard.deepspeed import held_parameters as states
 from zeroshard.deepspeed import zero
-from zeroshard.deepspeed.small import logger
+from zeroshard.deepspeed.helpers import logger
 from zeroshard.integrations import deepspeed
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import zeroshard as zs
 from tests.support.harness import run_ranks
 from zeroshard.deepspeed import zero
-from zeroshard.deepspeed.small import logger
+from zeroshard.deepspeed.helpers import logger
 from zeroshard.integrations import deepspeed
 
 

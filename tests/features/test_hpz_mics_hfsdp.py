@@ -32,10 +32,10 @@ from tests.support.training import (
     train,
     two_groups,
 )
-from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
+from zeroshard.core.wire import Wires
 from zeroshard.errors import ConfigError, PlanMismatch, ZeroshardError
 
 MESH = Mesh(2, 2)

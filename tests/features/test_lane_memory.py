@@ -34,8 +34,8 @@ from zeroshard.runtime.weights import Weights
 from zeroshard.sharding import api
 from zeroshard.state.state import DeviceMemory
 from zeroshard.system.device import Device
-from zeroshard.tier.host import HostStore
-from zeroshard.tier.link import Direct
+from zeroshard.tier.store import Direct
+from zeroshard.tier.stores import HostStore
 
 WORLD = 8
 

@@ -23,7 +23,7 @@ from tests.support.lane_sanitizer import LaneSanitizer
 from zeroshard import memory
 from zeroshard.runtime import bucket
 from zeroshard.runtime.shelf import ActivationStore
-from zeroshard.tier.host import HostStore
+from zeroshard.tier.stores import HostStore
 
 WIDTH = 64
 DEVICE = torch.device("cpu")  # named as such: the sanitizer's device

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from tests.support.families import FAMILIES, TINY
 from tests.support.harness import run_ranks
-from zeroshard.core.tensor_digest import digest_of
+from zeroshard.core.digest import digest_of
 
 LEAVES = 8
 ROWS = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")

@@ -24,7 +24,7 @@ from tests.features.test_leaves import Model, Run, Training, hashes, tokens_of
 from tests.support import inside
 from tests.support.harness import run_ranks
 from tests.support.tensor_parallel import mesh_of
-from zeroshard.core.tensor_digest import digest_of
+from zeroshard.core.digest import digest_of
 
 HOST = {"weight": "host", "grad": "host", "optimizer": "host"}
 

@@ -13,8 +13,8 @@ from torch import nn
 import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import run_ranks
-from zeroshard.core.exact_sum import ExactSum
 from zeroshard.core.layout import ALIGN
+from zeroshard.state.norms import ExactSum
 
 ROWS = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
 CUTS: tuple[Any, ...] = (None, [""], ["0", "3"], lambda name, module: name == "2")

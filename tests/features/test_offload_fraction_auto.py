@@ -16,7 +16,7 @@ import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import run_ranks
 from tests.support.paced_link import Paced
-from zeroshard.core.split import balanced
+from zeroshard.core.resting import balanced
 
 STEP_S = 4e-6  # per element, on either side
 WIDTH, LAYERS = 96, 12

@@ -21,7 +21,7 @@ from tests.support.training import Run, batch, differences, make_model, train, t
 from zeroshard.runtime import segment
 from zeroshard.state import gradient as resting
 from zeroshard.state import norms, state
-from zeroshard.tier import direct_io, disk
+from zeroshard.tier import disk, swapdir
 
 TIERS = {
     "gradients and optimizer on the host": {"grad": "host", "optimizer": "host"},
@@ -95,7 +95,7 @@ def _slow_disk(rank: int, world: int, path: str) -> list[str]:
 
     def late(*arguments: Any) -> None:
         time.sleep(0.02)
-        direct_io.write_blocks(*arguments)
+        swapdir.write_blocks(*arguments)
 
     same: dict[str, Any] = {"steps": 2, "model": lambda: make_model(width=32, layers=1)}
     expected = train(rank, "zero2", **same)

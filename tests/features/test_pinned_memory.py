@@ -24,7 +24,7 @@ from tests.support.training import batch, make_model, two_groups
 from zeroshard import memory
 from zeroshard.memory.host_pages import PinnedPages
 from zeroshard.runtime.engine import states_of
-from zeroshard.tier import host, link, staging
+from zeroshard.tier import store, stores, transfer
 
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -119,7 +119,7 @@ def test_pinned_memory_has_the_bytes_that_were_asked_for_and_they_are_resident(
 def test_states_on_the_host_are_registered_to_the_byte_and_unregistered_once(
     register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (host, staging):
+    for module in (stores, transfer):
         pinned: Callable[..., memoryview] = functools.partial(_pinned, memory.host_memory)
         monkeypatch.setattr(module, "host_memory", pinned)
     model = make_model(width=48)
@@ -158,8 +158,8 @@ def _pinned(
 def test_what_copies_still_read_is_unregistered_only_when_they_are_over(
     register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "Mark", Copy)
-    enqueued = link.Enqueued(DEVICE)
+    monkeypatch.setattr(store, "Mark", Copy)
+    enqueued = store.Enqueued(DEVICE)
     view = memory.host_memory(1 << 20, pinned=True)
     there = torch.frombuffer(view[4096:8192], dtype=torch.float32)
     copies: list[Any] = [

@@ -13,11 +13,10 @@ import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import run_ranks
 from tests.support.training import ROWS, Net, batch, two_groups
-from zeroshard.core.cost import LinkBytes
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.route import Kind, Route
-from zeroshard.core.wire import Formats
+from zeroshard.core.wire import Formats, LinkBytes
 
 MESH = Mesh(2, 2)
 CODED = {"weight_codec": "int8", "grad_codec": "int4"}

@@ -18,10 +18,10 @@ import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import ROOT, run_ranks
 from tests.support.training import ROWS, Net, batch, take_steps, two_groups
-from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS, Precision
+from zeroshard.core.wire import Wires
 from zeroshard.runtime.engine import states_of
 
 WIDTH = 64  # every parameter but the embedding and the head fills whole slots, so padding is small

@@ -37,7 +37,7 @@ from zeroshard.memory import return_freed_memory
 from zeroshard.optim.copies import TileOptimizer
 from zeroshard.optim.shards import StepMethod
 from zeroshard.runtime.engine import states_of
-from zeroshard.tier.link import link_of
+from zeroshard.tier.store import link_of
 
 pytestmark = pytest.mark.usefixtures("device")
 

@@ -24,7 +24,7 @@ import torch
 from torch.autograd.profiler import profile
 
 from zeroshard import memory
-from zeroshard.comm import codec, connect, memfd
+from zeroshard.comm import codec, memfd, select
 from zeroshard.optim import runner
 
 __all__ = ["AllocatedBytes"]
@@ -81,7 +81,7 @@ class AllocatedBytes:
         self._stack = ExitStack()
 
     def __enter__(self) -> AllocatedBytes:
-        reserve, map_pages, connections = memfd.reserve, memory.map_pages, connect.Connections
+        reserve, map_pages, connections = memfd.reserve, memory.map_pages, select.Connections
         ours: dict[int, int] = {}  # inode -> bytes that this rank has reserved
 
         def reserved(fd: int, start: int, stop: int) -> None:
@@ -113,7 +113,7 @@ class AllocatedBytes:
         self._stack.enter_context(mock.patch.object(memfd, "reserve", reserved))
         self._stack.enter_context(mock.patch.object(memfd, "map_bytes", shared))
         self._stack.enter_context(mock.patch.object(memory, "map_pages", mapped))
-        self._stack.enter_context(mock.patch.object(connect, "Connections", connected))
+        self._stack.enter_context(mock.patch.object(select, "Connections", connected))
         self._stack.enter_context(mock.patch.object(memory.Pages, "empty", empty))
         self._stack.enter_context(mock.patch.object(runner, "ThreadPoolExecutor", _AtOnce))
         self._profiler.__enter__()

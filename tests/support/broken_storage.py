@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import zeroshard.tier.disk as disk_tier
-import zeroshard.tier.host as host_tier
+import zeroshard.tier.stores as host_tier
 import zeroshard.tier.swapdir as swapdir
 
 __all__ = ["Broken", "file_limit", "patched"]

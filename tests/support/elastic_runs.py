@@ -26,7 +26,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import zeroshard as zs  # noqa: E402
-from zeroshard.core.tensor_digest import digest_of  # noqa: E402
+from zeroshard.core.digest import digest_of  # noqa: E402
 
 __all__ = ["Death", "Event", "Plan", "events", "losses_from", "make", "resume", "save_every_step",
            "step_once", "train_leaves"]  # fmt: skip

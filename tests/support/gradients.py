@@ -10,7 +10,7 @@ import torch
 
 from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Cell, Mesh
-from zeroshard.core.recording import Probe
+from zeroshard.core.work import Probe
 from zeroshard.errors import StorageError
 from zeroshard.runtime.grad import Accumulator
 from zeroshard.runtime.streams import NoStreams

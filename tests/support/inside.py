@@ -21,7 +21,6 @@ from tests.support.paced_link import Paced
 from zeroshard.comm.cpu import collectives
 from zeroshard.comm.levels import Levels
 from zeroshard.comm.transport import Transport
-from zeroshard.core.exact_sum import ExactSum
 from zeroshard.core.placement import Tier
 from zeroshard.core.residency import Residency, UnitState, Use
 from zeroshard.core.schedule import Schedule
@@ -39,6 +38,7 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 from zeroshard.sharding import api
+from zeroshard.state.norms import ExactSum
 from zeroshard.tier.store import Store
 
 

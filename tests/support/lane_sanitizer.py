@@ -48,8 +48,8 @@ from zeroshard.runtime import segment, shelf
 from zeroshard.runtime.streams import Event, Lane, NoStreams
 from zeroshard.sharding import api
 from zeroshard.state import gradient, norms
-from zeroshard.tier import host
-from zeroshard.tier.link import Enqueued
+from zeroshard.tier import stores
+from zeroshard.tier.store import Enqueued
 
 __all__ = ["Finding", "LaneSanitizer"]
 
@@ -181,7 +181,7 @@ class LaneSanitizer(Timeline):
             (shelf, "make_streams", lambda _: _Streams(self, "activation ")),
             (codec, "_scratch", scratch),
             (native_transport, "host_waits", lambda device: False),
-            (host, "host_memory", partial(self._host_memory, host.host_memory)),
+            (stores, "host_memory", partial(self._host_memory, stores.host_memory)),
             (runner, "ThreadPoolExecutor", device.pool),
         ]
         _device_constructors()  # torch remembers what they are: not the ones patched here
@@ -191,11 +191,11 @@ class LaneSanitizer(Timeline):
             patches.append((torch.Tensor, name, _method(stand_in, getattr(torch.Tensor, name))))
         for module in (memory, segment):
             patches.append((module, "mark", memory.Mark))
-        for module in (memory, gradient, norms, host, codec):
+        for module in (memory, gradient, norms, stores, codec):
             patches.append((module, "reads_wait", lambda tensor: not self.is_on_host(tensor)))
         for module in (memory, gradient):
             patches.append((module, "bounce_buffer", self._bounce_buffer))
-        for module in (api, host):
+        for module in (api, stores):
             patches.append((module, "link_of", Enqueued))
         for module in (runner, segment):
             patches.append((module, "threading", SimpleNamespace(Event=device.thread_event)))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from zeroshard.core.work import Work
-from zeroshard.tier.link import Direction
+from zeroshard.tier.store import Direction
 
 __all__ = ["Paced"]
 

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_see
 
 import zeroshard as zs
 from tests.support.trainer_features import IGNORED, rows
-from zeroshard.core.tensor_digest import digest_of
+from zeroshard.core.digest import digest_of
 from zeroshard.integrations.transformers import ZeroTrainer
 
 # by number of ranks; two ranks have a subtree of the even leaves each, which stage 1 reduces once

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.support.transport_cases import check_sum, expected_sum, fill, same
 from tests.support.transports import CPU, Spec, opened, values
 from zeroshard.comm.cpu.links import MessageKind
-from zeroshard.comm.cpu.matching import Contribution
+from zeroshard.comm.cpu.slots import Contribution
 from zeroshard.comm.transport import CommSpec, ReduceRequest, Transport, Window
 from zeroshard.core.layout import end_of
 from zeroshard.core.placement import Mesh

@@ -26,12 +26,13 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 
 from zeroshard.checkpoint.manifest import Manifest, digest, shard_name
@@ -40,10 +41,9 @@ from zeroshard.checkpoint.rank_part import Stateful, collect, divide
 from zeroshard.checkpoint.shard_files import write_shard
 from zeroshard.checkpoint.steps import os_errors, saved_order
 from zeroshard.comm import memfd
+from zeroshard.comm.groups import make_group
 from zeroshard.comm.launched import keeper_address
-from zeroshard.comm.mesh_ranks import MeshRanks
-from zeroshard.comm.peer_copies import Copies
-from zeroshard.comm.ranks import Meeting
+from zeroshard.comm.ranks import Meeting, MeshRanks
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.system.keeper_client import (
@@ -55,6 +55,63 @@ from zeroshard.system.keeper_client import (
     partners,
     read_note,
 )
+
+# --------------------------------------------------------------------------- copies on another host
+# Anonymous files of one rank are copied to a rank of another host.
+#
+# The messages travel over a gloo group of their own, made when the first file does, on the CPU
+# beside any backend of the job's. Where a peer ends, gloo's error ends the copy.
+#
+# Invariant: ranks that copy call in the same order. Cost: each byte once over the network, without
+# a copy on either side: the files are mapped.
+
+
+class Copies:
+    """Copies between `ranks`, which are given by their place in it. Made by all of them together;
+    `ranks` are numbers in the job, and `exchange` takes a few bytes of each.
+    """
+
+    def __init__(self, ranks: Sequence[int], exchange: Callable[[bytes], list[bytes]]) -> None:
+        self._ranks = list(ranks)
+        self._exchange = exchange
+        self._group = make_group(ranks, exchange, backend="gloo")
+
+    def __enter__(self) -> Copies:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._exchange(b"")  # all that was sent has come
+        self.close()
+
+    def close(self) -> None:
+        """Give back the group, its threads and descriptors. No copy is under way on any rank."""
+        with suppress(ValueError):  # with the job's own group it has gone
+            dist.destroy_process_group(self._group)
+
+    def sending(self, peer: int, files: Sequence[int]) -> list[Any]:
+        """Begin to send whole files to `peer`; return what `wait` takes."""
+        maps = [memfd.map_bytes(file, os.fstat(file).st_size) for file in files]
+        return [self._begin(dist.isend, data, peer) for data in maps if len(data)]
+
+    def receiving(self, peer: int, files: Sequence[int], sizes: Sequence[int]) -> list[Any]:
+        """Begin to receive the first `sizes` bytes of files from `peer`; return what `wait`
+        takes.
+        """
+        maps = [memfd.map_bytes(file, size) for file, size in zip(files, sizes, strict=True)]
+        return [self._begin(dist.irecv, data, peer) for data in maps if len(data)]
+
+    def wait(self, begun: Sequence[Any]) -> None:
+        """Wait for everything that was begun."""
+        for work, _ in begun:
+            work.wait()
+
+    def _begin(self, call: Callable[..., Any], data: torch.Tensor, peer: int) -> tuple[Any, Any]:
+        # the mapping must live until the work is done
+        return call(data, self._ranks[peer], group=self._group), data
+
+
+# --------------------------------------------------------------------------------------- kept steps
 
 _log = logging.getLogger("zeroshard")
 _CALL = "saver.keep()"
@@ -285,11 +342,8 @@ class Keeping:
                 _log.info("saver.keep() keeps nothing without `zeroshard run --elastic`")
             return None
         memory = _KeptMemory(keeper, os.path.realpath(self._directory), answers[0][1], homes)
-        if self.redundancy:
-            self._find_partners(memory)
-        return memory
-
-    def _find_partners(self, memory: _KeptMemory) -> None:
+        if not self.redundancy:
+            return memory
         found = partners(memory.homes)
         memory.partner = found[self._ranks.rank]
         memory.wards = [rank for rank, one in enumerate(found) if one == self._ranks.rank]
@@ -300,6 +354,7 @@ class Keeping:
                 "redundancy=1 has no other host: all ranks are on one, whose launcher keeps the"
                 " state while it lives"
             )
+        return memory
 
     def _send(self, memory: _KeptMemory, copies: Copies, slot: _KeptFiles, note: bytes) -> None:
         """Send our part to the partner, take those of the wards, then seal all of them."""

@@ -22,7 +22,6 @@ from typing import Any, Literal
 import torch
 from pydantic import TypeAdapter
 
-from zeroshard.checkpoint.experts import Experts
 from zeroshard.checkpoint.kept import (
     Holdings,
     KeptStep,
@@ -33,13 +32,13 @@ from zeroshard.checkpoint.kept import (
     telling_keeper,
 )
 from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, row_stride
-from zeroshard.checkpoint.match import Match, Wanted
 from zeroshard.checkpoint.pipeline_stages import names_elsewhere, rank_there
 from zeroshard.checkpoint.rank_part import (
     EXTRA,
     OF_MODULES,
     RNG,
     SCALER,
+    Experts,
     ExtraStates,
     Stateful,
     check_arguments,
@@ -48,7 +47,7 @@ from zeroshard.checkpoint.rank_part import (
     restore_generators,
     whole_parts,
 )
-from zeroshard.checkpoint.step_reader import StepReader
+from zeroshard.checkpoint.step_reader import Match, StepReader, Wanted
 from zeroshard.checkpoint.steps import list_steps, remember_steps, saved_order
 from zeroshard.checkpoint.values import common_part, decode
 from zeroshard.core.boxes import Span

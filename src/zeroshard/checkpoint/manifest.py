@@ -364,7 +364,15 @@ def _parse(text: bytes, where: str) -> Manifest:
         raise CheckpointError(f"{where} is not JSON: {error!s:.300}") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise CheckpointError(f"{where} is not a zeroshard checkpoint")
-    _check_version(raw, where)
+    version = raw.get("version")
+    if type(version) is not int or version < 1:
+        raise CheckpointError(f"{where} makes no sense: its format version is {brief(version)}")
+    if version > VERSION:
+        writer = brief(raw.get("written_by"))
+        raise CheckpointError(
+            f"{where} has format version {brief(version)}, written by {writer}, and this zeroshard"
+            f" reads versions up to {VERSION}: use a newer zeroshard"
+        )
     try:
         _ = raw["states"], raw["chunk_bytes"]  # optional in Manifest, not in a file
         manifest = Manifest.build(raw)
@@ -417,18 +425,6 @@ def _finite(text: str) -> float:
     if not isfinite(number):  # NaN, Infinity, 1e999: those have a form of their own
         raise ValueError(f"{text} is no number")
     return number
-
-
-def _check_version(raw: dict[str, Any], where: str) -> None:
-    version = raw.get("version")
-    if type(version) is not int or version < 1:
-        raise CheckpointError(f"{where} makes no sense: its format version is {brief(version)}")
-    if version > VERSION:
-        writer = brief(raw.get("written_by"))
-        raise CheckpointError(
-            f"{where} has format version {brief(version)}, written by {writer}, and this zeroshard"
-            f" reads versions up to {VERSION}: use a newer zeroshard"
-        )
 
 
 _WRONG = {  # pydantic's types of errors

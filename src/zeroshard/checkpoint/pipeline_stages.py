@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from zeroshard.checkpoint.experts import Experts
 from zeroshard.checkpoint.manifest import Entries, ParameterEntry, TensorEntry, digest
-from zeroshard.checkpoint.rank_part import RankPart, names_of, persistent_buffers
+from zeroshard.checkpoint.rank_part import Experts, RankPart, names_of, persistent_buffers
 from zeroshard.checkpoint.shard_files import Lent, opened
 from zeroshard.core.sliced_digest import placed_sum
 from zeroshard.errors import CheckpointError
@@ -53,7 +52,13 @@ def unite(engine: Engine, part: RankPart) -> None:
     if not states.everyone.places:
         return
     stages = _stages(engine, part)
-    _refuse_classes(stages)
+    for stage in stages:
+        if stage.optimizer != stages[0].optimizer:
+            named = {one.name: one.optimizer or "none" for one in (stages[0], stage)}
+            raise CheckpointError(
+                f"the stages have other optimizers ({named}): give every stage one of the same"
+                " class, or save each under a directory of its own"
+            )
     first: dict[str, str] = {}
     again: list[tuple[str, str]] = []  # names, and the stages that have them again
     for stage in stages:
@@ -138,16 +143,6 @@ def _stages(engine: Engine, part: RankPart) -> list[_PipelineStage]:
     answers = [json.loads(answer) for answer in states.everyone.exchange(told.encode(), _CALL)]
     stages = [_STAGE.validate_python(raw) for raw in answers if raw is not None]
     return list({stage.name: stage for stage in reversed(stages)}.values())[::-1]
-
-
-def _refuse_classes(stages: Sequence[_PipelineStage]) -> None:
-    for stage in stages:
-        if stage.optimizer != stages[0].optimizer:
-            named = {one.name: one.optimizer or "none" for one in (stages[0], stage)}
-            raise CheckpointError(
-                f"the stages have other optimizers ({named}): give every stage one of the same"
-                " class, or save each under a directory of its own"
-            )
 
 
 def _refuse_other_numbers(

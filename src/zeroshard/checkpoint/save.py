@@ -46,8 +46,7 @@ from zeroshard.checkpoint.steps import (
     step_path,
     working_path,
 )
-from zeroshard.comm.mesh_ranks import MeshRanks
-from zeroshard.comm.ranks import Meeting
+from zeroshard.comm.ranks import Meeting, MeshRanks
 from zeroshard.core.digest import holders
 from zeroshard.errors import (
     CheckpointError,

@@ -1,6 +1,8 @@
 """One file of pieces, in the safetensors format: eight bytes of header length, a JSON header,
 the data. Written and read in hashed chunks.
 
+Files for other programs, and spans of a parameter, have sections of their own.
+
 Writing reserves the space first, so that a full disk is noticed before the first byte. Reading
 verifies each chunk that it touches, and touches no others. Any safetensors reader opens the files.
 
@@ -10,10 +12,14 @@ Cost: one pass over the bytes.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,18 +27,142 @@ from typing import Any
 import torch
 
 from zeroshard._version import __version__
-from zeroshard.checkpoint.atomic_files import write_new
 from zeroshard.checkpoint.manifest import (
     CHUNK_BYTES,
     ITEMSIZE,
     Manifest,
+    ParameterEntry,
     ShardEntry,
     TensorEntry,
     digest,
 )
-from zeroshard.checkpoint.steps import open_regular, os_errors
-from zeroshard.errors import CheckpointError
+from zeroshard.checkpoint.steps import (
+    make_directory,
+    open_regular,
+    os_errors,
+    remove_tree,
+    require_space,
+    sync_directory,
+)
+from zeroshard.core.boxes import Shared, Span, common, dense_stride, part_at
+from zeroshard.core.part import Part
+from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.memory import Pages
+
+# ------------------------------------------------------------------------- files for other programs
+# They are written under a hidden name, synced, and renamed; on failure they are removed.
+#
+# Invariant: a file or directory with its final name is complete. `published` never overwrites, and
+# removes what a killed process has left of the same name: a folder whose lock nobody holds. Cost:
+# one rename, one fsync per file and directory.
+
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def published(out: Path, num_bytes: int) -> Iterator[Path]:
+    """Yield a path in a hidden folder beside `out` for `num_bytes`; rename it to `out`, or remove
+    it on error.
+
+    Raises ConfigError where `out` is there already (an empty directory does not count),
+    CheckpointError where there is no space.
+    """
+    out = Path(os.path.abspath(out))
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty: name a new directory, or remove what is there")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise ConfigError(f"{out} exists: name a path that does not, or remove it")
+    make_directory(out.parent)
+    require_space(out.parent, num_bytes, str(out))
+    _remove_leftovers(out)
+    folder = out.parent / f".exporting-{out.name}-{secrets.token_hex(4)}"
+    working = folder / out.name
+    with ExitStack() as stack:
+        stack.callback(remove_tree, folder)
+        folder.mkdir()
+        _hold(folder, stack)
+        yield working
+        if working.is_dir():
+            sync_directory(working)
+        elif out.is_dir():
+            out.rmdir()
+        os.rename(working, out)
+        sync_directory(out.parent)
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Remove what killed exports to `out` have left."""
+    name = re.compile(re.escape(f".exporting-{out.name}-") + "[0-9a-f]{8}")
+    with suppress(OSError):  # a folder that may be written and not read
+        for path in [out.parent / one for one in os.listdir(out.parent) if name.fullmatch(one)]:
+            with ExitStack() as stack:
+                if _hold(path, stack):
+                    remove_tree(path)
+
+
+def _hold(path: Path, stack: ExitStack) -> bool:
+    """Lock a folder until `stack` ends; return whether nobody else holds it, and it can be held."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        stack.callback(os.close, fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def write_new(path: Path, num_bytes: int, parts: Iterable[Any]) -> None:
+    """Write `parts` (buffers of bytes, `num_bytes` in all) to the new file `path` and fsync it.
+    The umask says who may read it.
+
+    The space is reserved first. Raises CheckpointError when there is none, or the disk fails; the
+    file may be left behind.
+    """
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            _reserve(fd, num_bytes)
+            for part in parts:
+                _write(fd, memoryview(part))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise _cannot_write(path, num_bytes, error) from error
+
+
+def _reserve(fd: int, num_bytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+        except OSError as error:
+            if error.errno in _NO_SPACE:
+                raise
+            with suppress(OSError):  # this file system cannot reserve
+                os.ftruncate(fd, 0)
+
+
+def _write(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _cannot_write(path: Path, num_bytes: int, error: OSError) -> CheckpointError:
+    if error.errno not in _NO_SPACE:
+        return CheckpointError(f"{path} cannot be written: {error.strerror}")
+    try:
+        space = os.statvfs(path.parent)
+        free = f", and {space.f_bavail * space.f_frsize} are free"
+    except OSError:
+        free = ""
+    return CheckpointError(
+        f"no space for {path}: it needs {num_bytes} bytes{free} ({error.strerror}); what was there"
+        " before is untouched"
+    )
+
+
+# ---------------------------------------------------------------------------------- files of pieces
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -281,3 +411,110 @@ class OpenShards:
     def bytes_read(self) -> int:
         """The bytes read from all files so far."""
         return sum(reader.bytes_read for reader in self._readers.values())
+
+
+# ----------------------------------------------------------------------------- spans of a parameter
+# Elements of any part of a parameter, in any memory order, are assembled from the pieces of a step.
+#
+#     wanted   a part, the stride of its memory, elements [start, stop) there      core/boxes.py
+#     stored   pieces: each a range of the box that its entry names, likewise
+#
+# Invariant: the result is complete, or it raises. Cost: the bytes between the first and the last
+# element that are needed of each piece, a chunk at a time where others lie between; none is read
+# twice.
+
+
+def stored_span(entry: ParameterEntry, piece: TensorEntry) -> Span:
+    """Return which elements of the parameter of `entry` a piece has."""
+    part = part_at(entry.shape, piece.box)
+    stride = dense_stride(entry.stride, entry.shape, part.sizes) if piece.box else entry.stride
+    return Span(part, stride, piece.start, piece.stop)
+
+
+def whole_stride(part: Part, stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Return in which order a whole parameter lies in memory, of which `part` has `stride`."""
+    return stride if part.is_whole else dense_stride(stride, part.sizes, part.shape)
+
+
+def copy_common(out: torch.Tensor, wanted: Span, block: torch.Tensor, stored: Span) -> int:
+    """Copy into `out` [wanted.numel] what `block` [stored.numel] has of it; return how many
+    elements that is.
+    """
+    copied = 0
+    for shared in common(wanted, stored):
+        target = out.as_strided(
+            shared.sizes, shared.wanted_stride, out.storage_offset() + shared.wanted
+        )
+        source = block.as_strided(
+            shared.sizes, shared.stored_stride, block.storage_offset() + shared.stored
+        )
+        target.copy_(source)
+        copied += shared.numel
+    return copied
+
+
+def read_span(
+    shards: OpenShards,
+    entry: ParameterEntry,
+    pieces: Sequence[TensorEntry],
+    wanted: Span,
+    what: str,
+) -> torch.Tensor:
+    """Return the elements `wanted` [wanted.numel], from the `pieces` of one kind of a parameter.
+
+    Raises CheckpointError, saying `what` they are, where pieces are missing.
+    """
+    found = [(piece, shared) for piece, shared in _shared(entry, pieces, wanted) if shared]
+    if sum(each.numel for _, shared in found for each in shared) != wanted.numel:
+        lacking = _lacking([shared for _, shared in found], wanted)
+        raise CheckpointError(f"{shards.path} lacks {lacking} of {what}")
+    if not found:
+        return torch.empty(0)
+    piece, (first, *more) = found[0]
+    if len(found) == 1 and not more and first.is_run:
+        return shards.read(piece, first.stored, first.stored + first.numel)
+    out = shards.pages.empty(wanted.numel, DTYPES[piece.dtype], torch.device("cpu"))
+    for piece, shared in found:
+        span = stored_span(entry, piece)
+        for start, stop in _blocks(piece, shared, shards.chunk_bytes):
+            block = shards.read(piece, start, stop)
+            here = Span(span.part, span.stride, span.start + start, span.start + stop)
+            copy_common(out, wanted, block, here)
+    return out
+
+
+def _shared(
+    entry: ParameterEntry, pieces: Sequence[TensorEntry], wanted: Span
+) -> Iterator[tuple[TensorEntry, list[Shared]]]:
+    for piece in pieces:
+        yield piece, common(wanted, stored_span(entry, piece))
+
+
+def _blocks(
+    piece: TensorEntry, shared: Sequence[Shared], chunk_bytes: int
+) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a piece to read: all that is needed where nothing lies between, else
+    the chunks in which it is hashed.
+    """
+    start, stop = min(one.stored for one in shared), max(one.stored_stop for one in shared)
+    if stop - start == sum(one.numel for one in shared):
+        yield start, stop
+        return
+    step = max(1, chunk_bytes // ITEMSIZE[piece.dtype])
+    while start < stop:
+        end = min(stop, start - start % step + step)
+        yield start, end
+        start = end
+
+
+def _lacking(found: Sequence[Sequence[Shared]], wanted: Span) -> str:
+    """Return which elements are missing, as text."""
+    there = torch.zeros(wanted.numel, dtype=torch.bool)
+    for shared in found:
+        for one in shared:
+            there.as_strided(one.sizes, one.wanted_stride, one.wanted).fill_(True)
+    first = int((~there).nonzero()[0])
+    after = there[first:].nonzero()
+    end = wanted.numel if not len(after) else first + int(after[0])
+    place = "" if wanted.part.is_whole else f" of the part from {list(wanted.part.start)}"
+    return f"elements {wanted.start + first} to {wanted.start + end}{place}"

@@ -1,8 +1,8 @@
 """One step, on disk or in memory, opened to be read: any range of any part of a parameter, in
-any memory order, and every other tensor by its key.
+any memory order, and every other tensor by its key; and its names beside those of an engine.
 
 Invariant: everything that is returned has been verified. Cost: the bytes that are asked for, plus
-at most a chunk at either end of each range. It does not know an engine.
+at most a chunk at either end of each range. The reader does not know an engine.
 """
 
 from __future__ import annotations
@@ -10,18 +10,30 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from zeroshard.checkpoint.kept import KeptStep
-from zeroshard.checkpoint.manifest import TensorEntry, digest
-from zeroshard.checkpoint.shard_files import OpenShards
-from zeroshard.checkpoint.spans import read_span
+from zeroshard.checkpoint.manifest import STATE, VALUE, TensorEntry, digest
+from zeroshard.checkpoint.rank_part import (
+    RESERVED,
+    Experts,
+    Stateful,
+    names_of,
+    parameters_of,
+    persistent_buffers,
+)
+from zeroshard.checkpoint.shard_files import OpenShards, read_span
 from zeroshard.checkpoint.steps import StepFiles
+from zeroshard.checkpoint.values import decode
 from zeroshard.core.boxes import Span
 from zeroshard.memory import Trimmer
+from zeroshard.runtime.ema import EMA
+from zeroshard.runtime.engine import Engine, states_of
+from zeroshard.runtime.whole import extra_modules
 
 _T = TypeVar("_T")
 
@@ -93,3 +105,144 @@ class StepReader:
         self._shards.pages.clear()
         self._trimmer.passed(self.bytes_read - self._trimmed)
         self._trimmed = self.bytes_read
+
+
+# ----------------------------------------------------------------------------------- matching names
+# Parameters, param groups and states of a checkpoint are matched with those of an engine by name.
+#
+# Other pipeline stages have parameters of their own: their names are expected there, and a param
+# group is that of this stage's names alone.
+#
+# Invariant: nothing is read but the manifest. `misfits` is empty, or says all that does not fit.
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The state that a load is to bring."""
+
+    states: dict[str, Stateful]  # into these
+    elsewhere: set[str]  # names that other stages have
+    frozen: bool  # whether into frozen parameters, too
+    generators: bool = True  # whether into the random generators, too
+
+
+class Match:
+    """The names that the step in `saved` and an engine have in common."""
+
+    def __init__(self, saved: StepReader, engine: Engine, experts: Experts, wanted: Wanted) -> None:
+        self.misfits: list[str] = []
+        self.skipped: list[str] = []
+        self.left_alone: list[str] = []  # frozen parameters, where they are not asked for
+        self._saved = saved
+        self._engine = engine
+        self._states = wanted.states
+        self._elsewhere = wanted.elsewhere
+        # the name there of each parameter, by id
+        self.there: dict[int, str] = self._match_parameters(experts, frozen=wanted.frozen)
+        # the saved options of each param group; None: there are none to load
+        self.groups: list[dict[str, Any]] | None = self._match_groups()
+        self._check_states()
+
+    def averages(self, name: str) -> bool:
+        """Whether the checkpoint has an average for the state `name`."""
+        is_saved = any(kind == name for _, kind in self._saved.pieces)
+        return is_saved and isinstance(self._states.get(name), EMA)
+
+    def _match_parameters(self, experts: Experts, *, frozen: bool) -> dict[int, str]:
+        """Return each parameter's name in the checkpoint, by id, and collect what does not fit."""
+        saved = self._saved.manifest.parameters
+        by_any_name = {one: name for name, entry in saved.items() for one in (name, *entry.aliases)}
+        left = dict.fromkeys(saved)
+        found: dict[int, str] = {}
+        parameters = list(self._engine.module.parameters())
+        mine = parameters_of(self._engine, experts)
+        own = names_of(self._engine.module)  # which checkpoints had where hooks give others
+        for parameter, (name, entry) in zip(parameters, mine.items(), strict=True):
+            names = [name, *entry.aliases, *own[id(parameter)]]
+            known = [alias for alias in dict.fromkeys(names) if alias in by_any_name]
+            if not (frozen or entry.trained):
+                self.left_alone.append(name)
+                left.pop(by_any_name[known[0]] if known else name, None)
+                continue
+            if not known:
+                self.misfits.append(f"parameter {name!r} is not in the checkpoint")
+                continue
+            there = by_any_name[known[0]]
+            left.pop(there, None)
+            shape = saved[there].shape
+            if shape == entry.shape:
+                found[id(parameter)] = there
+                continue
+            self.misfits.append(
+                f"parameter {name!r} is {list(shape)} in the checkpoint and {list(entry.shape)}"
+                " in the model"
+            )
+        # imports from some formats hold buffers as parameters
+        module = self._engine.module
+        known_here = {*persistent_buffers(module), *extra_modules(module), *self._elsewhere}
+        self.misfits += [
+            f"parameter {other!r} of the checkpoint is not in the model"
+            for other in left
+            if not known_here & {other, *saved[other].aliases}
+        ]
+        return found
+
+    def _match_groups(self) -> list[dict[str, Any]] | None:
+        optimizer, saved = self._engine.optimizer, self._saved.manifest.optimizer
+        if optimizer is None or saved is None:
+            if optimizer is not None:
+                self.misfits.append(
+                    "the checkpoint has no optimizer state: it was saved without an optimizer"
+                )
+            elif saved is not None:
+                self.skipped.append("the optimizer's state: this engine has no optimizer")
+            return None
+        name = type(optimizer).__name__
+        if saved["class"] != name:
+            self.misfits.append(f"the optimizer was {saved['class']} and is {name}")
+            return None
+        mine = [
+            [self.there.get(id(parameter), "?") for parameter in group]
+            for group in states_of(self._engine).param_groups()
+        ]
+        found = [self._options(index, group, saved["groups"]) for index, group in enumerate(mine)]
+        if None in found:
+            self.misfits.append(
+                f"optimizer param group {found.index(None)} holds other parameters here than in the"
+                " checkpoint: no optimizer state is loaded"
+            )
+            return None
+        return [
+            {key: decode(value, self._saved.fetch) for key, value in (options or {}).items()}
+            for options in found
+        ]
+
+    def _options(
+        self, index: int, mine: list[str], groups: list[dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Return the saved options of the group that holds the parameters `mine`, None where there
+        is none such; of an empty group those in its place.
+        """
+        if not mine:
+            return dict(groups[index]["options"]) if index < len(groups) else {}
+        with_mine = [group for group in groups if not set(mine).isdisjoint(group["params"])]
+        entries = self._saved.manifest.parameters
+        there = [
+            name
+            for group in with_mine
+            for name in group["params"]
+            if name in mine or self._elsewhere.isdisjoint((name, *entries[name].aliases))
+        ]
+        options = [dict(group["options"]) for group in with_mine]
+        is_one = bool(options) and all(other == options[0] for other in options)
+        return options[0] if is_one and sorted(there) == sorted(mine) else None
+
+    def _check_states(self) -> None:
+        for name in self._states:
+            if name not in self._saved.manifest.states and not self.averages(name):
+                self.misfits.append(f"states[{name!r}] is not in the checkpoint")
+        kinds = {kind for _, kind in self._saved.pieces if kind != VALUE}
+        averages = {kind for kind in kinds if not kind.startswith(STATE)}
+        for name in sorted(averages | self._saved.manifest.states.keys()):
+            if name not in self._states and name not in RESERVED:
+                self.skipped.append(f"states[{name!r}]: not asked for")

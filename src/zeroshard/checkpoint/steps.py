@@ -16,12 +16,14 @@ import os
 import re
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from zeroshard.checkpoint.manifest import HEAD_BYTES, MAX_BYTES, SHARD_NAME, Manifest
+from zeroshard.checkpoint.manifest import BUFFER, HEAD_BYTES, MAX_BYTES, SHARD_NAME, Manifest
 from zeroshard.errors import CheckpointError
 from zeroshard.system.safe_files import NotReadable, open_descriptor
 
@@ -466,3 +468,75 @@ def remove_tree(path: Path) -> None:
             path.unlink()
         else:
             shutil.rmtree(path, ignore_errors=True)
+
+
+# -------------------------------------------------------------------------------- summary of a step
+# The contents of a step as plain values for a table or JSON, from its manifest. No torch.
+
+
+def is_step(path: Path) -> bool:
+    """Return whether `path` is a step, and not a directory of steps."""
+    return (path / MANIFEST).is_file() or STEP_NAME.fullmatch(path.resolve().name) is not None
+
+
+def summarize(manifest: Manifest) -> dict[str, Any]:
+    """Return the content of `manifest`, without the list of its tensors: number and bytes of those
+    by kind and dtype, the largest first.
+    """
+    parameters = manifest.parameters.values()
+    num_tensors: Counter[tuple[str, str]] = Counter()
+    num_bytes: Counter[tuple[str, str]] = Counter()
+    for entry in manifest.tensors:
+        kind = "buffer" if entry.kind.startswith(BUFFER) else "other"
+        if entry.parameter is not None:
+            kind = entry.kind
+        num_tensors[kind, entry.dtype] += 1
+        num_bytes[kind, entry.dtype] += entry.num_bytes
+    in_files = Counter(entry.file for entry in manifest.tensors)
+    optimizer = manifest.optimizer
+    if optimizer is not None:
+        groups = [
+            {"parameters": len(group["params"]), "options": _plain(group["options"])}
+            for group in optimizer["groups"]
+        ]
+        optimizer = {"class": optimizer["class"], "groups": groups}
+
+    return {
+        "step": manifest.step,
+        "world": manifest.world,
+        "policy": manifest.policy,
+        "precision": manifest.precision,
+        "written_by": manifest.written_by,
+        "bytes": manifest.total_bytes(),
+        "parameters": {
+            "count": len(manifest.parameters),
+            "trained": sum(entry.trained for entry in parameters),
+            "tied": sum(bool(entry.aliases) for entry in parameters),
+            "elements": sum(entry.numel for entry in parameters),
+        },
+        "tensors": [
+            {"kind": kind, "dtype": dtype, "tensors": num_tensors[kind, dtype], "bytes": size}
+            for (kind, dtype), size in num_bytes.most_common()
+        ],
+        "files": [
+            {"name": file.name, "bytes": file.bytes, "tensors": in_files[number]}
+            for number, file in enumerate(manifest.files)
+        ],
+        "optimizer": optimizer,
+        "states": {
+            name: "alike on all ranks" if "same" in state else "each rank its own"
+            for name, state in manifest.states.items()
+        },
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return an encoded value (values.py) without its tags; a tuple becomes a list."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if len(value) == 1 and tag.startswith("$"):
+        return _plain(value[tag][1] if tag == "$scalar" else value[tag])
+    return {key: _plain(item) for key, item in value.items()}

@@ -55,7 +55,11 @@ def _encode(value: Any, path: str, store: Store, depth: int) -> Any:
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, torch.Tensor):
-        return _encode_tensor(value, path, store, depth)
+        require_dense(value, path)
+        if value.dim() or value.is_complex():
+            return {"$tensor": store(path, value)}
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"$scalar": [dtype, _encode(value.item(), path, store, depth)]}
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
         is_number = value.dtype.kind in "biufc"
@@ -101,14 +105,6 @@ def require_dense(tensor: torch.Tensor, path: str) -> None:
     what = next((kind for kind, is_so in kinds.items() if is_so), str(tensor.layout))
     if what != str(torch.strided):
         raise CheckpointError(f"{path} is a {what} tensor, which has no form in a checkpoint")
-
-
-def _encode_tensor(value: torch.Tensor, path: str, store: Store, depth: int) -> Any:
-    require_dense(value, path)
-    if value.dim() == 0 and not value.is_complex():
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {"$scalar": [dtype, _encode(value.item(), path, store, depth)]}
-    return {"$tensor": store(path, value)}
 
 
 def _from_numpy(array: Any, path: str) -> torch.Tensor:

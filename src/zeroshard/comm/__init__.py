@@ -1,3 +1,1 @@
-"""How bytes travel between ranks: one protocol, one transport per kind of link, payload counted
-in one place.
-"""
+"""Transports between ranks: one protocol, one transport per kind of link, one place that counts."""

@@ -47,7 +47,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """How blocks of `block` elements (a positive multiple of 64) are packed. Equal codecs give
+    """Packs blocks of `block` elements (a positive multiple of 64). Equal codecs give
     equal bits on every device.
     """
 

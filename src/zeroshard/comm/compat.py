@@ -1,5 +1,5 @@
-"""What is not the same on every installation: the two collectives that torch 2.13 renamed, under
-their new names on every torch, without a warning on any; limits of time; Triton, where it is.
+"""Differences between installations: the two collectives that torch 2.13 renamed, under their new
+names on every torch, without a warning on any; limits of time; Triton, where it is.
 
 Of a step's own gathers and sums the process group's methods are called: the functions of
 torch.distributed around them check their arguments first, in a dozen Python calls each. Everything

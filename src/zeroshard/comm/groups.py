@@ -103,7 +103,8 @@ def make_group(
 
     Raises ConfigError, on all of them, where some have made other numbers of groups than others.
     """
-    mine = f"{_num_made()} {os.urandom(8).hex()}"
+    num_made = len(dist.distributed_c10d._world.pg_names)  # torch has no public way to ask
+    mine = f"{num_made} {os.urandom(8).hex()}"
     answers = [answer.decode().split() for answer in exchange(mine.encode())]
     counts = [int(count) for count, _ in answers]
     if len(set(counts)) > 1:
@@ -159,8 +160,3 @@ def _counted_apart(salt: int) -> Iterator[None]:
         yield
     finally:
         world.group_count = before
-
-
-def _num_made() -> int:
-    """Return how many process groups this rank is in (torch has no public way to ask)."""
-    return len(dist.distributed_c10d._world.pg_names)

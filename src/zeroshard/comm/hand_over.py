@@ -1,5 +1,5 @@
 """Numbers that change hands between two layouts: every rank gives what it alone holds, and takes
-what it will hold (core/overlaps.py says which elements go from whom to whom).
+what it will hold (core/boxes.py says which elements go from whom to whom).
 
 The ranks are those of the old and the new layout together. They send to each other through a
 process group, not over a transport: those of either layout know only its own ranks.
@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm.plain import on_cpu, ranks_through
+from zeroshard.core.boxes import sends
 from zeroshard.core.layout import Range
-from zeroshard.core.overlaps import sends
 from zeroshard.errors import StateError
 
 _CALL = "engine.repartition()"

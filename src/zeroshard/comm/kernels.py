@@ -40,7 +40,7 @@ MOST = 255  # ranks of a node, and nodes, of a sum: eight bits
 
 
 class Coded(Protocol):
-    """What the kernels need to know of a codec (comm/codec.py)."""
+    """The part of a codec (comm/codec.py) that the kernels need."""
 
     name: ClassVar[str]
     bits: ClassVar[int]

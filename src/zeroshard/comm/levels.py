@@ -39,12 +39,12 @@ from zeroshard.comm.transport import (
     serve_while_waiting,
     stop_serving,
 )
-from zeroshard.core.cost import all_gather, goes_deep
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh, Scope
-from zeroshard.core.recording import Operation
 from zeroshard.core.route import Axis
+from zeroshard.core.wire import all_gather, goes_deep
+from zeroshard.core.work import Operation
 from zeroshard.memory import Pool
 
 Start = Callable[[], Work | None]  # None: nothing is left to wait for

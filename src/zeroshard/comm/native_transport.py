@@ -22,7 +22,7 @@ Invariant: every rank makes the same calls in the same order (the engine's ident
 not). On accelerators a collective is one operation of the stream that is current when it starts
 (``async_op=False``, as FSDP2 calls it): no stream of the backend's own, and no wait of the host,
 which a timeout would make a poll of milliseconds. Small messages go over the control plane, beside
-the device and its streams. A hang on the device is told by ``stalls.py``; on CPU backends, whose
+the device and its streams. A hang on the device is told by ``control.py``; on CPU backends, whose
 collectives the host waits for, it ends in StallError.
 
 Cost per rank, N equal shares, buffer of B bytes: gather and reduce receive ``B (N-1)/N`` each; a
@@ -45,11 +45,10 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from zeroshard.comm.compat import group_all_gather, group_reduce_scatter, has_timed_out
-from zeroshard.comm.cpu.control import PeerControl
+from zeroshard.comm.cpu.control import PeerControl, StallWatch
 from zeroshard.comm.groups import make_group
 from zeroshard.comm.ordered import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
-from zeroshard.comm.stalls import StallWatch
 from zeroshard.comm.transport import CommSpec, ReduceRequest, Work
 from zeroshard.core.digest import Digest, holders
 from zeroshard.core.layout import Range, end_of

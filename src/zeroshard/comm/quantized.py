@@ -1,4 +1,4 @@
-"""Which codecs an engine sends through, and the memory of what encoding gradients has lost.
+"""The codecs that an engine sends through, and the errors of encoded gradients, which are kept.
 
 Weights are encoded by the rank that owns them and decoded by all, the owner too, so that every rank
 computes with the same numbers (qwZ: ZeRO++, arXiv 2306.10209, section 3.1); masters are never
@@ -29,8 +29,8 @@ from zeroshard.core.wire import BlockCodec
 
 @dataclass(frozen=True)
 class Feedback:
-    """How much of each new error is taken over, and after how many sums all of it is forgotten
-    (None: never).
+    """The share of each new error that is taken over, and the number of sums after which all of
+    it is forgotten (None: never).
     """
 
     beta: float = 0.8
@@ -39,7 +39,7 @@ class Feedback:
 
 @dataclass(frozen=True)
 class Codecs:
-    """How weights and gradients travel; None: as they are."""
+    """The codecs of weights and gradients; None: they travel as they are."""
 
     weight: BlockCodec | None = None
     grad: BlockCodec | None = None

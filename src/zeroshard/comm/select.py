@@ -1,4 +1,5 @@
-"""Which transport serves a group of ranks: the only place that looks at backends and devices.
+"""Make the transport and the control plane of a group of ranks: the only place that looks at
+backends and devices.
 
 Invariant: decided from what is the same on every rank. It does not downgrade silently: what was
 asked for by name is made or refused.
@@ -10,34 +11,150 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
 import torch
 from torch import distributed as dist
 
-from zeroshard.comm.connect import make_control
-from zeroshard.comm.cpu.control import PeerControl
-from zeroshard.comm.cpu.gloo_peers import Subgroup
-from zeroshard.comm.cpu.paired import PairedTransport
+from zeroshard.comm.cpu.collectives import Collectives
+from zeroshard.comm.cpu.control import PeerControl, every
+from zeroshard.comm.cpu.gloo_peers import Connections, Subgroup, notices_of
+from zeroshard.comm.cpu.rendezvous import HostGroups, find_hosts
+from zeroshard.comm.cpu.windows import Windows
 from zeroshard.comm.groups import connected, job_timeout, make_group, timeout_of
 from zeroshard.comm.job import Seat, choose_interface, same_device
 from zeroshard.comm.levels import Levels
 from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.one_process import OneProcess
 from zeroshard.comm.plain import gather_bytes
-from zeroshard.comm.stalls import every
+from zeroshard.comm.ranks import AlongAxes
 from zeroshard.comm.transport import CommSpec, Traffic, Transport
-from zeroshard.core.cost import all_gather, goes_deep, reduce_scatter
+from zeroshard.core.digest import Digest
 from zeroshard.core.placement import Mesh, Scope
+from zeroshard.core.wire import all_gather, goes_deep, reduce_scatter
 from zeroshard.errors import ConfigError
 from zeroshard.system.device import Device
 from zeroshard.system.this_host import raise_file_limit
 
+_logger = logging.getLogger(__name__)
+
+# ----------------------------------------------------------------------- the transport of CPU ranks
+# Near peers share memory with us, far peers exchange messages (gloo); every pair of ranks is one or
+# the other.
+#
+# "shared_memory" is the case without far peers, "gloo" the one without near peers, "mixed" has
+# both; there is one implementation. A gather copies (or aliases) near slices and receives far ones
+# (``windows.py``). A reduce announces our slot to near peers, sends slices to far peers, and sums
+# our slice of everybody's part in the canonical order once it is complete (``collectives.py``,
+# ``ordered.py``). Both wait through the control plane (``control.py``).
+#
+# Invariant: every blocking call serves the near peers while it waits (those of all engines of the
+# process), so ranks may run units in different order. One-sided without far peers: a gather needs
+# nothing from the peers' programs but that they have published. With far peers the n-th operation
+# of a key meets the n-th.
+#
+# Cost per rank, N equal shares, buffer of B bytes: a gather and a reduce bring ``B (N-1)/N`` each;
+# of that, near gathers of aliased windows move nothing. One control record per near peer and
+# operation, one message per far peer. Calls are for one thread at a time.
+
+
+class PairedTransport:
+    """A Transport over shared memory, gloo messages, or both, as `control` is connected."""
+
+    def __init__(self, control: PeerControl, spec: CommSpec) -> None:
+        self.control = control
+        self.rank = control.rank
+        self.size = control.size
+        self.name = control.name
+        self.one_sided = not control.far
+        self.keyed = True
+        self.traffic = control.traffic
+        self.windows = windows = Windows(control, alias=spec.alias)
+        self.collectives = collectives = Collectives(control, pool_bytes=spec.pool_bytes)
+        # the calls of the protocol are theirs
+        self.window = windows.make
+        self.begin_write = windows.begin_write
+        self.register = control.messages.register
+        self.grad_buffer = collectives.grad_buffer
+        self.return_buffer = collectives.slots.give
+        self.reduce = collectives.reduce
+        self.all_gather = collectives.all_gather
+        self.broadcast = collectives.broadcast
+        self.progress = control.progress
+        self.give_up = control.give_up
+        self.abandon = control.abandon
+        self.close = control.close
+
+    def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None: ...
+
+
+# --------------------------------------------------------------------- the control plane of a group
+# Invariant: decided by all ranks together before anything is mapped; a rank never maps memory that
+# a peer serves by messages.
+
+
+_MEETING_S = 60.0  # ranks start at different times: connecting never waits for less
+
+
+def make_control(subgroup: Subgroup, spec: CommSpec, traffic: Traffic) -> PeerControl:
+    """Return the control plane of `subgroup`: sockets to the ranks of this host, gloo to the
+    others; to all, where `spec` names "gloo". Collective.
+
+    Where ranks of one host cannot share memory, a transport that needs it and was asked for by name
+    raises ConfigError on every rank; else those use gloo, said once in a warning.
+    """
+    patient_s = max(spec.stall_timeout_s, _MEETING_S)
+    # one rank alone has nobody to connect to
+    connections = Connections(subgroup, stall_timeout_s=patient_s) if subgroup.size > 1 else None
+    make = partial(PeerControl, subgroup, connections=connections)
+    hosts = HostGroups([[rank] for rank in range(subgroup.size)])
+    if spec.name != "gloo":
+        meeting = make(hosts, spec.mesh, Traffic(), stall_timeout_s=patient_s)
+        try:
+            hosts = find_hosts(meeting, "shard()")
+        finally:
+            meeting.close()
+    if hosts.problems and spec.name != "nccl":
+        text = f"ranks of one host cannot share memory ({'; '.join(hosts.problems[:3])})"
+        if spec.name != "auto":
+            for sock in hosts.sockets.values():
+                sock.close()
+            raise ConfigError(f"{text}: make it possible, or choose transport 'gloo'")
+        if subgroup.rank == 0:
+            _logger.warning("%s: using gloo sockets between them, which is slower", text)
+    if len(hosts.groups) == 1:
+        make = partial(PeerControl, subgroup, connections=None)  # nobody is far: end gloo's thread
+    control = make(
+        hosts,
+        spec.mesh,
+        traffic,
+        notices=notices_of(subgroup) if subgroup.size > 1 else None,
+        stall_timeout_s=spec.stall_timeout_s,
+    )
+    if spec.made is not None:
+        spec.made(control)
+    return control
+
+
+def connect_axes(axes: AlongAxes, spec: CommSpec, traffic: Traffic) -> AlongAxes:
+    """Return the same peers over a control plane, whose bytes are counted in `traffic`.
+    Collective.
+    """
+    if axes.size == 1:
+        return axes
+    told = axes.share([secrets.token_hex(16), dist.get_rank()], "shard()")
+    members = tuple(rank for _, rank in told)
+    subgroup = Subgroup(told[0][0], axes.rank, axes.size, members)
+    control = make_control(subgroup, replace(spec, mesh=Mesh(1, axes.size)), traffic)
+    return AlongAxes(axes.places, axes.place, control)
+
+
+# ------------------------------------------------------------------------- the transport of a group
+
 STALL_TIMEOUT_S, FIRST_STALL_TIMEOUT_S = 300.0, 900.0  # unless the user says otherwise
 
-_logger = logging.getLogger(__name__)
 _NAMES = ("auto", "one_process", "shared_memory", "gloo", "mixed", "nccl")
 
 
@@ -145,7 +262,10 @@ def _make_native(
     if mesh.num_nodes == 1 or not (spec.columns or _ever_deep(spec)):
         _warn_of_timeout([group], device, spec)
         return Levels(flat, spec=spec)
-    levels = _subsets(mesh)
+    levels = (
+        [mesh.node(node * mesh.node_size) for node in range(mesh.num_nodes)],
+        [mesh.column(local) for local in range(mesh.node_size)],
+    )
     names = ("the group inside a node", "the group between nodes")
     node, column = (
         connect(partial(_subgroup, group, subsets), name=f"shard(): {name}")
@@ -250,12 +370,6 @@ def _levels(spec: CommSpec) -> tuple[CommSpec, CommSpec]:
     mesh = spec.mesh
     between = replace(spec, mesh=Mesh(mesh.num_nodes, 1), pool_bytes=None)
     return replace(spec, mesh=Mesh(1, mesh.node_size)), between
-
-
-def _subsets(mesh: Mesh) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the ranks of every node, and of every column."""
-    nodes = [mesh.node(node * mesh.node_size) for node in range(mesh.num_nodes)]
-    return nodes, [mesh.column(local) for local in range(mesh.node_size)]
 
 
 def _subgroup(group: dist.ProcessGroup, subsets: list[tuple[int, ...]]) -> dist.ProcessGroup:

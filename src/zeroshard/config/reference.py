@@ -85,7 +85,7 @@ def schema() -> dict[str, Any]:
 
 def _main(kind: str) -> None:
     if kind == "deepspeed":
-        from zeroshard.deepspeed.keys.markdown import deepspeed_markdown
+        from zeroshard.deepspeed.keys.table import deepspeed_markdown
 
         sys.stdout.write(deepspeed_markdown())
     else:

@@ -1,4 +1,5 @@
-"""Where the elements of one part of a parameter (core/part.py) lie in another: pure arithmetic.
+"""Elements that two parts of a parameter (core/part.py) share, and moves between two layouts of the
+same elements: pure arithmetic.
 
 A rank's shard is a range of its flattened part, a box, and so no box itself. But it consists of at
 most ``2 * dims - 1`` boxes (the rest of a row, whole rows, the begin of a row), and two boxes meet
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 
+from zeroshard.core.layout import Range
 from zeroshard.core.part import Part
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) in each dimension
@@ -234,3 +236,39 @@ def dense_stride(like: Sequence[int], sizes: Sequence[int], of: Sequence[int]) -
     for dim in reversed(order):
         stride[dim], step = step, step * of[dim]
     return tuple(stride)
+
+
+# ------------------------------------------------------------------------ moves between two layouts
+#     held     rank 0 |---------------|  rank 1 |---------------|            each element once
+#     wanted   rank 0 |---------|  rank 1 |---------|  rank 2 |----------|   or more than once
+#     sent              0 -> 0, 0 -> 1        1 -> 1, 1 -> 2
+#
+# Invariant: every element that one rank holds comes to each rank that wants it, once; both ends
+# name their sends in the same order. Cost: the ranks, once. comm/hand_over.py moves the bytes.
+
+
+@dataclass(frozen=True)
+class Send:
+    """Elements [start, stop), which rank `source` holds and rank `target` wants."""
+
+    source: int
+    target: int
+    start: int
+    stop: int
+
+
+def overlap(first: Range, second: Range) -> Range | None:
+    """Return the elements that both ranges hold, None where there are none."""
+    start, stop = max(first[0], second[0]), min(first[1], second[1])
+    return (start, stop) if start < stop else None
+
+
+def sends(rank: int, held: Sequence[Range], wanted: Sequence[Range]) -> list[Send]:
+    """Return what `rank` sends and is sent, other ranks in order; `held` and `wanted` by rank."""
+    out = []
+    for other in range(len(held)):
+        for source, target in dict.fromkeys([(rank, other), (other, rank)]):
+            common = overlap(held[source], wanted[target])
+            if common is not None:
+                out.append(Send(source, target, *common))
+    return out

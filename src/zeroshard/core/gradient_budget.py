@@ -1,4 +1,4 @@
-"""Which units keep their whole gradient between micro-batches, within a budget of bytes.
+"""Choose the units that keep their whole gradient between micro-batches, within a budget of bytes.
 
 Inside ``no_sync`` a unit's gradient either rests whole on each rank, a sum of micro-batches that is
 reduced once, or is reduced at each micro-batch and rests as a shard. Whole gradients of the

@@ -1,4 +1,4 @@
-"""Where each parameter of a segment lies in its flat buffer, and which range of it each rank owns.
+"""The place of each parameter of a segment in its flat buffer, and the range that each rank owns.
 
 A segment's parameters lie one after another in one buffer, each starting on a multiple of ``align``
 elements; the end is padded so that every share is a multiple of ``align`` too (ZeRO, section 5.2:

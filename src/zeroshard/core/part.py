@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank has, where tensor parallelism or experts cut it.
+"""The part of a parameter that a rank has, where tensor parallelism or experts cut it.
 
 A part is a box of the whole parameter: all of a plain parameter, the local tensor of a DTensor.
 Layout, shards and optimizer know the box alone, flattened row by row; checkpoints and

@@ -1,4 +1,5 @@
-"""Which stage computes which micro-batch, and when: the orders of pipeline schedules, per rank.
+"""The orders of pipeline schedules, per rank: the stage and the micro-batch of each computation,
+and what is gathered, released and reduced between them.
 
     gpipe         all forwards, then all backwards                 arXiv 1811.06965
     1f1b          as few forwards first as the depth needs, then   arXiv 2104.04473, section 2.2
@@ -18,12 +19,195 @@ are lists. Rank r of p has the stages r, p + r, 2p + r, ...
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from zeroshard.core.pipeline_gathers import Action
 from zeroshard.errors import ConfigError
+
+# --------------------------------------------------------------------- gathers between computations
+# A pure function over the list of one rank's actions: `place`.
+#
+#     F B I W          forward, backward, its two halves (of the input, of the weights)
+#     OVERLAP_F_B      several computations at once, which are its parts
+#     UNSHARD s        gather the weights of stage s
+#     RESHARD s        release them
+#     REDUCE_GRAD s    the gradients of stage s are complete: reduce those that rest unreduced
+#
+# Names and meaning are those of torch.distributed.pipelining's action lists, whose other actions
+# (sends and receives) stay where they are. Two stages on a rank, room for one of them::
+#
+#     0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+#
+#     0UNSHARD 0F0 0F1 0RESHARD 2UNSHARD 2F0 2F1 2B0 2B1 2RESHARD 2REDUCE_GRAD
+#     0UNSHARD 0B0 0B1 0RESHARD 0REDUCE_GRAD
+#
+# A stage stays gathered until its last computation, or until another one needs the room: then the
+# stage that is needed last goes first (Belady, 1966), which gathers least where stages are of one
+# size. A gather starts one computation early where the room is there by then.
+#
+# Invariants: the list computes the same in the same order; every computation finds its stages
+# gathered; what is gathered fits the budget or is what one computation needs; a stage is gathered
+# once where all fit, and at most once for each run of computations of it. Cost: n log n.
+
+
+UNSHARD, RESHARD, REDUCE_GRAD = "UNSHARD", "RESHARD", "REDUCE_GRAD"
+_PLACED = frozenset((UNSHARD, RESHARD, REDUCE_GRAD))
+BACKWARDS = frozenset("BW")  # what brings gradients of weights
+COMPUTATIONS = frozenset("FIWB")
+
+
+class Action(NamedTuple):
+    """One entry of a rank's list."""
+
+    stage: int
+    kind: str
+    micro_batch: int | None = None
+    parts: tuple[Action, ...] = ()  # of an action that runs several computations
+
+    @property
+    def computations(self) -> tuple[Action, ...]:
+        """The computations that it runs."""
+        if self.parts:
+            return tuple(one for part in self.parts for one in part.computations)
+        return (self,) if self.kind in COMPUTATIONS else ()
+
+    @property
+    def stages(self) -> frozenset[int]:
+        """The stages that it computes."""
+        return frozenset(one.stage for one in self.computations)
+
+
+def place(
+    actions: Sequence[Action], stage_bytes: Mapping[int, int], budget: int | None
+) -> list[Action]:
+    """Return `actions` with UNSHARD, RESHARD and REDUCE_GRAD where they belong; any that are
+    there are dropped.
+
+    `stage_bytes`: what gathering each stage takes; `budget`: bytes that gathered stages may take
+    together (None: gather and release nothing here).
+    """
+    plain = [action for action in actions if action.kind not in _PLACED]
+    uses = _positions([action.stages for action in plain])
+    gradients = _positions(
+        [
+            frozenset(one.stage for one in action.computations if one.kind in BACKWARDS)
+            for action in plain
+        ]
+    )
+    room = _GatheredStages(stage_bytes, budget, uses)
+    out: list[Action] = []
+    following = _next_computations(plain)
+    for index, action in enumerate(plain):
+        if action.stages and budget is not None:
+            out += room.gather(action.stages, index)
+            after = following[index]
+            if after is not None:
+                out += room.gather_ahead(plain[after].stages, action.stages, index)
+        out.append(action)
+        for stage in sorted(action.stages):
+            out += room.end(stage, index)
+            if stage in gradients and gradients[stage][-1] == index:
+                out.append(Action(stage, REDUCE_GRAD))
+    return out
+
+
+def num_gathers(actions: Sequence[Action]) -> dict[int, int]:
+    """Return how often each stage is gathered."""
+    out: dict[int, int] = {}
+    for action in actions:
+        if action.kind == UNSHARD:
+            out[action.stage] = out.get(action.stage, 0) + 1
+    return out
+
+
+class _GatheredStages:
+    """The stages that are gathered at one place of the list."""
+
+    def __init__(
+        self, stage_bytes: Mapping[int, int], budget: int | None, uses: Mapping[int, Sequence[int]]
+    ) -> None:
+        self._bytes = stage_bytes
+        self._budget = budget or 0
+        self._uses = uses
+        self._held: dict[int, None] = {}  # an ordered set
+
+    def gather(self, stages: Collection[int], index: int) -> list[Action]:
+        """Return what brings `stages` here for the computation at `index`."""
+        missing = sorted(set(stages) - self._held.keys())
+        victims, _ = self._victims(missing, set(stages), index)
+        return self._change(victims, missing)
+
+    def gather_ahead(
+        self, stages: Collection[int], busy: Collection[int], index: int
+    ) -> list[Action]:
+        """Return what brings `stages` here for the computation after `index`, if they fit beside
+        those that are `busy` until then.
+        """
+        missing = sorted(set(stages) - self._held.keys())
+        victims, fits = self._victims(missing, set(stages), index)
+        early = fits and not set(busy) & set(victims)  # the same go as one computation later
+        return self._change(victims, missing) if early else []
+
+    def end(self, stage: int, index: int) -> list[Action]:
+        """Return what releases `stage` where no computation after `index` needs it."""
+        if stage not in self._held or self._uses[stage][-1] > index:
+            return []
+        return self._change([stage], [])
+
+    def _victims(
+        self, missing: Sequence[int], keep: Collection[int], index: int
+    ) -> tuple[list[int], bool]:
+        """Return which stages go so that those `missing` fit, and whether they do then."""
+        excess = sum(self._bytes[stage] for stage in (*self._held, *missing)) - self._budget
+        others = [stage for stage in self._held if stage not in keep]
+        victims = []
+        for stage in sorted(others, key=lambda stage: self._next(stage, index), reverse=True):
+            if excess <= 0:
+                break
+            victims.append(stage)
+            excess -= self._bytes[stage]
+        return victims, excess <= 0
+
+    def _next(self, stage: int, index: int) -> int:
+        """Return where `stage` is needed next after `index`; behind all where it is not."""
+        uses = self._uses[stage]
+        after = bisect_right(uses, index)
+        return uses[after] if after < len(uses) else sys.maxsize
+
+    def _change(self, victims: Sequence[int], arriving: Sequence[int]) -> list[Action]:
+        for stage in victims:
+            del self._held[stage]
+        self._held.update(dict.fromkeys(arriving))
+        return [
+            *(Action(stage, RESHARD) for stage in victims),
+            *(Action(stage, UNSHARD) for stage in arriving),
+        ]
+
+
+def _positions(stages: Sequence[Collection[int]]) -> dict[int, list[int]]:
+    """Return at which indices each stage stands."""
+    out: dict[int, list[int]] = {}
+    for index, here in enumerate(stages):
+        for stage in here:
+            out.setdefault(stage, []).append(index)
+    return out
+
+
+def _next_computations(actions: Sequence[Action]) -> list[int | None]:
+    """Return for each index that of the next computation after it."""
+    out: list[int | None] = [None] * len(actions)
+    after: int | None = None
+    for index in range(len(actions) - 1, -1, -1):
+        out[index] = after
+        after = index if actions[index].stages else after
+    return out
+
+
+# --------------------------------------------------------------------------- orders of computations
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb")
 _CHUNKS = 2  # stages of a rank, where a schedule takes several and no number is given

@@ -21,7 +21,7 @@ from zeroshard.errors import ConfigError
 
 
 class Placement(Enum):
-    """How the ranks along one mesh axis hold a state."""
+    """A state as the ranks along one mesh axis hold it."""
 
     REPLICATE = "R"
     SHARD = "S"
@@ -29,7 +29,7 @@ class Placement(Enum):
 
 
 class Tier(Enum):
-    """Which memory a state rests in. ``tier/stores.py`` makes the store of each but DEVICE."""
+    """The memory that a state rests in. ``tier/stores.py`` makes the store of each but DEVICE."""
 
     DEVICE = "device"
     HOST = "host"
@@ -51,7 +51,7 @@ class Scope(IntEnum):
 
 @dataclass(frozen=True)
 class Portion:
-    """How much of a buffer, in one unit, a rank, its column and the ranks of its node own."""
+    """The share of a buffer, in one unit, of a rank, its column and the ranks of its node."""
 
     own: float
     column: float
@@ -74,7 +74,7 @@ class OtherAxis:
 
 @dataclass(frozen=True)
 class MeshPlace:
-    """Where a rank is along the other axes."""
+    """The place of a rank along the other axes."""
 
     text: str = ""  # "pp=1, tp=0": one text per data parallel group
     stage: str = ""  # "pp=1": ranks of one stage have the same parameters
@@ -88,7 +88,7 @@ class Mesh:
     """The data parallel ranks: `num_nodes` groups of `node_size`. The same on every rank.
 
     There are as many of them at each place along the `others`, each with a model of its own, and
-    they meet only to agree (comm/mesh_ranks.py).
+    they meet only to agree (comm/ranks.py).
     """
 
     num_nodes: int
@@ -194,7 +194,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Cells:
-    """Where the states of one unit rest."""
+    """The resting places of the states of one unit."""
 
     weight: Cell
     between: Cell

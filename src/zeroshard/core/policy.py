@@ -15,10 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from zeroshard.core.cost import WireBytes, Wires, step_bytes
 from zeroshard.core.placement import Cell, Cells, Mesh, Placement, Scope, Tier
 from zeroshard.core.route import Routes, routes
-from zeroshard.core.wire import Formats
+from zeroshard.core.wire import Formats, WireBytes, Wires, step_bytes
 
 if TYPE_CHECKING:
     from zeroshard.core.precision import Precision
@@ -139,7 +138,7 @@ class Policy:
         two_level: bool | None = None,
         unit: str = "",
     ) -> WireBytes:
-        """Return ``core.cost.step_bytes`` of `unit`'s `numel` parameters."""
+        """Return ``core.wire.step_bytes`` of `unit`'s `numel` parameters."""
         return step_bytes(
             self.cells(unit),
             numel=numel,

@@ -1,4 +1,4 @@
-"""Which dtype each state of a trained parameter has.
+"""The dtype of each state of a trained parameter.
 
 Mixed precision training (Micikevicius et al., 2018) keeps an fp32 master beside half-precision
 weights; ZeRO, section 3.1, counts its bytes: 2 (weight) + 4 (master) + 8 (Adam's moments), and the

@@ -4,7 +4,7 @@ cut, and nobody gathers it.
     rank 0   a[:5]    h(a[0]) + .. + h(a[4])
     rank 1   a[5:]    h(a[5]) + .. + h(a[9])     both sums modulo 2**64: the digest of a
 
-``h`` mixes bits with their place (core/tensor_digest.py). Parameters of which one sum is formed are
+``h`` mixes bits with their place (core/digest.py). Parameters of which one sum is formed are
 counted from places of their own (`place_of`), so that two of them in each other's place are seen.
 
 Two of them, one for each cut:
@@ -30,8 +30,8 @@ from typing import Generic, TypeVar
 import torch
 import xxhash
 
+from zeroshard.core.digest import CHUNK_BYTES, ODD, digest_of, mixed
 from zeroshard.core.layout import ALIGN, Slot
-from zeroshard.core.tensor_digest import CHUNK_BYTES, ODD, digest_of, mixed
 
 _Key = TypeVar("_Key", bound=Hashable)
 

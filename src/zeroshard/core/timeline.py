@@ -1,4 +1,4 @@
-"""What happens in a step: events on lanes, and bytes by state over time. The simulation of a plan
+"""The timeline of a step: events on lanes, and bytes by state over time. The simulation of a plan
 predicts them, the trace of a run measures them; one picture shows both.
 
 The lanes are those of hops (core/route/hop.py). On "compute" stand the model's "forward" and

@@ -167,7 +167,7 @@ def rounds(counts: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 @dataclass(frozen=True)
 class Deal:
-    """Which rank of `mesh` computes which leaves of `tree` in which round, and how they are added.
+    """The leaves of `tree` that each rank of `mesh` computes in each round, and their addition.
     Rank r computes ``counts[r]``.
     """
 
@@ -201,8 +201,8 @@ class Deal:
 
     @cached_property
     def sums(self) -> list[Formed]:
-        """Of each round, the nodes of the tree that a reduce forms, and how the ranks' parts add up
-        to each; empty for one sum of all ranks as it is formed without leaves.
+        """The nodes of the tree that the reduce of each round forms, and the order in which the
+        ranks' parts add up to each; empty for one sum of all ranks as it is formed without leaves.
         """
         usual = (balanced(self.mesh.num_nodes, self.mesh.node_size),)
         formed = map(self._formed, self.rounds)

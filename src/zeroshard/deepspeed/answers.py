@@ -1,6 +1,5 @@
-"""What the engine answers about its configuration and its training: DeepSpeed's three batch sizes,
-of which two give the third; the counts of a training; and a table with a line for each getter and
-attribute. A new one is a new line.
+"""The engine's answers about its configuration and its training: DeepSpeed's three batch sizes, the
+counts of a training, and a table with a line for each getter and attribute: a new one is a line.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from torch import nn
 
 from zeroshard import Config, ConfigError
 from zeroshard.deepspeed.comm import data_parallel_group, get_local_rank
-from zeroshard.deepspeed.engine_names import ENGINE_FIXED, OF_KEYS
 from zeroshard.deepspeed.keys.table import key_of
+from zeroshard.deepspeed.names import ENGINE_FIXED, OF_KEYS
 
 
 @dataclass
@@ -52,7 +51,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Client:
-    """What the caller of ``initialize()`` brought, and which parameters its optimizer leaves."""
+    """The caller's objects at ``initialize()``, and the parameters that its optimizer lacks."""
 
     optimizer: Any = None
     lr_scheduler: Any = None
@@ -61,7 +60,7 @@ class Client:
 
 @dataclass
 class Progress:
-    """How far a training has come."""
+    """The counts of a training."""
 
     micro_steps: int = 0  # calls of step()
     global_steps: int = 0
@@ -143,10 +142,6 @@ def _stage(engine: Any) -> int:
     return 3 if stage == "auto" else int(stage or 0)  # our default, where nobody filled it in
 
 
-def _is_managed(engine: Any) -> bool:
-    return engine.config.get("managed_gradient_accumulation") is not False
-
-
 def _computes_in(dtype: torch.dtype) -> Source:
     return lambda engine: engine.engine.precision.compute is dtype
 
@@ -222,7 +217,9 @@ _ANSWERS: dict[str, Any] = {
     "get_batch_info": call(
         lambda engine: (engine.batch.train, engine.batch.micro, engine.batch.steps),
         "Return the three batch sizes."),
-    "managed_gradient_accumulation": call(_is_managed, "Whether ``step()`` counts micro-batches."),
+    "managed_gradient_accumulation": call(
+        lambda engine: engine.config.get("managed_gradient_accumulation") is not False,
+        "Whether ``step()`` counts micro-batches."),
     "set_train_batch_size": attribute("batch.set_train", "Change the accumulation steps."),
     "set_train_micro_batch_size": attribute("batch.set_micro", "Change the samples of a forward."),
     "gradient_clipping": call("clipping", "Return the norm that a step clips to, 0 for none."),

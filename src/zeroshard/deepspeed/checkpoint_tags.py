@@ -29,7 +29,7 @@ import torch
 
 import zeroshard as zs
 from zeroshard.deepspeed.answers import Batch, Progress
-from zeroshard.deepspeed.small import logger as _log
+from zeroshard.deepspeed.helpers import logger as _log
 
 _LATEST, _STEP = "latest", "saved_step"
 _SCRIPT = '''#!/usr/bin/env python

@@ -25,15 +25,14 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import zeroshard as zs
-from zeroshard.deepspeed import held_parameters, released_states
+from zeroshard.deepspeed import held_parameters
 from zeroshard.deepspeed.answers import Answers, Batch, Client, Progress
 from zeroshard.deepspeed.checkpoint_tags import TaggedCheckpoints
-from zeroshard.deepspeed.engine_names import REFUSED, remedy
-from zeroshard.deepspeed.leaf_walk import LeafWalk
+from zeroshard.deepspeed.helpers import logger as _log
+from zeroshard.deepspeed.helpers import make_loader
 from zeroshard.deepspeed.monitors import StepWatch
+from zeroshard.deepspeed.names import REFUSED, remedy
 from zeroshard.deepspeed.optimizers import ZeROOptimizer
-from zeroshard.deepspeed.small import logger as _log
-from zeroshard.deepspeed.small import make_loader
 
 # ----------------------------------------------------------------------------------- plain backward
 # A plain ``loss.backward()`` with gradient accumulation: the gradients of the model's parameters
@@ -78,7 +77,7 @@ def divided(module: nn.Module, steps: int, args: Any, kwargs: Any) -> Any:
 
 
 class _Edge:
-    """Where one forward's graph begins and ends."""
+    """The begin and the end of one forward's graph."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -178,6 +177,53 @@ class _Scaled(torch.autograd.Function):
         return (grad * ctx.factor if _divided_losses else grad), None
 
 
+# ------------------------------------------------------------------------------------------- leaves
+# Leaves in DeepSpeed's loop: the key ``zeroshard.leaves`` (docs/one-curve.md).
+#
+#     loss = engine(batch)        begins this rank's next leaf: generators are seeded
+#     engine.backward(loss)       ends it
+#     engine.step()               ends it, too; at a boundary it waits for ranks that have more
+#
+# Invariant: between two steps a rank runs as many micro-batches as it has leaves.
+
+
+class LeafWalk:
+    """This rank's leaves of the step under way."""
+
+    def __init__(self, engine: zs.Engine, seed: int) -> None:
+        """Random numbers of a leaf follow from `seed`, the step and its number."""
+        self._engine, self._seed = engine, seed
+        self._leaves: Iterator[int] | None = None
+        self._is_open = False
+
+    def begin(self, step: int) -> None:
+        """Begin the next leaf of `step`, unless one has begun. Raises StateError after the last."""
+        if self._is_open:
+            return
+        if self._leaves is None:
+            self._leaves = self._engine.leaves(step, seed=self._seed)
+        if next(self._leaves, None) is None:
+            raise zs.StateError(
+                "this step has had all leaves of this rank: engine.step() has to follow its last"
+                " micro-batch"
+            )
+        self._is_open = True
+
+    def end(self) -> None:
+        """End the leaf that has begun, if any: a forward begins the next one."""
+        self._is_open = False
+
+    def finish(self) -> None:
+        """Wait for the other ranks' leaves. Raises StateError where some are left here."""
+        leaves, self._leaves = self._leaves, None
+        self.end()
+        if leaves is not None and next(leaves, None) is not None:
+            raise zs.StateError(
+                "engine.step() at a boundary before all leaves of this rank have run:"
+                " gradient_accumulation_steps() says how many it has"
+            )
+
+
 # --------------------------------------------------------------------------------- deepspeed engine
 
 _NO_CLIENT = Client()
@@ -249,23 +295,17 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         """
         self._trained("backward()")
         self._watch.saw(loss)
-        with self._watch.part("backward", self.progress.global_steps):
-            return self._run_backward(loss, retain_graph, scale_wrt_gas)
-
-    def _run_backward(
-        self, loss: torch.Tensor, retain_graph: bool, scale_wrt_gas: bool
-    ) -> torch.Tensor:
-        if self._leaves is not None:
-            return self._leaf_backward(self._leaves, loss, retain_graph, scale_wrt_gas)
-        if scale_wrt_gas and self.batch.steps > 1:
-            loss = loss / self.batch.steps
-        with ExitStack() as stack:
+        with self._watch.part("backward", self.progress.global_steps), ExitStack() as stack:
+            if self._leaves is not None:
+                return self._leaf_backward(self._leaves, loss, retain_graph, scale_wrt_gas)
+            if scale_wrt_gas and self.batch.steps > 1:
+                loss = loss / self.batch.steps
             stack.enter_context(undivided())
             if self.zero_optimization_stage() < 2 and not self.is_gradient_accumulation_boundary():
                 stack.enter_context(self.engine.no_sync())
             self.engine.backward(loss, retain_graph=retain_graph)
-        self.progress.backwards += 1
-        return loss
+            self.progress.backwards += 1
+            return loss
 
     def _leaf_backward(
         self, leaves: LeafWalk, loss: torch.Tensor, retain_graph: bool, scale_wrt_gas: bool
@@ -480,7 +520,7 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
     def destroy(self) -> None:
         """Give back a plain module and a plain optimizer. Collective."""
         held_parameters.unmark(self.module.parameters())
-        released_states.end(self.module)
+        held_parameters.end_state_dicts(self.module)
         held_parameters.release(self.engine)
         self.engine.close()
         for parameter in self._client.left_out:

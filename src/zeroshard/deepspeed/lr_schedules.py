@@ -35,8 +35,8 @@ Rates = float | Sequence[float]
 
 
 class LRSchedule:
-    """What all schedules share: the count, and the rates in the optimizer's param groups. A
-    schedule's parameters are the fields of its class.
+    """A schedule: it counts steps and writes the rates of the optimizer's param groups. Its
+    parameters are the fields of its class.
     """
 
     optimizer: Any

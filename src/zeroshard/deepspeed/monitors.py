@@ -1,4 +1,4 @@
-"""What the keys of a configuration that only watch ask for: lines of the log, and files.
+"""Lines of the log, and files, for the keys of a configuration that only watch.
 
     wall_clock_breakdown   milliseconds of forward, backward and step
     memory_breakdown       engine.memory()
@@ -25,8 +25,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import zeroshard as zs
-from zeroshard.deepspeed.engine_names import remedy
-from zeroshard.deepspeed.small import logger as _log
+from zeroshard.deepspeed.helpers import logger as _log
+from zeroshard.deepspeed.names import remedy
 
 Event = tuple[str, Any, int]  # a name, a number, and the samples so far
 Write = Callable[[list[Event], bool], None]  # events, and whether they are on disk then
@@ -166,7 +166,7 @@ class ThroughputTimer:
 
 
 class StepWatch:
-    """What one engine's configuration asks to be shown."""
+    """Shows what one engine's configuration asks for."""
 
     def __init__(self, config: dict[str, Any], engine: zs.Engine, batch_size: int) -> None:
         self._config = config

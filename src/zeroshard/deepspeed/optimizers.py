@@ -18,7 +18,7 @@ import torch
 import zeroshard as zs
 from zeroshard.deepspeed.answers import as_config_error, attribute, call
 from zeroshard.deepspeed.comm import data_parallel_group
-from zeroshard.deepspeed.engine_names import OPTIMIZER_REFUSED, remedy
+from zeroshard.deepspeed.names import OPTIMIZER_REFUSED, remedy
 
 _REFUSED = {  # by types in lower case
     "onebitadam zerooneadam onebitlamb":
@@ -158,8 +158,8 @@ def _nothing(*_: Any, **__: Any) -> tuple[Any, ...]:
 
 
 class _NoHooks:
-    """Where a program that takes DeepSpeed's hooks off for a generation looks for them: none are
-    there, and gathered parameters need none taken off.
+    """Stands where programs that take DeepSpeed's hooks off for a generation look for them: there
+    are none, and gathered parameters need none taken off.
     """
 
     named_parameters = ds_external_parameters = _register_deepspeed_module = _nothing

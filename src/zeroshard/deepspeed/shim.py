@@ -146,7 +146,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What importlib.metadata says of ``deepspeed``."""
+    """The distribution ``deepspeed``, as importlib.metadata finds it."""
 
     def read_text(self, filename: str) -> str | None:
         """Return one of the files of a distribution."""

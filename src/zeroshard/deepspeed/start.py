@@ -26,16 +26,14 @@ from torch.utils.data import DataLoader
 import zeroshard as zs
 from zeroshard.comm.plain import ranks_through
 from zeroshard.config.strict_json import parse_json
-from zeroshard.deepspeed import comm, held_parameters, released_states
+from zeroshard.deepspeed import comm, held_parameters
 from zeroshard.deepspeed.answers import Client, complete_batch
-from zeroshard.deepspeed.deepspeed_engine import DeepSpeedEngine
-from zeroshard.deepspeed.helpers import default_git
-from zeroshard.deepspeed.leaf_walk import LeafWalk
+from zeroshard.deepspeed.deepspeed_engine import DeepSpeedEngine, LeafWalk
+from zeroshard.deepspeed.helpers import default_git, log_dist, make_loader
+from zeroshard.deepspeed.helpers import logger as _log
 from zeroshard.deepspeed.lr_schedules import make_schedule
 from zeroshard.deepspeed.names import VERSION
 from zeroshard.deepspeed.optimizers import make_optimizer
-from zeroshard.deepspeed.small import log_dist, make_loader
-from zeroshard.deepspeed.small import logger as _log
 from zeroshard.deepspeed.verdict import accepted, section, try_schedule
 from zeroshard.deepspeed.zero import end_init_blocks
 
@@ -217,7 +215,9 @@ def initialize(
 
 
 def _read_config(args: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the one configuration that is given. Raises ConfigError."""
+    """Return a copy of the one configuration that is given: a dictionary, a file, or JSON text,
+    also in base64. Raises ConfigError.
+    """
     named = [options.get("config"), options.get("config_params")]
     of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     given = next((one for one in [*named, of_args] if one is not None), None)
@@ -227,20 +227,17 @@ def _read_config(args: Any, options: dict[str, Any]) -> dict[str, Any]:
         )
     if given is None:
         raise zs.ConfigError("initialize() needs a configuration: config=, or --deepspeed_config")
-    return copy.deepcopy(given) if isinstance(given, dict) else _parsed(given)
-
-
-def _parsed(text: Any) -> dict[str, Any]:
-    """Return the configuration in a file, or in JSON text, also in base64."""
-    if isinstance(text, os.PathLike) or os.path.exists(text):
-        return zs.read_deepspeed(Path(text)).data
+    if isinstance(given, dict):
+        return copy.deepcopy(given)
+    if isinstance(given, os.PathLike) or os.path.exists(given):
+        return zs.read_deepspeed(Path(given)).data
     try:
-        is_plain = text.lstrip().startswith("{")
-        decoded = text if is_plain else base64.urlsafe_b64decode(text).decode()
+        is_plain = given.lstrip().startswith("{")
+        decoded = given if is_plain else base64.urlsafe_b64decode(given).decode()
         data = parse_json(decoded, "config", relaxed=lambda data: True)
     except (ValueError, zs.ConfigError):
         raise zs.ConfigError(
-            f"config={text!r} is neither a file, nor JSON, nor JSON in base64"
+            f"config={given!r} is neither a file, nor JSON, nor JSON in base64"
         ) from None
     return zs.read_deepspeed(data).data
 
@@ -312,7 +309,9 @@ def _sharded(
         engine.hide_gradients()
     walk = None
     if batch.leaves is not None:
-        walk = LeafWalk(engine, _common_seed())
+        ranks = ranks_through(comm.data_parallel_group())
+        seed = ranks.share(torch.initial_seed() % 2**63, "initialize()")[0]  # rank 0's
+        walk = LeafWalk(engine, int(seed))
     out = DeepSpeedEngine(engine, config, batch, clipping, walk, client)
     held_parameters.own(engine, out.destroy)
     zero = config.get("zero_optimization")
@@ -320,16 +319,10 @@ def _sharded(
     held_parameters.unmark(model.parameters())  # that zero.Init() marked
     if out.zero_optimization_stage() == 3:
         held_parameters.mark(model.parameters())
-        released_states.answer(model)
+        held_parameters.answer_state_dicts(model)
     if engine.rank == 0:
         _tell(f"in DeepSpeed's place: {engine!r}, {batch}")
     return out
-
-
-def _common_seed() -> int:
-    """Return rank 0's seed."""
-    ranks = ranks_through(comm.data_parallel_group())
-    return int(ranks.share(torch.initial_seed() % 2**63, "initialize()")[0])
 
 
 def _tell(line: str) -> None:

@@ -1,5 +1,5 @@
-"""Whether ``initialize()`` takes a configuration: one answer, for it and for ``zeroshard config
-explain``.
+"""Judge whether ``initialize()`` takes a configuration: one answer, for it and for ``zeroshard
+config explain``.
 
     each key . all options together . the batch sizes . the optimizer . the schedule . what watches
 

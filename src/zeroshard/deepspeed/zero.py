@@ -24,9 +24,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import zeroshard as zs
 from zeroshard.comm.plain import on_cpu, ranks_through
-from zeroshard.core.tensor_digest import digest_of
+from zeroshard.core.digest import digest_of
 from zeroshard.deepspeed import comm
-from zeroshard.deepspeed.engine_names import remedy
 from zeroshard.deepspeed.held_parameters import (
     ZeroParamStatus,
     ZeroParamType,
@@ -36,7 +35,8 @@ from zeroshard.deepspeed.held_parameters import (
     mark,
     name_of,
 )
-from zeroshard.deepspeed.small import logger as _log
+from zeroshard.deepspeed.helpers import logger as _log
+from zeroshard.deepspeed.names import remedy
 
 __all__ = [
     "GatheredParameters", "Init", "MiCS_Init", "OnDevice", "TiledLinear", "ZeroParamStatus",

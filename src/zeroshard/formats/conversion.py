@@ -30,10 +30,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from zeroshard.checkpoint.atomic_files import write_new
 from zeroshard.checkpoint.kept import next_branch
 from zeroshard.checkpoint.manifest import Manifest, shard_name
-from zeroshard.checkpoint.shard_files import DTYPES, WRITTEN_BY, shard_bytes, write_shard
+from zeroshard.checkpoint.shard_files import DTYPES, WRITTEN_BY, shard_bytes, write_new, write_shard
 from zeroshard.checkpoint.steps import (
     MANIFEST,
     begin_step,

@@ -25,7 +25,6 @@ from typing import Any, Literal
 
 import torch
 
-from zeroshard.checkpoint.atomic_files import published, write_new
 from zeroshard.checkpoint.manifest import (
     BUFFER,
     ITEMSIZE,
@@ -37,8 +36,17 @@ from zeroshard.checkpoint.manifest import (
     row_stride,
 )
 from zeroshard.checkpoint.rank_part import OF_MODULES, ExtraStates
-from zeroshard.checkpoint.shard_files import DTYPES, OpenShards, as_bytes, dtype_code, header_of
-from zeroshard.checkpoint.spans import copy_common, stored_span
+from zeroshard.checkpoint.shard_files import (
+    DTYPES,
+    OpenShards,
+    as_bytes,
+    copy_common,
+    dtype_code,
+    header_of,
+    published,
+    stored_span,
+    write_new,
+)
 from zeroshard.checkpoint.steps import StepFiles
 from zeroshard.checkpoint.values import decode
 from zeroshard.core.boxes import Span, part_at

@@ -27,14 +27,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from zeroshard.checkpoint.experts import Experts
 from zeroshard.checkpoint.manifest import row_stride
 from zeroshard.checkpoint.rank_part import (
+    Experts,
     names_of,
     persistent_buffers,
     whole_parts,
 )
-from zeroshard.checkpoint.spans import copy_common
+from zeroshard.checkpoint.shard_files import copy_common
 from zeroshard.core.boxes import Span
 from zeroshard.core.part import Part
 from zeroshard.errors import CheckpointError, ConfigError

@@ -1,1 +1,1 @@
-"""How frameworks plug in; each uses the public API alone."""
+"""Adapters of frameworks; each uses the public API alone."""

@@ -34,8 +34,7 @@ def _size(text: str) -> int:
 
 def _choose(source: Path, step: int | None) -> Path:
     """Return the directory of the step that is meant."""
-    from zeroshard.checkpoint.steps import list_steps, saved_order
-    from zeroshard.checkpoint.summary import is_step
+    from zeroshard.checkpoint.steps import is_step, list_steps, saved_order
 
     source.stat()  # a missing or closed directory is an error of the system's, and it says which
     if not source.is_dir():
@@ -69,8 +68,7 @@ def _numbers(steps: list[int]) -> str:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from zeroshard.checkpoint.steps import list_steps, read_manifest
-    from zeroshard.checkpoint.summary import is_step, summarize
+    from zeroshard.checkpoint.steps import is_step, list_steps, read_manifest, summarize
 
     path = _choose(arguments.source, arguments.step)
     steps = [] if is_step(arguments.source) else list(list_steps(arguments.source))
@@ -116,8 +114,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from zeroshard.checkpoint.steps import list_steps
-    from zeroshard.checkpoint.summary import is_step
+    from zeroshard.checkpoint.steps import is_step, list_steps
 
     if arguments.all and (arguments.step is not None or is_step(arguments.source)):
         raise UsageError(

@@ -26,10 +26,9 @@ import torch
 
 from zeroshard.core.work import Work
 from zeroshard.memory import synchronize
-from zeroshard.tier.direct_io import BLOCK
 from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.store import Storage
-from zeroshard.tier.swapdir import SwapDirectory, free_bytes
+from zeroshard.tier.swapdir import BLOCK, SwapDirectory, free_bytes
 
 _BUDGET_S = 0.4  # of one rate
 # on the CPU, and on an accelerator

@@ -9,7 +9,7 @@ A replay is the user's own script with its own arguments, on a single process or
 another directory in the place of ``runs/a``, in which its trail is written, and another one in the
 place of ``ckpt``, in which the newest step at or before the one that is asked for is the only one.
 Once the step is written the script is ended, and the trails are compared
-(docs/design/trail.md). A file beside the new trail (core/replay.py) asks for the hashes of the
+(docs/design/trail.md). A file beside the new trail (core/trail.py) asks for the hashes of the
 slices that the run's ranks had, and with ``--leaf`` for one leaf of the step alone.
 
 Invariant: neither the trail nor the checkpoints of the run are written to. Cost: files of the
@@ -32,9 +32,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from zeroshard.core.replay import REPLAY_FILE, REPLAY_VARIABLE, Replay
-from zeroshard.core.trail import Trail
-from zeroshard.core.trail_compare import Comparison, Difference, compare
+from zeroshard.core.trail import (
+    REPLAY_FILE,
+    REPLAY_VARIABLE,
+    Comparison,
+    Difference,
+    Replay,
+    Trail,
+    compare,
+)
 from zeroshard.core.tree import Tree
 from zeroshard.system.safe_files import NotReadable, from_json, printable, read_file
 from zeroshard.terminal.console import note, print_json, say

@@ -8,6 +8,7 @@ lie elsewhere.
     MemoryCounter     bytes that are live, and their peak
     placeholder()     one NaN, expanded to a shape
     Trimmer           gives what the allocator keeps back to the system
+    storage_of()      the storage behind a tensor, whatever mode or subclass is around it
 
 None of them knows a rank, a unit or a state.
 """
@@ -31,7 +32,7 @@ __all__ = [
     "HUGE_BYTES", "Loan", "Mark", "MemoryCounter", "Pages", "Pool", "Trimmer", "address_of",
     "bounce_buffer", "cast_for", "drain", "has_streams", "heap_bytes", "host_memory", "mark",
     "note_copy", "order_after", "pinned_pages", "placeholder", "placeholder_value", "reads_wait",
-    "return_freed_memory", "synchronize", "to_placeholder",
+    "return_freed_memory", "storage_of", "synchronize", "to_placeholder",
 ]  # fmt: skip
 
 _HAS_ADVICE = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_FREE")
@@ -491,3 +492,12 @@ class Trimmer:
         if self._passed >= self._every_bytes and is_large:
             self._passed = 0
             return_freed_memory()
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a dense tensor, unseen by guards and modes; None where it has none."""
+    with torch._C.DisableTorchFunction():
+        try:
+            return tensor.untyped_storage() if tensor.layout is torch.strided else None
+        except (NotImplementedError, RuntimeError):  # tensors that wrap others
+            return None

@@ -31,9 +31,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.core.storage import storage_of
 from zeroshard.errors import ConfigError
-from zeroshard.memory import return_freed_memory
+from zeroshard.memory import return_freed_memory, storage_of
 from zeroshard.nn.hollow import (
     HollowRecord,
     adopt_all,
@@ -160,7 +159,7 @@ class _RecordedCall:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device on which it computes."""
         if self.kwargs.get("device") is not None:
             return torch.empty(0, device=self.kwargs["device"]).device  # with its index
         accelerated = [tensor.device for tensor in self.tensors if tensor.device.type != "cpu"]

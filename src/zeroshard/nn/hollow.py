@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.core.storage import storage_of
 from zeroshard.errors import StateError
+from zeroshard.memory import storage_of
 from zeroshard.nn.tape import Entry, TapeCell, TapePlace, fingerprint, replay
 from zeroshard.optim.sealed import ANSWERED, SET_DATA, name_of
 

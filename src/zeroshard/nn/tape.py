@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import xxhash
 
-from zeroshard.core.tensor_digest import digest_of
+from zeroshard.core.digest import digest_of
 from zeroshard.system.device import Device, undisturbed
 
 _ORDER = itertools.count()

@@ -1,4 +1,5 @@
-"""Copies of the user's optimizer: to step parameters of our own, or some of the user's.
+"""Copies of the user's optimizer, to step parameters of our own or some of the user's, and its
+modes.
 
 ``TileOptimizer``: the user's ``optimizer.step()`` walks all param groups at once; state that rests
 on another tier can only be stepped a tile at a time. This is the same optimizer (class, attributes)
@@ -19,7 +20,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -189,3 +191,49 @@ def _kind(value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return "a plain number"
     return f"a {type(value).__name__}"
+
+
+# -------------------------------------------------------------------- modes of the user's optimizer
+# Schedule-free optimizers (Defazio et al., The Road Less Scheduled, 2024) train at one point and
+# evaluate at another, an average of where they have been. Their ``eval()`` moves the parameters
+# there, and ``train()`` back, each element by itself. Here these parameters are shards of the
+# masters, so the weights have to follow, on every rank, as after a step.
+
+
+_MODES = ("train", "eval")
+
+
+def hide_modes(
+    optimizer: torch.optim.Optimizer, moving: Callable[[str], AbstractContextManager[None]]
+) -> Iterator[Mode]:
+    """Hide ``train()`` and ``eval()``, where the class has both, by ones that run inside
+    ``moving``, which is given the call in words.
+    """
+    if all(callable(getattr(type(optimizer), name, None)) for name in _MODES):
+        for name in _MODES:
+            yield Mode(optimizer, name, moving)
+
+
+class Mode:
+    """An entry in an optimizer's instance dictionary that hides a method until it is removed."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        name: str,
+        moving: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self._optimizer, self._name, self._moving = optimizer, name, moving
+        self._own = vars(optimizer).get(name)
+        self._method = getattr(optimizer, name)
+        vars(optimizer)[name] = self
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        with self._moving(f"optimizer.{self._name}()"):
+            return self._method(*arguments, **options)
+
+    def remove(self) -> None:
+        """Let the optimizer's own method be seen again."""
+        del vars(self._optimizer)[self._name]
+        if self._own is not None:
+            vars(self._optimizer)[self._name] = self._own

@@ -1,5 +1,5 @@
-"""Which optimizers may step a parameter in pieces, and how state that is older than the sharding
-is cut.
+"""Check that an optimizer may step a parameter in pieces, and cut state that is older than the
+sharding.
 
 ZeRO, section 5.1, partitions the optimizer: each rank steps flat slices of parameters and sees
 nothing else. That is the same training only if the rule is *elementwise*: a new element depends on
@@ -152,7 +152,9 @@ def shard_state(
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
             if value.shape == shape and not (value.dim() == 0 and key in _SCALARS):
-                piece[key] = _master_like(_flatten(value.detach(), stride)[piece_start:piece_stop])
+                flat = _flatten(value.detach(), stride)[piece_start:piece_stop]
+                is_half = value.dtype in (torch.bfloat16, torch.float16)
+                piece[key] = flat.to(torch.float32) if is_half else flat.clone()
                 continue
             if value.numel() == 1:
                 piece[key] = value.detach().clone()
@@ -177,12 +179,6 @@ def _flatten(tensor: torch.Tensor, stride: Sequence[int] | None) -> torch.Tensor
     if stride is None:
         return tensor.reshape(-1)
     return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -stride[dim])).reshape(-1)
-
-
-def _master_like(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype in (torch.bfloat16, torch.float16):
-        return tensor.to(torch.float32)
-    return tensor.clone()
 
 
 def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:

@@ -50,21 +50,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.core.recording import Operation, Probe
 from zeroshard.core.schedule import TILE_BUFFERS, TILES_AHEAD
-from zeroshard.core.work import Work, wait_on_host
+from zeroshard.core.work import Operation, Probe, Work, wait_on_host
 from zeroshard.errors import StorageError
 from zeroshard.memory import Trimmer
 from zeroshard.optim.copies import TileOptimizer
 from zeroshard.optim.shards import StepMethod, Tile
 from zeroshard.optim.tiles import TileStates
 from zeroshard.state.gradient import Gradient
-from zeroshard.tier.staging import Memory
+from zeroshard.tier.transfer import Memory
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How the tiles of one engine are stepped."""
+    """Options of the step of one engine's tiles."""
 
     device: torch.device
     enqueues: bool = False  # whether the device goes on by itself (Streams.enqueues)

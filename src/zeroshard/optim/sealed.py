@@ -113,7 +113,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 class GradientOwner(Protocol):
-    """Who has the resting gradient."""
+    """The holder of the resting gradient."""
 
     def zero_gradient(self, parameter: nn.Parameter | None) -> None:
         """Set the resting gradient of `parameter` to zero; None: of a param group of which

@@ -29,13 +29,12 @@ from torch import nn
 
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError
+from zeroshard.optim.copies import hide_modes
 from zeroshard.optim.elementwise import check_elementwise, shard_state
-from zeroshard.optim.modes import hide_modes
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
 from zeroshard.optim.shards import ParamShard, StepMethod, Tile
-from zeroshard.optim.state_dicts import PartialState, fill_in
-from zeroshard.optim.tiles import TileStates
+from zeroshard.optim.tiles import PartialState, TileStates, fill_in
 from zeroshard.state.local import local_of
 
 _INTERRUPTED = (
@@ -44,7 +43,7 @@ _INTERRUPTED = (
 
 
 class AroundStep(GradientOwner, Protocol):
-    """What the engine does around a step."""
+    """The engine around a step."""
 
     def before_step(self) -> bool:
         """Finish the gradients; return whether the step may be taken (False: skip, the shards

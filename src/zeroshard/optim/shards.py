@@ -1,4 +1,4 @@
-"""What this rank steps of the parameters: shards, in tiles.
+"""The parts of parameters that this rank steps: shards, in tiles.
 
     share of this rank   |  shard a  |  shard b  |  shard c ..|..... shard c ....|  shard d  |
     tiles                |<------------ BY_USER ------------->|<--- ON_HOST ---->|<- ON_HOST ->
@@ -28,7 +28,7 @@ from zeroshard.tier.store import Storage, Store
 
 
 class StepMethod(Enum):
-    """Who steps a tile, and where its numbers are meanwhile."""
+    """The way in which a tile is stepped, and the place of its numbers meanwhile."""
 
     BY_USER = "by the user's own step(), on the device"
     ON_DEVICE = "beside it, on the device: its gradient rests on another tier"
@@ -43,7 +43,7 @@ class StepMethod(Enum):
 
 @dataclass(eq=False)
 class SteppedSegment:
-    """What a step knows of one segment. Ranges count the elements that this rank steps of it."""
+    """One segment in a step. Ranges count the elements that this rank steps of it."""
 
     key: str
     split: int  # the first elements, whose optimizer state rests on the device
@@ -91,7 +91,7 @@ class Tile:
 
     @property
     def moments_range(self) -> tuple[int, int]:
-        """Where the tile lies in the moments of its segment."""
+        """The range of the tile in the moments of its segment."""
         return self.start - self.segment.split, self.stop - self.segment.split
 
     def gradients(self) -> list[torch.Tensor | None]:
@@ -127,7 +127,7 @@ class ParamShard:
 
     @cached_property
     def span(self) -> slice:
-        """Where it lies in its tile."""
+        """Its range in its tile."""
         return slice(self.low, self.low + self.stop - self.start)
 
     def is_used(self) -> bool:

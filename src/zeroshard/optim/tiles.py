@@ -1,5 +1,5 @@
-"""The optimizer's state of tiles that rest on another tier: lent as real numbers for as long as
-they are needed.
+"""The optimizer's state of tiles that rest on another tier, which is lent as real numbers while it
+is needed; and the state dict of a rank.
 
     optimizer.state[shard]    exp_avg: one NaN, expanded      step: 7
     segment.moments           exp_avg [numel - split]         <--- read, lent, written by the tile
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from zeroshard.core.placement import Tier
+from zeroshard.errors import StateError
 from zeroshard.memory import placeholder
 from zeroshard.optim.copies import state_after_trial
 from zeroshard.optim.shards import ParamShard, Tile
@@ -202,13 +203,11 @@ class TileStates:
         """Move state of a tile that is still on the device (created before shard(), or just
         loaded) to its tier.
         """
-        if tile.method.off_device and any(self._has_numbers(shard) for shard in tile.shards):
+        # numbers that stand in the optimizer
+        keys = ((shard, key) for shard in tile.shards for key in self.moments(shard))
+        if tile.method.off_device and any(not self._is_away(*pair) for pair in keys):
             with self.lent(tile, write=True):
                 pass
-
-    def _has_numbers(self, shard: ParamShard) -> bool:
-        """Whether state of a shard stands in the optimizer as real numbers."""
-        return any(not self._is_away(shard, key) for key in self.moments(shard))
 
     def bytes_by_tier(self, tiles: Sequence[Tile]) -> dict[Tier, int]:
         """Return the bytes of the optimizer's own state of `tiles`, by tier."""
@@ -220,3 +219,105 @@ class TileStates:
             if isinstance(value, torch.Tensor) and value.numel() > 1 and value.stride() != (0,):
                 out[Tier.DEVICE] = out.get(Tier.DEVICE, 0) + value.numel() * value.element_size()
         return out
+
+
+# -------------------------------------------------------------------------------------- state dicts
+# ``optimizer.state_dict()`` of a sharded optimizer is one rank's part, and its label says so.
+#
+# Before the first step the state is anybody's to take out and put back (Accelerate does). After it,
+# a part alone would lose the rest: it is refused, unless ``engine.optimizer_part()`` asks for it.
+# States on other tiers are copied; loading checks the label.
+
+
+_KEY = "zeroshard"
+
+
+class PartialState:
+    """The label of one rank's ``state_dict()``: the rank, the number of ranks, the pieces."""
+
+    def __init__(self, rank: int, world: int, *, is_part: bool) -> None:
+        self._rank = rank
+        self._world = world
+        self._is_part = is_part  # whether other ranks hold states that this one does not
+        self._may_show = False  # inside `of`
+
+    def of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return this rank's ``state_dict()``, labelled with the rank that it belongs to."""
+        self._may_show = True
+        try:
+            return optimizer.state_dict()
+        finally:
+            self._may_show = False
+
+    def refuse(self, num_steps: int) -> None:
+        """Raise StateError for a ``state_dict()`` after `num_steps` that would lose the rest."""
+        if self._is_part and num_steps and not self._may_show:
+            raise StateError(
+                "optimizer.state_dict(): the optimizer's state is sharded, and this rank's part"
+                " alone would lose the rest. Save and load with zeroshard.save() and"
+                " zeroshard.load(), or keep every rank's own engine.optimizer_part() (DeepSpeed's"
+                " engine: save_checkpoint(), or every rank's own engine.optimizer.state_dict())"
+            )
+
+    def label(self, state: dict[str, Any], groups: list[list[ParamShard]]) -> None:
+        """Write into a state_dict what it belongs to."""
+        state[_KEY] = self._label(groups)
+
+    def _label(self, groups: list[list[ParamShard]]) -> dict[str, Any]:
+        names = [
+            [
+                {
+                    "name": shard.name,
+                    "start": shard.piece.start,
+                    "stop": shard.piece.stop,
+                    "shape": list(shard.parameter.shape),
+                }
+                for shard in shards
+            ]
+            for shards in groups
+        ]
+        return {"rank": self._rank, "world": self._world, "pieces": names}
+
+    def checked(self, state: dict[str, Any], groups: list[list[ParamShard]]) -> dict[str, Any]:
+        """Return a state_dict without its label; StateError where it belongs to others."""
+        label = state.get(_KEY)
+        if label is None:
+            raise StateError(
+                "this optimizer state was not saved from a sharded optimizer: give it to the"
+                " optimizer before shard(), which cuts it, or save and load with zeroshard's"
+                " checkpoints"
+            )
+        mine = self._label(groups)
+        for what in ("rank", "world", "pieces"):
+            if label[what] != mine[what]:
+                shown = (
+                    f"{label[what]} against {mine[what]}"
+                    if what != "pieces"
+                    else "names or ranges differ"
+                )
+                raise StateError(
+                    f"this optimizer state belongs to another {what} ({shown}): each rank loads the"
+                    " state that it saved"
+                )
+        return {key: value for key, value in state.items() if key != _KEY}
+
+
+def fill_in(
+    packed: dict[int, dict[str, Any]],
+    optimizer: torch.optim.Optimizer,
+    tiles: list[Tile],
+    states: TileStates,
+) -> None:
+    """Put copies of what rests on other tiers into the states of a state_dict. No step is under
+    way.
+    """
+    params = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    numbers = {id(tensor): index for index, tensor in enumerate(params)}
+    for tile in (tile for tile in tiles if tile.method.off_device):
+        with states.lent(tile, write=False) as (_, opened):
+            for shard, state in zip(tile.shards, opened, strict=True):
+                if state:
+                    packed[numbers[id(shard.tensor)]] = {
+                        key: value.clone() if isinstance(value, torch.Tensor) else value
+                        for key, value in state.items()
+                    }

@@ -16,7 +16,7 @@ hops. FLOPs of attention: arXiv 2204.02311, appendix B.
 
 Where the device is the host itself, what moves inside a node is copied and added by the cores that
 compute, and what comes from other nodes is copied by them out of and into sockets. Copies between
-device and host are theirs as well (tier/link.py: Direct), and so is a part of every read and write
+device and host are theirs as well (tier/store.py: Direct), and so is a part of every read and write
 of the disk: the kernel's, and that of the threads that wait for it. Weights that rest sharded on
 one such node are read where they lie, in memory that all ranks map: their gather takes no time.
 """

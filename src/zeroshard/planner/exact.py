@@ -2,7 +2,7 @@
 ``engine.traffic()`` report.
 
 Every number comes from what the engine itself runs on: ``core/layout`` (padding and ranges),
-``core/policy`` (cells), ``core/split`` (fractions), ``core/wire`` (codecs) and ``core/route``
+``core/policy`` (cells), ``core/resting`` (fractions), ``core/wire`` (codecs) and ``core/route``
 (hops). Here they are only added up. Units of the same shapes are laid out once.
 
 At rest means between the micro-batches of a step, where the gradient rests, too: the count of ZeRO
@@ -17,17 +17,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
-from zeroshard.core.cost import LinkBytes, reduce_scatter
 from zeroshard.core.gradient_budget import UnitGradient, resting_whole
 from zeroshard.core.layout import ALIGN, Layout, Piece
 from zeroshard.core.placement import Cell, Cells, Mesh, Portion, Scope, Tier
 from zeroshard.core.policy import Policy
-from zeroshard.core.resting import AtRest, is_weight, num_shared
+from zeroshard.core.resting import AtRest, is_weight, num_shared, splits
 from zeroshard.core.route import Axis, Kind, Route, Routes, routes
 from zeroshard.core.shares import Dealer, Shares
-from zeroshard.core.split import splits
 from zeroshard.core.tree import Deal
-from zeroshard.core.wire import Formats, Wire
+from zeroshard.core.wire import Formats, LinkBytes, Wire, reduce_scatter
 from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
 from zeroshard.planner.training import Training
 

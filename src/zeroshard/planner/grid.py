@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from zeroshard.core.cost import LinkBytes
-from zeroshard.core.pipeline_gathers import UNSHARD
-from zeroshard.core.pipeline_orders import most_in_flight
+from zeroshard.core.pipeline_orders import UNSHARD, most_in_flight
 from zeroshard.core.placement import Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
+from zeroshard.core.wire import LinkBytes
 from zeroshard.planner.axes import Grid, cut_stages, cut_tensors
 from zeroshard.planner.durations import (
     Durations,

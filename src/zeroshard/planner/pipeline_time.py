@@ -1,7 +1,7 @@
 """One step of a pipeline, predicted: an event-driven simulation of all of its stages.
 
 Each rank has lanes (lanes.py): compute runs its schedule's computations in order; gathers,
-releases and reduces stand where the engine places them (core/pipeline_gathers.py); outputs and
+releases and reduces stand where the engine places them (core/pipeline_orders.py); outputs and
 their gradients leave on lanes of their own, one in each direction, and a computation starts when
 its input is there. Weights stay gathered over consecutive micro-batches within `room`.
 
@@ -22,8 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from zeroshard.core.pipeline_gathers import RESHARD, UNSHARD, Action, place
-from zeroshard.core.pipeline_orders import PipelineOrder
+from zeroshard.core.pipeline_orders import RESHARD, UNSHARD, Action, PipelineOrder, place
 from zeroshard.core.policy import Policy
 from zeroshard.planner.durations import TENSOR, Durations
 from zeroshard.planner.exact import made_once
@@ -144,7 +143,6 @@ def _together(lane: AnyLane, name: str, units: Sequence[Sequence[LaneTask]]) -> 
 
 
 # --------------------------------------------------------------------------------------- all stages
-
 BUBBLE = "pipeline bubble"
 _BACKWARD = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from zeroshard.core.cost import LinkBytes
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import ROWS, Policy
 from zeroshard.core.shares import shares_of
+from zeroshard.core.wire import LinkBytes
 from zeroshard.errors import ConfigError
 from zeroshard.planner.durations import checkpoint_bytes, checkpoint_times
 from zeroshard.planner.exact import (

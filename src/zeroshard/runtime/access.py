@@ -18,8 +18,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zeroshard.comm.mesh_ranks import MeshRanks
-from zeroshard.comm.ranks import Ranks
+from zeroshard.comm.ranks import MeshRanks, Ranks
 from zeroshard.core.part import Part
 from zeroshard.core.placement import Tier
 from zeroshard.core.tree import Tree

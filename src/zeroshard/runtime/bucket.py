@@ -35,8 +35,8 @@ from zeroshard.comm.levels import ReadyHop
 from zeroshard.comm.transport import ReduceRequest, Work
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Scope, Tier
-from zeroshard.core.recording import Operation
 from zeroshard.core.route import Axis, Kind
+from zeroshard.core.work import Operation
 from zeroshard.errors import StateError
 from zeroshard.memory import Loan
 from zeroshard.runtime.context import Context, SegmentPlan

@@ -31,10 +31,9 @@ from zeroshard.runtime.own_sums import MicroBatchSum, OwnLeaves
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, holding_others
-from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceStorage, State
-from zeroshard.tier.store import Storage, Store
+from zeroshard.tier.store import EncodedStorage, Storage, Store
 
 __all__ = [
     "Context", "Dtypes", "GivenValues", "PlannedUnits", "Source", "build_units", "compute_dtypes",

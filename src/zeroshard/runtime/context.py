@@ -19,17 +19,17 @@ import torch
 from torch import nn
 
 from zeroshard.comm.levels import Levels, Transports
-from zeroshard.comm.mesh_ranks import AlongAxes, MeshRanks
 from zeroshard.comm.quantized import Codecs
+from zeroshard.comm.ranks import AlongAxes, MeshRanks
 from zeroshard.comm.transport import Transport
 from zeroshard.core.layout import ALIGN, Layout
 from zeroshard.core.part import Part
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
+from zeroshard.core.resting import splits
 from zeroshard.core.route import Routes, routes
 from zeroshard.core.schedule import STAGING_BYTES
-from zeroshard.core.split import splits
 from zeroshard.core.wire import BlockCodec, Formats, Wire
 from zeroshard.errors import PlanMismatch, StateError, StorageError
 from zeroshard.memory import MemoryCounter, Trimmer
@@ -39,11 +39,10 @@ from zeroshard.runtime.streams import Streams
 from zeroshard.state.full import memory_stride
 from zeroshard.state.local import local_of, part_of
 from zeroshard.state.state import DeviceMemory, State
-from zeroshard.tier.link import Direct, Link
-from zeroshard.tier.store import Store
+from zeroshard.tier.store import Direct, Link, Store
 
 if TYPE_CHECKING:  # made in sharding/, and only handed on by this room
-    from zeroshard.core.holders import Holders
+    from zeroshard.core.dims import Holders
     from zeroshard.core.shares import Shares
 
 
@@ -201,7 +200,7 @@ class Faults:
 #
 # ZeRO-Offload (section 4), ZeRO-Infinity (section 5) and Offload++ are rows of the policy table
 # whose cells carry another tier than DEVICE; this is the memory behind those cells. A fraction
-# below 1 leaves the first elements of a state on the device (core/split.py).
+# below 1 leaves the first elements of a state on the device (core/resting.py).
 
 
 STATES = ("weight", "grad", "optimizer")

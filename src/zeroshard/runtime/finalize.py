@@ -15,7 +15,7 @@ number of ranks comes after the sum. A step with a number that is not finite is 
 rank, its masters and moments untouched.
 
 Where the mesh has other axes, each data parallel group agrees so and then tells the others, who add
-its sum of squares to theirs and skip what it has to skip (comm/mesh_ranks.py).
+its sum of squares to theirs and skip what it has to skip (comm/ranks.py).
 
 Averages that were set by hand since (``ParameterStates.set_grad``) are looked at once more by the
 norm or the step, and the ranks agree again upon whether all are finite.
@@ -38,14 +38,13 @@ from torch import nn
 
 from zeroshard.comm.ranks import Meeting
 from zeroshard.core.digest import Digest, describe_unlike, first_unlike, holders
-from zeroshard.core.exact_sum import ExactSum
 from zeroshard.errors import PlanMismatch, StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import UNKNOWN, Weight, total_weight
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.trainable import AssignedGradients, names_of
-from zeroshard.state.norms import SquaresRequest, SquaresSum, read_squares
+from zeroshard.state.norms import ExactSum, SquaresRequest, SquaresSum, read_squares
 
 _log = logging.getLogger("zeroshard")
 _STEP = "optimizer.step() or clip_grad_norm_()"

@@ -32,20 +32,20 @@ from xxhash import xxh3_64_intdigest
 from zeroshard.comm.levels import ReadyHop, Start
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import Transport, Window, Work
+from zeroshard.core.digest import digest_of
 from zeroshard.core.layout import Piece, Range
 from zeroshard.core.placement import Portion, Scope
-from zeroshard.core.recording import Operation, Probe
 from zeroshard.core.route import Axis, Hop, Kind, Route
-from zeroshard.core.tensor_digest import digest_of
 from zeroshard.core.wire import BlockCodec
+from zeroshard.core.work import Operation, Probe
 from zeroshard.errors import StorageError
 from zeroshard.memory import placeholder_value, reads_wait
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.streams import Lane
-from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.full import FullBuffer
 from zeroshard.state.state import State
+from zeroshard.tier.store import EncodedStorage
 
 
 class _Reads:

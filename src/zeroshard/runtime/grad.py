@@ -24,9 +24,9 @@ import torch
 from zeroshard.comm.levels import ReadyHop
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Tier
-from zeroshard.core.recording import Operation
 from zeroshard.core.route import Axis, Hop, Kind
 from zeroshard.core.tree import Tree
+from zeroshard.core.work import Operation
 from zeroshard.errors import StorageError
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights

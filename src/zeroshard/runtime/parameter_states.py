@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.core.tensor_digest import digest_of
+from zeroshard.core.digest import digest_of
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.shards import ParamShard

@@ -13,7 +13,7 @@ from zeroshard.errors import StateError
 from zeroshard.memory import Trimmer
 from zeroshard.optim.runner import StepOptions
 from zeroshard.optim.sharded import ShardedOptimizer
-from zeroshard.optim.state_dicts import PartialState
+from zeroshard.optim.tiles import PartialState
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.finalize import Finalizer

@@ -1,7 +1,7 @@
 """An engine that follows a schedule of ``torch.distributed.pipelining``: what it does between the
 computations of its stages, and around each of them.
 
-    between     the list of core/pipeline_gathers.py: UNSHARD starts the gathers of a stage and
+    between     the list of core/pipeline_orders.py: UNSHARD starts the gathers of a stage and
                 holds its units, RESHARD releases them, REDUCE_GRAD takes note of finished reduces
     around B    a backward of the stage's units alone; the last one of a step reduces as outside
                 ``engine.no_sync()``, the others as inside
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.core.pipeline_gathers import (
+from zeroshard.core.pipeline_orders import (
     BACKWARDS,
     COMPUTATIONS,
     REDUCE_GRAD,
@@ -56,7 +56,7 @@ _OURS = "_zeroshard"  # marks the functions that stand in for a stage's methods
 class FollowOptions:
     """The options of the user for following."""
 
-    budget: int | None = None  # bytes of stages that stay gathered; see core/pipeline_gathers.py
+    budget: int | None = None  # bytes of stages that stay gathered; see core/pipeline_orders.py
     no_sync: bool = True  # for all micro-batches of a stage but the last
 
 

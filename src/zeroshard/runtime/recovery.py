@@ -26,10 +26,9 @@ import torch
 
 from zeroshard.comm.ranks import Groups
 from zeroshard.comm.transport import Transport
-from zeroshard.core.digest import Digest, holders
+from zeroshard.core.digest import Digest, digest_of, holders
 from zeroshard.core.placement import Cell, Scope
 from zeroshard.core.sliced_digest import place_of, placed_sum
-from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard
@@ -53,7 +52,7 @@ from zeroshard.runtime.weights import Weights
 #                            dp 0   a[:5], b      a[:4], c      a: plain; b, c, d, e: of DTensors
 #                            dp 1   a[5:], d      a[4:], e      sums: a[:5] + a[5:] = a[:4] + a[4:]
 #
-# Cost: a digest of the replicated state where it lies (core/tensor_digest.py) and 8 bytes per unit
+# Cost: a digest of the replicated state where it lies (core/digest.py) and 8 bytes per unit
 # and state on the wire, every `verify_every` steps; of sharded state, too, where the mesh has 'tp'.
 
 

@@ -49,7 +49,7 @@ from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.local import leave_hollow
 from zeroshard.state.state import State, move
-from zeroshard.tier.host import HostStore
+from zeroshard.tier.stores import HostStore
 
 # ----------------------------------------------------------------------------------- offload states
 # Empty the device between phases: every state to the host and back, bit for bit.

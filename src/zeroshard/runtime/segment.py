@@ -16,8 +16,7 @@ import torch
 from zeroshard.comm.levels import ReadyHop
 from zeroshard.core.layout import Piece, round_up
 from zeroshard.core.placement import Tier
-from zeroshard.core.resting import AtRest, is_weight, num_shared
-from zeroshard.core.split import tiles
+from zeroshard.core.resting import AtRest, is_weight, num_shared, tiles
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StateError, StorageError
 from zeroshard.memory import cast_for, mark

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.core.boxes import overlap
 from zeroshard.core.layout import Range
-from zeroshard.core.overlaps import overlap
 from zeroshard.core.placement import Cells, Tier
-from zeroshard.core.split import balanced, splits, tiles
+from zeroshard.core.resting import balanced, splits, tiles
 from zeroshard.memory import bounce_buffer, placeholder, synchronize
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard, StepMethod, SteppedSegment, Tile
@@ -35,7 +35,7 @@ from zeroshard.runtime.rest import values_of
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.state.state import State, move
-from zeroshard.tier.link import Link
+from zeroshard.tier.store import Link
 
 # ------------------------------------------------------------------------------------------ balance
 # ``fraction="auto"``: the share of the optimizer on the host at which host and device finish a
@@ -43,7 +43,7 @@ from zeroshard.tier.link import Link
 #
 # It starts from what a short probe says of the link and of both memories, and from the memory that
 # the device has left; then every step is measured, and the cut between the two parts
-# (core/split.py) moves to where both would have taken the same time::
+# (core/resting.py) moves to where both would have taken the same time::
 #
 #     step        1      2      3      4      5 ...
 #     device    ======  ====   ====

@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from zeroshard.core.recording import Probe
+from zeroshard.core.work import Probe
 from zeroshard.system.device import Device
 
 Lane = Literal["compute", "gather", "reduce", "gather between", "reduce between"]

@@ -1,12 +1,12 @@
 """Record for ``engine.trace(directory)``: the events and levels of core/timeline.py, measured.
 
-A `Trace` is the Recording (core/recording.py) that is put into the probes of one engine for as long
+A `Trace` is the Recording (core/work.py) that is put into the probes of one engine for as long
 as the context lasts::
 
     what it listens to                               what becomes of it
     the events of a step (events.py)                 the parts of compute, by unit
     operations of flights (flight.py)                collectives, from start to end, with bytes
-    tier/host.py, tier/disk.py                       reads and writes, with bytes
+    tier/stores.py, tier/disk.py                       reads and writes, with bytes
     optim/runner.py                                  tiles stepped on the host
     a Work that is waited for, `Probe.waiting`       "wait for LANE"; it cuts the part of compute
     any of these                                     a level of memory, where it has changed
@@ -45,9 +45,8 @@ import torch.distributed as dist
 
 from zeroshard.comm.cpu.control import PeerOperation as Collective
 from zeroshard.core.placement import Tier
-from zeroshard.core.recording import Operation, Probe, Stamp
 from zeroshard.core.timeline import LANES, WAIT, Event, Level, Timeline
-from zeroshard.core.work import DoneWork, Work
+from zeroshard.core.work import DoneWork, Operation, Probe, Stamp, Work
 from zeroshard.errors import StateError, StorageError
 from zeroshard.memory import MemoryCounter
 from zeroshard.runtime.context import Context

@@ -21,7 +21,7 @@ step that is recorded one pass of xxh3 over what units pass on and over the grad
 and about six of the slower sums over this rank's slice; of the others a call for each event that
 looks whether there is anything to do. A step that would go on by itself (offload) is waited for.
 
-A file that ``zeroshard replay`` has put into the directory of its run (core/replay.py) asks for
+A file that ``zeroshard replay`` has put into the directory of its run (core/trail.py) asks for
 the hashes of the slices of other ranks, and may ask for one leaf alone: after it the process ends.
 """
 
@@ -42,10 +42,9 @@ import xxhash
 
 from zeroshard.core.layout import Piece, Range
 from zeroshard.core.placement import Scope
-from zeroshard.core.replay import REPLAY_FILE, REPLAY_VARIABLE, Replay
+from zeroshard.core.resting import tiles
 from zeroshard.core.sliced_digest import MASK, BlockTotals, digest_at, place_of, whole_digest
-from zeroshard.core.split import tiles
-from zeroshard.core.trail import FORMAT
+from zeroshard.core.trail import FORMAT, REPLAY_FILE, REPLAY_VARIABLE, Replay
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.backward_pass import is_checkpointed

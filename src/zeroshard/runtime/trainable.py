@@ -29,8 +29,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.ranks import Ranks
-from zeroshard.core.digest import holders
-from zeroshard.core.tensor_digest import digest_of
+from zeroshard.core.digest import digest_of, holders
 from zeroshard.errors import ConfigError, PlanMismatch, StateError
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
 from zeroshard.runtime.bucket import Bucket

@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 from zeroshard.core.resting import packed, unit_limit
-from zeroshard.core.storage import storage_of
 from zeroshard.errors import ConfigError
+from zeroshard.memory import storage_of
 from zeroshard.state.local import local_of
 
 # ------------------------------------------------------------------------------------------- stages

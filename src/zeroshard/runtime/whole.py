@@ -23,10 +23,10 @@ from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.utils._pytree import tree_map
 
-from zeroshard.comm.mesh_ranks import AlongAxes
+from zeroshard.comm.ranks import AlongAxes
+from zeroshard.core.digest import digest_of
 from zeroshard.core.part import Part
 from zeroshard.core.residency import UnitState, Use
-from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import Finalizer

@@ -19,22 +19,20 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.connect import connect_axes
 from zeroshard.comm.cpu.control import PeerControl
-from zeroshard.comm.device_mesh import MeshAxes, mesh_axes_of
+from zeroshard.comm.device_mesh import MeshAxes, OwnMesh, mesh_axes_of
 from zeroshard.comm.job import init_distributed
-from zeroshard.comm.mesh_ranks import MeshRanks
-from zeroshard.comm.own_mesh import OwnMesh
-from zeroshard.comm.ranks import Ranks
+from zeroshard.comm.ranks import MeshRanks, Ranks
 from zeroshard.comm.select import (
     FIRST_STALL_TIMEOUT_S,
     STALL_TIMEOUT_S,
+    connect_axes,
     first_stall_timeout_s,
     make_levels,
 )
 from zeroshard.comm.transport import CommSpec, Transport
 from zeroshard.config import Config, ShardOptions, build_config
-from zeroshard.core.holders import Holders
+from zeroshard.core.dims import Holders
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import dtype_name
@@ -60,8 +58,7 @@ from zeroshard.sharding.request import ShardRequest, requested
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceMemory
 from zeroshard.system.device import Device
-from zeroshard.tier.link import link_of
-from zeroshard.tier.store import Store
+from zeroshard.tier.store import Store, link_of
 from zeroshard.tier.stores import make_store
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from torch import nn
 from zeroshard.comm.device_mesh import MeshAxes
 from zeroshard.comm.ranks import Groups, Meeting
 from zeroshard.config import Config
-from zeroshard.core.digest import holders
+from zeroshard.core.digest import digest_of, holders
 from zeroshard.core.precision import dtype_name
-from zeroshard.core.tensor_digest import digest_of
 from zeroshard.nn.deferred import fingerprint_of
 from zeroshard.runtime.build import Dtypes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once

@@ -33,13 +33,13 @@ from typing import Any
 
 import torch
 
-from zeroshard.core.exact_sum import ExactSum
 from zeroshard.core.layout import Range
-from zeroshard.core.split import tiles
+from zeroshard.core.resting import tiles
 from zeroshard.core.work import Work, wait_on_host
 from zeroshard.errors import StorageError
 from zeroshard.memory import bounce_buffer, reads_wait
 from zeroshard.state.norms import (
+    ExactSum,
     RunningSum,
     SquaresRequest,
     SquaresSum,
@@ -47,8 +47,7 @@ from zeroshard.state.norms import (
     is_finite,
 )
 from zeroshard.state.state import DeviceMemory, State
-from zeroshard.tier.link import Direct
-from zeroshard.tier.store import Storage
+from zeroshard.tier.store import Direct, Storage
 
 _BLOCK = 1 << 20  # elements read from another tier at a time; a multiple of a chunk (norms.py)
 

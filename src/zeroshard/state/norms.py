@@ -1,4 +1,4 @@
-"""Whether gradients are finite, and their norms: on an accelerator one table, read once.
+"""Norms of gradients, and whether they are finite: on an accelerator one table, read once.
 
     slices of all gradients here    | s0 | s1 | s2 | ... |      blocks of 64, halved to their sums
     their sums of squares            [ q0,  q1,  q2, ... ]      one read by the host
@@ -11,8 +11,8 @@ up with zeros where the parameter ends, is added in halves::
     64 -> 32 -> 16 -> 8 -> 4 -> 2 -> 1      element i of a half to element i of the other half
 
 Every step is an elementwise addition, so no vectorised reduction chooses an order, and all devices
-agree. The sums of blocks are then added exactly, as integers, wherever they were formed
-(core/exact_sum.py), and the total is rounded once.
+agree. The sums of blocks are then added exactly, as integers, wherever they were formed, and the
+total is rounded once (`ExactSum`).
 
 On the device the 53 bits of a block's sum are cut in two, and each part is added to the bin of its
 exponent, an integer. For the host, four bins make one: the parts have 32 bits then, so int64 holds
@@ -29,15 +29,81 @@ vectors of integers.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from zeroshard.comm.compat import kernels_for
-from zeroshard.core.exact_sum import ExactSum
 from zeroshard.core.layout import ALIGN
 from zeroshard.memory import reads_wait
+
+# --------------------------------------------------------------------------------------- exact sums
+# A sum of fp64 numbers does not depend on the order of addition where it is an integer, rounded
+# once, when it is read.
+#
+# Every finite fp64 number is a multiple of 2^-1074, so a sum of them is an integer number of these
+# units. Integers have one sum in every order and under every cut, so ranks that add their sums get
+# the sum that one rank would have formed::
+#
+#     fp64        2^53 + 1.0 + 1.0 - 2^53      = 0.0 or 2.0, by the order
+#     ExactSum    (2^1127 + 2^1074 + 2^1074 - 2^1127) units = 2.0
+#
+# Infinities and NaN are carried beside the integer, as fp64 adds them. Invariant: ``float`` of a
+# sum of finite numbers is what ``math.fsum`` returns. Cost: an integer of at most 266 bytes and a
+# few bits; on the wire its lowest zero bytes are left out, so that sums of squares of gradients
+# take about 30.
+
+
+_UNIT = -1074  # exponent of the smallest positive fp64 number
+_HEAD = struct.Struct("<dH")  # `odd`, lowest bytes of the integer that are zero
+
+
+@dataclass(frozen=True)
+class ExactSum:
+    """A sum of fp64 numbers, not rounded."""
+
+    units: int = 0  # multiples of 2^-1074
+    odd: float = 0.0  # the sum of the numbers that are not finite
+
+    @classmethod
+    def of(cls, value: float) -> ExactSum:
+        """Return `value` as a sum of one number."""
+        if not math.isfinite(value):
+            return cls(odd=value)
+        numerator, denominator = value.as_integer_ratio()  # a power of two
+        return cls((numerator << -_UNIT) // denominator)
+
+    def __add__(self, other: ExactSum) -> ExactSum:
+        return ExactSum(self.units + other.units, self.odd + other.odd)
+
+    def __float__(self) -> float:
+        """Return the sum rounded once to fp64, to nearest. Raises OverflowError beyond fp64."""
+        return self.units / (1 << -_UNIT) if self.is_finite else self.odd
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers were finite."""
+        return self.odd == 0.0
+
+    def pack(self) -> bytes:
+        """Return it as bytes."""
+        lowest = (self.units & -self.units).bit_length() - 1
+        zeros = max(lowest, 0) // 8
+        units = self.units >> 8 * zeros
+        length = units.bit_length() // 8 + 1  # and a bit for the sign
+        return _HEAD.pack(self.odd, zeros) + units.to_bytes(length, "little", signed=True)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> ExactSum:
+        """Return what `pack` has packed."""
+        odd, zeros = _HEAD.unpack_from(payload)
+        units = int.from_bytes(payload[_HEAD.size :], "little", signed=True)
+        return cls(units << 8 * zeros, odd)
+
+
+# ----------------------------------------------------------------------------- squares of gradients
 
 _CHUNK = 1 << 17  # elements of fp32 that stay in a core's own cache
 _BLOCKS = 1 << 18  # that are halved together on an accelerator without Triton: few kernels
@@ -129,7 +195,7 @@ class _BlockSums:
     """
 
     def __init__(self, like: torch.Tensor, num_sums: int = 1, most: int = 1 << 62) -> None:
-        """Of `num_sums` numbers on the device of `like`, of at most so many blocks."""
+        """Make `num_sums` sums on the device of `like`, for at most `most` blocks."""
         self._kernels = kernels_for(like)
         # lower and higher parts, by row and exponent
         shape = (self._kernels.COPIES if self._kernels else 1, 2, num_sums, _ODD + 2)

@@ -21,13 +21,11 @@ from functools import partial
 import torch
 
 from zeroshard.core.placement import Tier
-from zeroshard.core.split import tiles
+from zeroshard.core.resting import tiles
 from zeroshard.core.work import DoneWork, Work, wait_on_host
 from zeroshard.memory import Pages
-from zeroshard.state.encoded import EncodedStorage
 from zeroshard.system.device import Device
-from zeroshard.tier.link import Direct, Link
-from zeroshard.tier.store import Storage, Store
+from zeroshard.tier.store import Direct, EncodedStorage, Link, Storage, Store
 
 _TILE = 1 << 20  # elements that move at a time
 
@@ -117,7 +115,7 @@ class State:
 
     @property
     def split(self) -> int:
-        """How many of the first elements lie in a device tensor."""
+        """The number of first elements that lie in a device tensor."""
         return 0 if self.tensor is None else self.tensor.numel()
 
     @property

@@ -1,1 +1,1 @@
-"""Where bytes rest: device, host and disk, behind one protocol."""
+"""Memory in which states rest: device, host and disk, behind one protocol."""

@@ -1,9 +1,9 @@
 """The disk tier: files that worker threads read and write past the page cache (ZeRO-Infinity,
 arXiv 2104.07857, section 6.3: asynchronous bulk requests and a small pool of pinned buffers).
 
-    storage    one file, preallocated, its end rounded up to the block      swapdir.py, direct_io.py
-    transfer   cut into pieces of 2 MiB, `queue_depth` of them in flight    pieces.py, transfer.py
-    tensor     aligned host memory: the disk's own; else through a buffer   this file, staging.py
+    storage    one file, preallocated, its end rounded up to the block      swapdir.py
+    transfer   cut into pieces of 2 MiB, `queue_depth` of them in flight    transfer.py
+    tensor     aligned host memory: the disk's own; else through a buffer   this file, transfer.py
     verify     a checksum per MiB, in memory: stale bytes are found too     this file
 
     store = DiskStore(SwapDirectory("/mnt/nvme", rank=0), device)
@@ -37,19 +37,15 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
+from zeroshard.core.layout import round_up
 from zeroshard.core.placement import Tier
-from zeroshard.core.recording import Probe
-from zeroshard.core.work import DoneWork, Work
+from zeroshard.core.work import DoneWork, Probe, Work
 from zeroshard.errors import StorageError
 from zeroshard.memory import Mark, MemoryCounter, has_streams
 from zeroshard.system.device import Device
-from zeroshard.tier.direct_io import BLOCK, accepts_direct, read_blocks, round_up, write_blocks
-from zeroshard.tier.link import Direct, Direction, Link, link_of
-from zeroshard.tier.pieces import DiskPiece, cut
-from zeroshard.tier.staging import Memory, Staging
-from zeroshard.tier.store import operation_on
-from zeroshard.tier.swapdir import SwapDirectory
-from zeroshard.tier.transfer import Scratch, TierTransfer, Workers
+from zeroshard.tier.store import Direct, Direction, Link, link_of, operation_on
+from zeroshard.tier.swapdir import BLOCK, SwapDirectory, accepts_direct, read_blocks, write_blocks
+from zeroshard.tier.transfer import DiskPiece, Memory, Scratch, Staging, TierTransfer, Workers, cut
 
 # ------------------------------------------------------------------------------------------- bounce
 # Copies between a tensor and a worker's bounce buffer.

@@ -12,9 +12,8 @@ import torch
 
 from zeroshard.comm.cpu.gloo_peers import Waiters
 from zeroshard.comm.cpu.links import MAX_TAIL, Links, Message, MessageKind
-from zeroshard.comm.cpu.matching import Contribution, Matching
 from zeroshard.comm.cpu.rendezvous import _agree
-from zeroshard.comm.cpu.slots import FAR, PoolSlot, SlotPool
+from zeroshard.comm.cpu.slots import FAR, Contribution, Matching, PoolSlot, SlotPool
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.transport import CommSpec, serve
 from zeroshard.core.placement import Mesh

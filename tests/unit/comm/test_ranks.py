@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from zeroshard.comm.mesh_ranks import AlongAxes
-from zeroshard.comm.ranks import Exchange, Ranks
+from zeroshard.comm.ranks import AlongAxes, Exchange, Ranks
 from zeroshard.core.dims import Dims
 from zeroshard.errors import (
     CheckpointError,

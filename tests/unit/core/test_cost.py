@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.core.cost import LinkBytes, Wires, all_gather, cheapest, reduce_scatter
 from zeroshard.core.placement import Cell, Mesh, Scope
 from zeroshard.core.policy import ROWS, row
 from zeroshard.core.precision import PRECISIONS, Precision
+from zeroshard.core.wire import LinkBytes, Wires, all_gather, cheapest, reduce_scatter
 
 NUMEL = 1 << 20
 TWO = Mesh(2, 2)

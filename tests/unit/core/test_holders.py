@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroshard.core.dims import shared_dims
-from zeroshard.core.holders import Holders
+from zeroshard.core.dims import Holders, shared_dims
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 

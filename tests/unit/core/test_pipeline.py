@@ -12,7 +12,7 @@ from itertools import combinations, groupby
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.core.pipeline_gathers import (
+from zeroshard.core.pipeline_orders import (
     BACKWARDS,
     REDUCE_GRAD,
     RESHARD,

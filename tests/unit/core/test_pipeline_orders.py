@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
-from zeroshard.core.pipeline_gathers import Action
-from zeroshard.core.pipeline_orders import PipelineOrder, most_in_flight
+from zeroshard.core.pipeline_orders import Action, PipelineOrder, most_in_flight
 from zeroshard.errors import ConfigError
 
 _COMPUTED = ("F", "B", "I", "W")

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Cell, Cells, Mesh, Tier
 from zeroshard.core.policy import ROWS, STAGES, Policy, RestPoint, row
 from zeroshard.core.precision import PRECISIONS, Precision
+from zeroshard.core.wire import Wires
 
 NUMEL = 24_000_000
 

@@ -10,8 +10,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeroshard.core.boxes import Send, sends
 from zeroshard.core.layout import Range
-from zeroshard.core.overlaps import Send, sends
 
 LENGTH = 60
 NOTHING = (0, 0)

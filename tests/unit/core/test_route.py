@@ -1,4 +1,4 @@
-"""Routes: they connect, they count what the closed forms of core/cost.py say, and they read as
+"""Routes: they connect, they count what the closed forms of core/wire.py say, and they read as
 docs/design/routes.md draws them.
 """
 
@@ -16,14 +16,22 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from zeroshard.comm.codec import CODECS, codec
-from zeroshard.core.cost import LinkBytes, all_gather, goes_deep, reduce_scatter, step_bytes
 from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Cell, Cells, Mesh, Portion, Scope, Tier
 from zeroshard.core.policy import ROWS, Policy, row
 from zeroshard.core.route import Kind, Place, Route, Routes, TierBytes, routes
 from zeroshard.core.route.__main__ import main
 from zeroshard.core.route.hop import Axis
-from zeroshard.core.wire import CODEC_BITS, Formats, Wire
+from zeroshard.core.wire import (
+    CODEC_BITS,
+    Formats,
+    LinkBytes,
+    Wire,
+    all_gather,
+    goes_deep,
+    reduce_scatter,
+    step_bytes,
+)
 
 NUMEL = 1 << 20
 MESH = Mesh(2, 4)

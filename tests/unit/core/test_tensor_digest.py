@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from zeroshard.core.tensor_digest import CHUNK_BYTES, digest_of, mixed_sum
+from zeroshard.core.digest import CHUNK_BYTES, digest_of, mixed_sum
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool)
 

@@ -13,10 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.core.replay import Replay
 from zeroshard.core.sliced_digest import MASK, BlockTotals, block_total, place_of, placed_sum
-from zeroshard.core.trail import PHASES, Trail
-from zeroshard.core.trail_compare import Comparison, compare
+from zeroshard.core.trail import PHASES, Comparison, Replay, Trail, compare
 
 UNITS = ["first", "second"]
 Hashes = dict[str, dict[str, str]]

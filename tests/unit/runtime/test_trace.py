@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from zeroshard.core.recording import Operation
 from zeroshard.core.timeline import Event
-from zeroshard.core.work import DoneWork
+from zeroshard.core.work import DoneWork, Operation
 from zeroshard.memory import MemoryCounter
 from zeroshard.runtime.trace import DeviceClock, Trace
 

@@ -20,8 +20,8 @@ from zeroshard.state import norms
 from zeroshard.state.gradient import Gradient
 from zeroshard.state.norms import SquaresSum
 from zeroshard.state.state import DeviceMemory
-from zeroshard.tier.host import HostStore
-from zeroshard.tier.link import Direct
+from zeroshard.tier.store import Direct
+from zeroshard.tier.stores import HostStore
 
 CPU = torch.device("cpu")
 NUMEL = 100

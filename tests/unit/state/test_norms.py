@@ -21,14 +21,13 @@ from tests.support import inside
 from tests.support.gradients import one_accumulator
 from tests.support.harness import run_ranks
 from tests.support.training import batch, make_model
-from zeroshard.core.exact_sum import ExactSum
 from zeroshard.memory import Pages
 from zeroshard.runtime.grad import Accumulator
 from zeroshard.state import gradient, norms
 from zeroshard.state.gradient import Gradient
-from zeroshard.state.norms import SquaresRequest, SquaresSum
+from zeroshard.state.norms import ExactSum, SquaresRequest, SquaresSum
 from zeroshard.state.state import DeviceMemory
-from zeroshard.tier.link import Direct
+from zeroshard.tier.store import Direct
 
 CPU = torch.device("cpu")
 

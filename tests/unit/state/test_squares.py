@@ -11,10 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.core.exact_sum import ExactSum
 from zeroshard.core.layout import ALIGN
 from zeroshard.state import norms
-from zeroshard.state.norms import SquaresRequest, SquaresSum, read_squares
+from zeroshard.state.norms import ExactSum, SquaresRequest, SquaresSum, read_squares
 
 NUMBERS = st.one_of(
     st.floats(width=32, allow_nan=False, allow_infinity=False),

@@ -12,8 +12,8 @@ import torch
 
 from tests.support.endless_link import Endless
 from zeroshard.state.state import DeviceStorage, State
-from zeroshard.tier.host import HostStore
-from zeroshard.tier.link import Direct
+from zeroshard.tier.store import Direct
+from zeroshard.tier.stores import HostStore
 
 CPU = torch.device("cpu")
 NUMEL = 50

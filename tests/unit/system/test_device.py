@@ -19,7 +19,7 @@ from zeroshard.runtime.ledger import ProcessMemory
 from zeroshard.runtime.streams import NoStreams, make_streams
 from zeroshard.system import device as devices
 from zeroshard.system.device import Device, all_devices, undisturbed
-from zeroshard.tier.link import Direct, link_of
+from zeroshard.tier.store import Direct, link_of
 
 
 class _Module:

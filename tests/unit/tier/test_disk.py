@@ -35,14 +35,12 @@ from hypothesis import strategies as st
 from tests.support.broken_storage import file_limit
 from tests.support.harness import ROOT
 from tests.support.paced_link import Paced
+from zeroshard.core.layout import round_up
 from zeroshard.errors import StorageError
-from zeroshard.tier import direct_io, disk
-from zeroshard.tier.direct_io import BLOCK, round_up
+from zeroshard.tier import disk, swapdir
 from zeroshard.tier.disk import UNIT, DiskStore
-from zeroshard.tier.pieces import cut
-from zeroshard.tier.staging import Staging
-from zeroshard.tier.swapdir import SwapDirectory, safe_name
-from zeroshard.tier.transfer import TierTransfer
+from zeroshard.tier.swapdir import BLOCK, SwapDirectory, safe_name
+from zeroshard.tier.transfer import Staging, TierTransfer, cut
 
 CPU = torch.device("cpu")
 NUMEL = 3 << 18  # 3 MiB of fp32
@@ -1084,5 +1082,5 @@ def test_reading_blocks_names_where_the_file_ends(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(10))
     with path.open("r+b") as file, pytest.raises(OSError, match="ends at byte 10"):
-        direct_io.read_blocks(file.fileno(), memoryview(bytearray(20)), 0)
+        swapdir.read_blocks(file.fileno(), memoryview(bytearray(20)), 0)
     assert disk._CHUNK % UNIT == 0 and UNIT % BLOCK == 0

@@ -24,8 +24,8 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
 from zeroshard.tier import disk
 from zeroshard.tier.disk import DiskStore
-from zeroshard.tier.host import HostStore
 from zeroshard.tier.store import Storage, Store
+from zeroshard.tier.stores import HostStore
 from zeroshard.tier.swapdir import SwapDirectory
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 
 A reduce submits our slot: READY tells near peers where their slice of it lies, ACK that they no
 longer need it; far peers are sent theirs. Our own slice of everybody's part is summed in the
-canonical order once it is complete (``matching.py``)::
+canonical order once it is complete (``slots.py``)::
 
     rank 0's slot |  s0  |  s1  |   READY(key, n, slot, range) -->   rank 1 adds s1 of every slot,
                                                                      in order, into `out`
@@ -32,8 +32,15 @@ from zeroshard.comm import memfd
 from zeroshard.comm.cpu.control import PeerControl, PeerOperation, Plane
 from zeroshard.comm.cpu.gloo_peers import LOOSE_GATHER, REDUCE_SCATTER, Transfer
 from zeroshard.comm.cpu.links import Message, MessageKind
-from zeroshard.comm.cpu.matching import Contribution, Matching, Pending, checked_parts
-from zeroshard.comm.cpu.slots import FAR, PoolSlot, SlotPool
+from zeroshard.comm.cpu.slots import (
+    FAR,
+    Contribution,
+    Matching,
+    Pending,
+    PoolSlot,
+    SlotPool,
+    checked_parts,
+)
 from zeroshard.comm.ordered import sum_parts
 from zeroshard.comm.transport import ReduceRequest, Work
 from zeroshard.core.layout import Range

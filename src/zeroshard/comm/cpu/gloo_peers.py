@@ -53,16 +53,103 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
-from zeroshard.comm.cpu.notices import Notices
 from zeroshard.errors import ConfigError, PeerLostError, StallError
 from zeroshard.memory import drain
+
+# ------------------------------------------------------------------------- notes in the job's store
+# Ranks of one host say so on their sockets (links.py). A rank elsewhere that waits for a message
+# which will never come cannot be told by one: it would wait until its stall timeout, and the rank
+# in ``reset()`` with it. So a rank that gives up a step leaves a note in the job's store, and a
+# rank that has waited for a while looks there. A rank that has entered nothing for a while says
+# there where it is (control.py: StallWatch).
+#
+# Cost: nothing, but for a look twice a second by a thread of its own while a rank waits for longer
+# than a quarter of a second.
+
+
+_FIRST_LOOK_S = 0.25
+_EVERY_S = 0.5
+
+
+class Notices:
+    """The notes of the ranks of one transport, by generation (which grows with every reset).
+    `store` is theirs alone.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._owner = store
+        self._rank = rank
+        self._peers = [peer for peer in range(size) if peer != rank]
+        self._gave_up: tuple[int, list[int]] = (0, [])  # generation entered, ranks
+        self._is_looking = False
+        self._look_at = 0.0
+
+    def give_up(self, generation: int) -> None:
+        """Say that this rank enters `generation`."""
+        try:
+            self._store.set(f"{generation}/{self._rank}", b"1")
+            self._store.set(f"{generation}", b"1")
+        except RuntimeError:  # whoever held the store is gone: the others stall
+            return
+
+    def place(self, text: str) -> None:
+        """Say where this rank is, "" where that changes all the time."""
+        with contextlib.suppress(RuntimeError):  # as above: nobody can read it
+            self._store.set(f"place/{self._rank}", text.encode())
+
+    def places(self) -> dict[int, str]:
+        """Return where each rank has said it is. Waits for the store, and for ranks that have
+        never said anything.
+        """
+        ranks = sorted([*self._peers, self._rank])
+        with contextlib.suppress(RuntimeError):
+            said = self._store.multi_get([f"place/{rank}" for rank in ranks])
+            return {rank: text.decode() for rank, text in zip(ranks, said, strict=True)}
+        return {}
+
+    @cached_property
+    def _store(self) -> Any:
+        """A connection of its own, made when it is first needed: the owner's may be blocked in a
+        call.
+        """
+        return self._owner.clone()
+
+    def begin_wait(self) -> None:
+        """A wait begins."""
+        self._look_at = time.monotonic() + _FIRST_LOOK_S
+
+    def ahead(self, generation: int, run: Callable[[Callable[[], None]], None]) -> Sequence[int]:
+        """Return the ranks known to have left `generation`; now and then have another thread
+        look (`run` starts it).
+        """
+        now = time.monotonic()
+        if now >= self._look_at and not self._is_looking:
+            self._look_at, self._is_looking = now + _EVERY_S, True
+            run(lambda: self._look(generation + 1))
+        entered, ranks = self._gave_up
+        return ranks if entered > generation else ()
+
+    def _look(self, generation: int) -> None:
+        try:
+            if self._store.check([f"{generation}"]):
+                self._gave_up = (
+                    generation,
+                    [peer for peer in self._peers if self._store.check([f"{generation}/{peer}"])],
+                )
+        except RuntimeError:
+            return
+        finally:
+            self._is_looking = False
+
+
+# ------------------------------------------------------------------------------- sends and receives
 
 ALL_GATHER, REDUCE_SCATTER, CONTROL, LOOSE_GATHER = 0, 1, 2, 3
 
@@ -98,7 +185,7 @@ class Waiters:
 
 
 class _Crew:
-    """What the threads know: not their owner, which they must not keep alive."""
+    """State of the threads, which do not know their owner: they must not keep it alive."""
 
     everyone: weakref.WeakSet[_Crew] = weakref.WeakSet()
 

@@ -53,7 +53,7 @@ _RECORD_BYTES = _HEADER.size + MAX_TAIL
 
 
 class MessageKind(IntEnum):
-    """What a record says; (a, b, c, d, tail) in brackets."""
+    """The meaning of a record; (a, b, c, d, tail) in brackets."""
 
     SLOT = 1  # a gradient slot exists [number, bytes] + descriptor
     DROP = 2  # an idle slot is gone [number]

@@ -1,4 +1,4 @@
-"""Which ranks share this host's memory, agreed by all ranks before anything is mapped.
+"""Find the ranks that share a host's memory; all ranks agree before anything is mapped.
 
 Two ranks are near when they name the same host (boot id and network namespace), both can make a
 memfd, and one could connect to the other's abstract Unix socket.
@@ -27,7 +27,7 @@ _NETWORK = Path("/proc/self/ns/net")
 
 @dataclass
 class HostGroups:
-    """What `find_hosts` found."""
+    """The result of `find_hosts`."""
 
     groups: list[list[int]]  # the ranks of each host, in rank order; the same on every rank
     # to the other ranks of our group

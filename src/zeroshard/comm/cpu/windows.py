@@ -37,7 +37,7 @@ from zeroshard.errors import ConfigError, StateError
 
 @dataclass(frozen=True)
 class _WindowMemory:
-    """Where a window rests, as this rank sees it."""
+    """The memory of a window, as this rank sees it."""
 
     full: torch.Tensor | None
     local: torch.Tensor

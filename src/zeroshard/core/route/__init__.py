@@ -23,10 +23,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from zeroshard.core.cost import LinkBytes, cheapest
 from zeroshard.core.placement import Cell, Cells, Mesh, Portion, Scope, Tier
 from zeroshard.core.route.hop import Axis, Hop, Kind, Lane, Place, TierBytes, When
-from zeroshard.core.wire import Formats, Wire
+from zeroshard.core.wire import Formats, LinkBytes, Wire, cheapest
 
 __all__ = [
     "Axis",

@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from zeroshard.core.cost import LinkBytes
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import row
 from zeroshard.core.route import Hop, Route, Routes, When
-from zeroshard.core.wire import CODEC_BITS, Formats
+from zeroshard.core.wire import CODEC_BITS, Formats, LinkBytes
 
 _HEAD = ("hop", "over", "from", "to", "format", "lane", "inside", "between", "tier", "")
 _NUMBERS = range(6, 9)  # columns of numbers

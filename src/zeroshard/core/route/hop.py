@@ -1,7 +1,7 @@
 """One hop of a route: an operation on a buffer, with its lane and its bytes.
 
 A hop counts its bytes from the elements of the buffer, how they are shared, the ranks of its axis
-and its format; the closed forms of core/cost.py are not used here. It does not know rows nor cells.
+and its format; the closed forms of core/wire.py are not used here. It does not know rows nor cells.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from zeroshard.core.cost import LinkBytes
 from zeroshard.core.placement import Mesh, Portion, Scope, Tier
-from zeroshard.core.wire import Wire
+from zeroshard.core.wire import LinkBytes, Wire
 
 # Where a hop runs: the streams of runtime/streams.py, the two directions of a tier's link or disk,
 # and the host's cores, which add to and step what rests off the device.
@@ -20,7 +19,7 @@ Lane = Literal["compute", "gather", "reduce", "tier read", "tier write", "host"]
 
 
 class Kind(Enum):
-    """What a hop does."""
+    """The operation of a hop."""
 
     READ = "read"  # from another tier
     ENCODE = "encode"
@@ -56,7 +55,7 @@ class When(Enum):
 
 @dataclass(frozen=True)
 class Place:
-    """Which part of a buffer a rank holds, and in which memory."""
+    """The part of a buffer that a rank holds, and its memory."""
 
     scope: Scope
     tier: Tier = Tier.DEVICE
@@ -68,7 +67,7 @@ class Place:
 
 @dataclass(frozen=True)
 class TierBytes:
-    """What one rank reads from other tiers than the device, and writes to them."""
+    """The bytes that one rank reads from other tiers than the device, and writes to them."""
 
     read: float = 0.0
     write: float = 0.0
@@ -95,7 +94,7 @@ class Hop:
 
     @property
     def after(self) -> Place:
-        """Where the buffer is afterwards; what is kept is a copy beside it."""
+        """The place of the buffer afterwards; a copy that is kept lies beside it."""
         return self.source if self.kind is Kind.KEEP else self.target
 
     def _portion(self, buffer: float | Portion) -> Portion:

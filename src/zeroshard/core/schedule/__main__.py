@@ -15,8 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from zeroshard.core.pipeline_gathers import RESHARD, UNSHARD, place
-from zeroshard.core.pipeline_orders import SCHEDULES, PipelineOrder
+from zeroshard.core.pipeline_orders import RESHARD, SCHEDULES, UNSHARD, PipelineOrder, place
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row
 from zeroshard.core.residency import Residency, UnitTraits

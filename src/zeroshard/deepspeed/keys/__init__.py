@@ -2,7 +2,6 @@
 
 key_rows.py    the form of a row, and the kinds of values
 lower.py       keys that become options of ours
-table.py       every key
+table.py       every key, also as a page
 findings.py    a file against the table
-markdown.py    the table as a page
 """

@@ -55,7 +55,7 @@ def one_of(*choices: Any, also: tuple[Any, ...] = ()) -> Kind:
 
 @dataclass(frozen=True)
 class Key:
-    """What a key of DeepSpeed's does here.
+    """The effect of one of DeepSpeed's keys here.
 
     With `lower` it becomes an option of ours. Else a value that is not `harmless` is refused,
     because it would change a run; all others make no difference here.

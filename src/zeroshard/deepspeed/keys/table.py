@@ -7,12 +7,21 @@ value than its default. A new key is a new line.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import zeroshard.deepspeed.keys.key_rows as a
 import zeroshard.deepspeed.keys.lower as to
 from zeroshard.config.strict_json import flattened
-from zeroshard.deepspeed.keys.key_rows import Key, becomes, refuses, section, tunes, watches
+from zeroshard.deepspeed.keys.key_rows import (
+    Key,
+    an_object,
+    becomes,
+    refuses,
+    section,
+    tunes,
+    watches,
+)
 
 _STAGES = a.one_of(0, 1, 2, 3, also=(False, True))
 _DTYPES, _DEVICES = a.one_of("fp32", "fp16", "bf16"), a.one_of(*to.TIERS)
@@ -276,3 +285,42 @@ SECTIONS = frozenset(name[:at] for name in KEYS for at, mark in enumerate(name) 
 def key_of(name: str) -> Key | None:
     """Return the row of a key: its own, or that of all keys of its section."""
     return KEYS.get(name) or KEYS.get(f"{name.rpartition('.')[0]}.*")
+
+
+# ----------------------------------------------------------------------------- the page of the keys
+# The page is docs/deepspeed-keys.md.
+
+
+def deepspeed_markdown() -> str:
+    """Return the table of DeepSpeed's keys in Markdown."""
+    rows = [f"| `{name}` | {_shown(key.default)} | {_effect(key)} |" for name, key in KEYS.items()]
+    return "\n".join([_HEAD, "| key | its default | here |", "|---|---|---|", *rows]) + "\n"
+
+
+_HEAD = """# DeepSpeed's keys
+
+What each key of a DeepSpeed configuration does here: it *becomes* an option of ours, it makes *no
+difference*, it *watches*, or it is *refused* where it asks for something else than happens here
+anyway. Defaults are those of DeepSpeed's code. `zeroshard config explain FILE` says the same of one
+file. Keys of stage 3 may leave out their `stage3_`. A key at the top that is not in this table is a
+warning, with the nearest one, since DeepSpeed drops it; inside of a section it is refused. A file
+may be HJSON: comments, keys without quotes, commas where they are not needed.
+
+Made by `python -m zeroshard.config.reference deepspeed`.
+"""
+
+
+def _shown(default: Any) -> str:
+    text = f"{default:g}".replace("e+0", "e") if type(default) is float else json.dumps(default)
+    return "" if default is None else f"`{text}`"
+
+
+def _effect(key: Key) -> str:
+    if key.lower is not None:
+        return f"becomes ours: {key.why}"
+    if key.done:
+        return f"watches: with initialize() {key.done}; elsewhere: {key.why}"
+    if not key.instead:
+        return f"no difference: {key.why}"
+    where = "where it is on" if key.kind is an_object else "otherwise"
+    return f"refused {where}: {key.why} ({key.instead})"
