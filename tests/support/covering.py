@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
-__all__ = ["cases_of", "pairs"]
+import pytest
+
+__all__ = ["by_pairs", "cases_of", "pairs"]
 
 Case = dict[str, Any]
 
@@ -41,3 +43,26 @@ def pairs(
         chosen.append(case)
         missing -= met
     return chosen
+
+
+def by_pairs(
+    factors: Mapping[str, Sequence[Any]],
+    allowed: Callable[[Case], bool] = lambda case: True,
+    *,
+    slow_by: str,
+) -> pytest.MarkDecorator:
+    """Parametrize `cases` of a test: with :func:`pairs` in the quick set, and in the slow one with
+    :func:`cases_of` every value of the factor `slow_by`. A list for each: one call of
+    ``run_ranks``, and one reference for many cases.
+    """
+    product = [
+        pytest.param(
+            cases_of({**factors, slow_by: [value]}, allowed),
+            id=str(value),
+            marks=pytest.mark.slow,
+        )
+        for value in factors[slow_by]
+    ]
+    return pytest.mark.parametrize(
+        "cases", [pytest.param(pairs(factors, allowed), id="pairs"), *product]
+    )
