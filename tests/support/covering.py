@@ -49,12 +49,24 @@ def by_pairs(
     factors: Mapping[str, Sequence[Any]],
     allowed: Callable[[Case], bool] = lambda case: True,
     *,
-    slow_by: str,
+    slow_by: str | None = None,
 ) -> pytest.MarkDecorator:
-    """Parametrize `cases` of a test: with :func:`pairs` in the quick set, and in the slow one with
-    :func:`cases_of` every value of the factor `slow_by`. A list for each: one call of
-    ``run_ranks``, and one reference for many cases.
+    """Parametrize a test by the names of `factors`: :func:`pairs` run in the quick set, all others
+    of :func:`cases_of` in the slow one.
+
+    `slow_by`, a factor: the test takes lists as `cases`, so that one call of ``run_ranks`` and one
+    reference serve many: all of the pairs, and in the slow set, for each value of that factor, the
+    product.
     """
+    chosen = pairs(factors, allowed)
+    if slow_by is None:
+        return pytest.mark.parametrize(
+            tuple(factors),
+            [
+                pytest.param(*case.values(), marks=[pytest.mark.slow] * (case not in chosen))
+                for case in cases_of(factors, allowed)
+            ],
+        )
     product = [
         pytest.param(
             cases_of({**factors, slow_by: [value]}, allowed),
@@ -63,6 +75,4 @@ def by_pairs(
         )
         for value in factors[slow_by]
     ]
-    return pytest.mark.parametrize(
-        "cases", [pytest.param(pairs(factors, allowed), id="pairs"), *product]
-    )
+    return pytest.mark.parametrize("cases", [pytest.param(chosen, id="pairs"), *product])
