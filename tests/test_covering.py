@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.covering import cases_of, pairs
+from tests.support.covering import by_pairs, cases_of, pairs
 
 SIZES = st.lists(st.integers(1, 5), min_size=2, max_size=5)
 
@@ -52,3 +52,16 @@ def test_two_factors_are_their_product_and_five_a_small_part_of_it() -> None:
     assert pairs(rows) == cases_of(rows)
     tiers = {state: ["device", "host", "disk"] for state in ("weight", "grad", "optimizer")}
     assert (len(cases_of(rows | tiers)), len(pairs(rows | tiers))) == (405, 16)
+
+
+def test_a_test_runs_pairs_in_the_quick_set_and_all_cases_with_the_slow_one() -> None:
+    factors = factors_of([3, 2, 2])
+    third = next(case for case in cases_of(factors) if case not in pairs(factors))
+    (names, values) = by_pairs(factors, also=[third]).args
+    quick = [dict(zip(names, one.values, strict=True)) for one in values if not one.marks]
+    assert len(values) == 12
+    assert [case for case in cases_of(factors) if case in [*pairs(factors), third]] == quick
+    (name, (first, *others)) = by_pairs(factors, slow_by="factor 0").args
+    assert (name, first.values, first.marks) == ("cases", (pairs(factors),), ())
+    assert all(one.marks for one in others)
+    assert [case for one in others for case in one.values[0]] == cases_of(factors)

@@ -49,16 +49,18 @@ def by_pairs(
     factors: Mapping[str, Sequence[Any]],
     allowed: Callable[[Case], bool] = lambda case: True,
     *,
+    also: Sequence[Case] = (),
     slow_by: str | None = None,
 ) -> pytest.MarkDecorator:
     """Parametrize a test by the names of `factors`: :func:`pairs` run in the quick set, all others
-    of :func:`cases_of` in the slow one.
+    of :func:`cases_of` in the slow one. `also`: quick cases that find a fault which needs three
+    values.
 
     `slow_by`, a factor: the test takes lists as `cases`, so that one call of ``run_ranks`` and one
     reference serve many: all of the pairs, and in the slow set, for each value of that factor, the
     product.
     """
-    chosen = pairs(factors, allowed)
+    chosen = [*pairs(factors, allowed), *also]
     if slow_by is None:
         return pytest.mark.parametrize(
             tuple(factors),
