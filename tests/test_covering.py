@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.covering import by_pairs, cases_of, pairs
@@ -24,6 +24,7 @@ def met(cases: list[dict[str, Any]]) -> set[tuple[Any, ...]]:
     return {pair for case in cases for pair in combinations(case.items(), 2)}
 
 
+@settings(max_examples=40)
 @given(sizes=SIZES, refused=st.sets(st.integers(0, 200)))
 def test_all_pairs_that_are_allowed_meet_and_no_other_case_is_there(
     sizes: list[int], refused: set[int]
@@ -41,6 +42,7 @@ def test_all_pairs_that_are_allowed_meet_and_no_other_case_is_there(
     assert chosen == pairs(factors, allowed)
 
 
+@settings(max_examples=40)
 @given(sizes=SIZES)
 def test_the_array_is_about_as_large_as_the_two_largest_factors_need(sizes: list[int]) -> None:
     first, second = sorted(sizes)[-2:]
