@@ -13,7 +13,8 @@ from textwrap import dedent
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.launched import PATHS
+
 BEGIN = """
 import logging, os, sys, time
 from pathlib import Path
@@ -31,7 +32,7 @@ def _run(text: str, ranks: Sequence[Mapping[str, str]], *, timeout: float = 100)
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    common |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    common |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": PATHS}
     world = {"WORLD_SIZE": str(len(ranks))}
     started = [
         subprocess.Popen(

@@ -27,7 +27,8 @@ import zeroshard as zs
 import zeroshard.tier.disk as disk_tier
 from tests.support import inside
 from tests.support.broken_storage import Broken, patched
-from tests.support.harness import ROOT, run_ranks, spawn_ranks
+from tests.support.harness import run_ranks, spawn_ranks
+from tests.support.launched import PATHS
 from tests.support.training import TRANSPORTS, Net, Run, batch, make_model, two_groups
 from zeroshard import CheckpointError, StateError, StorageError
 from zeroshard.runtime.engine import states_of
@@ -692,7 +693,7 @@ def test_a_disk_that_fills_up_in_a_step_is_told_and_training_goes_on_once_there_
         f" {checkpoints}"
     )
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        "PYTHONPATH": PATHS,
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(

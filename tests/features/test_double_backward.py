@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
+from tests.support.covering import by_pairs
 from tests.support.harness import run_ranks
 from tests.support.training import ROWS, TRANSPORTS, differences, has_parameters, train_row
 from zeroshard import StateError
@@ -119,28 +121,45 @@ def _train(
     )
 
 
-def _same(rank: int, world: int, transport: str, program: str) -> None:
-    cuts = {False: (None, [nn.Linear, Block]), True: (None, [""])}
-    for recompute in (False, True):
-        expected = _train(rank, "plain", transport, program, recompute, None)
-        for row in ROWS:
-            for units in cuts[recompute] if row.startswith("zero3") else (None,):
-                state = _train(rank, row, transport, program, recompute, units)
-                # two backwards are summed over the ranks one by one, in another order
-                for name, value in expected.items():
-                    if program == "another backward in between":
-                        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
-                    else:
-                        assert torch.equal(state[name], value), (row, units, recompute, name)
+CUTS: dict[str, Any] = {"auto": None, "layers": [nn.Linear, Block], "one": [""]}
+FACTORS: dict[str, Sequence[Any]] = {
+    "program": tuple(PROGRAMS),
+    "row": ROWS,
+    "recompute": (False, True),
+    "cut": tuple(CUTS),
+}
+
+
+def _cuts_what_is_released(case: dict[str, Any]) -> bool:
+    other = "layers" if case["recompute"] else "one"
+    return case["cut"] == "auto" or (case["row"].startswith("zero3") and case["cut"] != other)
+
+
+def _same(rank: int, world: int, transport: str, cases: list[dict[str, Any]]) -> None:
+    @functools.cache
+    def plain(program: str, recompute: bool) -> dict[str, torch.Tensor]:
+        return _train(rank, "plain", transport, program, recompute, None)
+
+    for case in cases:
+        program, row, recompute, cut = case.values()
+        state = _train(rank, row, transport, program, recompute, CUTS[cut])
+        # two backwards are summed over the ranks one by one, in another order
+        for name, value in plain(program, recompute).items():
+            if program == "another backward in between":
+                torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+            else:
+                assert torch.equal(state[name], value), (case, name)
 
 
 # over sockets released weights are really gone
 @pytest.mark.parametrize(
     "transport", ["gloo", pytest.param("shared_memory", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_gradient_penalty_trains_as_under_ddp(program: str, transport: str) -> None:
-    run_ranks(2, _same, transport, program)
+@by_pairs(FACTORS, _cuts_what_is_released, slow_by="program")
+def test_a_gradient_penalty_trains_as_under_ddp(
+    cases: list[dict[str, Any]], transport: str
+) -> None:
+    run_ranks(2, _same, transport, cases, timeout=120)
 
 
 def _stale(rank: int, world: int, transport: str) -> None:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
 from tests.support.cases import Case, Chain, compare_case, seeded, simple
+from tests.support.covering import by_pairs
 from tests.support.family_training import InBf16, narrowed
 from tests.support.harness import run_ranks
 from tests.support.training import (
@@ -267,9 +268,13 @@ def _closed(rank: int, world: int, row: str, precision: str, transport: str) -> 
     assert all(p.grad is not None for p in again.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3"])
+@by_pairs(
+    {
+        "row": ("ddp", "zero1", "zero3"),
+        "precision": ("fp32", "bf16", "fp16"),
+        "transport": TRANSPORTS,
+    }
+)
 def test_close_gives_a_plain_model_back_with_its_dtypes_and_the_masters_numbers(
     row: str, precision: str, transport: str
 ) -> None:

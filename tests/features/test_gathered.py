@@ -12,6 +12,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support import inside
+from tests.support.covering import by_pairs
 from tests.support.harness import run_ranks
 from tests.support.training import (
     TRANSPORTS,
@@ -147,13 +148,15 @@ DISCARDS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@by_pairs(
+    {"way": tuple(range(len(DISCARDS))), "world": (1, 2), "transport": TRANSPORTS},
+    slow_by="transport",
+)
 def test_edits_inside_gathered_with_discard_are_each_ranks_own_and_end_with_it(
-    world: int, transport: str
+    cases: list[dict[str, Any]],
 ) -> None:
-    for row, options in DISCARDS:
-        run_ranks(world, _discarded, transport, row, options)
+    for case in cases:
+        run_ranks(case["world"], _discarded, case["transport"], *DISCARDS[case["way"]])
 
 
 def _kept_beside_discarded(rank: int, world: int, transport: str, row: str) -> None:

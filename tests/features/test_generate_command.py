@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.harness import ROOT
+from tests.support.launched import PATHS
 from zeroshard.launch import cli
 
 transformers = pytest.importorskip("transformers")
@@ -364,7 +365,7 @@ def test_two_ranks_share_the_prompts_and_the_first_prints(tmp_path: Path) -> Non
         timeout=300,
         check=False,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        env=os.environ | {"PYTHONPATH": PATHS},
     )
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)

@@ -4,8 +4,8 @@ or refused by name.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
+from tests.support.covering import by_pairs
 from tests.support.harness import run_ranks
 from tests.support.training import (
     ROWS,
@@ -83,28 +84,36 @@ def _observed(model: nn.Module, log: list[str]) -> None:
         parameter.register_post_accumulate_grad_hook(hook)
 
 
-def _hooked(rank: int, world: int, before: Any, after: Any, transport: str) -> dict[str, list[str]]:
-    reference, expected = _run(rank, "torch-ddp", transport, before, after)
-    assert len(expected) >= 5 * len(reference.state)
+HOOKS = {
+    "before": (_halved, _nothing),
+    "after": (_nothing, _halved),
+    "seen": (_observed, _nothing),
+    "both": (_halved, _halved),
+}
+
+
+def _hooked(rank: int, world: int, cases: list[dict[str, str]]) -> dict[str, list[str]]:
+    @functools.cache
+    def by_ddp(hooks: str) -> tuple[Run, list[str]]:
+        return _run(rank, "torch-ddp", "auto", *HOOKS[hooks])
+
     out = {}
-    for row in ROWS:
-        run, log = _run(rank, row, transport, before, after)
-        out[row] = run.differs_from(reference) + (
+    for case in cases:
+        hooks, row, transport = case.values()
+        reference, expected = by_ddp(hooks)
+        assert len(expected) >= 5 * len(reference.state)
+        run, log = _run(rank, row, transport, *HOOKS[hooks])
+        out[", ".join(case.values())] = run.differs_from(reference) + (
             [] if sorted(log) == sorted(expected) else ["log"]
         )
     return out
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(_halved, _nothing), (_nothing, _halved), (_observed, _nothing), (_halved, _halved)],
-    ids=["before", "after", "seen", "both"],
-)
+@by_pairs({"hooks": tuple(HOOKS), "row": ROWS, "transport": TRANSPORTS}, slow_by="hooks")
 def test_hooks_on_gradients_see_and_change_what_they_do_under_ddp(
-    before: Any, after: Any, transport: str
+    cases: list[dict[str, str]],
 ) -> None:
-    for differences in run_ranks(2, _hooked, before, after, transport):
+    for differences in run_ranks(2, _hooked, cases):
         assert not any(differences.values()), differences
 
 

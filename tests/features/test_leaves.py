@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
+from tests.support.covering import by_pairs
 from tests.support.families import FAMILIES, TINY
 from tests.support.harness import run_ranks
 from zeroshard.core.digest import digest_of
@@ -296,26 +297,30 @@ ACCUMULATED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("world", "rows"),
-    # what adds up, and where, is decided by whether a gradient is whole or sharded between leaves
-    [(3, ROWS), (2, ("zero1", "zero3")), pytest.param(2, ROWS, marks=pytest.mark.slow)],
+@by_pairs(
+    {"world": (3, 2), "row": ROWS, "run": tuple(range(len(ACCUMULATED)))},
+    slow_by="world",
 )
 def test_accumulate_trains_to_one_hash_on_any_number_of_ranks(
-    world: int, rows: tuple[str, ...], accumulated: list[str], tmp_path: Path
+    cases: list[dict[str, Any]], accumulated: list[str], tmp_path: Path
 ) -> None:
-    for row in rows:
-        runs = [replace(run, options=run.options | {"policy": row}) for run in ACCUMULATED]
-        assert hashes(world, runs) == accumulated, row
     disk = _tiers("disk", disk_path=str(tmp_path))
-    runs = [
+    others = [
         Run({"stage": 3} | _tiers("host", fraction=0.5), accumulate="host"),
         Run({"stage": 3} | disk, accumulate="device"),
         Run({"stage": 3, "accumulation_budget": 40_000}, accumulate="device"),
         Run({"stage": 3}, accumulate="device", uneven="batch_shares", shares=(1, 3)),
         Run({"stage": 3}, accumulate="device", no_sync=True),
     ]
-    assert set(hashes(world, runs)) == {accumulated[0]}
+    for world in sorted({case["world"] for case in cases}):
+        own = [case for case in cases if case["world"] == world]
+        runs = [ACCUMULATED[case["run"]] for case in own]
+        runs = [
+            replace(run, options=run.options | {"policy": case["row"]})
+            for run, case in zip(runs, own, strict=True)
+        ]
+        assert hashes(world, runs) == [accumulated[case["run"]] for case in own], own
+        assert set(hashes(world, others)) == {accumulated[0]}
 
 
 def test_accumulate_trains_to_one_hash_on_nodes(accumulated: list[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zeroshard as zs
+from tests.support.covering import by_pairs
 from tests.support.harness import run_ranks
 from tests.support.training import ROWS, TRANSPORTS, batch, make_model, take_steps, two_groups
 from zeroshard import CheckpointError, ConfigError, PlanMismatch
@@ -60,9 +62,11 @@ def _write(directory: Path, state: dict[str, torch.Tensor], files: int) -> None:
     )
 
 
-def _load(rank: int, world: int, directory: str, transport: str, precision: str) -> None:
+def _load(rank: int, world: int, folder: str, cases: list[dict[str, Any]]) -> None:
     expected = _reseeded(64).state_dict()
-    for row in ROWS:
+    for case in cases:
+        row, files, precision, transport = case.values()
+        directory = f"{folder}/{files}"
         torch.manual_seed(0)
         model = make_model(width=64)
         for parameter in list(model.parameters())[:3]:
@@ -98,25 +102,34 @@ def _load(rank: int, world: int, directory: str, transport: str, precision: str)
                 total,
             )
         take_steps(rank, 2, model, optimizer)
-        zs.save(f"{directory}/{row}", engine, step=2)
+        saves = f"{directory}/{row}-{precision}-{transport}"
+        zs.save(saves, engine, step=2)
         saved = engine.full_state_dict(rank0_only=False)
         with torch.no_grad(), engine.gathered(writeback=True):
             for parameter in model.parameters():
                 parameter.zero_()
-        zs.load(f"{directory}/{row}", engine)
+        zs.load(saves, engine)
         for name, value in engine.full_state_dict(rank0_only=False).items():
             assert torch.equal(value, saved[name]), (row, name)
         engine.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("files", [1, 3])
+FACTORS: dict[str, Sequence[Any]] = {
+    "row": ROWS,
+    "files": (1, 3),
+    "precision": ("fp32", "bf16"),
+    "transport": TRANSPORTS,
+}
+
+
+@by_pairs(FACTORS, slow_by="files")
 def test_every_row_loads_its_own_bytes_of_trained_and_frozen_weights(
-    files: int, precision: str, transport: str, tmp_path: Path
+    cases: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    _write(tmp_path, dict(_reseeded(64).state_dict()), files)
-    run_ranks(2, _load, str(tmp_path), transport, precision)
+    for files in FACTORS["files"]:
+        (tmp_path / str(files)).mkdir()
+        _write(tmp_path / str(files), dict(_reseeded(64).state_dict()), files)
+    run_ranks(2, _load, str(tmp_path), cases, timeout=120)
 
 
 def _reseeded(width: int) -> nn.Module:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 import zeroshard as zs
 from tests.features.test_double_backward import PassedOn
 from tests.support import inside
+from tests.support.covering import pairs
 from tests.support.harness import RankError, run_ranks
 from tests.support.pipelines import (
     SCHEDULES,
@@ -60,45 +61,54 @@ def _close(states: list[State], expected: State) -> None:
 # --------------------------------------------------------------------------- training, and its bits
 
 
+EVERY = [(row, budget) for row in ROWS for budget in ((None, ROOM) if row in SHARDED else (None,))]
+
+
 def _rows(
-    rank: int, world: int, name: str, micro_batches: int, steps: int, no_sync: bool
+    rank: int,
+    world: int,
+    name: str,
+    micro_batches: int,
+    steps: int,
+    no_sync: bool,
+    rows: list[tuple[str, str | None]],
 ) -> tuple[list[list[float]], list[float], State]:
-    """Train with every row, and the sharded ones also with a budget; return the first one's."""
+    """Train with every one of `rows`, each with its budget; return the first one's."""
     mesh, first = mesh_of(), None
-    for row in ROWS:
-        for budget in (None, ROOM) if row in SHARDED else (None,):
-            options = {"micro_batches": micro_batches, "no_sync": no_sync, "budget": budget}
-            own = piped(mesh, name, row, **options)
-            own.train(steps, 2 * micro_batches, clip=CLIP)
-            told = own.losses, own.norms, own.state()
-            assert inside.is_at_rest(own.engine) or row not in SHARDED
-            own.engine.close()
-            if first is None or (no_sync and row == "zero2"):
-                first = told  # another order of sums begins
-            assert told[:2] == first[:2], (row, budget)
-            assert _equal(told[2], first[2]), (row, budget)
+    for row, budget in rows:
+        options = {"micro_batches": micro_batches, "no_sync": no_sync, "budget": budget}
+        own = piped(mesh, name, row, **options)
+        own.train(steps, 2 * micro_batches, clip=CLIP)
+        told = own.losses, own.norms, own.state()
+        assert inside.is_at_rest(own.engine) or row not in SHARDED
+        own.engine.close()
+        if first is None or (no_sync and row == "zero2"):
+            first = told  # another order of sums begins
+        assert told[:2] == first[:2], (row, budget)
+        assert _equal(told[2], first[2]), (row, budget)
     assert first is not None
     return first
 
 
 def _hidden(rank: int, world: int, name: str) -> None:
     """Train with hidden gradients, of a step before which others were discarded."""
-    mesh = mesh_of()
-    for row in ("ddp", "zero2", "zero3"):
-        runs = []
-        for hides in (False, True):
-            own = piped(mesh, name, row)
-            if hides:
-                own.engine.hide_gradients()
-                own.run(5, 8)
-                parameters = [p for stage in own.stages for p in stage.submod.parameters()]
-                assert all(parameter.grad is None for parameter in parameters), row
-                own.optimizer.zero_grad()
-            own.train(2, 8, clip=CLIP)
-            runs.append((own.losses[-2:], own.norms, own.state()))
-            own.engine.close()
-        assert runs[0][:2] == runs[1][:2], row
-        assert _equal(runs[0][2], runs[1][2]), row
+    mesh, plain = mesh_of(), None
+    for row, hides in (
+        ("ddp", False), ("ddp", True), ("zero2", False), ("zero2", True), ("zero3", True),
+    ):  # fmt: skip
+        own = piped(mesh, name, row)
+        if hides:
+            own.engine.hide_gradients()
+            own.run(5, 8)
+            parameters = [p for stage in own.stages for p in stage.submod.parameters()]
+            assert all(parameter.grad is None for parameter in parameters), row
+            own.optimizer.zero_grad()
+        own.train(2, 8, clip=CLIP)
+        told = own.losses[-2:], own.norms, own.state()
+        own.engine.close()
+        plain = plain if hides else told
+        assert plain is not None and told[:2] == plain[:2], row
+        assert _equal(told[2], plain[2]), row
 
 
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
@@ -106,8 +116,15 @@ def test_hidden_gradients_of_a_schedule_train_to_the_same_bits(name: str) -> Non
     run_ranks(4, _hidden, name, timeout=60)
 
 
-def _check_rows(name: str, micro_batches: int, steps: int, *, no_sync: bool) -> None:
-    answers = run_ranks(4, _rows, name, micro_batches, steps, no_sync, timeout=280)
+def _check_rows(
+    name: str,
+    micro_batches: int,
+    steps: int,
+    *,
+    no_sync: bool,
+    rows: Sequence[tuple[str, str | None]] = EVERY,
+) -> None:
+    answers = run_ranks(4, _rows, name, micro_batches, steps, no_sync, rows, timeout=280)
     losses, state, norms = alone(steps, 2 * micro_batches, micro_batches=micro_batches, clip=CLIP)
     _close([answer[2] for answer in answers], state)
     # ranks 2 and 3 have the last stage, and of ZBV's V it is ranks 0 and 1
@@ -120,11 +137,29 @@ def _check_rows(name: str, micro_batches: int, steps: int, *, no_sync: bool) -> 
     assert min(norms) > CLIP
 
 
-@pytest.mark.parametrize(
-    "name", ["1F1B", "Interleaved1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)]
-)
+TRAINED: dict[str, Sequence[Any]] = {
+    "row": ROWS,
+    "name": ("1F1B", "Interleaved1F1B"),
+    "budget": (None, ROOM),
+}
+
+
+def _budgets_what_is_gathered(case: dict[str, Any]) -> bool:
+    return case["budget"] is None or case["row"] in SHARDED
+
+
+@pytest.mark.parametrize("name", TRAINED["name"])
 def test_every_row_trains_the_model_of_one_process(name: str) -> None:
     """`ddp` and `zero1` add micro-batches first, the others ranks: equal bits among each."""
+    cases = [one for one in pairs(TRAINED, _budgets_what_is_gathered) if one["name"] == name]
+    rows = sorted(((one["row"], one["budget"]) for one in cases), key=EVERY.index)
+    assert [row for row, _ in rows] == list(ROWS)
+    _check_rows(name, 4, 2, no_sync=True, rows=rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*TRAINED["name"], "ZBVZeroBubble"])
+def test_every_row_and_budget_trains_the_model_of_one_process(name: str) -> None:
     _check_rows(name, 4, 2, no_sync=True)
 
 
@@ -170,14 +205,14 @@ def test_fifty_steps_stay_beside_one_process(name: str, row: str) -> None:
 def _recomputed(rank: int, world: int) -> None:
     mesh = mesh_of()
     for name in ("1F1B", "Interleaved1F1B"):
-        for row, budget in (("zero3", None), ("zero3", ROOM), ("zero1", None)):
+        for row, budgets in (("zero3", (None, ROOM)), ("zero1", (None,))):
             states = []
-            for recomputes in (False, True):
+            for recomputes, budget in ((False, None), *((True, budget) for budget in budgets)):
                 own = piped(mesh, name, row, budget=budget, recomputes=recomputes)
                 own.train(2, 8)
                 states.append(own.state())
                 own.engine.close()
-            assert _equal(*states), (name, row, budget)
+                assert _equal(states[0], states[-1]), (name, row, budget)
 
 
 def test_stages_that_recompute_their_layers_have_the_same_bits() -> None:

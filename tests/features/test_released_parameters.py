@@ -5,10 +5,11 @@ name; never NaN.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.support import inside
+from tests.support.covering import by_pairs
 from tests.support.harness import run_ranks
 from tests.support.training import (
     ROWS,
@@ -141,28 +143,36 @@ def _train(
     return losses, state
 
 
-def _same_as_ddp(
-    rank: int, world: int, use: str, transport: str, recompute: bool, units: str
-) -> None:
-    losses, state = _train(rank, "torch-ddp", use, transport, recompute, units)
-    for row in ROWS:
+FACTORS: dict[str, Sequence[Any]] = {
+    "use": tuple(USES),
+    "row": ROWS,
+    "transport": TRANSPORTS,
+    "units": tuple(UNITS),
+    "recompute": (False, True),
+}
+
+
+def _in_a_forward_if_recomputed(case: dict[str, Any]) -> bool:
+    return case["use"] == "in a forward" or not case["recompute"]
+
+
+def _same_as_ddp(rank: int, world: int, cases: list[dict[str, Any]]) -> None:
+    @functools.cache
+    def by_ddp(use: str, recompute: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+        return _train(rank, "torch-ddp", use, "auto", recompute, "automatic")
+
+    for case in cases:
+        use, row, transport, units, recompute = case.values()
+        losses, state = by_ddp(use, recompute)
         ours, values = _train(rank, row, use, transport, recompute, units)
-        assert ours == losses, (row, ours, losses)
-        assert not (found := differences(values, state, row, "torch-ddp")), found
+        assert ours == losses, (case, ours, losses)
+        assert not (found := differences(values, state, row, "torch-ddp")), (case, found)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("units", UNITS)
-@pytest.mark.parametrize("use", USES)
-def test_a_parameter_used_elsewhere_trains_as_under_ddp(
-    use: str, units: str, transport: str
-) -> None:
-    run_ranks(2, _same_as_ddp, use, transport, False, units)
-
-
-@pytest.mark.parametrize("units", UNITS)
-def test_a_parameter_used_elsewhere_in_a_recomputed_part_trains_as_under_ddp(units: str) -> None:
-    run_ranks(2, _same_as_ddp, "in a forward", "shared_memory", True, units)
+@by_pairs(FACTORS, _in_a_forward_if_recomputed, slow_by="use")
+def test_a_parameter_used_elsewhere_trains_as_under_ddp(cases: list[dict[str, Any]]) -> None:
+    """Also in a part that is recomputed."""
+    run_ranks(2, _same_as_ddp, cases, timeout=120)
 
 
 def test_reading_without_gradients_is_refused_by_name_outside_a_forward_and_served_inside() -> None:

@@ -14,6 +14,7 @@ import pytest
 import zeroshard as zs
 from tests.features.test_leaves import Run, Training
 from tests.support.harness import run_ranks
+from tests.support.launched import PATHS
 from tests.support.trail_faults import AT, BF16, FAULTS, LEAF, write
 from zeroshard.launch.cli import main
 
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", PATHS)
 
 
 def _save(rank: int, world: int, options: dict[str, Any], path: Path) -> None:

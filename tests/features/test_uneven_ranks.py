@@ -5,7 +5,9 @@ parts: one reduce per backward, DDP's bits.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,9 +18,12 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from tests.support import inside
 from tests.support.cases import Backward, ByHand, Case, seeded, simple, train_case
+from tests.support.covering import by_pairs
 from tests.support.harness import run_ranks
 from tests.support.training import (
     ROWS,
+    TRANSPORTS,
+    Run,
     batch,
     has_parameters,
     make_sharded,
@@ -143,30 +148,45 @@ ROUTES = {
 CUTS: dict[str, Any] = {"auto": None, "halves": [Halves], "layers": [nn.Linear, nn.Embedding]}
 
 
-def _compare(rank: int, world: int, name: str) -> dict[str, list[str]]:
-    """Train along `routes` in every row; return what differs from data parallel training by
-    hand.
-    """
-    routes = ROUTES[name]
-    case = Case(seeded(Route), _runs(routes), ddp=None)
-    reference = train_case(rank, "reference", case, STEPS)
+FACTORS: dict[str, Sequence[str]] = {
+    "name": tuple(ROUTES),
+    "row": ROWS,
+    "cut": tuple(CUTS),
+    "transport": TRANSPORTS,
+}
+
+
+def _gathers_alike(case: dict[str, str]) -> bool:
+    routes = ROUTES[case["name"]]
+    alike = routes[0] is routes[1] or not case["row"].startswith("zero3")
+    return alike or case["transport"] != "gloo"
+
+
+def _compare(rank: int, world: int, cases: list[dict[str, str]]) -> dict[str, list[str]]:
+    """Train each of `cases`; return what differs from data parallel training by hand."""
+
+    def along(name: str) -> Case:
+        return Case(seeded(Route), _runs(ROUTES[name]), ddp=None)
+
+    @functools.cache
+    def reference(name: str) -> Run:
+        return train_case(rank, "reference", along(name), STEPS)
+
     out = {}
-    for row in ROWS:
-        for cut, units in CUTS.items():
-            if cut == "auto" or row == "zero3":
-                run = train_case(
-                    rank, row, case, STEPS, units=units, comm=zs.Comm(transport="shared_memory")
-                )
-                out[f"{row}, {cut}"] = run.differs_from(reference)
-    for row in ROWS if routes[0] is routes[1] else ("ddp", "zero1", "zero2"):
-        run = train_case(rank, row, case, STEPS, comm=zs.Comm(transport="gloo"))
-        out[f"{row} on gloo"] = run.differs_from(reference)
+    for case in cases:
+        name, row, cut, transport = case.values()
+        comm = zs.Comm.model_validate({"transport": transport})
+        run = train_case(rank, row, along(name), STEPS, units=CUTS[cut], comm=comm)
+        out[", ".join(case.values())] = run.differs_from(reference(name))
     return out
 
 
-@pytest.mark.parametrize("name", ROUTES)
-def test_a_unit_that_runs_unevenly_trains_to_the_bits_of_data_parallel_training(name: str) -> None:
-    for differences in run_ranks(2, _compare, name, timeout=90):
+@by_pairs(FACTORS, _gathers_alike, slow_by="name")
+def test_a_unit_that_runs_unevenly_trains_to_the_bits_of_data_parallel_training(
+    cases: list[dict[str, str]],
+) -> None:
+    for differences in run_ranks(2, _compare, cases, timeout=300):
+        assert len(differences) == len(cases)
         assert not any(differences.values()), differences
 
 
@@ -203,28 +223,38 @@ class BackToBack(nn.Module):
         return self.block(self.block(self.block(h)))  # type: ignore[no-any-return]
 
 
-def _back_to_back(rank: int, world: int, reentrant: bool) -> dict[str, list[str]]:
+BACK_TO_BACK: dict[str, Sequence[Any]] = {
+    "reentrant": (False, True),
+    "row": (*ROWS, "hpz"),
+    "transport": TRANSPORTS,
+}
+
+
+def _back_to_back(rank: int, world: int, cases: list[dict[str, Any]]) -> list[list[str]]:
     """Train with every module its own unit; return what differs from data parallel training by
     hand.
     """
-    case = Case(seeded(BackToBack, reentrant), simple, ddp=None)
-    reference = train_case(rank, "reference", case, STEPS)
-    out = {}
-    for row in (*ROWS, "hpz"):
-        for transport in ("shared_memory", "gloo"):
-            run = train_case(
-                rank, row, case, STEPS, units=has_parameters, comm=zs.Comm(transport=transport)
-            )
-            out[f"{row} on {transport}"] = run.differs_from(reference)
+
+    def blocks(reentrant: bool) -> Case:
+        return Case(seeded(BackToBack, reentrant), simple, ddp=None)
+
+    references = [train_case(rank, "reference", blocks(each), STEPS) for each in (False, True)]
+    out = []
+    for case in cases:
+        reentrant, row, transport = case.values()
+        comm = zs.Comm(transport=transport)
+        run = train_case(rank, row, blocks(reentrant), STEPS, units=has_parameters, comm=comm)
+        out.append(run.differs_from(references[reentrant]))
     return out
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@by_pairs(BACK_TO_BACK, slow_by="reentrant")
 def test_a_block_that_runs_on_its_own_output_has_its_weights_in_every_backward(
-    reentrant: bool,
+    cases: list[dict[str, Any]],
 ) -> None:
-    for differences in run_ranks(2, _back_to_back, reentrant, timeout=60):
-        assert not any(differences.values()), differences
+    for differing in run_ranks(2, _back_to_back, cases, timeout=200):
+        found = zip(cases, differing, strict=True)
+        assert not any(differing), [each for each in found if each[1]]
 
 
 def _held_back(rank: int, world: int) -> dict[str, list[str]]:
@@ -517,36 +547,48 @@ _HALVES = {
 }
 
 
-def _compare_halves(rank: int, world: int, frozen: bool) -> dict[str, list[str]]:
-    """Train in every row where collectives meet in the order in which they begin; return what
-    differs from data parallel training by hand.
+MESH_ROWS = ("hpz", "mics", "hfsdp")
+HALVED: dict[str, Sequence[Any]] = {
+    "how": tuple(_HALVES),
+    "row": (*ROWS, *MESH_ROWS),
+    "frozen": (False, True),
+}
+
+
+def _compare_halves(rank: int, world: int, cases: list[dict[str, Any]]) -> list[list[str]]:
+    """Train `cases` where collectives meet in the order in which they begin; return what differs
+    from data parallel training by hand.
     """
 
-    def model() -> nn.Module:
-        made = seeded(Route)()
-        for block in made.blocks if frozen else ():
-            block.a.weight.requires_grad_(False)
-        return made
+    def halves(how: str, frozen: bool) -> Case:
+        def model() -> nn.Module:
+            made = seeded(Route)()
+            for block in made.blocks if frozen else ():
+                block.a.weight.requires_grad_(False)
+            return made
 
-    rows = {row: {} for row in ROWS} | {row: {"node_size": 1} for row in ("hpz", "mics", "hfsdp")}
-    out = {}
-    for number, (how, routes) in enumerate(_HALVES.items()):
-        case = Case(model, _runs(routes), ddp=None)
-        reference = train_case(rank, "reference", case, 3)
-        # with frozen ones every other row, so that each pair of options is there
-        for row, nodes in list(rows.items())[number % 2 :: 2] if frozen else rows.items():
-            comm = zs.Comm(transport="nccl", **nodes)
-            run = train_case(rank, row, case, 3, units=[Halves], comm=comm)
-            out[f"{how}, {row}"] = run.differs_from(reference)
+        return Case(model, _runs(_HALVES[how]), ddp=None)
+
+    @functools.cache
+    def reference(how: str, frozen: bool) -> Run:
+        return train_case(rank, "reference", halves(how, frozen), 3)
+
+    out = []
+    for case in cases:
+        how, row, frozen = case.values()
+        comm = zs.Comm(transport="nccl", node_size=1 if row in MESH_ROWS else None)
+        run = train_case(rank, row, halves(how, frozen), 3, units=[Halves], comm=comm)
+        out.append(run.differs_from(reference(how, frozen)))
     return out
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@by_pairs(HALVED, slow_by="how")
 def test_ranks_may_use_other_parameters_of_a_unit_where_collectives_meet_in_order(
-    frozen: bool,
+    cases: list[dict[str, Any]],
 ) -> None:
-    for differences in run_ranks(2, _compare_halves, frozen, timeout=300):
-        assert not any(differences.values()), differences
+    for differing in run_ranks(2, _compare_halves, cases, timeout=300):
+        found = zip(cases, differing, strict=True)
+        assert not any(differing), [each for each in found if each[1]]
 
 
 def _held_halves(rank: int, world: int) -> dict[str, list[str]]:

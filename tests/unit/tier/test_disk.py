@@ -34,6 +34,7 @@ from hypothesis import strategies as st
 
 from tests.support.broken_storage import file_limit
 from tests.support.harness import ROOT
+from tests.support.launched import PATHS
 from tests.support.paced_link import Paced
 from zeroshard.core.layout import round_up
 from zeroshard.errors import StorageError
@@ -89,7 +90,7 @@ def run_python(
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    return os.environ | {"PYTHONPATH": PATHS}
 
 
 # ----------------------------------------------------------------------------------------- O_DIRECT
