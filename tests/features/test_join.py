@@ -243,6 +243,61 @@ def test_weights_that_rest_whole_are_not_gathered_in_a_step_whatever_came_before
     assert run_ranks(2, _whole_after, row) == [[], []]
 
 
+Way = bool | None  # set_to_none of zero_grad(); None: gradients are kept, and the next are added
+
+
+def _cleared(
+    rank: int, row: str, transport: str, ways: list[Way], when: str, *, joins: bool
+) -> dict[str, torch.Tensor]:
+    """Train five steps of two micro-batches, of which rank 1 has data for one alone, and one more
+    after them; gradients are cleared in `ways`, in turn. Where none `joins`, the losses of rank 1
+    count nothing where it has no data.
+    """
+    model, optimizer, engine = make_sharded(row, transport, stall_timeout_s=20)
+
+    def take(step: int) -> None:
+        def clear(now: str) -> None:
+            if now == when and (way := ways[step % len(ways)]) is not None:
+                (model if step == 2 else optimizer).zero_grad(set_to_none=way)
+
+        clear("first")
+        for micro in range(2):
+            with engine.no_sync() if micro == step % 2 else contextlib.nullcontext():
+                loss = model(*batch(rank, 2 * step + micro))
+                if micro == 1:
+                    clear("between")
+                (0 * loss if rank and 1 <= step < 5 else loss).backward()
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        clear("last")
+
+    with engine.join() if joins else contextlib.nullcontext():
+        for step in range(1 if rank and joins else 5):
+            take(step)
+    take(5)
+    return final_state(model, engine)
+
+
+def _each_cleared(rank: int, world: int, transport: str, ways: list[Way], when: str) -> list[str]:
+    found = []
+    for row in ROWS:
+        ours, plain = (
+            _cleared(rank, row, transport, ways, when, joins=joins) for joins in (True, False)
+        )
+        found += [f"{row}: {line}" for line in differences(ours, plain)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("when", "transport"), [("first", "gloo"), ("between", "shared_memory"), ("last", "gloo")]
+)
+@pytest.mark.parametrize("ways", [[False], [True, True, False, None]], ids=["zeros", "in turn"])
+def test_a_rank_without_data_clears_its_gradients_when_and_as_the_others_do(
+    ways: list[Way], when: str, transport: str
+) -> None:
+    assert run_ranks(2, _each_cleared, transport, ways, when) == [[], []]
+
+
 def _same_rows(rank: int, world: int, transport: str, options: dict[str, Any]) -> None:
     first = _train(rank, "zero2", transport, [1, 4, 2, 3], **options)
     for row in ("zero3", "zero3-keep"):
