@@ -167,13 +167,16 @@ def _reset_while_offloaded(engine: zs.Engine, model: nn.Module) -> None:
     engine.reload_states()
 
 
-def _without_a_batch(rank: int, world: int, transport: str, others: list[Any]) -> None:
+def _without_a_batch(
+    rank: int, world: int, transport: str, others: list[Any], codec: str | None = None
+) -> None:
     """Let odd ranks have no batch of a step after each of `others`; None: in the first step."""
     for row in ("zero3", "zero3-keep") if world == 2 else ("hpz", "mics"):
         found = []
         for other in (*others, lambda engine, model: None):
             torch.manual_seed(0)
-            comm = zs.Comm.model_validate({"transport": transport, "node_size": 2})
+            options = {"transport": transport, "node_size": 2, "weight_codec": codec}
+            comm = zs.Comm.model_validate(options)
             model, optimizer, engine = make_sharded(row, model=_Turned(), comm=comm)
             take_steps(rank, [] if None in others else 1, model, optimizer)
             with engine.join():
@@ -196,6 +199,12 @@ def test_a_rank_without_a_batch_gathers_what_the_others_do_whatever_came_before(
     others: list[Any], transport: str
 ) -> None:
     run_ranks(2, _without_a_batch, transport, others)
+
+
+def test_encoded_weights_that_were_read_as_they_rest_are_gathered_anew_in_the_others_order() -> (
+    None
+):
+    run_ranks(2, _without_a_batch, "gloo", [_evaluate_in_gathered, _edit, _read], "int8")
 
 
 def test_ranks_of_two_nodes_without_a_batch_are_told_what_a_first_pass_gathers() -> None:
