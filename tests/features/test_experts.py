@@ -4,6 +4,8 @@ hold the same ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from tests.support.experts import (
     whole_mixture,
 )
 from tests.support.harness import run_ranks
-from tests.support.training import VOCABULARY, State, equal, two_groups
+from tests.support.training import VOCABULARY, State, differences, equal, final_state, two_groups
 from zeroshard.errors import PlanMismatch
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
@@ -268,6 +270,46 @@ def _in_turn(rank: int, world: int) -> None:
 
 def test_ranks_with_other_experts_may_run_them_in_another_order() -> None:
     run_ranks(4, _in_turn, timeout=60)
+
+
+def _whole_after(rank: int, world: int, divided: bool) -> list[str]:
+    """Train experts, some of which get no token, right after whole weights were brought together:
+    `divided`, where the other rank that holds them has tokens for them; else on two ranks of which
+    one has no batch.
+    """
+
+    def reload(engine: zs.Engine) -> None:
+        engine.offload_states()
+        engine.reload_states()
+
+    def trained(row: str, before: Callable[[zs.Engine], None]) -> State:
+        options = {"comm": zs.Comm(transport="gloo"), "units": [nn.Linear], "stall_timeout_s": 20}
+        if divided:
+            model, optimizer, engine = _sharded(Listed, _mesh(), row, **options)
+        else:
+            model = whole_mixture(Listed)
+            optimizer = two_groups(model)
+            engine = zs.shard(model, optimizer, policy=row, **options)
+        for number in (1, 2):
+            before(engine)
+            with nullcontext() if divided else engine.join():
+                for _ in range(divided or rank == 0):
+                    engine.backward(model(*_batch(rank, number)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return final_state(model, engine)
+
+    found = []
+    for row in ("ddp", "zero1"):
+        expected = trained(row, lambda engine: None)
+        for before in (zs.Engine.reset, reload):
+            found += differences(trained(row, before), expected, f"{row}, {before.__name__}()")
+    return found
+
+
+@pytest.mark.parametrize("divided", [True, False], ids=["divided", "in join()"])
+def test_experts_without_a_token_are_not_gathered_in_a_step_after_a_reset(divided: bool) -> None:
+    assert not any(run_ranks(4 if divided else 2, _whole_after, divided, timeout=90))
 
 
 # ------------------------------------------------------------------------------ what an engine says

@@ -173,13 +173,16 @@ def _reset_while_offloaded(engine: zs.Engine, model: nn.Module) -> None:
     engine.reload_states()
 
 
-def _without_a_batch(rank: int, world: int, transport: str, others: list[Any]) -> None:
+def _without_a_batch(
+    rank: int, world: int, transport: str, others: list[Any], codec: str | None = None
+) -> None:
     """Let odd ranks have no batch of a step after each of `others`; None: in the first step."""
     for row in ("zero3", "zero3-keep") if world == 2 else ("hpz", "mics"):
         found = []
         for other in (*others, lambda engine, model: None):
             torch.manual_seed(0)
-            comm = zs.Comm.model_validate({"transport": transport, "node_size": 2})
+            options = {"transport": transport, "node_size": 2, "weight_codec": codec}
+            comm = zs.Comm.model_validate(options)
             model, optimizer, engine = make_sharded(row, model=_Turned(), comm=comm)
             take_steps(rank, [] if None in others else 1, model, optimizer)
             with engine.join():
@@ -202,6 +205,12 @@ def test_a_rank_without_a_batch_gathers_what_the_others_do_whatever_came_before(
     others: list[Any], transport: str
 ) -> None:
     run_ranks(2, _without_a_batch, transport, others)
+
+
+def test_encoded_weights_that_were_read_as_they_rest_are_gathered_anew_in_the_others_order() -> (
+    None
+):
+    run_ranks(2, _without_a_batch, "gloo", [_evaluate_in_gathered, _edit, _read], "int8")
 
 
 def test_ranks_of_two_nodes_without_a_batch_are_told_what_a_first_pass_gathers() -> None:
@@ -247,6 +256,61 @@ def _whole_after(rank: int, world: int, row: str) -> list[str]:
 @pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
 def test_weights_that_rest_whole_are_not_gathered_in_a_step_whatever_came_before(row: str) -> None:
     assert run_ranks(2, _whole_after, row) == [[], []]
+
+
+Way = bool | None  # set_to_none of zero_grad(); None: gradients are kept, and the next are added
+
+
+def _cleared(
+    rank: int, row: str, transport: str, ways: list[Way], when: str, *, joins: bool
+) -> dict[str, torch.Tensor]:
+    """Train five steps of two micro-batches, of which rank 1 has data for one alone, and one more
+    after them; gradients are cleared in `ways`, in turn. Where none `joins`, the losses of rank 1
+    count nothing where it has no data.
+    """
+    model, optimizer, engine = make_sharded(row, transport, stall_timeout_s=20)
+
+    def take(step: int) -> None:
+        def clear(now: str) -> None:
+            if now == when and (way := ways[step % len(ways)]) is not None:
+                (model if step == 2 else optimizer).zero_grad(set_to_none=way)
+
+        clear("first")
+        for micro in range(2):
+            with engine.no_sync() if micro == step % 2 else contextlib.nullcontext():
+                loss = model(*batch(rank, 2 * step + micro))
+                if micro == 1:
+                    clear("between")
+                (0 * loss if rank and 1 <= step < 5 else loss).backward()
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        clear("last")
+
+    with engine.join() if joins else contextlib.nullcontext():
+        for step in range(1 if rank and joins else 5):
+            take(step)
+    take(5)
+    return final_state(model, engine)
+
+
+def _each_cleared(rank: int, world: int, transport: str, ways: list[Way], when: str) -> list[str]:
+    found = []
+    for row in ROWS:
+        ours, plain = (
+            _cleared(rank, row, transport, ways, when, joins=joins) for joins in (True, False)
+        )
+        found += [f"{row}: {line}" for line in differences(ours, plain)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("when", "transport"), [("first", "gloo"), ("between", "shared_memory"), ("last", "gloo")]
+)
+@pytest.mark.parametrize("ways", [[False], [True, True, False, None]], ids=["zeros", "in turn"])
+def test_a_rank_without_data_clears_its_gradients_when_and_as_the_others_do(
+    ways: list[Way], when: str, transport: str
+) -> None:
+    assert run_ranks(2, _each_cleared, transport, ways, when) == [[], []]
 
 
 def _same_rows(rank: int, world: int, transport: str, options: dict[str, Any]) -> None:

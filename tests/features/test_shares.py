@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import zeroshard as zs
 from tests.support.harness import RankError, run_ranks
@@ -269,6 +271,37 @@ def test_ranks_on_different_tiers_give_the_same_bits(tmp_path: Path) -> None:
     ]
     for found in run_ranks(2, _tiers, tmp_path, cases, timeout=110):
         assert not any(found.values()), found
+
+
+class _Narrowing(nn.Module):
+    """Linear layers of three sizes. In a backward the smallest come first, so that many sums are
+    under way when a larger one is next.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [(64, 16), (16, 32), (32, 16), *[(16, 16)] * 16]
+        self.layers = nn.Sequential(*(nn.Linear(*size) for size in sizes))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.layers(nn.functional.one_hot(x, 64).float()).square().mean()
+
+
+def _leaving(rank: int, world: int) -> list[str]:
+    options: dict[str, Any] = {"model": _Narrowing, "units": [nn.Linear]}
+    expected, found = train(rank, "zero3", 2, **options), []
+    options["comm"] = zs.Comm(transport="gloo")
+    for tiers, shares in ((["device", "host"], None), ("host", (0.0, 1.0))):
+        offload = {"grad": tiers, "optimizer": tiers}
+        run = train(rank, "zero3", 2, offload=offload, shares=shares, **options)
+        found += run.differs_from(expected)
+    return found
+
+
+def test_every_rank_waits_for_sums_that_leave_the_device_of_one() -> None:
+    """What a wait gives back is room, in which the next unit is gathered on every rank or none."""
+    assert run_ranks(2, _leaving) == [[], []]
 
 
 # --------------------------------------------------------------------------------------------------

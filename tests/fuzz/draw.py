@@ -121,6 +121,8 @@ def _on_data(program: Program) -> Program:
     if rng.random() < 0.5:
         return program
     first, *others = program.layers
+    if rng.random() < 0.5:
+        first = replace(first, kind="plain")
     again = [
         replace(first, same_as=0, same_module=True) if rng.random() < 0.6 else layer
         for layer in others or [first]

@@ -46,6 +46,20 @@ class Block(nn.Module):
         return self.norm.weight
 
 
+class Plain(nn.Module):
+    """Its output is that of its last layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+    def lend(self) -> torch.Tensor:
+        return self.up.weight
+
+
 class Gate(nn.Module):
     """A vector and a scalar parameter, neither of which a submodule holds."""
 
@@ -221,6 +235,7 @@ class Wrong(Linear):
 KINDS: dict[str, type[nn.Module]] = {
     "linear": Linear,
     "block": Block,
+    "plain": Plain,
     "gate": Gate,
     "norm": Norm,
     "batchnorm": BatchNorm,

@@ -83,7 +83,7 @@ class Backward:
         self._pass = BackwardPass()
         # of the last gradient at an output: the module's units, and the node that made the output
         self._begun_at: tuple[Sequence[Unit], Any] = ((), None)
-        self._zeroed: set[int] = set()  # parameters, by id, since the last backward
+        self.zeroed: set[int] = set()  # parameters, by id, since the last backward
         self._trainable = [unit for unit in weights.units if unit.trainable]
         # in unit order
         self.buckets = [bucket for unit in self._trainable for bucket in unit.buckets]
@@ -351,10 +351,6 @@ class Backward:
         )
         availability.check_gather() if inputs_alone else availability.check_trained()
         self.collect_dropped()
-        if self._zeroed:
-            if self._zeroed.issuperset(id(one.parameter) for one in self.parameters.used()):
-                self.accumulation.forget_weights()
-            self._zeroed.clear()
         mode = self.mode
         if brings:  # no backward of our own
             self.parameters.clear_gradients()
@@ -365,6 +361,10 @@ class Backward:
             self.accumulation.check(scaled=mode.scaled, divisor=mode.divisor)
             flags = {"sync": mode.sync, "scaled": mode.scaled, "weighted": mode.weight is not None}
             self.tell("backward", flags)
+            if self.zeroed:
+                if self.zeroed.issuperset(id(one.parameter) for one in self.parameters.used()):
+                    self.accumulation.forget_weights()
+                self.zeroed.clear()
             self.accumulation.add(scaled=mode.scaled, divisor=mode.divisor)
             if mode.has_loss:
                 self.accumulation.weigh(mode.weight)
@@ -568,7 +568,7 @@ class Backward:
         one = self.parameters.of(parameter)
         if one is not None:
             one.bucket.zero([one.index])
-            self._zeroed.add(id(one.parameter))
+            self.zeroed.add(id(one.parameter))
 
     def reset(self, micro_batches: int = 0) -> None:
         """No gradient rests here any more; `micro_batches`: see Accumulation.clear."""

@@ -335,7 +335,7 @@ class Engine(Assembly):
         shadows the others until theirs has ended.
 
         Inside, all ranks with data must do the same: forwards of the module, backwards,
-        ``clip_grad_norm_``, steps (with ``zero_grad()`` after each), updates of a ``zs.EMA``, and
+        ``clip_grad_norm_``, steps, ``zero_grad()`` of all gradients, updates of a ``zs.EMA``, and
         nothing else that is collective. Gradients are divided by the number of all ranks. Ranks
         along 'tp' end together; 'pp' is refused. Needs an optimizer. A learning rate scheduler that
         is stepped in the loop falls behind on a rank whose loop has ended: step it after the

@@ -3,7 +3,8 @@ ended too.
 
 As torch's ``Join`` does for DDP, with one difference: a rank here owns a part of the optimizer, so
 it cannot sit out the steps. Before every forward, backward, clip, step and update of an average the
-ranks tell each other what comes; a rank without data answers "ended" and does its share of it::
+ranks tell each other what comes, and what they have made of their gradients since: kept, cleared or
+set to zero. A rank without data answers "ended", does the same to its own and its share of it::
 
     rank 0   F forward   B backward   S step   F forward        B backward     S step         ended
     rank 1   F forward   B backward   S step   ended: gathers   ended: zeros   ended: steps   ended
@@ -71,6 +72,7 @@ class Join:
         self._transport = transport
         self._averages = averages  # in the order in which every rank has made them
         self._weights = weights = loop.weights
+        self._lead = 0  # the rank that those without data follow: the lowest of the others
         self._some_ended = False
         # whether the ranks meet where a pass gathers
         self._meets = weights.schedule.rules.ordered and any(
@@ -82,8 +84,12 @@ class Join:
         """Announce what this rank does in the body; afterwards shadow the ranks that go on."""
         with self._backward.announced(self._announce):
             yield
-        while (event := self._meet([_ENDED])) is not None:
-            self._shadow(*event)
+        while True:
+            what, left, *more = self._meet([_ENDED, self._left()])
+            self._follow(*left)
+            if what == _ENDED:
+                return
+            self._shadow(what, *more)
 
     def _announce(self, what: str, argument: Any = None) -> None:
         options = order = None
@@ -98,31 +104,47 @@ class Join:
         for phase in _PHASES:
             if phase == what:
                 order = self._weights.schedule.last_pass(phase) or []
-        self._meet([what, argument, options, order])
+        self._meet([what, self._left(), argument, options, order])
         if order == [] and self._some_ended and self._meets:
-            self._weights.tell_gathers(lambda unit: self._meet([_GATHER, unit, None, None]))
+            self._weights.tell_gathers(lambda unit: self._meet([_GATHER, unit]))
 
-    def _meet(self, event: list[Any]) -> tuple[str, Any, Any, list[int] | None] | None:
-        """Tell the others; return what the lowest rank with data does next, None when no rank
-        has any.
+    def _left(self) -> tuple[bool, list[int]]:
+        """Return whether gradients rest here, and the numbers of the parameters whose have been set
+        to zero since the last backward.
         """
-        events = self._transport.control.share(event, "engine.join()")
-        going_on = [other for other in events if other != [_ENDED]]
-        self._some_ended = len(going_on) < len(events)
+        self._backward.collect_dropped()
+        zeroed, parameters = self._backward.zeroed, self._backward.parameters
+        numbers = [number for number, one in enumerate(parameters) if id(one.parameter) in zeroed]
+        return self._backward.accumulation.has_gradient, numbers
+
+    def _follow(self, has_gradient: bool, zeroed: list[int]) -> None:
+        """Clear the gradients here, or set them to zero, where another rank has done so."""
+        if not has_gradient:
+            self._optimizer.optimizer.zero_grad()
+        for parameter in (self._backward.parameters[number].parameter for number in zeroed):
+            if id(parameter) not in self._backward.zeroed:
+                self._backward.zero_gradient(parameter)
+
+    def _meet(self, event: list[Any]) -> list[Any]:
+        """Tell the others; return what the lowest rank with data does next, or what the last such
+        rank says when none has any.
+        """
+        events: list[list[Any]] = self._transport.control.share(event, "engine.join()")
         names = [other[0] for other in events]
+        going_on = [rank for rank, name in enumerate(names) if name != _ENDED]
+        self._some_ended = len(going_on) < len(events)
+        self._lead = min(going_on, default=self._lead)
         if len(set(names) - {_ENDED}) > 1:
             raise PlanMismatch(
                 "in engine.join() the ranks with data must do the same in the same order;"
                 f" {holders(names)}"
             )
-        return tuple(going_on[0]) if going_on else None
+        return events[self._lead]
 
     def _followed(self, order: list[int]) -> Iterator[int]:
         """Yield the units that a pass of the others gathers: in `order`, else as they tell."""
         yield from order
-        while not order and (event := self._meet([_ENDED])) is not None:
-            if event[0] != _GATHER or event[1] is None:
-                return
+        while not order and (event := self._meet([_ENDED]))[0] == _GATHER and event[1] is not None:
             yield event[1]
 
     def _shadow(
@@ -150,7 +172,6 @@ class Join:
         else:
             assert what == "step", what
             optimizer.step()
-            optimizer.zero_grad()
 
 
 def _take_over(group: dict[str, Any], values: dict[str, Any]) -> None:
