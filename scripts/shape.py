@@ -50,6 +50,12 @@ TABLE_WORDS = re.compile(
 )
 
 
+# how a docstring does not begin: it says what a thing is, or does ("Whether" of a property may)
+INTERROGATIVES = re.compile(r"(How|What|When|Where|Which|Who|Whom|Whose|Why)\b")
+# relative clauses that a reader has to turn round
+TURNS = re.compile(r"\b(of (which|whom)|that of|those of|whose)\b", re.IGNORECASE)
+
+
 @dataclass(frozen=True)
 class Row:
     """One count, where its largest instance is, what it may not exceed, and where it is to go."""
@@ -202,6 +208,7 @@ def measure() -> list[Row]:
     trees = {str(path.relative_to(PACKAGE)): tree for path, tree in parsed.items()}
     return [
         *line_rows(sum(lines.values()), len(lines), sum(map(code_lines, texts.values()))),
+        *word_rows(trees, texts),
         *function_rows(trees),
         *class_rows(trees),
         *condition_rows(trees),
@@ -228,6 +235,20 @@ def line_rows(lines: int, num_files: int, code: int) -> Iterator[Row]:
     yield Row(
         "lines that README and tour ask to read", read, f"{len(files)} files", limit=7570, aim=5000
     )
+
+
+def word_rows(trees: shape_names.Trees, texts: Mapping[Path, str]) -> Iterator[Row]:
+    """Yield the rows about sentences."""
+    asking = [
+        f"{path} {getattr(node, 'name', '')}".strip()
+        for path, tree in trees.items()
+        for node in (tree, *nodes(tree, ast.ClassDef), *functions(tree))
+        if INTERROGATIVES.match(ast.get_docstring(node) or "")
+    ]
+    turns = sum(len(TURNS.findall(text)) for text in texts.values())
+    where = ", ".join(asking)
+    yield Row("docstrings that begin with an interrogative", len(asking), where, limit=0)
+    yield Row('"of which", "that of", "those of", "whose"', turns, limit=628, aim=100)
 
 
 def function_rows(trees: shape_names.Trees) -> Iterator[Row]:

@@ -208,3 +208,23 @@ def test_a_body_begins_after_its_docstring(shape: ModuleType) -> None:
     ).body
     lengths = [node.end_lineno - shape.after_docstring(node) for node in functions]  # type: ignore[attr-defined]
     assert lengths == [2, 1]
+
+
+def test_docstrings_that_ask_and_clauses_to_turn_round_are_counted(shape: ModuleType) -> None:
+    text = '''
+"""What a module does."""
+
+
+class Good:
+    """The place of a unit."""
+
+    def which(self):
+        """Which rank holds it, the name of which is known, and whose."""
+
+    @property
+    def is_here(self):
+        """Whether it is here."""
+'''
+    asking, turns = shape.word_rows({"made.py": ast.parse(text)}, {Path("made.py"): text})
+    assert (asking.value, asking.where) == (2, "made.py, made.py which")
+    assert turns.value == 2

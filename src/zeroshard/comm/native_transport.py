@@ -62,7 +62,7 @@ _RESET = "engine.reset()"
 
 @dataclass(frozen=True)
 class _BufferCut:
-    """How the ranks share a buffer; worked out once, since with many ranks it takes longer than a
+    """The ranks' shares of a buffer; worked out once, since with many ranks it takes longer than a
     collective's start.
     """
 

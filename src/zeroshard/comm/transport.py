@@ -51,7 +51,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CommSpec:
-    """What a transport is asked for; every rank gives an equal one."""
+    """The request for a transport; every rank gives an equal one."""
 
     mesh: Mesh  # of the group's ranks: its nodes shape the sum
     # "auto" takes what fits the device; "one_process", "shared_memory", "gloo", "mixed" and "nccl"
@@ -171,8 +171,8 @@ class Traffic:
 
 
 class Transport(Protocol):
-    """How the ranks of one group exchange bytes. Made collectively, with the same arguments on
-    every rank.
+    """The exchange of bytes between the ranks of one group. Made collectively, with the same
+    arguments on every rank.
     """
 
     name: str  # "one_process", "shared_memory", "gloo", "mixed", "nccl"
@@ -259,7 +259,7 @@ class Transport(Protocol):
         """
 
     def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None:
-        """Where no host waits for collectives, watch for stalls: errors say what every rank has
+        """Watch for stalls where no host waits for collectives: errors say what every rank has
         entered last, by its `digest`. `is_idle`: whether all collectives of this rank have ended.
         """
 
@@ -281,8 +281,8 @@ class Transport(Protocol):
 
 
 class Served(Protocol):
-    """What needs our attention while we wait in another transport: peers need our part of what is
-    under way, in whatever transport of ours it is.
+    """Work that needs our attention while we wait in another transport: peers need our part of what
+    is under way, in whatever transport of ours it is.
 
     Two engines in one backward may have one rank wait in the first for a rank that waits in the
     second; an operation of two levels needs the second one started. So a wait in one transport

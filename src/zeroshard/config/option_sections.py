@@ -149,7 +149,7 @@ _REMARKS = {Tier.HOST: " (the memory of the CPU)", Tier.DISK: " (NVMe)"}  # on a
 
 
 class ErrorFeedback(Strict):
-    """What encoding gradients loses, added to the next ones (LoCo)."""
+    """The losses of encoding gradients, added to the next ones (LoCo)."""
 
     beta: float = Field(default=0.8, gt=0, le=1, description="The weight of each new error.")
     reset: int | None = Field(
@@ -160,7 +160,7 @@ class ErrorFeedback(Strict):
 
 
 class LossScale(Strict):
-    """How losses are scaled in fp16 (``optim/scaler.py``). A checkpoint holds the scale itself, and
+    """The scaling of losses in fp16 (``optim/scaler.py``). A checkpoint holds the scale itself, and
     not these numbers.
     """
 
@@ -196,7 +196,7 @@ class LossScale(Strict):
 
 
 class Comm(Strict):
-    """How bytes travel."""
+    """The ways in which bytes travel."""
 
     section = "comm"
 

@@ -1,4 +1,5 @@
-"""What to prefetch and what to evict, from the order in which units ran in the last pass.
+"""Decide which units to prefetch and which to evict, from the order in which units ran in the last
+pass.
 
 ZeRO-Infinity, section 6.2, prefetches by a trace of operators; here by a trace of units, one per
 phase ("forward", "backward")::

@@ -1,4 +1,4 @@
-"""Why the weights of one unit are here, and how far their gather is.
+"""The reasons for which the weights of one unit are here, and the state of their gather.
 
     RESTING --START--> GATHERING --WAIT--> FULL --RELEASE--> RESTING
 
@@ -16,7 +16,7 @@ from zeroshard.core.placement import Cells
 
 
 class UnitState(Enum):
-    """Where the weights of a unit are."""
+    """The state of the weights of a unit."""
 
     RESTING = "resting"
     GATHERING = "gathering"
@@ -24,7 +24,9 @@ class UnitState(Enum):
 
 
 class Use(IntEnum):
-    """Why a unit is here, or will be. From EARLY on it is in no use, and may be released."""
+    """The reasons for which a unit is here, or will be. From EARLY on it is in no use, and may be
+    released.
+    """
 
     FORWARD = 0  # forwards of its modules are under way
     BACKWARD = 1  # the backward of a forward has come to it; counted once
@@ -48,7 +50,7 @@ _NONE_EXPECTED = (0,) * (len(Use) - Use.FOLLOWED)
 
 @dataclass(frozen=True)
 class UnitTraits:
-    """What decisions about a unit depend on, which does not change."""
+    """The constants on which decisions about a unit depend."""
 
     full_bytes: int  # that gathering takes beyond what rests, and a release gives back
     nominal_bytes: int  # of all of its weights, wherever they are

@@ -36,7 +36,7 @@ class Event:
 
     @property
     def stop(self) -> float:
-        """When it ends."""
+        """The time at which it ends."""
         return self.start + self.duration
 
     @property
@@ -65,7 +65,7 @@ class Timeline:
 
     @property
     def stop(self) -> float:
-        """When the last event ends."""
+        """The time at which the last event ends."""
         return max((event.stop for event in self.events), default=0.0)
 
     def to_chrome(self) -> dict[str, Any]:

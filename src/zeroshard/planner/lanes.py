@@ -51,7 +51,7 @@ class LaneJob:
 
 @dataclass(frozen=True)
 class JobTimes:
-    """When each of `jobs` starts, and the job for which it has waited last (-1: for none)."""
+    """The start of each of `jobs`, and the job for which it has waited last (-1: for none)."""
 
     jobs: Sequence[LaneJob]
     starts: Sequence[float]
@@ -63,7 +63,7 @@ class JobTimes:
 
     @property
     def total(self) -> float:
-        """When the last job ends."""
+        """The end of the last job."""
         return max(map(self.stop, range(len(self.jobs))), default=0.0)
 
     def waits(self, numbers: Iterable[int]) -> Iterator[tuple[float, float, int]]:

@@ -214,8 +214,8 @@ class _Task:
 class BackwardPass:
     """One backward, from its first graph task to the end of its last."""
 
-    # of a schedule's computation: the units whose gradients it brings; it ends by itself, after as
-    # many graph tasks as there are
+    # set by a pipeline schedule: the units whose gradients this backward produces. The schedule
+    # ends it, not the last graph task
     units: Sequence[Unit] | None = None
     ended: bool = False
     has_loss: bool = False  # see BackwardMode

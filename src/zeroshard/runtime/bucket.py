@@ -92,9 +92,9 @@ class Bucket:
         self.key = flat.key  # the segment's key in collectives
         self.accumulator = accumulator
         self.precision = precision = plan.precision(context)
-        # by which ranks compare reduces: those of parts may differ along 'tp'
+        # elements of the whole parameters: parts differ in size along 'tp', so ranks compare this
         self.whole_numel = sum(prod(part.shape) for part in plan.parts)
-        # of which the elements count in a norm, where not all do (docs/design/mesh.md)
+        # the parameters that count in a norm, where not all do (docs/design/mesh.md)
         self.counted = plan.counted(context)
         none = [False] * len(layout.slots)  # a flag for each parameter
         self.used = none.copy()  # has a gradient since the last drop

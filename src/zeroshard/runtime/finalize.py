@@ -114,7 +114,7 @@ class Finalizer:
         self._probe = context.streams.probe
         self._digest = digest
         self._scaler = scaler
-        # of all ranks' losses where they have none of their own: shares add up to 1. All ranks
+        # divides the sum: the number of ranks, or 1 where losses are weighted by shares. All ranks
         # count for every parameter: tokens of all pass through experts that some hold
         counts_ranks = backward.share is None and not backward.sums_ranks
         self._weight = context.transport.size if counts_ranks else 1

@@ -220,8 +220,8 @@ class Rest:
         ]
         if not all(state.on_device for state in states):
             raise ConfigError(
-                "the masters rest on another tier and are not to be had as tensors (zs.EMA needs"
-                " them): leave offload.optimizer on the device"
+                "the fp32 masters are offloaded and cannot be returned as device tensors, which"
+                " zs.EMA needs: leave offload.optimizer on the device"
             )
         return [state.whole for state in states]
 

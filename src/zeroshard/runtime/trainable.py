@@ -240,8 +240,8 @@ class AssignedGradients:
         self._digests: dict[str, str] = {}  # not yet compared, by name of the parameter
 
     def take(self, only: nn.Parameter | None = None) -> bool:
-        """Take note of those that are assigned now, or of that of parameter `only`; return whether
-        any is.
+        """Record the gradients that the user has assigned (only that of `only`, if given); return
+        whether there are any.
         """
         assigned = self._parameters.assigned()
         if only is not None:

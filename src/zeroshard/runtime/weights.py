@@ -323,8 +323,8 @@ class Weights:
         return (segment for unit in self.units for segment in unit.segments)
 
     def abandon(self) -> None:
-        """After an exception: every unit back at rest, and no expectation, since the ranks may
-        have come to different places.
+        """Release every unit and forget the recorded order, after an exception: ranks may have
+        stopped at different points.
         """
         self.shown.clear()
         self._tell = self.served = None

@@ -421,8 +421,8 @@ class Schedule:
                 unit.state = GATHERING
 
     def reset(self) -> None:
-        """After an exception: every unit at rest, nothing under way, and no expectation, since the
-        ranks may have come to different places.
+        """Release every unit and forget the recorded order, after an exception: ranks may have
+        stopped at different points.
         """
         self._order = Order()
         self.ahead_bytes = 0

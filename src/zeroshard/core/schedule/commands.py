@@ -11,7 +11,7 @@ Key = tuple[int, int]  # of a reduce: unit, trained segment of the unit
 
 
 class Op(IntEnum):
-    """What is done, to a unit's weights or (the last two) to the reduce of one of its segments."""
+    """Operations on a unit's weights and (the last two) on the reduce of one of its segments."""
 
     START = 0  # start gathering
     WAIT = 1  # wait for the gather
@@ -41,8 +41,8 @@ Commands = Iterable[Command]  # some are decided as one iterates
 
 
 class Until(IntEnum):
-    """How long a unit is held that is used outside its modules, where no hook tells its end; the
-    count of ``Use.DIRECT``.
+    """The time for which a unit is held that is used outside its modules, where no hook tells its
+    end; the count of ``Use.DIRECT``.
     """
 
     FORWARD_ENDS = 1  # used without gradients

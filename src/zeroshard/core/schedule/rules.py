@@ -1,4 +1,4 @@
-"""What the decisions of a schedule depend on beside the order of events: rules, room, constants."""
+"""The conditions of a schedule's decisions beside the order of events: rules, room, constants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Meter(Protocol):
 
 @dataclass(frozen=True)
 class Rules:
-    """What an engine's row, model and transport decide for every step."""
+    """The decisions that an engine's row, model and transport make for every step."""
 
     budget_bytes: int  # that gathered weights and buckets share
     prefetch_bytes: int

@@ -105,8 +105,8 @@ def device(value: Any, values: Values, section: str, state: str) -> Options:
 
 
 def below_stage_3(value: Any, values: Values) -> str:
-    """Why a key of weights that leave the device has no effect, as in DeepSpeed; "" where it has
-    one.
+    """The reason why a key of weights that leave the device has no effect, as in DeepSpeed; ""
+    where it has one.
     """
     at = values[f"{_ZERO}.stage"]
     return "" if at == 3 or not value else f"weights leave the device at stage 3, not at {at!r}"
