@@ -33,8 +33,8 @@ from zeroshard.core.precision import dtype_name
 from zeroshard.errors import ConfigError
 from zeroshard.hetero import free_memory
 from zeroshard.nn.deferred import fingerprint_of
-from zeroshard.planner import Machine, Plan, Training, make_plan, measured
-from zeroshard.planner.machine import Speeds, nearest_preset
+from zeroshard.planner import Machine, Plan, Training, make_plan
+from zeroshard.planner.machine import Speeds, machine_of, nearest_preset, read_report
 from zeroshard.planner.modules import shape_of_module
 from zeroshard.planner.rows import candidates, describe_row
 from zeroshard.system.device import Device, all_devices
@@ -254,12 +254,12 @@ def _speeds(device: torch.device, ranks: int) -> tuple[str, Speeds]:
     """Return the name and the speeds of this machine for one of `ranks` ranks on it."""
     names = [one.facts()["name"] for one in all_devices()]
     versions = {"zeroshard": __version__, "torch": version("torch")}
-    report = measured.read(names, versions)
+    report = read_report(names, versions)
     if report is not None and device.type == "cpu":
         report["devices"] = []
     if report is not None:
         with suppress(ConfigError):
-            machine = measured.machine_of(report, ranks=min(ranks, len(report["devices"]) or ranks))
+            machine = machine_of(report, ranks=min(ranks, len(report["devices"]) or ranks))
             return machine.name, machine.speeds
     preset = "CPU"
     if device.type != "cpu":
