@@ -30,7 +30,7 @@ from zeroshard.core.policy import row as policy_row
 from zeroshard.planner import Machine, Training
 from zeroshard.planner.durations import Durations
 from zeroshard.planner.exact import LaidOut
-from zeroshard.planner.measured import machine_of
+from zeroshard.planner.machine import machine_of
 from zeroshard.planner.rows import plan_row
 
 __all__ = ["main", "predicted"]

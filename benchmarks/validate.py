@@ -37,7 +37,7 @@ from zeroshard.core.policy import ROWS, Policy
 from zeroshard.planner import Machine, ModelShape, Training
 from zeroshard.planner.durations import Durations
 from zeroshard.planner.exact import LaidOut
-from zeroshard.planner.measured import machine_of
+from zeroshard.planner.machine import machine_of
 from zeroshard.planner.model import Decoder
 from zeroshard.planner.modules import shape_of_module
 from zeroshard.planner.rows import plan_row

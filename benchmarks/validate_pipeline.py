@@ -43,7 +43,7 @@ from zeroshard.planner.axes import Grid
 from zeroshard.planner.durations import Durations
 from zeroshard.planner.exact import LaidOut
 from zeroshard.planner.grid import GridPlan
-from zeroshard.planner.measured import machine_of
+from zeroshard.planner.machine import machine_of
 
 __all__ = ["main"]
 

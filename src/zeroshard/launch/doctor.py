@@ -9,7 +9,7 @@ The JSON has "versions", "host", "devices", "backends", "limits" and "missing" (
 entries for each of `KINDS` (probes.py), where an entry with "error" could not be measured. Sizes
 are in bytes, rates per second, times in seconds; null is "no limit", or "not here". What was
 measured is kept in the user's cache directory for ``zeroshard plan --this-machine`` and
-``policy="auto"`` (planner/measured.py). Where others were computing, a warning names the load and
+``policy="auto"`` (planner/machine.py). Where others were computing, a warning names the load and
 nothing is kept.
 
 Exit code 1 where the library cannot run here at all, with the reason; else 0, whatever optional
@@ -51,12 +51,12 @@ GRADE = (
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from zeroshard.planner.measured import busy, write
+    from zeroshard.planner.machine import busy, keep_report
 
     if arguments.disk is not None and not arguments.disk.is_dir():
         raise UsageError(f"--disk {arguments.disk} is not a directory")
     report = examine(arguments.disk, quick=arguments.quick)
-    kept, warning = write(report), busy(report)
+    kept, warning = keep_report(report), busy(report)
     if arguments.json:
         print_json(report)
     elif report["versions"]["rich"] is None:
@@ -100,21 +100,21 @@ def examine(disk: Path | None = None, *, quick: bool = False) -> dict[str, Any]:
 
 def this_machine(ranks: int | None) -> Machine:
     """Return this machine as the last ``zeroshard doctor`` has measured it, or measure it now."""
-    from zeroshard.planner import measured
+    from zeroshard.planner.machine import busy, keep_report, machine_of, read_report
 
     found = facts()
-    report = measured.read([one["name"] for one in found["devices"]], found["versions"])
+    report = read_report([one["name"] for one in found["devices"]], found["versions"])
     if report is None:
         note("measuring this machine, about 20 s")
         report = examine()
         if report["problems"]:
             raise UsageError(f"plan: --this-machine: {report['problems'][0]}")
-        if (warning := measured.busy(report)) is not None:
+        if (warning := busy(report)) is not None:
             note(warning)
-        measured.write(report)
+        keep_report(report)
     else:
         note(f"as measured {report['date']}; zeroshard doctor renews it")
-    return measured.machine_of(report, ranks=ranks)
+    return machine_of(report, ranks=ranks)
 
 
 # ---------------------------------------------------------------------------------------- measuring

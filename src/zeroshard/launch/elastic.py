@@ -117,17 +117,12 @@ def killed_ranks(outcome: Outcome) -> set[int]:
 def loss_of(outcome: Outcome, dead: set[int], left: int, of: int) -> Loss:
     """Return that the ranks `dead` are lost, of whom the first to fail is named."""
     first = next(failure for failure in outcome.failures if failure.rank in dead)
-    return Loss(_how_they_died(first, dead), left, of, first.traceback)
-
-
-def _how_they_died(first: Failure, dead: Iterable[int]) -> str:
-    """Return which ranks have died, and how, in words."""
-    others = len(set(dead)) - 1
-    more = f" and {others} more" if others else ""
-    if first.hung:
-        return f"{first.name}{more} hung: asked for its stacks, it did not answer"
+    who = f"{first.name} and {len(dead) - 1} more" if len(dead) > 1 else first.name
     hint = " (often the kernel, out of memory)" if first.status == -signal.SIGKILL else ""
-    return f"{first.name}{more} died, {first.how}{hint}"
+    reason = f"{who} died, {first.how}{hint}"
+    if first.hung:
+        reason = f"{who} hung: asked for its stacks, it did not answer"
+    return Loss(reason, left, of, first.traceback)
 
 
 def _say_again(loss: Loss, summaries: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:

@@ -23,7 +23,7 @@ from zeroshard.terminal.declared import LineParser, Option, Subcommand, UsageErr
 
 __all__ = [
     "ELASTIC", "REFUSED", "RUN", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "HostChoice", "HostPlace",
-    "LineParser", "RunOptions", "UsageError", "add_run_options", "check_least", "check_target",
+    "LineParser", "RunOptions", "UsageError", "check_least", "check_target",
     "parse_run", "whole",
 ]  # fmt: skip
 
@@ -192,11 +192,6 @@ RUN = Subcommand(
     description="Start one process per rank, end them all when one fails, and show the first"
     " failure last.",
 )  # fmt: skip
-
-
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``zeroshard run`` on a parser, which also makes its ``--help``."""
-    RUN.declare(parser)
 
 
 def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:

@@ -113,7 +113,16 @@ def _report(failures: list[Failure], begin: float) -> None:
             when = f"{abs(failure.at - first.at):.2f} s {order} the first"
             say(f"{failure.name} failed too, {when}: {line}")
     if first.left:
-        _report_leaver(first, others, begin)
+        # its script ended well while the others waited for it
+        for failure in others:
+            if failure.traceback:
+                say(f"{failure.name} waited for {first.name}:\n{failure.traceback.rstrip()}")
+        say(
+            f"{first.name} left first, {first.at - begin:.2f} s after the start: its script ended"
+            " with exit code 0 while other ranks waited for it. Where one rank has fewer batches"
+            " than another, put the loop into `with engine.join():`; make the calls that all ranks"
+            " take part in, zs.save() too, on all ranks"
+        )
         return
     if first.status == EXIT_PREEMPTED:
         say(
@@ -125,16 +134,3 @@ def _report(failures: list[Failure], begin: float) -> None:
     when = f"{first.at - begin:.2f} s after the start"
     block = f"{first.name} failed first, {when}: {first.how}{hint}"
     say("\n".join(filter(None, [block, (first.traceback or first.message).rstrip()])))
-
-
-def _report_leaver(first: Failure, others: list[Failure], begin: float) -> None:
-    """Report a rank whose script ended well while the others waited for it."""
-    for failure in others:
-        if failure.traceback:
-            say(f"{failure.name} waited for {first.name}:\n{failure.traceback.rstrip()}")
-    say(
-        f"{first.name} left first, {first.at - begin:.2f} s after the start: its script ended"
-        " with exit code 0 while other ranks waited for it. Where one rank has fewer batches than"
-        " another, put the loop into `with engine.join():`; make the calls that all ranks take"
-        " part in, zs.save() too, on all ranks"
-    )

@@ -31,7 +31,14 @@ _NO_PICTURES = (
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    timelines = _read_all(arguments.directory)
+    timelines = [
+        _read(path) for path in files_of_ranks("report", arguments.directory, "trace", ".json")
+    ]
+    ranks = [timeline.rank for timeline in timelines]
+    if len(set(ranks)) < len(ranks):
+        raise UsageError(
+            f"report: {arguments.directory} has two traces of one rank (ranks {ranks})"
+        )
     predicted = None if arguments.predicted is None else _read(arguments.predicted)
     report = analyse(timelines)
     if arguments.json:
@@ -70,15 +77,6 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 # ------------------------------------------------------------------ files
-
-
-def _read_all(directory: Path) -> list[Timeline]:
-    """Return the timelines of all ranks in `directory`, in their order."""
-    timelines = [_read(path) for path in files_of_ranks("report", directory, "trace", ".json")]
-    ranks = [timeline.rank for timeline in timelines]
-    if len(set(ranks)) < len(ranks):
-        raise UsageError(f"report: {directory} has two traces of one rank (ranks {ranks})")
-    return timelines
 
 
 def _read(path: Path) -> Timeline:
@@ -392,8 +390,8 @@ def _costs(report: TraceReport, steps: Sequence[_StepSpans]) -> list[str]:
     for seconds, what, hint in (
         (
             work,
-            f"The model's own forward ({_in_ms(report.parts_s['forward'])}) and backward"
-            f" ({_in_ms(report.parts_s['backward'])}) take",
+            f"The model's own forward ({_ms(report.parts_s['forward'])} ms) and backward"
+            f" ({_ms(report.parts_s['backward'])} ms) take",
             "it is the work itself: faster kernels, a smaller precision, or no recomputation",
         ),
         (
@@ -435,18 +433,14 @@ def _late_ranks(report: TraceReport, steps: Sequence[_StepSpans]) -> str:
     where = {"step": "optimizer's step", "other": "time outside the engine"}.get(name, name)
     return (
         f"The others wait for rank {late[0]}, {_of(report, max(o.others_s for o in report.ranks))}:"
-        f" its {where} takes {_in_ms(seconds)} more than theirs. Give it as much data as the"
+        f" its {where} takes {_ms(seconds)} ms more than theirs. Give it as much data as the"
         " others, and look what else runs there."
     )
 
 
 def _of(report: TraceReport, seconds: float) -> str:
     share = seconds / report.step_s if report.step_s else 0.0
-    return f"{_in_ms(seconds)} of a step of {_in_ms(report.step_s)} ({share:.0%})"
-
-
-def _in_ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f} ms"
+    return f"{_ms(seconds)} ms of a step of {_ms(report.step_s)} ms ({share:.0%})"
 
 
 # ----------------------------------------------------------------------------------------- pictures

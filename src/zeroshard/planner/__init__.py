@@ -3,8 +3,8 @@ step takes.
 
 model.py        the parameters of a model, in the runtime's units, and its activations
 families.py     the same from files: config.json, headers of safetensors
-machine.py      GPUs, links, host, disk; presets in machines.toml
-measured.py     this machine instead of a preset, as `zeroshard doctor` has measured it
+machine.py      GPUs, links, host, disk; presets in machines.toml, or this machine, as `zeroshard
+                doctor` has measured it
 training.py     precision, optimizer, batch, codecs, the fraction of a state that leaves
 axes.py         tensor and pipeline parallelism: grids of ranks, and the part of one
 exact.py        bytes at rest and on the wire: those of the engine, from core/

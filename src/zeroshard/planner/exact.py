@@ -537,21 +537,14 @@ def with_budget(laid_out: LaidOut, policy: Policy, training: Training) -> Policy
         return policy
     units = zip(laid_out.model.units, laid_out.by_unit, strict=True)
     ranks = range(1 if laid_out.shares is None else laid_out.mesh.size)
-    sizes = [_bytes_of(unit.name, groups, cell, ranks, training) for unit, groups in units]
+    sizes = []
+    for unit, groups in units:  # whole, and in `cell` on that of the ranks where they are most
+        whole = shard = 0
+        for one in groups:
+            if one.group.trained:
+                each = round(one.formats(training).grad.bytes_per_element)
+                whole += one.layout.numel * each
+                shard += max(one.held(cell, rank) for rank in ranks) * each
+        sizes.append(UnitGradient(unit.name, whole, shard))
     resting = resting_whole(sizes, budget)
     return policy.with_whole_gradients(resting) if resting else policy
-
-
-def _bytes_of(
-    name: str, groups: Sequence[LaidOutGroup], cell: Cell, ranks: range, training: Training
-) -> UnitGradient:
-    """Return the bytes of a unit's gradient: whole, and in `cell` on that of `ranks` where they
-    are most.
-    """
-    whole = shard = 0
-    for one in groups:
-        if one.group.trained:
-            each = round(one.formats(training).grad.bytes_per_element)
-            whole += one.layout.numel * each
-            shard += max(one.held(cell, rank) for rank in ranks) * each
-    return UnitGradient(name, whole, shard)

@@ -20,7 +20,7 @@ import torch
 
 from zeroshard._version import __version__
 from zeroshard.launch import cli, doctor, probes
-from zeroshard.planner.measured import machine_of
+from zeroshard.planner.machine import machine_of
 from zeroshard.tier.swapdir import SwapDirectory
 
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from zeroshard.launch.options import (
     REFUSED,
+    RUN,
     TORCHRUN_FLAGS,
     TORCHRUN_VALUES,
     LineParser,
     RunOptions,
     UsageError,
-    add_run_options,
     parse_run,
 )
 
@@ -28,7 +28,7 @@ SCRIPT = __file__
 
 def _parse(*argv: str) -> RunOptions:
     parser = LineParser(prog="zeroshard run", allow_abbrev=False)
-    add_run_options(parser)
+    RUN.declare(parser)
     return parse_run(parser, list(argv))
 
 

@@ -13,8 +13,15 @@ import pytest
 
 from zeroshard.errors import ConfigError
 from zeroshard.planner import Training, describe, make_plan
-from zeroshard.planner.machine import Machine, nearest_preset
-from zeroshard.planner.measured import busy, cache_file, machine_of, read, write
+from zeroshard.planner.machine import (
+    Machine,
+    busy,
+    cache_file,
+    keep_report,
+    machine_of,
+    nearest_preset,
+    read_report,
+)
 
 VERSIONS = {"zeroshard": "1", "torch": "2"}
 
@@ -183,38 +190,43 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_report_is_kept_per_host_and_read_while_it_is_fresh(cache: Path) -> None:
     report = _report()
-    assert read([], VERSIONS) is None
-    file = write(report)
+    assert read_report([], VERSIONS) is None
+    file = keep_report(report)
     assert file == cache_file([]) and file.parent == cache / "zeroshard"
-    kept = read([], VERSIONS)
+    kept = read_report([], VERSIONS)
     assert kept is not None and {**kept, **report} == kept
-    assert read(["a GPU"], VERSIONS) is None
-    assert read([], {**VERSIONS, "torch": "3"}) is None
+    assert read_report(["a GPU"], VERSIONS) is None
+    assert read_report([], {**VERSIONS, "torch": "3"}) is None
     kept["date"] = (datetime.now(UTC) - timedelta(days=31)).isoformat()
     file.write_text(json.dumps(kept))
-    assert read([], VERSIONS) is None
+    assert read_report([], VERSIONS) is None
 
 
 def test_a_report_of_a_busy_machine_is_not_kept(cache: Path) -> None:
     for cpus, load, kept in ((2, 1.0, True), (2, 1.1, False), (64, 30.0, True), (64, 60.0, False)):
         report = _report()
         report["host"] |= {"cpus": cpus, "load": load}
-        assert ((busy(report) is None), (write(report) is not None)) == (kept, kept), (cpus, load)
+        assert ((busy(report) is None), (keep_report(report) is not None)) == (kept, kept), (
+            cpus,
+            load,
+        )
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"date": "yesterday"}', '{"date": 3}', "[" * 200_000])
 def test_a_file_that_makes_no_sense_is_none(cache: Path, text: str) -> None:
-    file = write(_report())
+    file = keep_report(_report())
     assert file is not None
     file.write_text(text)
-    assert read([], VERSIONS) is None
+    assert read_report([], VERSIONS) is None
 
 
 def test_a_report_with_a_gap_is_not_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quick, broken = copy.deepcopy(_report()), copy.deepcopy(_report())
     quick["measured"] = None
     broken["measured"]["copies"].append({"what": "copies, cpu", "error": "no memory"})
-    assert write(quick) is None and write(broken) is None and list(cache.iterdir()) == []
+    assert (
+        keep_report(quick) is None and keep_report(broken) is None and list(cache.iterdir()) == []
+    )
     (cache / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
-    assert write(_report()) is None
+    assert keep_report(_report()) is None

@@ -33,8 +33,8 @@ from zeroshard.core.precision import dtype_name
 from zeroshard.errors import ConfigError
 from zeroshard.hetero import free_memory
 from zeroshard.nn.deferred import fingerprint_of
-from zeroshard.planner import Machine, Plan, Training, make_plan, measured
-from zeroshard.planner.machine import Speeds, nearest_preset
+from zeroshard.planner import Machine, Plan, Training, make_plan
+from zeroshard.planner.machine import Speeds, machine_of, nearest_preset, read_report
 from zeroshard.planner.modules import shape_of_module
 from zeroshard.planner.rows import candidates, describe_row
 from zeroshard.system.device import Device, all_devices
@@ -54,7 +54,14 @@ def facts(model: nn.Module, settings: Config, world: int) -> dict[str, Any]:
     Ranks of one host (``LOCAL_WORLD_SIZE``; without a launcher all) share its memory. What the
     model itself takes is free: it is about to become shards.
     """
-    _check_offload(settings.offload)
+    offload = settings.offload
+    if not isinstance(offload.fraction, str) and offload.fraction != 1.0:
+        raise ConfigError("policy='auto' does not plan offload.fraction: name a row of the table")
+    if not offload.away and (offload.fraction != 1.0 or offload.delayed_update is not None):
+        option = "fraction" if offload.fraction != 1.0 else "delayed_update"
+        raise ConfigError(
+            f"offload.{option} with policy='auto' needs a tier: say offload.optimizer='host'"
+        )
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     local = min(int(text), world) if text.isdecimal() and int(text) else world
     device = next(model.parameters()).device
@@ -64,12 +71,16 @@ def facts(model: nn.Module, settings: Config, world: int) -> dict[str, Any]:
         host += own
     else:
         on_device = free_memory(device) + own
-    path = settings.offload.disk_path
+    disk = 0
+    if offload.disk_path is not None:  # of the nearest directory that is there
+        path = Path(offload.disk_path)
+        there = next(one for one in (path, *path.absolute().parents) if one.exists())
+        disk = free_bytes(there) // local
     name, speeds = _speeds(device, local)
     return {
         "device_memory": on_device,
         "host_memory": host,
-        "disk": 0 if path is None else free_bytes(_existing(Path(path))) // local,
+        "disk": disk,
         "node_size": local if world % local == 0 else world,
         "machine": name,
         "speeds": asdict(speeds),
@@ -186,17 +197,6 @@ def _with_row(settings: Config, policy: Policy, machine: Machine) -> Config:
     return settings.model_copy(update=changed)
 
 
-def _check_offload(offload: Offload) -> None:
-    """Raise ConfigError for options of `offload` that are not planned."""
-    if not isinstance(offload.fraction, str) and offload.fraction != 1.0:
-        raise ConfigError("policy='auto' does not plan offload.fraction: name a row of the table")
-    if not offload.away and (offload.fraction != 1.0 or offload.delayed_update is not None):
-        name = "fraction" if offload.fraction != 1.0 else "delayed_update"
-        raise ConfigError(
-            f"offload.{name} with policy='auto' needs a tier: say offload.optimizer='host'"
-        )
-
-
 # ------------------------------------------------------------------ the plan's input
 
 
@@ -254,20 +254,15 @@ def _speeds(device: torch.device, ranks: int) -> tuple[str, Speeds]:
     """Return the name and the speeds of this machine for one of `ranks` ranks on it."""
     names = [one.facts()["name"] for one in all_devices()]
     versions = {"zeroshard": __version__, "torch": version("torch")}
-    report = measured.read(names, versions)
+    report = read_report(names, versions)
     if report is not None and device.type == "cpu":
         report["devices"] = []
     if report is not None:
         with suppress(ConfigError):
-            machine = measured.machine_of(report, ranks=min(ranks, len(report["devices"]) or ranks))
+            machine = machine_of(report, ranks=min(ranks, len(report["devices"]) or ranks))
             return machine.name, machine.speeds
     preset = "CPU"
     if device.type != "cpu":
         own = Device.of(device).facts()
         preset = nearest_preset(own["name"], own["memory_bytes"])
     return f"preset {preset}", Machine.of(preset).speeds
-
-
-def _existing(path: Path) -> Path:
-    """Return the nearest directory to `path` that is there."""
-    return next(one for one in (path, *path.absolute().parents) if one.exists())

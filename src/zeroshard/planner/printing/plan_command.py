@@ -59,7 +59,10 @@ def print_sweep(
             f"efficiency, %: forward and backward alone over the step;{speed} (does not fit)",
             _percent,
         ),
-        (f"GB of one GPU at peak, of {machine.gpu_memory / 1e9:.3g}", _gigabytes),
+        (
+            f"GB of one GPU at peak, of {machine.gpu_memory / 1e9:.3g}",
+            lambda point: three_digits(point.peak_bytes / 1e9),
+        ),
     ):
         say(title)
         lines = zip(*(map(text_of, line) for line in rows.values()), strict=True)
@@ -104,10 +107,6 @@ def _percent(point: Point) -> str:
     return text if point.fits else f"({text})"
 
 
-def _gigabytes(point: Point) -> str:
-    return three_digits(point.peak_bytes / 1e9)
-
-
 def _bounds(line: Sequence[Point]) -> str:
     """Return what bounds a row: "8-16 device memory; 32-512 compute"."""
     parts = []
@@ -116,14 +115,6 @@ def _bounds(line: Sequence[Point]) -> str:
         span = f"{gpus[0]}" if len(gpus) == 1 else f"{gpus[0]}-{gpus[-1]}"
         parts.append(f"{span} {bound_by}")
     return "; ".join(parts)
-
-
-def _efficiency(point: Point) -> float:
-    return 100 * point.efficiency
-
-
-def _memory(point: Point) -> float:
-    return point.peak_bytes / 1e9
 
 
 def plot_sweep(file: Path, model: ModelShape, machine: Machine, points: Sequence[Point]) -> None:
@@ -139,11 +130,15 @@ def plot_sweep(file: Path, model: ModelShape, machine: Machine, points: Sequence
     figure = Figure(figsize=(12, 5.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     numbers = list(dict.fromkeys(point.gpus for point in points))
+    panels: Sequence[tuple[Any, Callable[[Point], float]]] = (
+        (left, lambda point: 100 * point.efficiency),
+        (right, lambda point: point.peak_bytes / 1e9),
+    )
     # rows whose lines lie on each other are told apart by style, width and marker
     styles = zip(("-", "--", "-.", ":") * 2, "osD^vPX*", strict=True)
     for (name, line), (style, marker) in zip(_by_row(points).items(), styles, strict=True):
         fitting = [point for point in line if point.fits]
-        for axes, value in ((left, _efficiency), (right, _memory)):
+        for axes, value in panels:
             (drawn,) = axes.plot(
                 [point.gpus for point in line],
                 [value(point) for point in line],
