@@ -321,18 +321,12 @@ def _sharded(
         held_parameters.mark(model.parameters())
         held_parameters.answer_state_dicts(model)
     if engine.rank == 0:
-        _tell(f"in DeepSpeed's place: {engine!r}, {batch}")
+        line = f"in DeepSpeed's place: {engine!r}, {batch}"
+        if "deepspeed" in sys.modules:  # Transformers sets the logger's level
+            sys.stderr.write(f"zeroshard: {line}\n")
+        else:
+            _log.info("zeroshard %s", line)
     return out
-
-
-def _tell(line: str) -> None:
-    """Log what is in force; where it stands in for DeepSpeed, on stderr, since Transformers sets
-    the logger's level.
-    """
-    if "deepspeed" in sys.modules:
-        sys.stderr.write(f"zeroshard: {line}\n")
-    else:
-        _log.info("zeroshard %s", line)
 
 
 def _schedule(given: Any, found: tuple[str, dict[str, Any]] | None, engine: DeepSpeedEngine) -> Any:
