@@ -115,15 +115,26 @@ class StepLoader:
         self._read_pieces()
         if self._match.groups is not None:
             self._check_options(self._match.groups)
-            self._read_optimizer()
+            kinds: dict[str, list[str]] = {}
+            for name, kind in self._saved.pieces:
+                if kind.startswith(STATE):
+                    kinds.setdefault(name, []).append(kind)
+            again = self._engine.policy.default.optim.tier is Tier.DISK
+            for owned in states_of(self._engine).stepped_pieces():
+                there = self._match.there.get(id(owned.parameter))
+                if there is not None:
+                    read = partial(self._state_of, there, owned, kinds.get(there, ()))
+                    self._optimizer_states[id(owned)] = self._saved.held(read, again=again)
         self._read_buffers()
         for name in self._saved.manifest.states:
             if name in self._states or name in self._own:
                 self._read_state(name)
-        there = self._values.get(OF_MODULES, {}).keys()
-        for name in self._modules.modules.keys() - there:
+        modules = self._values.get(OF_MODULES, {}).keys()
+        for name in self._modules.modules.keys() - modules:
             self.skipped.append(f"the extra state {name!r} is not in the checkpoint")
-        for name in there - self._modules.modules.keys() if not self._saved.manifest.places else ():
+        for name in (
+            modules - self._modules.modules.keys() if not self._saved.manifest.places else ()
+        ):
             self.skipped.append(f"the extra state {name!r} is of no module here")
         try:
             states_of(self._engine).check_restored(self._values.get(SCALER, {}))
@@ -172,18 +183,6 @@ class StepLoader:
                 ) from error
             for piece in mine["params"]:
                 self._trials[id(piece)] = trials[piece.dtype, piece.device]
-
-    def _read_optimizer(self) -> None:
-        kinds: dict[str, list[str]] = {}
-        for name, kind in self._saved.pieces:
-            if kind.startswith(STATE):
-                kinds.setdefault(name, []).append(kind)
-        again = self._engine.policy.default.optim.tier is Tier.DISK
-        for owned in states_of(self._engine).stepped_pieces():
-            there = self._match.there.get(id(owned.parameter))
-            if there is not None:
-                read = partial(self._state_of, there, owned, kinds.get(there, ()))
-                self._optimizer_states[id(owned)] = self._saved.held(read, again=again)
 
     def _state_of(self, name: str, owned: ParamShard, kinds: Iterable[str]) -> dict[str, Any]:
         """Return the optimizer's state of one piece."""

@@ -464,7 +464,8 @@ def read_span(
 
     Raises CheckpointError, saying `what` they are, where pieces are missing.
     """
-    found = [(piece, shared) for piece, shared in _shared(entry, pieces, wanted) if shared]
+    within = [(piece, common(wanted, stored_span(entry, piece))) for piece in pieces]
+    found = [(piece, shared) for piece, shared in within if shared]
     if sum(each.numel for _, shared in found for each in shared) != wanted.numel:
         lacking = _lacking([shared for _, shared in found], wanted)
         raise CheckpointError(f"{shards.path} lacks {lacking} of {what}")
@@ -481,13 +482,6 @@ def read_span(
             here = Span(span.part, span.stride, span.start + start, span.start + stop)
             copy_common(out, wanted, block, here)
     return out
-
-
-def _shared(
-    entry: ParameterEntry, pieces: Sequence[TensorEntry], wanted: Span
-) -> Iterator[tuple[TensorEntry, list[Shared]]]:
-    for piece in pieces:
-        yield piece, common(wanted, stored_span(entry, piece))
 
 
 def _blocks(

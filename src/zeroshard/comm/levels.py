@@ -159,25 +159,16 @@ class Levels:
             columns = self._columns(ranges)[0]
             window = self.inside.window(key, columns, dtype, device, replicated=False)
             return window, window.local
-        window = self._window(key, ranges, dtype, device, replicated=scope is Scope.FULL)
+        replicated = scope is Scope.FULL
+        if self.is_deep:
+            self._prepare(key, ranges, dtype, "replicated" if replicated else "sharded")
+            window = PrivateWindow(self.flat, key, ranges, dtype, device, replicated=replicated)
+        else:
+            window = self.flat.window(key, ranges, dtype, device, replicated=replicated)
         if scope is Scope.SHARD:
             return window, window.local
         assert window.full is not None, key
         return window, window.full
-
-    def _window(
-        self,
-        key: str,
-        ranges: Sequence[Range],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        replicated: bool,
-    ) -> Window:
-        if not self.is_deep:
-            return self.flat.window(key, ranges, dtype, device, replicated=replicated)
-        self._prepare(key, ranges, dtype, "replicated" if replicated else "sharded")
-        return PrivateWindow(self.flat, key, ranges, dtype, device, replicated=replicated)
 
     def _prepare(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, kind: str) -> None:
         """Make `key` known. Raises PlanMismatch where the ranks ask for another key, cut, dtype

@@ -90,8 +90,10 @@ def add_up(
         spare = [one[: target.numel()] for one in scratch]
         total = spare.pop() if accumulate or out.dtype != torch.float32 else target
         _store_sum(contributions, tree, span, total, spare)
-        if total is not target:
-            _finish(target, total, accumulate)
+        if accumulate and target.dtype == torch.float32:
+            target.add_(total)
+        elif total is not target:  # rounded once
+            target.copy_(total.add_(target) if accumulate else total)
 
 
 def sum_parts(
@@ -183,25 +185,9 @@ def _store_sum(
             return
     _store_sum(contributions, left, span, total, spare)
     if isinstance(right, int):
-        _add(total, contributions[right], span)
+        last = contributions[right]
+        # type promotion: a bf16 or fp16 contribution is widened exactly
+        total.add_(0.0 if last is None else last[span])
     else:
         _store_sum(contributions, right, span, spare[0], spare[1:])
         total.add_(spare[0])
-
-
-def _add(total: torch.Tensor, contribution: torch.Tensor | None, span: slice) -> None:
-    if contribution is None:
-        total.add_(0.0)
-    else:
-        # type promotion: a bf16 or fp16 contribution is widened exactly
-        total.add_(contribution[span])
-
-
-def _finish(target: torch.Tensor, total: torch.Tensor, accumulate: bool) -> None:
-    """Move a finished fp32 chunk into `out`, rounding once."""
-    if not accumulate:
-        target.copy_(total)
-    elif target.dtype == torch.float32:
-        target.add_(total)
-    else:
-        target.copy_(total.add_(target))

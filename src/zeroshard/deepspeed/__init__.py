@@ -3,12 +3,11 @@
     from zeroshard.integrations import deepspeed            # in place of `import deepspeed`
     engine, optimizer, loader, schedule = deepspeed.initialize(model=model, config="zero.json")
 
-start.py            initialize()
+start.py            initialize(), and its verdict about a configuration
 deepspeed_engine.py the engine: answers.py (a table of its getters), checkpoint_tags.py
 optimizers.py       optimizers by name, DeepSpeed's classes, the wrapper; lr_schedules.py
 zero.py             whole parameters; held_parameters.py: their masters, gradients, states
 comm.py helpers.py  torch.distributed, the logger, the accelerator, ...
-verdict.py          what initialize() takes
 file.py keys/       its configuration, key by key
 shim.py names.py    ``import deepspeed``, and which names there are (docs/design/deepspeed.md)
 

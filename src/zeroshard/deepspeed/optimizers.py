@@ -48,21 +48,19 @@ class Lion(torch.optim.Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._move(parameter, group)
+                grad = parameter.grad
+                if grad is None:
+                    continue
+                (beta1, beta2), rate = group["betas"], group["lr"]
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                average = state["exp_avg"]
+                parameter.mul_(1 - rate * group["weight_decay"])
+                direction = (average * beta1).add_(grad, alpha=1 - beta1).sign_()
+                parameter.add_(direction, alpha=-rate)
+                average.mul_(beta2).add_(grad, alpha=1 - beta2)
         return loss
-
-    def _move(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        (beta1, beta2), rate = group["betas"], group["lr"]
-        state = self.state[parameter]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-        average, grad = state["exp_avg"], parameter.grad
-        assert grad is not None
-        parameter.mul_(1 - rate * group["weight_decay"])
-        direction = (average * beta1).add_(grad, alpha=1 - beta1).sign_()
-        parameter.add_(direction, alpha=-rate)
-        average.mul_(beta2).add_(grad, alpha=1 - beta2)
 
 
 def _adam(params: Any, mode: str, **options: Any) -> torch.optim.Optimizer:

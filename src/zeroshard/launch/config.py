@@ -28,13 +28,13 @@ def explained(source: str | Path | dict[str, Any]) -> tuple[str, list[Finding]]:
     """Return the form of a configuration and a finding for each key; DeepSpeed's form is read as
     its ``initialize()`` reads it. Raises ConfigError where there is no JSON object.
     """
-    from zeroshard.deepspeed import verdict
+    from zeroshard.deepspeed import start
     from zeroshard.deepspeed.file import read_deepspeed
     from zeroshard.sharding.checks import check_model
 
     form, findings = explain(source)
     if form == "deepspeed":
-        findings = verdict.findings(read_deepspeed(source), check_model)
+        findings = start.findings(read_deepspeed(source), check_model)
     return form, findings
 
 

@@ -168,14 +168,6 @@ def _guard(tensor: torch.Tensor, record: HollowRecord) -> None:
     record.guarded.append(weakref.ref(tensor))
 
 
-def _guarded(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, which shares the storage of a guarded one, with a guard of its own."""
-    record = record_of(tensor)
-    if record is not None:
-        _guard(tensor, record)
-    return tensor
-
-
 def _take_guards_off(record: HollowRecord) -> None:
     for reference in record.guarded:
         tensor: Any = reference()
@@ -224,7 +216,10 @@ class _Guarded:
             return repr(args[0])
         if func == torch.Tensor.detach:  # what state_dict() holds: without values as well
             with torch._C.DisableTorchFunctionSubclass():
-                return _guarded(func(*args))
+                detached = func(*args)
+                if (record := record_of(detached)) is not None:
+                    _guard(detached, record)
+                return detached
         if func == SET_DATA and not isinstance(args[1], _Guarded):
             _unguard(args[0])
             return func(*args)

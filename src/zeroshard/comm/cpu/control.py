@@ -494,19 +494,15 @@ class StallWatch(Plane):
                 self._notices.place(since if said is not None else "")
             # a wait of the host, which can raise, ends before
             if silent_s > timeout_s + every(timeout_s) and self._is_stuck():
-                end_process(self._error(place, silent_s))
+                what = f"rank {self._control.rank}: collectives have not ended on the device"
+                why = f"a rank did not come{self.explain_stall()}"
+                end_process(StallError(f"{what} {silent_s:.1f} s after {place}: {why}"))
 
     def _is_stuck(self) -> bool:
         try:
             return not self._is_idle() and not self._closed.is_set()
         except RuntimeError:  # the device has failed: whoever waits for it is told
             return False
-
-    def _error(self, place: str, silent_s: float) -> StallError:
-        return StallError(
-            f"rank {self._control.rank}: collectives have not ended on the device {silent_s:.1f} s"
-            f" after {place}: a rank did not come{self.explain_stall()}"
-        )
 
 
 def _place(digest: Digest) -> str:

@@ -113,10 +113,12 @@ class Links:
         for peer, sock in sockets.items():
             sock.setblocking(False)
             self._poll.register(sock, select.EPOLLIN)
-            process = _open_process(sock)
-            if process is not None:
-                self._processes[peer], self._peer_of[process] = process, peer
-                self._poll.register(process, select.EPOLLIN)
+            try:  # readable when the peer's process ends
+                process = os.pidfd_open(peer_credentials(sock)[0])
+            except (OSError, OverflowError):  # its pid is hidden from us
+                continue
+            self._processes[peer], self._peer_of[process] = process, peer
+            self._poll.register(process, select.EPOLLIN)
         # also where nobody calls `close`: an engine may be dropped
         descriptors = [self.wake_fd, *self._processes.values()]
         self._close_descriptors = weakref.finalize(self, _close_all, descriptors)
@@ -454,16 +456,6 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
         sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
     return pid, uid
-
-
-def _open_process(sock: socket.socket) -> int | None:
-    """Return a descriptor that becomes readable when the peer's process ends; None where its pid
-    is hidden from us.
-    """
-    try:
-        return os.pidfd_open(peer_credentials(sock)[0])
-    except (OSError, OverflowError):
-        return None
 
 
 def send_record(sock: socket.socket, record: bytes, fd: int | None) -> None:

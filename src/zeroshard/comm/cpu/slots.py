@@ -72,7 +72,12 @@ class SlotPool:
         """Lend a buffer, or return None when the pool is full and `spill` is off."""
         num_bytes = max(-(-numel * dtype.itemsize // _PAGE_BYTES), 1) * _PAGE_BYTES
         self._largest_bytes = max(self._largest_bytes, num_bytes)
-        slot = self._fit(num_bytes, device)
+        fits = [
+            slot
+            for slot in self.slots.values()
+            if slot.idle and slot.memory.numel() >= num_bytes and slot.memory.device == device
+        ]
+        slot = min(fits, key=lambda slot: slot.memory.numel(), default=None)
         if slot is None and (spill or self._make_room(num_bytes)):
             slot = self._create(num_bytes, device)
             slot.spilled = spill
@@ -80,14 +85,6 @@ class SlotPool:
             return None
         slot.loan = slot.memory[: numel * dtype.itemsize].view(dtype)
         return slot.loan
-
-    def _fit(self, num_bytes: int, device: torch.device) -> PoolSlot | None:
-        fits = [
-            s
-            for s in self.slots.values()
-            if s.idle and s.memory.numel() >= num_bytes and s.memory.device == device
-        ]
-        return min(fits, key=lambda slot: slot.memory.numel(), default=None)
 
     def _make_room(self, num_bytes: int) -> bool:
         """Drop idle slots (all too small, or on another device) until `num_bytes` more are

@@ -297,18 +297,16 @@ class PairedWindow:
                 span = slice(*self.ranges[peer])
                 copies.append((target[span], slot if self.full is None else self.full[span]))
             target[slice(*self.ranges[self._control.rank])].copy_(self.local)
-        work = GatherWork(self._control, self, copies, self._post(target))
+        far, transfer = self._control.far, None
+        if far:
+            messages = self._control.messages
+            receives = {peer: target[slice(*self.ranges[peer])] for peer in far}
+            tag, sends = messages.tag(self.key, ALL_GATHER), dict.fromkeys(far, self.local)
+            transfer = messages.post(f"gather of {self.key}", tag, sends, receives)
+        work = GatherWork(self._control, self, copies, transfer)
         self._count(bool(copies or self._near))
         self._windows.start(work)
         return work
-
-    def _post(self, target: torch.Tensor) -> Transfer | None:
-        far, messages = self._control.far, self._control.messages
-        if not far:
-            return None
-        receives = {peer: target[slice(*self.ranges[peer])] for peer in far}
-        tag = messages.tag(self.key, ALL_GATHER)
-        return messages.post(f"gather of {self.key}", tag, dict.fromkeys(far, self.local), receives)
 
     def _count(self, copied: bool) -> None:
         """Count what a gather brings here. What is mapped moves nothing, but is what other
