@@ -30,6 +30,7 @@ from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.events import StepEvents
 from zeroshard.runtime.finalize import Finalizer
+from zeroshard.runtime.guards import Watch
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.parts import input_dtype, make_weights_and_gradients, step_settings
@@ -38,7 +39,6 @@ from zeroshard.runtime.rest import Rest
 from zeroshard.runtime.step_tiles import StepTiles
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan
-from zeroshard.runtime.watch import Watch
 from zeroshard.runtime.weights import Weights
 from zeroshard.runtime.whole import Whole
 from zeroshard.state.local import local_of

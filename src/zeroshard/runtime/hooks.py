@@ -40,6 +40,7 @@ from zeroshard.core.residency import UnitState, Use
 from zeroshard.errors import StateError
 from zeroshard.runtime.backward_pass import is_recomputed
 from zeroshard.runtime.guards import (  # fmt: skip
+    Watch,
     between_graphs,
     cast,
     casting_hooks,
@@ -53,7 +54,6 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.trees import tensors_in, tensors_within
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, roots_of
-from zeroshard.runtime.watch import Watch
 from zeroshard.state.local import part_within
 
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)  # what every module has

@@ -17,10 +17,10 @@ from zeroshard.optim.tiles import PartialState
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.finalize import Finalizer
+from zeroshard.runtime.guards import Watch
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.unit import Unit
-from zeroshard.runtime.watch import Watch
 from zeroshard.runtime.weights import Weights
 
 
