@@ -89,10 +89,11 @@ class State:
     """`numel` elements of one dtype at rest, in `parts`, one after another."""
 
     def __init__(self, *parts: Storage) -> None:
-        assert len({part.dtype for part in parts}) == 1, parts
+        self.dtype, self.numel = parts[0].dtype, 0
+        for part in parts:
+            assert part.dtype is self.dtype, parts
+            self.numel += part.numel
         self._rest(parts)
-        self.dtype = parts[0].dtype
-        self.numel = sum([part.numel for part in parts])
 
     @classmethod
     def of(
@@ -111,7 +112,9 @@ class State:
         # whether all of it is one device tensor: `whole`
         self.on_device = self.tensor is not None and len(parts) == 1
         # whether any of it rests on another tier than the device
-        self.rests_elsewhere = any(part.tier is not Tier.DEVICE for part in parts)
+        self.rests_elsewhere = False
+        for part in parts:
+            self.rests_elsewhere = self.rests_elsewhere or part.tier is not Tier.DEVICE
 
     @property
     def split(self) -> int:
