@@ -2,11 +2,13 @@
 
 Before the first step the state is anybody's to take out and put back (Accelerate does). After it, a
 part alone would lose the rest: it is refused, unless it is asked for by name
-(``engine.optimizer_part()``). What it holds of other tiers is copied; loading checks the label.
+(``engine.optimizer_part()``). What it holds of other tiers is copied; loading checks the label, and
+notes after which step the state was saved, which the ranks compare in their next one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,10 +23,14 @@ _KEY = "zeroshard"
 class PartialState:
     """What one rank's ``state_dict()`` belongs to."""
 
-    def __init__(self, rank: int, world: int, *, is_part: bool) -> None:
-        self._rank = rank
-        self._world = world
-        self._is_part = is_part  # whether other ranks hold states that this one does not
+    def __init__(
+        self, rank: int, world: int, *, is_part: bool, note: Callable[[str, str], None]
+    ) -> None:
+        """`is_part`: other ranks hold states that this one does not. `note` takes the name of what
+        the ranks must do alike, and a value.
+        """
+        self._rank, self._world = rank, world
+        self._is_part, self._note = is_part, note
         self._may_show = False  # inside `of`
 
     def of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -45,9 +51,9 @@ class PartialState:
                 " engine: save_checkpoint(), or every rank's own engine.optimizer.state_dict())"
             )
 
-    def label(self, state: dict[str, Any], groups: list[list[ParamShard]]) -> None:
-        """Write into a state_dict what it belongs to."""
-        state[_KEY] = self._label(groups)
+    def label(self, state: dict[str, Any], groups: list[list[ParamShard]], num_steps: int) -> None:
+        """Write into a state_dict, after `num_steps`, what it belongs to."""
+        state[_KEY] = {**self._label(groups), "steps": num_steps}
 
     def _label(self, groups: list[list[ParamShard]]) -> dict[str, Any]:
         names = [
@@ -85,6 +91,8 @@ class PartialState:
                     f"this optimizer state belongs to another {what} ({shown}): each rank loads the"
                     " state that it saved"
                 )
+        steps = label.get("steps", "unknown")  # it may be an older one
+        self._note("optimizer.load_state_dict()", f"step count {steps}")
         return {key: value for key, value in state.items() if key != _KEY}
 
 
