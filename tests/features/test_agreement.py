@@ -130,6 +130,28 @@ def _zero_grad_to_zeros(
     optimizer.step()
 
 
+def _load_on_one_rank(
+    rank: int, model: Net, optimizer: torch.optim.Optimizer, engine: zs.Engine
+) -> None:
+    if rank == 0:
+        optimizer.load_state_dict(engine.optimizer_part())
+    _backward(rank, model)
+    optimizer.step()
+
+
+def _load_of_another_step(
+    rank: int, model: Net, optimizer: torch.optim.Optimizer, engine: zs.Engine
+) -> None:
+    parts = [engine.optimizer_part()]
+    _backward(rank, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    parts.append(engine.optimizer_part())
+    optimizer.load_state_dict(parts[rank])
+    _backward(rank, model)
+    optimizer.step()
+
+
 def _no_sync_of_one_rank(rank: int, world: int) -> None:
     for row in ("zero2", "zero3"):
         told = []
@@ -194,6 +216,14 @@ CASES: dict[Step, str] = {
     _zero_grad_to_zeros: (
         r"zero_grad\(set_to_none=False\) differs between ranks in step 2 \(rank 0: called; rank 1:"
         r" nothing\)"
+    ),
+    _load_on_one_rank: (
+        r"optimizer.load_state_dict\(\) differs between ranks in step 1 \(rank 0: step count 1;"
+        r" rank 1: nothing\)"
+    ),
+    _load_of_another_step: (
+        r"optimizer.load_state_dict\(\) differs between ranks in step 2 \(rank 0: step count 1;"
+        r" rank 1: step count 2\)"
     ),
 }
 

@@ -378,7 +378,7 @@ class ShardedOptimizer:
     ) -> dict[str, Any]:
         self.join()
         fill_in(state["state"], optimizer, self.tiles, self.states)
-        self._part.label(state, self._groups)
+        self._part.label(state, self._groups, self.num_finished)
         return state
 
     # ------------------------------------------------------------------ sealed gradients

@@ -226,7 +226,8 @@ class TileStates:
 #
 # Before the first step the state is anybody's to take out and put back (Accelerate does). After it,
 # a part alone would lose the rest: it is refused, unless ``engine.optimizer_part()`` asks for it.
-# States on other tiers are copied; loading checks the label.
+# States on other tiers are copied. Loading checks the label, and notes after which step the state
+# was saved, which the ranks compare in their next one.
 
 
 _KEY = "zeroshard"
@@ -235,10 +236,14 @@ _KEY = "zeroshard"
 class PartialState:
     """The label of one rank's ``state_dict()``: the rank, the number of ranks, the pieces."""
 
-    def __init__(self, rank: int, world: int, *, is_part: bool) -> None:
-        self._rank = rank
-        self._world = world
-        self._is_part = is_part  # whether other ranks hold states that this one does not
+    def __init__(
+        self, rank: int, world: int, *, is_part: bool, note: Callable[[str, str], None]
+    ) -> None:
+        """`is_part`: other ranks hold states that this one does not. `note` takes the name of what
+        the ranks must do alike, and a value.
+        """
+        self._rank, self._world = rank, world
+        self._is_part, self._note = is_part, note
         self._may_show = False  # inside `of`
 
     def of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -259,9 +264,9 @@ class PartialState:
                 " engine: save_checkpoint(), or every rank's own engine.optimizer.state_dict())"
             )
 
-    def label(self, state: dict[str, Any], groups: list[list[ParamShard]]) -> None:
-        """Write into a state_dict what it belongs to."""
-        state[_KEY] = self._label(groups)
+    def label(self, state: dict[str, Any], groups: list[list[ParamShard]], num_steps: int) -> None:
+        """Write into a state_dict, after `num_steps`, what it belongs to."""
+        state[_KEY] = {**self._label(groups), "steps": num_steps}
 
     def _label(self, groups: list[list[ParamShard]]) -> dict[str, Any]:
         names = [
@@ -299,6 +304,8 @@ class PartialState:
                     f"this optimizer state belongs to another {what} ({shown}): each rank loads the"
                     " state that it saved"
                 )
+        steps = label.get("steps", "unknown")  # it may be an older one
+        self._note("optimizer.load_state_dict()", f"step count {steps}")
         return {key: value for key, value in state.items() if key != _KEY}
 
 

@@ -323,5 +323,6 @@ class Assembly:
             return
         units = self._weights.units
         tiles = StepTiles(units, self._context, cut)
-        self._sharded.rejoin(tiles.all, self._loop, *step_settings(self._context, units))
+        settings = step_settings(self._context, units, self._backward.decisions)
+        self._sharded.rejoin(tiles.all, self._loop, *settings)
         self._step_with(self._sharded, tiles)

@@ -214,7 +214,7 @@ class Engine(Assembly):
                         move(segment.weight, master, segment.aliased)
                         segment.watch(strict=self._context.options.strict)
         tiles = StepTiles(self._weights.units, self._context)
-        settings = step_settings(self._context, self._weights.units)
+        settings = step_settings(self._context, self._weights.units, self._backward.decisions)
         sharded = ShardedOptimizer(optimizer, self._loop, *settings)
         try:
             with self._context.faults.together(lost=True):

@@ -16,6 +16,7 @@ from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.tiles import PartialState
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.build import Context
+from zeroshard.runtime.decisions import Decisions
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.guards import Watch
 from zeroshard.runtime.loop import Loop
@@ -107,11 +108,13 @@ def make_weights_and_gradients(
     return weights, Backward(weights, reductions, share=share, leaves=leaves, sums_ranks=sums)
 
 
-def step_settings(context: Context, units: Sequence[Unit]) -> tuple[PartialState, StepOptions]:
+def step_settings(
+    context: Context, units: Sequence[Unit], decisions: Decisions
+) -> tuple[PartialState, StepOptions]:
     """Return what the optimizer's step knows of the engine."""
     transport, tiering = context.transport, context.tiering
     is_part = transport.size > 1 and any(unit.cells.optim.is_sharded for unit in units)
-    part = PartialState(transport.rank, transport.size, is_part=is_part)
+    part = PartialState(transport.rank, transport.size, is_part=is_part, note=decisions.note)
     return part, StepOptions(
         context.device,
         enqueues=context.streams.enqueues,
