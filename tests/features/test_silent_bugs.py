@@ -19,6 +19,7 @@ from tests.support.cases import WIDTH, Case, Chain, compare_case, seeded, simple
 from tests.support.harness import run_ranks
 from tests.support.training import ROWS, batch, equal, make_model, take_steps, train, two_groups
 from zeroshard import ConfigError
+from zeroshard.runtime.flight import Flight
 
 # ---------------------------------------------------------------------------- models that are odd
 
@@ -359,3 +360,13 @@ def test_a_mistyped_key_that_deepspeed_drops_is_named_in_a_warning(
 def test_a_mistyped_keyword_of_shard_is_named() -> None:
     with pytest.raises((TypeError, ConfigError), match="stge"):
         zs.shard(make_model(), stge=3)  # type: ignore[call-arg]
+
+
+def test_a_unit_is_not_used_before_its_gather_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    engine = zs.shard(model, two_groups(model), stage=3)
+    monkeypatch.setattr(Flight, "wait", lambda self, lane="compute": None)
+    with pytest.raises(AssertionError, match="is used too early"):
+        model(*batch(0, 0))
+    monkeypatch.undo()
+    engine.close()

@@ -50,7 +50,7 @@ class Flight:
     """Routes under way, and the event after which compute may use their results."""
 
     __slots__ = ("__weakref__", "_arrived", "_at", "_event", "_is_going", "_lane", "_levels",
-                 "_routes", "_streams", "_works")  # fmt: skip
+                 "_routes", "_streams", "_works", "is_over")  # fmt: skip
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class Flight:
         self._event: Event = None
         self._arrived: Event = None  # of the last hop between nodes, until a hop comes after it
         self._is_going = False
+        self.is_over = False  # whether it was waited for to its end
 
     def go(self, how: Go = Go.START, *, fork: bool = False) -> None:
         """Go on as far as `how` says; START after what compute was given so far if `fork`."""
@@ -200,7 +201,7 @@ class Flight:
             else:
                 self.advance()
                 self.go(Go.WAIT)
-        self._routes, self._at, self._works = (), [], []
+        self._routes, self._at, self._works, self.is_over = (), [], [], True
         if self._event is not None:
             self._streams.join(self._event, lane)
             self._event = None

@@ -197,6 +197,7 @@ class Unit:
 
     def attach(self) -> None:
         """The weights are here: point the parameters at them."""
+        assert self._flight is None or self._flight.is_over, f"{self} is used too early"
         self._flight = None
         for segment in self.segments:
             segment.user_view.attach(segment.flat.buffer.views)
