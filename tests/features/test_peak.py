@@ -246,11 +246,11 @@ def _predicted(way: Way, case: Case) -> tuple[int, int]:
     peak = peak_bytes(laid_out, policy, machine, training, rest, exchange=exchange)
     playback = Playback(laid_out, policy, training, exchange)
     for _ in range(3):
-        playback.drop_gradients()
+        playback.reduced.drop()
         for sync in (False,) * (training.micro_batches - 1) + (True,):
             for _ in playback.run(trace, sync=sync):
                 pass
-        playback.wait()
+        playback.reduced.wait()
     return peak.total + peak.host, playback.metered
 
 

@@ -101,17 +101,14 @@ class UniversalFiles:
                 held.setdefault(name, set()).add(path.stem)
                 kind = VALUE if path.stem == _MASTER else f"{STATE}{path.stem}"
                 importer.piece(name, kind, 0, _whole(path, value, shape))
-        self._require_all(known, held)
-        return scalars
-
-    def _require_all(self, known: Sequence[str], held: Mapping[str, set[str]]) -> None:
-        """Raise CheckpointError where a parameter lacks a tensor of those that others have."""
+        # no parameter may lack a tensor of those that others have
         sets = {frozenset(one) for one in held.values()}
         for name in known:
             mine = held.get(name, set())
             more = next((other - mine for other in sets if mine < other), frozenset[str]())
             for kind in sorted({_MASTER} - mine or more):
                 raise CheckpointError(f"{self.directory / name} lacks {kind}.pt, or a tensor in it")
+        return scalars
 
 
 def _whole(path: Path, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

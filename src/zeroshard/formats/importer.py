@@ -170,21 +170,15 @@ def take_state(
             importer.parameter(name, tensor.shape, trained=is_trained, aliases=aliases[name])
             importer.piece(name, VALUE, 0, tensor)
     if optimizer is not None:
-        _take_optimizer(importer, optimizer, first_of)
-
-
-def _take_optimizer(
-    importer: Importer, optimizer: NamedOptimizer, first_of: Mapping[str, str]
-) -> None:
-    scalars: dict[str, dict[str, Any]] = {}
-    for name, values in optimizer.state.items():
-        for key, value in values.items():
-            if is_flat_state(value):
-                importer.piece(first_of[name], f"{STATE}{key}", 0, value)
-            else:
-                scalars.setdefault(first_of[name], {})[key] = value
-    groups = _renamed(optimizer.groups, first_of.__getitem__)
-    importer.optimizer_numbers(optimizer.name, groups, scalars)
+        scalars: dict[str, dict[str, Any]] = {}
+        for name, values in optimizer.state.items():
+            for key, value in values.items():
+                if is_flat_state(value):
+                    importer.piece(first_of[name], f"{STATE}{key}", 0, value)
+                else:
+                    scalars.setdefault(first_of[name], {})[key] = value
+        groups = _renamed(optimizer.groups, first_of.__getitem__)
+        importer.optimizer_numbers(optimizer.name, groups, scalars)
 
 
 def is_flat_state(value: Any) -> bool:

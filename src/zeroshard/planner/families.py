@@ -606,7 +606,17 @@ def read_model(path: Path) -> ModelShape:
     parameters = [shape for file in tensors for shape in _read_header(file)]
     if not parameters:
         raise ConfigError(f"model {str(path)!r} holds no floating-point tensor")
-    return ModelShape(path.stem, pack_units(parameters, _blocks(parameters)), tokenwise=False)
+    # the repeated blocks: layers.0, layers.1
+    members: dict[tuple[str, str], set[tuple[str, tuple[int, ...]]]] = {}
+    for name, shape in parameters:
+        found = _BLOCK.match(name)
+        if found is not None:
+            members.setdefault((found[1], found[2]), set()).add((name[found.end() :], shape))
+    alike: dict[object, list[str]] = {}
+    for (stack, number), block in members.items():
+        alike.setdefault((stack, frozenset(block)), []).append(f"{stack}{number}")
+    blocks = [name for names in alike.values() if len(names) > 1 for name in names]
+    return ModelShape(path.stem, pack_units(parameters, blocks), tokenwise=False)
 
 
 def _read_header(file: Path) -> list[Shape]:
@@ -629,16 +639,3 @@ def _shape(name: str, entry: Any) -> Shape:
     if not all(type(size) is int and size > 0 for size in sizes):
         raise ValueError(name)
     return name, sizes
-
-
-def _blocks(parameters: list[Shape]) -> list[str]:
-    """Return the prefixes of repeated blocks: "layers.0", "layers.1"."""
-    members: dict[tuple[str, str], set[tuple[str, tuple[int, ...]]]] = {}
-    for name, shape in parameters:
-        found = _BLOCK.match(name)
-        if found is not None:
-            members.setdefault((found[1], found[2]), set()).add((name[found.end() :], shape))
-    alike: dict[object, list[str]] = {}
-    for (stack, number), block in members.items():
-        alike.setdefault((stack, frozenset(block)), []).append(f"{stack}{number}")
-    return [name for names in alike.values() if len(names) > 1 for name in names]

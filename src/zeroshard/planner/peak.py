@@ -157,8 +157,8 @@ class Playback:
         self._meter = PlannedMeter()
         schedule = exchange.schedule(units, policy.default, self._meter)
         room = pool_bytes(laid_out.model, training)
-        self._reduced = Reduced(units, exchange, schedule, self._meter, room)
-        self._gathered = _Gathered(units, schedule, self._meter, self._reduced)
+        self.reduced = Reduced(units, exchange, schedule, self._meter, room)
+        self._gathered = _Gathered(units, schedule, self._meter, self.reduced)
 
     @property
     def metered(self) -> int:
@@ -166,26 +166,13 @@ class Playback:
         return self._meter.most
 
     @property
-    def resting(self) -> int:
-        """The bytes of gradients that rest on the device now."""
-        return self._reduced.resting
-
-    @property
     def pooled(self) -> tuple[int, int]:
         """The bytes that pools keep now: of buckets, and of what arrives."""
-        return self._reduced.pool.num_bytes, self._reduced.arriving
-
-    def drop_gradients(self) -> None:
-        """``zero_grad()``: no gradient rests."""
-        self._reduced.drop()
-
-    def wait(self) -> None:
-        """``optimizer.step()`` begins: no reduce is under way."""
-        self._reduced.wait()
+        return self.reduced.pool.num_bytes, self.reduced.arriving
 
     def run(self, trace: ActivationTrace, *, sync: bool) -> Iterator[Instant]:
         """Yield what is held at every event of a pass; `sync` False: inside ``no_sync()``."""
-        gathered, reduced = self._gathered, self._reduced
+        gathered, reduced = self._gathered, self.reduced
         gathered.begin("forward")
         for moment in trace.moments:
             unit = moment.unit
@@ -287,7 +274,7 @@ def peak_bytes(
     if not machine.accelerator:  # the device is the host, and they need not come together
         temporaries, on_host = max(temporaries, on_host), 0
     buckets, arrivals = playback.pooled
-    found.append((states + playback.resting, 0, buckets, arrivals + temporaries, 0, 0))
+    found.append((states + playback.reduced.resting, 0, buckets, arrivals + temporaries, 0, 0))
 
     names = ("states", "gathered", "gradients", "staging", "activations", "logits")
     parts = dict(zip(names, max(found, key=sum), strict=True))
@@ -320,10 +307,10 @@ def _instants(
         if step > 1 and playback.pooled == pooled:
             return  # the next would be the same
         pooled = playback.pooled
-        playback.drop_gradients()
+        playback.reduced.drop()  # zero_grad()
         for sync in syncs:
             yield from playback.run(trace, sync=sync)
-        playback.wait()
+        playback.reduced.wait()  # optimizer.step()
 
 
 def _optimizer_bytes(

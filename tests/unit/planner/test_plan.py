@@ -488,7 +488,7 @@ def test_a_node_of_one_rank_keeps_one_bucket_and_two_sums_on_their_way(name: str
     for _ in range(2):
         for _ in playback.run(closed_form(model, training), sync=True):
             pass
-        playback.wait()
+        playback.reduced.wait()
     # buckets in bf16; sums in fp32, and the other node's half of them
     assert playback.pooled == (64 * 64 * 2, 2 * (64 * 64 * 4 + 64 * 32 * 4))
 
