@@ -291,7 +291,14 @@ class Keeping:
         assert memory is not None
         rank, world, branch = self._ranks.rank, self._ranks.size, 0
         with self._together(f"step {step} cannot be collected"):
-            self._refuse_other_engine(memory.directory)
+            other = _kept.setdefault(memory.directory, self._engine)
+            if other is not self._engine and not states_of(other).is_closed:
+                raise CheckpointError(
+                    f"{memory.directory} keeps the steps of another engine (of"
+                    f" {type(other.module).__name__}) in memory, and of one engine alone: give"
+                    " each engine a directory of its own, or close the other one"
+                )
+            _kept[memory.directory] = self._engine
             if rank == 0:
                 branch = next_branch(self._directory, step, in_memory=True)
             part = collect(self._engine, states, extra, frozen=frozen)
@@ -314,17 +321,6 @@ class Keeping:
         if memory.copies is not None:
             self._send(memory, memory.copies, slot, note)
         memory.finish()
-
-    def _refuse_other_engine(self, directory: str) -> None:
-        """Raise CheckpointError where this step would take the place of another engine's."""
-        other = _kept.setdefault(directory, self._engine)
-        if other is not self._engine and not states_of(other).is_closed:
-            raise CheckpointError(
-                f"{directory} keeps the steps of another engine (of"
-                f" {type(other.module).__name__}) in memory, and of one engine alone: give each"
-                " engine a directory of its own, or close the other one"
-            )
-        _kept[directory] = self._engine
 
     def close(self) -> None:
         """Close our descriptors and connections; what is kept stays with the launcher."""

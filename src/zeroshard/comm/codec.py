@@ -229,7 +229,11 @@ class Codec(ABC):
         direct = source.dtype == torch.float32
         torch.abs(source, out=values) if direct else values.copy_(source).abs_()
         amax = torch.amax(values, dim=1, keepdim=True)  # NaN if the block has one
-        scale, broken = self._scale(amax)
+        # a GPU multiplies by the reciprocal of a scalar, which rounds differently
+        largest = torch.full_like(amax, self.largest)
+        scale = (amax / largest).clamp_(self.smallest_scale, self.largest_scale)
+        broken = ~amax.isfinite()
+        scale.masked_fill_(broken, math.nan)
         data.view(torch.float32)[:, :1].copy_(scale)
         torch.div(source, scale, out=values) if direct else values.copy_(source).div_(scale)
         packed = data[:, SCALE_BYTES:]
@@ -237,16 +241,6 @@ class Codec(ABC):
         # a question to the device would stop the stream; on the CPU it saves a pass
         if reads_wait(data) or broken.any():
             packed.masked_fill_(broken, 0)  # what NaN is as an integer differs between processors
-
-    def _scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (scales, which blocks are not finite) for `amax` [k, 1]; the scale of a block
-        that is not finite is NaN.
-        """
-        # a GPU multiplies by the reciprocal of a scalar, which rounds differently
-        largest = torch.full_like(amax, self.largest)
-        scale = (amax / largest).clamp_(self.smallest_scale, self.largest_scale)
-        broken = ~amax.isfinite()
-        return scale.masked_fill_(broken, math.nan), broken
 
     def _decode_tile(
         self, data: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor, *, add: bool
