@@ -22,7 +22,7 @@ STEPS := $(if $(filter train,$(MAKECMDGOALS)),3,2)
 
 help:
 	@echo "make train       train a GPT with ZeRO-3 on $(NPROC) processes and show it   (ARGS='--steps 100 ...')"
-	@echo "make test        lint, types, the whole quick test suite: what CI runs, 20 minutes on 2 cores   (JOBS=1: one file at a time)"
+	@echo "make test        lint, types, the whole quick test suite: what CI runs, 16 minutes on 2 cores   (JOBS=1: one file at a time)"
 	@echo "make suite       the tests alone: neither lint nor types"
 	@echo "make coverage    the same suite with coverage, which must stay at 90%: a quarter slower"
 	@echo "make test-slow   the tests that take minutes or repeat random faults, then make coverage"
