@@ -50,17 +50,6 @@ class Shared(Chain):
         )
 
 
-class Plain(nn.Module):
-    """A block whose output is that of its last layer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x)))
-
-
 class OnData(nn.Module):
     """One block runs three times, first on data, which gets no gradient; `first`: as a block,
     inside a checkpoint with the second, or its layers, one by one.
@@ -68,17 +57,18 @@ class OnData(nn.Module):
 
     def __init__(self, first: str) -> None:
         super().__init__()
-        self.block, self.head, self.first = Plain(WIDTH), nn.Linear(WIDTH, 37), first
+        # its output is that of its last layer
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.head, self.first = nn.Linear(WIDTH, 37), first
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         h = nn.functional.one_hot(x % WIDTH, WIDTH).float()
         if self.first == "checkpoint":
             h = checkpoint(lambda h: self.block(self.block(h)), h, use_reentrant=False)
         else:
-            layers = [self.block.up, nn.Tanh(), self.block.down]
-            if self.first == "layers and a function":
-                layers.append(nn.Tanh())
-            h = self.block(self.block(h) if self.first == "block" else nn.Sequential(*layers)(h))
+            for layer in [self.block] if self.first == "block" else self.block:
+                h = layer(h)
+            h = self.block(torch.tanh(h) if self.first == "layers and a function" else h)
         return nn.functional.cross_entropy(self.head(self.block(h)).flatten(0, 1), y.flatten())
 
 
@@ -126,7 +116,7 @@ CASES = {
     "one module in several places": Case(seeded(Shared, Twice), simple),
     **{
         f"one module on data and again, {first}": Case(
-            seeded(OnData, first), simple, options={"units": [Plain]}
+            seeded(OnData, first), simple, options={"units": [nn.Sequential]}
         )
         for first in ("block", "checkpoint", "layers", "layers and a function")
     },

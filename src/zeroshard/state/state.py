@@ -112,9 +112,9 @@ class State:
         # whether all of it is one device tensor: `whole`
         self.on_device = self.tensor is not None and len(parts) == 1
         # whether any of it rests on another tier than the device
-        self.rests_elsewhere = False
-        for part in parts:
-            self.rests_elsewhere = self.rests_elsewhere or part.tier is not Tier.DEVICE
+        self.rests_elsewhere = not self.on_device and any(
+            part.tier is not Tier.DEVICE for part in parts
+        )
 
     @property
     def split(self) -> int:
