@@ -51,8 +51,7 @@ from zeroshard.checkpoint.step_reader import Match, StepReader, Wanted
 from zeroshard.checkpoint.steps import list_steps, remember_steps, saved_order
 from zeroshard.checkpoint.values import common_part, decode
 from zeroshard.core.boxes import Span
-from zeroshard.core.part import Part
-from zeroshard.core.placement import Tier
+from zeroshard.core.placement import Part, Tier
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
 from zeroshard.optim.copies import fitted_state, state_after_trial
 from zeroshard.optim.shards import ParamShard

@@ -38,7 +38,7 @@ from zeroshard.checkpoint.shard_files import WRITTEN_BY, Stored, as_bytes, dtype
 from zeroshard.checkpoint.values import decode, encode, no_tensors
 from zeroshard.core.boxes import Box, box_of, overlap
 from zeroshard.core.layout import Range
-from zeroshard.core.part import Part
+from zeroshard.core.placement import Part
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.elementwise import KEPT_STATES
 from zeroshard.optim.shards import ParamShard

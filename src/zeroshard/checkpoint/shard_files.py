@@ -45,7 +45,7 @@ from zeroshard.checkpoint.steps import (
     sync_directory,
 )
 from zeroshard.core.boxes import Shared, Span, common, dense_stride, part_at
-from zeroshard.core.part import Part
+from zeroshard.core.placement import Part
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.memory import Pages
 

@@ -20,12 +20,11 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from zeroshard.config.option_sections import Comm, LossScale, Offload, State, Strict, one_line
 from zeroshard.config.strict_json import nearest, parse_json, read_json
-from zeroshard.core.gradient_budget import budget_bytes
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
 from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
 from zeroshard.core.shares import check_batch_shares, check_shares, split_batch, unequal
-from zeroshard.core.sizes import any_of
+from zeroshard.core.sizes import any_of, budget_bytes
 from zeroshard.core.tree import Tree, deal
 from zeroshard.core.wire import CODEC_BITS
 from zeroshard.errors import ConfigError

@@ -1,5 +1,5 @@
-"""Elements that two parts of a parameter (core/part.py) share, and moves between two layouts of the
-same elements: pure arithmetic.
+"""Elements that two parts of a parameter (core/placement.py) share, and moves between two layouts
+of the same elements: pure arithmetic.
 
 A rank's shard is a range of its flattened part, a box, and so no box itself. But it consists of at
 most ``2 * dims - 1`` boxes (the rest of a row, whole rows, the begin of a row), and two boxes meet
@@ -22,7 +22,7 @@ from itertools import pairwise
 from math import prod
 
 from zeroshard.core.layout import Range
-from zeroshard.core.part import Part
+from zeroshard.core.placement import Part
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) in each dimension
 

@@ -50,7 +50,7 @@ from zeroshard.checkpoint.shard_files import (
 from zeroshard.checkpoint.steps import StepFiles
 from zeroshard.checkpoint.values import decode
 from zeroshard.core.boxes import Span, part_at
-from zeroshard.core.part import Part
+from zeroshard.core.placement import Part
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.system.safe_files import NotReadable, from_json, read_file
 

@@ -36,7 +36,7 @@ from zeroshard.checkpoint.rank_part import (
 )
 from zeroshard.checkpoint.shard_files import copy_common
 from zeroshard.core.boxes import Span
-from zeroshard.core.part import Part
+from zeroshard.core.placement import Part
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.nn.deferred import allocate
 from zeroshard.runtime.engine import Engine, states_of

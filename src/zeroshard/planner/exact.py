@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
-from zeroshard.core.gradient_budget import UnitGradient, resting_whole
 from zeroshard.core.layout import ALIGN, Layout, Piece
 from zeroshard.core.placement import Cell, Cells, Mesh, Portion, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.resting import AtRest, is_weight, num_shared, splits
 from zeroshard.core.route import Axis, Kind, Route, Routes, routes
 from zeroshard.core.shares import Dealer, Shares
+from zeroshard.core.sizes import UnitGradient, resting_whole
 from zeroshard.core.tree import Deal
 from zeroshard.core.wire import Formats, LinkBytes, Wire, reduce_scatter
 from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
@@ -523,7 +523,7 @@ def _bytes(numel: int, wire: Wire) -> int:
 
 
 # ------------------------------------------------------------ gradients whole between micro-batches
-# The choice of units whose gradients stay whole is the engine's (core/gradient_budget.py), from the
+# The choice of units whose gradients stay whole is the engine's (core/sizes.py), from the
 # bytes of each; the row then has cells of single units, which everything else reads.
 
 

@@ -1,6 +1,6 @@
 """Jobs on lanes: an event-driven schedule of one rank's step, or of all ranks of a pipeline.
 
-A lane of a rank (core/route/hop.py: Lane, and those that send to other stages) runs its jobs one
+A lane of a rank (core/work.py: Lane, and those that send to other stages) runs its jobs one
 after another in the order in which they were enqueued, as a stream does. A job starts when it is
 the first of its lane, everything that it needs is over, and the resources of its rank that it takes
 are free: links, the disk, and, where the device is the host itself, its cores. Of two jobs that

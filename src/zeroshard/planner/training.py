@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zeroshard.core.gradient_budget import budget_bytes
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.policy import Policy
-from zeroshard.core.sizes import any_of
+from zeroshard.core.sizes import any_of, budget_bytes
 from zeroshard.core.tree import Deal, Tree, deal
 from zeroshard.core.wire import CODEC_BITS, Formats
 from zeroshard.errors import ConfigError

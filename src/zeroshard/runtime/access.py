@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.ranks import MeshRanks, Ranks
-from zeroshard.core.part import Part
-from zeroshard.core.placement import Tier
+from zeroshard.core.placement import Part, Tier
 from zeroshard.core.tree import Tree
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.memory import Trimmer

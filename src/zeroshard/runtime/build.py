@@ -17,11 +17,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zeroshard.core.gradient_budget import UnitGradient
 from zeroshard.core.placement import Cell, Cells, Mesh, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.core.resting import AtRest, is_weight
 from zeroshard.core.shares import Dealer
+from zeroshard.core.sizes import UnitGradient
 from zeroshard.memory import return_freed_memory
 from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.context import Context, Dtypes, SegmentPlan

@@ -23,8 +23,7 @@ from zeroshard.comm.quantized import Codecs
 from zeroshard.comm.ranks import AlongAxes, MeshRanks
 from zeroshard.comm.transport import Transport
 from zeroshard.core.layout import ALIGN, Layout
-from zeroshard.core.part import Part
-from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
+from zeroshard.core.placement import Cell, Cells, Mesh, Part, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
 from zeroshard.core.resting import splits

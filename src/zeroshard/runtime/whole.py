@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 from zeroshard.comm.ranks import AlongAxes
 from zeroshard.core.digest import digest_of
-from zeroshard.core.part import Part
+from zeroshard.core.placement import Part
 from zeroshard.core.residency import UnitState, Use
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.context import Context

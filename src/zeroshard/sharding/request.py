@@ -13,10 +13,10 @@ from torch import nn
 from zeroshard.comm.device_mesh import MeshAxes
 from zeroshard.comm.ranks import Meeting
 from zeroshard.config import AUTO, Config
-from zeroshard.core.gradient_budget import least_budget, resting_whole
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import Policy
 from zeroshard.core.shares import Dealer, Shares, shares_of
+from zeroshard.core.sizes import least_budget, resting_whole
 from zeroshard.errors import ConfigError
 from zeroshard.nn.deferred import (
     fingerprint_of,

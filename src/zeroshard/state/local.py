@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import nn
 
-from zeroshard.core.part import Part
+from zeroshard.core.placement import Part
 from zeroshard.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -26,9 +26,8 @@ from typing import Literal, Protocol
 import torch
 
 from zeroshard.core.placement import Tier
-from zeroshard.core.route.hop import Kind
 from zeroshard.core.wire import BlockCodec
-from zeroshard.core.work import DoneWork, Operation, Probe, Work
+from zeroshard.core.work import DoneWork, Kind, Operation, Probe, Work
 from zeroshard.memory import Mark, MemoryCounter, has_streams, note_copy
 
 

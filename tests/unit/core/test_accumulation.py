@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.core.gradient_budget import UnitGradient, least_budget, resting_whole
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import ROWS, Policy
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.core.route import Route
+from zeroshard.core.sizes import UnitGradient, least_budget, resting_whole
 from zeroshard.core.wire import Formats, Wires
 
 EXAMPLE = [

@@ -20,7 +20,7 @@ from zeroshard.core.boxes import (
     dense_stride,
     part_at,
 )
-from zeroshard.core.part import Part
+from zeroshard.core.placement import Part
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroshard.core.part import Part
+from zeroshard.core.placement import Part
 
 CUT = Part((8, 6), (4, 0), (4, 6), frozenset({"tp"}))
 

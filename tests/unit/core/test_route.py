@@ -21,7 +21,6 @@ from zeroshard.core.placement import Cell, Cells, Mesh, Portion, Scope, Tier
 from zeroshard.core.policy import ROWS, Policy, row
 from zeroshard.core.route import Kind, Place, Route, Routes, TierBytes, routes
 from zeroshard.core.route.__main__ import main
-from zeroshard.core.route.hop import Axis
 from zeroshard.core.wire import (
     CODEC_BITS,
     Formats,
@@ -32,6 +31,7 @@ from zeroshard.core.wire import (
     reduce_scatter,
     step_bytes,
 )
+from zeroshard.core.work import Axis
 
 NUMEL = 1 << 20
 MESH = Mesh(2, 4)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from tests.support.harness import run_ranks
-from zeroshard.core.part import Part
+from zeroshard.core.placement import Part
 from zeroshard.errors import ConfigError
 from zeroshard.state.local import (
     gradient_taker,

@@ -24,8 +24,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from zeroshard.core.placement import Cell, Cells, Mesh, Portion, Scope, Tier
-from zeroshard.core.route.hop import Axis, Hop, Kind, Lane, Place, TierBytes, When
 from zeroshard.core.wire import Formats, LinkBytes, Wire, cheapest
+from zeroshard.core.work import Axis, Hop, Kind, Lane, Place, TierBytes, When
 
 __all__ = [
     "Axis",
