@@ -57,7 +57,7 @@ POOLS = (
 FAILS_ON_ALL = (
     "comm/ranks.py Ranks.agree",
     "comm/ranks.py Ranks.together",
-    "comm/hand_over.py HandOver.meet",
+    "comm/groups.py HandOver.meet",
     "runtime/context.py Faults.agree",
     "runtime/context.py Faults.noted",
     "runtime/context.py Faults.together",

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.plain import on_cpu, ranks_through
+from zeroshard.comm.groups import on_cpu, ranks_through
 from zeroshard.comm.select import has_native
 from zeroshard.memory import synchronize
 from zeroshard.system.device import Device

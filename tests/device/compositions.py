@@ -21,7 +21,7 @@ from tests.support.experts import NUM_EXPERTS, Mixture, Stacked, local_part, who
 from tests.support.programs import Program, Trained, _on_host
 from tests.support.training import VOCABULARY, Run, final_state, take_steps, two_groups
 from zeroshard.checkpoint import kept
-from zeroshard.comm.plain import ranks_through
+from zeroshard.comm.groups import ranks_through
 from zeroshard.launch.elastic import KeeperServer
 
 __all__ = ["Decoded", "Divided", "Generated", "Inferred", "Kept", "Left", "Shrunk", "shared_folder"]

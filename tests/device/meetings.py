@@ -16,8 +16,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from zeroshard.comm.groups import gather_bytes
 from zeroshard.comm.native_transport import NativeTransport
-from zeroshard.comm.plain import gather_bytes
 from zeroshard.runtime.streams import AcceleratorStreams
 
 __all__ = ["Call", "meeting", "strayed", "unmet"]

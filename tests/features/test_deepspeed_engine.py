@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zeroshard as zs
 from tests.support.harness import PLAIN, run_ranks
 from tests.support.training import Net, batch, make_model
-from zeroshard.comm.plain import on_cpu
+from zeroshard.comm.groups import on_cpu
 from zeroshard.deepspeed import held_parameters as states
 from zeroshard.deepspeed import (
     helpers,

@@ -27,7 +27,7 @@ from tests.support.broken_storage import Broken, patched
 from tests.support.harness import ROOT, run_ranks, spawn_ranks
 from tests.support.repartitions import Trained, loaded, made, rests
 from tests.support.training import batch, make_model
-from zeroshard.comm.hand_over import HandOver
+from zeroshard.comm.groups import HandOver
 from zeroshard.runtime.engine import parts_of
 from zeroshard.runtime.relayout import Move
 

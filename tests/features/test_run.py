@@ -361,7 +361,7 @@ def test_when_all_ranks_hang_the_job_ends_with_the_stacks_of_every_rank(launch: 
 
 
 BEATING = """
-from zeroshard.comm.launched import heartbeat
+from zeroshard.comm.job import heartbeat
 beat = heartbeat()
 beat()
 (here / f"beats-{rank}").touch()

@@ -257,8 +257,8 @@ def _drop_groups() -> None:
     if dist.is_initialized() and len(dist.distributed_c10d._world.pg_map) > 1:
         if "torch.distributed.tensor" in sys.modules:
             _clear_caches_of_dtensor()
-        plain = sys.modules.get("zeroshard.comm.plain")  # which has a group beside one of no CPU
-        kept = {dist.group.WORLD, *(plain._beside.values() if plain else ())}
+        made = sys.modules.get("zeroshard.comm.groups")  # which has a group beside one of no CPU
+        kept = {dist.group.WORLD, *(made._beside.values() if made else ())}
         for group in list(dist.distributed_c10d._world.pg_map):
             if group not in kept:
                 dist.destroy_process_group(group)

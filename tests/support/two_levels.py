@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.comm.levels import Levels, ReadyHop, Start
-from zeroshard.comm.private_window import PrivateWindow
+from zeroshard.comm.levels import Levels, PrivateWindow, ReadyHop, Start
 from zeroshard.comm.transport import ReduceRequest, Window
 from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range

@@ -42,7 +42,7 @@ from zeroshard.checkpoint.shard_files import write_shard
 from zeroshard.checkpoint.steps import os_errors, saved_order
 from zeroshard.comm import memfd
 from zeroshard.comm.groups import make_group
-from zeroshard.comm.launched import keeper_address
+from zeroshard.comm.job import keeper_address
 from zeroshard.comm.ranks import Meeting, MeshRanks
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.runtime.engine import Engine, states_of

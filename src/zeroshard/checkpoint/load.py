@@ -55,7 +55,7 @@ from zeroshard.core.placement import Part, Tier
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
 from zeroshard.optim.copies import fitted_state, state_after_trial
 from zeroshard.optim.shards import ParamShard
-from zeroshard.runtime.curve import curve_of, departures
+from zeroshard.runtime.access import curve_of, departures
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece, states_of
 from zeroshard.runtime.whole import saved_names

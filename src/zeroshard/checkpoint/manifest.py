@@ -230,7 +230,7 @@ class Manifest:
     chunk_bytes: _Positive = CHUNK_BYTES
     # where each rank was along the axes of the mesh; () where all were data parallel
     places: _List[_Text] = ()
-    # of a run with leaves: what its bits depend on (runtime/curve.py)
+    # of a run with leaves: what its bits depend on (runtime/access.py)
     curve: dict[_Text, _Text] = field(default_factory=dict)
     model_config: _Text = ""  # of a Transformers model: the text of its config.json
     # how often the run had gone back below a step that was there: of two steps, that of the later

@@ -42,7 +42,7 @@ from zeroshard.core.placement import Part
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.elementwise import KEPT_STATES
 from zeroshard.optim.shards import ParamShard
-from zeroshard.runtime.curve import curve_of
+from zeroshard.runtime.access import curve_of
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece, states_of
 from zeroshard.runtime.units import OwnMeshes, matching

@@ -16,8 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.groups import make_group
-from zeroshard.comm.plain import GroupRanks, ranks_through
+from zeroshard.comm.groups import GroupRanks, make_group, ranks_through
 from zeroshard.comm.ranks import AlongAxes, Ranks
 from zeroshard.core.dims import Dims, Holders, shared_dims
 from zeroshard.errors import ConfigError

@@ -25,13 +25,14 @@ import logging
 import os
 import socket
 import sys
+import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from threading import Event, Thread
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -39,8 +40,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from zeroshard.comm.cpu.rendezvous import boot_id
 from zeroshard.comm.groups import connected
-from zeroshard.comm.launched import meeting_file
-from zeroshard.errors import ConfigError, PeerLostError, StallError
+from zeroshard.errors import ConfigError, PeerLostError, StallError, ZeroshardError
 from zeroshard.system.device import Device, all_devices
 from zeroshard.system.tasks import rank_variables
 from zeroshard.system.this_host import interface_towards, raise_file_limit
@@ -303,3 +303,56 @@ def _leave(group: dist.ProcessGroup, store: Any, device: torch.device | None, pi
         except RuntimeError:  # they go on, have failed, or whoever held the store is gone
             return
     dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------- the launcher
+# The launcher as a rank sees it: where the ranks of this host meet, the rank's heartbeat, and the
+# report of a failure that its program cannot raise.
+#
+# ``zeroshard run`` starts each rank through ``launch/worker.py``, which leaves itself in
+# ``sys.modules`` under `LAUNCHER` (children of the rank would inherit an environment variable).
+# Under another launcher there is nothing.
+
+
+LAUNCHER = "zeroshard_launched"
+
+
+def _launcher() -> Any:
+    return sys.modules.get(LAUNCHER)
+
+
+def meeting_file() -> str | None:
+    """Return the path of a new private file for a FileStore of all ranks, or None.
+
+    The n-th call on a rank gives the file of the n-th call on the others.
+    """
+    launcher = _launcher()
+    return None if launcher is None else launcher.meeting_file()
+
+
+def heartbeat() -> Callable[[], None] | None:
+    """Return a function for an engine to call on progress, None where nobody listens; it costs
+    under a microsecond.
+    """
+    launcher = _launcher()
+    return None if launcher is None else launcher.beat
+
+
+def keeper_address() -> str | None:
+    """Return where the keeper of this host is asked (keeper_client.py); None: it has none."""
+    launcher = _launcher()
+    return None if launcher is None else launcher.keeper_address()
+
+
+def end_process(error: ZeroshardError) -> NoReturn:
+    """End this process with the exit code of `error`, which its main thread cannot raise: it waits
+    for what never comes. Nothing is torn down.
+    """
+    launcher = _launcher()
+    if launcher is not None:
+        launcher.report(error)
+    else:
+        sys.stderr.write("".join(traceback.format_exception(error)))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(error.exit_code)

@@ -15,7 +15,7 @@ runtime/flight.py) says so with `follow`, and is served by every wait of the pro
 level starts as soon as the first has ended. Invariant: operations of one key do not overlap, so
 that each level meets its peers by key. Cost beyond a flat exchange: a column of fp32 per reduce
 under way, a copy of the column inside the node. It allocates no memory that peers map: weights rest
-privately.
+in a `PrivateWindow`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import (
     CommSpec,
     ReduceRequest,
@@ -45,7 +44,64 @@ from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.route import Axis
 from zeroshard.core.wire import all_gather, goes_deep
 from zeroshard.core.work import Operation
+from zeroshard.errors import StateError
 from zeroshard.memory import Pool
+
+
+def private(
+    ranges: Sequence[Range],
+    rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    replicated: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return zeros for the whole buffer where it rests `replicated`, and for `rank`'s slice of
+    it.
+    """
+    start, stop = ranges[rank]
+    if not replicated:
+        return None, torch.zeros(stop - start, dtype=dtype, device=device)
+    full = torch.zeros(end_of(ranges), dtype=dtype, device=device)
+    return full, full[start:stop]
+
+
+class PrivateWindow:
+    """One slice per rank, on `device`. Not mapped by peers; gather() is an all-gather."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        key: str,
+        ranges: Sequence[Range],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        replicated: bool,
+        aliased: bool = False,
+    ) -> None:
+        self.key = key
+        self.ranges = tuple(ranges)
+        self.aliased = aliased
+        self.full, self.local = private(
+            self.ranges, transport.rank, dtype, device, replicated=replicated
+        )
+        self._transport = transport
+
+    def gather(self, out: torch.Tensor | None = None) -> Work:
+        target = self.full if out is None else out
+        if target is None:
+            raise StateError(f"window {self.key} rests sharded: gather needs `out`")
+        return self._transport.all_gather(self.key, self.local, self.ranges, target)
+
+    def publish(self) -> None: ...
+
+    def close(self) -> None:
+        self.full, self.local = None, torch.empty(0)
+
+
+# ------------------------------------------------------------------------ collectives by their axis
+
 
 Start = Callable[[], Work | None]  # None: nothing is left to wait for
 

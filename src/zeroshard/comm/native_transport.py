@@ -47,8 +47,8 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from zeroshard.comm.compat import group_all_gather, group_reduce_scatter, has_timed_out
 from zeroshard.comm.cpu.control import PeerControl, StallWatch
 from zeroshard.comm.groups import make_group
+from zeroshard.comm.levels import PrivateWindow
 from zeroshard.comm.ordered import sum_parts
-from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import CommSpec, ReduceRequest, Work
 from zeroshard.core.digest import Digest, holders
 from zeroshard.core.layout import Range, end_of

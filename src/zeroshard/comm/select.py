@@ -2,7 +2,9 @@
 backends and devices.
 
 Invariant: decided from what is the same on every rank. It does not downgrade silently: what was
-asked for by name is made or refused.
+asked for by name is made or refused. A world of one has `OneProcess`: its windows are whole
+already, and a reduce is a cast; the bits are those of one rank's part of any other transport, and
+`traffic` counts calls under the link class "local", without bytes.
 """
 
 from __future__ import annotations
@@ -23,20 +25,106 @@ from zeroshard.comm.cpu.control import PeerControl, every
 from zeroshard.comm.cpu.gloo_peers import Connections, Subgroup, notices_of
 from zeroshard.comm.cpu.rendezvous import HostGroups, find_hosts
 from zeroshard.comm.cpu.windows import Windows
-from zeroshard.comm.groups import connected, job_timeout, make_group, timeout_of
+from zeroshard.comm.groups import connected, gather_bytes, job_timeout, make_group, timeout_of
 from zeroshard.comm.job import Seat, choose_interface, same_device
-from zeroshard.comm.levels import Levels
+from zeroshard.comm.levels import Levels, PrivateWindow
 from zeroshard.comm.native_transport import NativeTransport
-from zeroshard.comm.one_process import OneProcess
-from zeroshard.comm.plain import gather_bytes
-from zeroshard.comm.ranks import AlongAxes
-from zeroshard.comm.transport import CommSpec, Traffic, Transport
+from zeroshard.comm.ordered import sum_parts
+from zeroshard.comm.ranks import AlongAxes, Ranks
+from zeroshard.comm.transport import CommSpec, DoneWork, ReduceRequest, Traffic, Transport, Work
 from zeroshard.core.digest import Digest
+from zeroshard.core.layout import Range
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.wire import all_gather, goes_deep, reduce_scatter
 from zeroshard.errors import ConfigError
+from zeroshard.memory import Pool
 from zeroshard.system.device import Device
 from zeroshard.system.this_host import raise_file_limit
+
+
+class OneProcess:
+    """A Transport without peers."""
+
+    def __init__(self, spec: CommSpec, traffic: Traffic | None = None) -> None:
+        self.name = "one_process"
+        self.rank = 0
+        self.size = 1
+        self.one_sided = True
+        self.keyed = True
+        self.traffic = Traffic() if traffic is None else traffic
+        self.control = Ranks()
+        self._pool = Pool(spec.pool_bytes)
+
+    def window(
+        self,
+        key: str,
+        ranges: Sequence[Range],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        replicated: bool,
+    ) -> PrivateWindow:
+        assert len(ranges) == 1, (key, ranges)
+        return PrivateWindow(self, key, ranges, dtype, device, replicated=True, aliased=True)
+
+    def register(self, key: str) -> None: ...
+
+    def grad_buffer(
+        self, key: str, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self._pool.take(numel, dtype, device)
+
+    def return_buffer(self, buffer: torch.Tensor) -> None:
+        self._pool.give(buffer)
+
+    def reduce(
+        self,
+        request: ReduceRequest,
+        buffer: torch.Tensor | None,
+        out: torch.Tensor,
+        *,
+        accumulate: bool,
+    ) -> Work:
+        sum_parts(
+            [buffer],
+            out,
+            codec=request.codec,
+            node_size=None,
+            accumulate=accumulate,
+            sums=request.sums,
+        )
+        self.traffic.add("reduce_scatter", "local", 0)
+        if buffer is not None:
+            self._pool.give(buffer)
+        return DoneWork()
+
+    def all_gather(
+        self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
+    ) -> Work:
+        if out.data_ptr() != local.data_ptr():
+            out.copy_(local)
+        self.traffic.add("all_gather", "local", 0)
+        return DoneWork()
+
+    def begin_write(self) -> None: ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        assert source == 0, source
+
+    def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None: ...
+
+    def progress(self) -> None: ...
+
+    def give_up(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def close(self) -> None:
+        self._pool.clear()
+
+
+# ------------------------------------------------------------------------------------ several ranks
+
 
 _logger = logging.getLogger(__name__)
 

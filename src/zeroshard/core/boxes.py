@@ -244,7 +244,7 @@ def dense_stride(like: Sequence[int], sizes: Sequence[int], of: Sequence[int]) -
 #     sent              0 -> 0, 0 -> 1        1 -> 1, 1 -> 2
 #
 # Invariant: every element that one rank holds comes to each rank that wants it, once; both ends
-# name their sends in the same order. Cost: the ranks, once. comm/hand_over.py moves the bytes.
+# name their sends in the same order. Cost: the ranks, once. comm/groups.py moves the bytes.
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import zeroshard as zs
-from zeroshard.comm.plain import ranks_through
+from zeroshard.comm.groups import ranks_through
 from zeroshard.config.strict_json import parse_json
 from zeroshard.deepspeed import comm, held_parameters
 from zeroshard.deepspeed.answers import Client, as_config_error, complete_batch

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import zeroshard as zs
-from zeroshard.comm.plain import on_cpu, ranks_through
+from zeroshard.comm.groups import on_cpu, ranks_through
 from zeroshard.core.digest import digest_of
 from zeroshard.deepspeed import comm
 from zeroshard.deepspeed.held_parameters import (

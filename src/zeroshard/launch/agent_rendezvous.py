@@ -7,7 +7,7 @@ one of them. Here there is one TCP store, at one address where that is possible
     one host        on loopback, for ``init_process_group()`` (MASTER_ADDR, MASTER_PORT); a new one
                     for each start of the group. The agent keeps its own state in memory, and
                     ``zeroshard.init_distributed()`` uses a file in the launcher's private directory
-                    instead (``comm/launched.py``).
+                    instead (``comm/job.py``).
     several hosts   kept by the launcher of the first host; those of the others and all ranks
                     connect to it. Ranks are numbered host by host. The group starts once.
 

@@ -10,7 +10,7 @@ per rank. It
   with the exception's exit code;
 5. announces a script that ends well, too: the others may still wait for this rank.
 
-It keeps a file with the time of the rank's last heartbeat (``comm/launched.py``), and writes the
+It keeps a file with the time of the rank's last heartbeat (``comm/job.py``), and writes the
 stacks of all threads to another on `STACKS_SIGNAL`. The launcher prints the traceback, last.
 
 Invariant: an end is announced *before* anything is torn down, so its time is earlier than that of
@@ -48,7 +48,7 @@ KEEPER = "ZEROSHARD_RUN_KEEPER"
 AS_DEEPSPEED = "ZEROSHARD_RUN_AS_DEEPSPEED"
 LOCAL_RANK = "ZEROSHARD_RUN_LOCAL_RANK"
 BIND_CORES = "ZEROSHARD_RUN_BIND_CORES"
-MODULE = "zeroshard_launched"  # as comm/launched.py looks for it
+MODULE = "zeroshard_launched"  # as comm/job.py looks for it
 PR_SET_PDEATHSIG = 1
 STACKS_SIGNAL = signal.SIGRTMIN + 9  # no user's, no library's that we know of
 TIME = struct.Struct("<d")  # CLOCK_MONOTONIC; 0: no heartbeat yet
@@ -111,7 +111,7 @@ def main(argv: list[str]) -> None:
 
 
 class _Launched:
-    """The rank's view of its launcher, for comm/launched.py."""
+    """The rank's view of its launcher, for comm/job.py."""
 
     directory = ""
     meeting: str | None = None
@@ -122,7 +122,7 @@ class _Launched:
 
 
 def meeting_file() -> str | None:
-    """See comm/launched.py."""
+    """See comm/job.py."""
     if _Launched.meeting is None:
         return None
     _Launched.num_meetings += 1
@@ -130,7 +130,7 @@ def meeting_file() -> str | None:
 
 
 def keeper_address() -> str | None:
-    """See comm/launched.py."""
+    """See comm/job.py."""
     return _Launched.keeper
 
 

@@ -6,7 +6,7 @@
                                                              inputs on another tier
                                                              (checkpointing.py)
 
-Deferred initialisation (deferred.py, hollow.py, tape.py) is offered as
+Deferred initialisation (deferred.py, hollow.py) is offered as
 ``zs.deferred_init`` and ``zs.materialize``; ``zs.nn.is_deferred`` says what has no memory yet.
 """
 

@@ -6,7 +6,7 @@
 
 Inside the block every operation of this thread passes through the recorder (nn/deferred.py). New
 tensors of 64 KiB or more become hollow (nn/hollow.py), and operations on them go on a tape
-(nn/tape.py). Small tensors are real, so most code that looks at values simply runs. A random
+(nn/hollow.py). Small tensors are real, so most code that looks at values simply runs. A random
 operation runs on a temporary, so that the generator advances, and again from the generator's old
 state when the tensor is filled.
 
@@ -34,7 +34,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard.errors import ConfigError
 from zeroshard.memory import return_freed_memory, storage_of
 from zeroshard.nn.hollow import (
+    Constant,
+    Entry,
     HollowRecord,
+    Seeded,
+    TapeCell,
+    TapePlace,
     adopt_all,
     end_recording,
     fill,
@@ -42,17 +47,10 @@ from zeroshard.nn.hollow import (
     fingerprint_of,
     hollow_out,
     inflated,
-    place_of,
-    record_of,
-)
-from zeroshard.nn.tape import (
-    Constant,
-    Entry,
-    Seeded,
-    TapeCell,
-    TapePlace,
     leaves,
     map_leaves,
+    place_of,
+    record_of,
     replay,
 )
 from zeroshard.system.device import Device

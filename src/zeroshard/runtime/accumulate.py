@@ -44,9 +44,8 @@ from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import is_checkpointed
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.hooks import Hooks
-from zeroshard.runtime.leaf_loop import Draws, LeafLoop
-from zeroshard.runtime.leaves import Leaves
-from zeroshard.runtime.micro_batches import Autocast, MicroBatch, this_micro_batch
+from zeroshard.runtime.join import Draws, LeafLoop
+from zeroshard.runtime.leaves import Autocast, Leaves, MicroBatch, this_micro_batch
 from zeroshard.runtime.shelf import RestPlace, Shelf
 from zeroshard.runtime.trainable import Trained
 from zeroshard.runtime.trees import is_cache, tensors_within

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.cpu.control import PeerControl
-from zeroshard.comm.launched import heartbeat
+from zeroshard.comm.job import heartbeat
 from zeroshard.core.digest import Digest, describe_unlike, first_unlike
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision

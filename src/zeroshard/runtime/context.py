@@ -35,9 +35,8 @@ from zeroshard.memory import MemoryCounter, Trimmer
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.streams import Streams
-from zeroshard.state.full import memory_stride
 from zeroshard.state.local import local_of, part_of
-from zeroshard.state.state import DeviceMemory, State
+from zeroshard.state.state import DeviceMemory, State, memory_stride
 from zeroshard.tier.store import Direct, Link, Store
 
 if TYPE_CHECKING:  # made in sharding/, and only handed on by this room

@@ -29,8 +29,7 @@ from operator import attrgetter
 import torch
 from xxhash import xxh3_64_intdigest
 
-from zeroshard.comm.levels import ReadyHop, Start
-from zeroshard.comm.private_window import PrivateWindow
+from zeroshard.comm.levels import PrivateWindow, ReadyHop, Start
 from zeroshard.comm.transport import Transport, Window, Work
 from zeroshard.core.digest import digest_of
 from zeroshard.core.layout import Piece, Range
@@ -43,8 +42,7 @@ from zeroshard.memory import placeholder_value, reads_wait
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.streams import Lane
-from zeroshard.state.full import FullBuffer
-from zeroshard.state.state import State
+from zeroshard.state.state import FullBuffer, State
 from zeroshard.tier.store import EncodedStorage
 
 

@@ -37,7 +37,7 @@ from zeroshard.runtime.backward import Backward, retains_graph
 from zeroshard.runtime.backward_pass import count_recomputations, is_checkpointed
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import Finalizer
-from zeroshard.runtime.micro_batches import this_micro_batch
+from zeroshard.runtime.leaves import this_micro_batch
 from zeroshard.runtime.rest import Rest
 from zeroshard.runtime.trees import tensors_within
 from zeroshard.runtime.unit import Unit

@@ -3,7 +3,7 @@ tiers, other shares, other ranks.
 
     old layout     master | moments        of segment 0, then of segment 1, ...
         each rank reads its own share      every element is one rank's (core/layout.py: ranges)
-        it goes to the ranks that want it  comm/hand_over.py
+        it goes to the ranks that want it  comm/groups.py
         its memory is given back
     new layout     weights, master | moments      built as shard() builds it (build.py), with these
                                                   values
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.comm.hand_over import HandOver
+from zeroshard.comm.groups import HandOver
 from zeroshard.comm.levels import Transports
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Cells

@@ -24,8 +24,7 @@ from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.context import SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.parameters import Parameters
-from zeroshard.state.full import flatten
-from zeroshard.state.state import DeviceMemory, State
+from zeroshard.state.state import DeviceMemory, State, flatten
 from zeroshard.tier.store import Store
 
 _TILE = 1 << 20  # elements that pass from one tier to another at a time

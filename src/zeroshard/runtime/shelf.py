@@ -39,7 +39,7 @@ from zeroshard.core.work import Work
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.streams import Streams, make_streams
-from zeroshard.state.full import flatten, memory_stride
+from zeroshard.state.state import flatten, memory_stride
 from zeroshard.tier.store import Storage, Store
 from zeroshard.tier.stores import make_store, tier_named
 

@@ -224,7 +224,7 @@ def _tile(segment: Segment, stepped: SteppedSegment, span: Range, method: StepMe
 # after another. Elements count from the start of the flat buffer, which is the same in every
 # layout::
 #
-#     a repartition (relayout.py)            read    drop    comm/hand_over.py    write
+#     a repartition (relayout.py)            read    drop    comm/groups.py    write
 #     a fraction that moves (step_tiles.py)  read    drop                         write
 #
 # Invariant: what is read is what is written, bit for bit; a state is not read once it is dropped.

@@ -46,10 +46,9 @@ from zeroshard.core.resting import tiles
 from zeroshard.core.sliced_digest import MASK, BlockTotals, digest_at, place_of, whole_digest
 from zeroshard.core.trail import FORMAT, REPLAY_FILE, REPLAY_VARIABLE, Replay
 from zeroshard.errors import ConfigError, StorageError
-from zeroshard.runtime.access import StateAccess
+from zeroshard.runtime.access import StateAccess, curve_of, kernels_of
 from zeroshard.runtime.backward_pass import is_checkpointed
 from zeroshard.runtime.context import Context
-from zeroshard.runtime.curve import curve_of, kernels_of
 from zeroshard.runtime.events import StepEvents
 from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.loop import Loop

@@ -219,7 +219,7 @@ class Unit:
 
     def leave_views(self, tensor: torch.Tensor) -> None:
         """If `tensor` is a view of the gathered weights, let it keep their memory; see
-        [Note: views that leave] in state/full.py.
+        [Note: views that leave] in state/state.py.
         """
         if not self.full_bytes:
             return

@@ -3,8 +3,7 @@
     api.py       shard() itself, which makes transports, stores and the engine
     request.py   the settings asked for: read, checked and compared, in two meetings of the ranks
     checks.py    what cannot be done, refused before anything changes
-    compare.py   what the ranks say of their requests, which must be the same
-    repartition.py               the same for an engine that is there: other rows, tiers and ranks
+    repartition.py   the same for an engine that is there: other rows, tiers and ranks
 
 The folder cannot be called ``shard``: importing it would put a module in the place of the function.
 """

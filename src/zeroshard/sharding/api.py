@@ -52,9 +52,8 @@ from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.step_tiles import first_fraction
 from zeroshard.runtime.streams import make_streams
 from zeroshard.runtime.units import UnitSpec, model_of
-from zeroshard.sharding.compare import Call
 from zeroshard.sharding.repartition import Repartition
-from zeroshard.sharding.request import ShardRequest, requested
+from zeroshard.sharding.request import Call, ShardRequest, requested
 from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceMemory
 from zeroshard.system.device import Device

@@ -31,7 +31,7 @@ from zeroshard.checkpoint.rank_part import encoded_options, generators, restore_
 from zeroshard.checkpoint.save import end_saves
 from zeroshard.checkpoint.values import decode, encode
 from zeroshard.comm.device_mesh import MeshAxes, mesh_axes_of
-from zeroshard.comm.hand_over import HandOver, HandOverError
+from zeroshard.comm.groups import HandOver, HandOverError
 from zeroshard.comm.ranks import Ranks
 from zeroshard.comm.select import FIRST_STALL_TIMEOUT_S
 from zeroshard.config import AUTO, Config, build_config

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.harness import run_ranks, spawn_ranks
-from zeroshard.comm.groups import make_group
-from zeroshard.comm.plain import gather_bytes, ranks_through
+from zeroshard.comm.groups import gather_bytes, make_group, ranks_through
 from zeroshard.errors import ConfigError
 
 

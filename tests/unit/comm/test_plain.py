@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.harness import run_ranks
-from zeroshard.comm import plain
+from zeroshard.comm import groups
 from zeroshard.errors import ConfigError
 
 
@@ -16,12 +16,12 @@ def _gather_without_cpu_backend(rank: int, world: int) -> list[bytes]:
     group = dist.group.WORLD
     assert group is not None
     with mock.patch.object(dist.ProcessGroup, "_get_backend", side_effect=RuntimeError):
-        beside = plain.on_cpu(group)
+        beside = groups.on_cpu(group)
         try:
-            assert plain.on_cpu(group) is beside and beside is not group
-            return plain.gather_bytes(group, bytes([rank]) * (rank + 1))
+            assert groups.on_cpu(group) is beside and beside is not group
+            return groups.gather_bytes(group, bytes([rank]) * (rank + 1))
         finally:
-            del plain._beside[group]
+            del groups._beside[group]
             dist.destroy_process_group(beside)
 
 
@@ -35,13 +35,13 @@ def _gather_in_a_part_of_the_job(rank: int, world: int) -> list[bytes] | None:
         dist.new_group([0, 1])
         return None
     with mock.patch.object(dist.ProcessGroup, "_get_backend", side_effect=RuntimeError):
-        payloads = plain.gather_bytes(parts[0], bytes([rank]) * 3)
+        payloads = groups.gather_bytes(parts[0], bytes([rank]) * 3)
     dist.new_group([0, 1])  # rank 0 is in a group more than rank 2 from here on
     with (
         mock.patch.object(dist.ProcessGroup, "_get_backend", side_effect=RuntimeError),
         pytest.raises(ConfigError, match=r"ranks \[0, 2\] .* different numbers of groups"),
     ):
-        plain.gather_bytes(parts[1], b"")
+        groups.gather_bytes(parts[1], b"")
     return payloads
 
 

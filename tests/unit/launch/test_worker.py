@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.comm import launched
+from zeroshard.comm import job
 from zeroshard.launch import worker
 
 LOOK = """
@@ -171,7 +171,7 @@ def test_errors_of_ours_end_with_their_own_code(tmp_path: Path) -> None:
 
 def test_a_stall_that_no_program_can_raise_is_reported_by_another_thread(tmp_path: Path) -> None:
     text = (
-        "import threading, time\nfrom zeroshard.comm.launched import end_process\n"
+        "import threading, time\nfrom zeroshard.comm.job import end_process\n"
         "from zeroshard.errors import StallError\nerror = StallError('rank 1 did not come')\n"
         "threading.Thread(target=end_process, args=(error,)).start()\ntime.sleep(60)\n"
     )
@@ -251,7 +251,7 @@ def test_a_worker_whose_launcher_is_gone_does_not_start(tmp_path: Path) -> None:
 def test_the_heart_beats_in_forwards_and_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     beats: list[str] = []
     launcher = SimpleNamespace(beat=lambda: beats.append("beat"), meeting_file=lambda: None)
-    monkeypatch.setitem(sys.modules, launched.NAME, launcher)
+    monkeypatch.setitem(sys.modules, job.LAUNCHER, launcher)
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = zs.shard(model, optimizer)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from zeroshard.comm.cpu.gloo_peers import Connections, GlooPeers, Heads, Notices, Subgroup, Transfer
 from zeroshard.comm.cpu.links import Dispatcher, Links, MessageKind, framed, given_up, unframed
 from zeroshard.comm.cpu.rendezvous import HostGroups
-from zeroshard.comm.launched import end_process
+from zeroshard.comm.job import end_process
 from zeroshard.comm.ranks import Ranks
 from zeroshard.comm.transport import (
     Traffic,

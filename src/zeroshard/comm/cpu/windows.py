@@ -29,7 +29,7 @@ from zeroshard.comm import memfd
 from zeroshard.comm.cpu.control import PeerControl, PeerOperation, Plane
 from zeroshard.comm.cpu.gloo_peers import ALL_GATHER, Transfer
 from zeroshard.comm.cpu.links import Message, MessageKind
-from zeroshard.comm.private_window import private
+from zeroshard.comm.levels import private
 from zeroshard.comm.transport import Work
 from zeroshard.core.layout import Range, end_of
 from zeroshard.errors import ConfigError, StateError
