@@ -100,7 +100,7 @@ class Span:
 
     def boxes(self) -> Iterator[Box]:
         """Yield the boxes of the whole parameter that it consists of."""
-        # the dimension whose elements lie farthest apart comes first
+        # the dimension with the elements that lie farthest apart comes first
         places = zip(self.stride, self.part.sizes, range(len(self.stride)), strict=True)
         order = [dim for _, _, dim in sorted(places, key=lambda at: (-at[0], -at[1], at[2]))]
         inside = [self.part.sizes[dim] for dim in order]
@@ -222,9 +222,9 @@ def _flattened(wanted: Span, stored: Span, box: Box) -> Shared:
 
 
 def dense_stride(like: Sequence[int], sizes: Sequence[int], of: Sequence[int]) -> tuple[int, ...]:
-    """Return the stride of a dense tensor of the sizes `of` whose dimensions lie in memory as in
-    one of `sizes` with the stride `like`. Dimensions of one element have no place: row order holds
-    where it fits.
+    """Return the stride of a dense tensor of the sizes `of`; its dimensions lie in memory as in a
+    tensor of `sizes` with the stride `like`. Dimensions of one element have no place: row order
+    holds where it fits.
     """
     dims = range(len(sizes))
     counted = [dim for dim in dims if sizes[dim] != 1]

@@ -5,8 +5,8 @@ Transformer blocks have identical shapes, so two ranks that gather different lay
 without an error. So every collective folds (operation, unit, dtype, numel, step) into one number,
 which ranks compare once per step. Gathers on two-sided transports fold in order; reduces (and
 whatever may differ in order between ranks) fold as a set, and in order, too, where the transport's
-operations meet in the order in which they begin. An order is that of the collectives among the same
-ranks: those that hold other experts may run them in another one.
+operations meet in the order in which they begin. An order counts for collectives among the same
+ranks: ranks that hold other experts may run theirs in another order.
 
 Beside them stands what this rank has entered last, for the errors of stalls (comm/cpu/control.py).
 
@@ -77,8 +77,8 @@ class Digest:
         return self._asked not in (None, before)
 
     def reduced(self) -> int:
-        """Return the digest of what folds as a set, 64 bits: replicas along the mesh, whose units
-        may be of other sizes and are gathered in an order of their own, reduce the same.
+        """Return the digest of what folds as a set, 64 bits. Replicas along the mesh reduce the
+        same, though their units may be of other sizes and are gathered in an order of their own.
         """
         return (_hash(f"step {self.step}") ^ self._unordered) & _MASK
 

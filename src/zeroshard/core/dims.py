@@ -10,7 +10,7 @@ the others (docs/design/mesh.md); and the ranks that hold the same parameters.
     pp             of other parameters: they add to the norm
 
 ``shard(dp=)`` names the data parallel dimensions where they have other names; of several the first
-is that of the nodes. ``cp`` is one of them in any case. A mesh of one dimension is data parallel
+runs over nodes. ``cp`` is one of them in any case. A mesh of one dimension is data parallel
 whatever its name.
 """
 
@@ -50,8 +50,7 @@ class Dims:
         sizes: Sequence[int],
         dp: Sequence[str] | str | None = None,
     ) -> Dims:
-        """Return the dimensions of a mesh, of which `dp` are data parallel (default: those with
-        the usual names).
+        """Return the dimensions of a mesh; `dp` are data parallel (default: the usual names).
 
         Raises ConfigError for several dimensions that do not say which of them are data parallel,
         and for `dp` that the mesh does not have.
@@ -83,7 +82,7 @@ class Dims:
 
     @property
     def data(self) -> tuple[int, ...]:
-        """The data parallel dimensions: those of more than one rank, or else the first."""
+        """The data parallel dimensions of more than one rank, or else the first."""
         every = [index for index, name in enumerate(self.names) if name in self.dp]
         return tuple(index for index in every if self.sizes[index] > 1) or tuple(every[:1])
 
@@ -230,7 +229,7 @@ class Holders:
         return len(self.groups) > 1
 
     def mesh(self, whole: Mesh) -> Mesh:
-        """Return the nodes and local ranks of a group, where `whole` are those of all ranks.
+        """Return the nodes and local ranks of a group; `whole` is the mesh of all ranks.
 
         Raises ConfigError where groups lie unevenly on the nodes.
         """

@@ -16,9 +16,9 @@ contiguous, cover the buffer, and may be empty. Cost: at most ``align * (num par
 ranks)`` elements of padding.
 
 [Note: align] Vectorised kernels treat the last ``numel % vector`` elements of a tensor by another
-instruction sequence, whose rounding may differ. With every cut inside a parameter on a multiple of
-64 of its elements, those last elements are the same ones whether the parameter is stepped whole or
-in pieces, and so are the bits.
+instruction sequence, which may round differently. With every cut inside a parameter on a multiple
+of 64 of its elements, those last elements are the same ones whether the parameter is stepped whole
+or in pieces, and so are the bits.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Layout:
         return Scope.SHARD if cell.scope is Scope.NODE_SHARD and one_node else cell.scope
 
     def members(self, rank: int, scope: Scope) -> tuple[int, ...]:
-        """Return the ranks whose ranges make up `rank`'s `scope`, in buffer order."""
+        """Return the ranks that hold `rank`'s `scope` together, in buffer order."""
         if scope is Scope.SHARD:
             return (rank,)
         return self.mesh.column(rank) if scope is Scope.NODE_SHARD else self.mesh.column_order

@@ -122,7 +122,7 @@ class Order(Generic[U]):
         return None if current is None else list(current.uses) or current.last_uses
 
     def seed(self, phase: Hashable, trace: Sequence[U]) -> None:
-        """Take `trace` for that of the pass before the first."""
+        """Take `trace` for the pass before the first."""
         self._passes[phase] = _Pass(trace=list(trace), last_uses=list(trace))
 
     def record(self, phase: Hashable, unit: U) -> None:
@@ -150,7 +150,7 @@ class Order(Generic[U]):
         around: bool = False,
     ) -> list[U]:
         """Return the units to prefetch after `unit`, in the order in which they are needed;
-        `around`: after the last unit come those of a next pass like this one.
+        `around`: after the last unit come the units of a next pass like this one.
 
         `sizes` are gathered bytes. `is_live` says of a unit whether it is gathered now, as `unit`
         is (default: it alone), with `live_bytes` in all; live and predicted units together never
@@ -169,8 +169,8 @@ class Order(Generic[U]):
         )
 
     def upcoming(self, phase: Hashable, unit: U, *, around: bool = False) -> list[U]:
-        """Return the units expected after `unit` in this pass, repeats included; `around`: and
-        those of a next pass like this one, up to `unit`.
+        """Return the units expected after `unit` in this pass, repeats included; `around`: and the
+        units of a next pass like this one, up to `unit`.
         """
         start = self._after(phase, unit)
         if start is None:

@@ -12,7 +12,7 @@ and what is gathered, released and reduced between them.
     interleaved, 2 ranks of 2 stages, 4 micro-batches (stage, computation, micro-batch)
     rank 0   0F0 0F1 2F0 2F1  0F2 2B0  0F3 2B1  2F2 0B0 ...
 
-Invariant: the orders are those of torch.distributed.pipelining's schedules of these names
+Invariant: the orders equal torch.distributed.pipelining's schedules of these names
 (tests/unit/core/test_pipeline_orders.py), which knows them when it has a process group; here they
 are lists. Rank r of p has the stages r, p + r, 2p + r, ...
 """
@@ -37,7 +37,7 @@ from zeroshard.errors import ConfigError
 #     RESHARD s        release them
 #     REDUCE_GRAD s    the gradients of stage s are complete: reduce those that rest unreduced
 #
-# Names and meaning are those of torch.distributed.pipelining's action lists, whose other actions
+# Names and meaning are as in torch.distributed.pipelining's action lists; their other actions
 # (sends and receives) stay where they are. Two stages on a rank, room for one of them::
 #
 #     0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
@@ -198,7 +198,7 @@ def _positions(stages: Sequence[Collection[int]]) -> dict[int, list[int]]:
 
 
 def _next_computations(actions: Sequence[Action]) -> list[int | None]:
-    """Return for each index that of the next computation after it."""
+    """Return for each index the index of the next computation after it."""
     out: list[int | None] = [None] * len(actions)
     after: int | None = None
     for index in range(len(actions) - 1, -1, -1):

@@ -7,7 +7,7 @@ section 5). The mesh has two axes, (node, local); one node is the mesh (1, N). M
         node 0        0  1  2  3      node of rank 5:    4 5 6 7    (short links)
         node 1        4  5  6  7      column of rank 5:  1 5        (one rank per node)
 
-`Cells` are those of one unit's states; invalid cells cannot be built.
+`Cells` say where the states of one unit rest; invalid cells cannot be built.
 """
 
 from __future__ import annotations

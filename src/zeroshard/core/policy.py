@@ -74,7 +74,7 @@ class Policy:
 
     @property
     def all_cells(self) -> tuple[Cells, ...]:
-        """The default cells and those of single units."""
+        """The default cells, and the cells of single units."""
         return (self.default, *self.units.values())
 
     @property

@@ -70,7 +70,7 @@ class UnitTraits:
         reads_first: bool = False,
         spans_one_module: bool = True,
     ) -> UnitTraits:
-        """Return those of a unit whose states move between `cells`."""
+        """Return the traits of a unit with states that move between `cells`."""
         is_sharded = cells.weight.is_sharded
         return cls(
             full_bytes,

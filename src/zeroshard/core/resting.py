@@ -49,8 +49,8 @@ def num_shared(weight: AtRest, master: AtRest) -> int:
 
 
 def unit_limit(blocks: Iterable[int], parameters: Sequence[int], *, whole: bool = True) -> int:
-    """Return the most elements of a unit of leftovers: those of the largest block, of the largest
-    parameter, or an eighth of all (not `whole`: else tiles would be put together again).
+    """Return the most elements of a unit of leftovers: as many as the largest block or the largest
+    parameter has, or an eighth of all (not `whole`: else tiles would be put together again).
     """
     return max([*blocks, *parameters, sum(parameters) // 8 if whole else 0], default=0)
 

@@ -10,9 +10,9 @@ blocks so far, rounded down or up::
 
 That is the chairman assignment problem (Tijdeman, Discrete Math. 32, 1980; apportionment with
 quota, Balinski and Young, 1975). Every block of a rank has a deadline, the count of blocks by which
-its share rounded down includes it. A segment first hands out the blocks that are due, and the ones
-that are left to the ranks whose next deadline comes first. No set of blocks that respects the
-shares rounded up serves more of the deadlines to come, so that none is ever missed.
+its share rounded down includes it. A segment first hands out the blocks that are due, and then the
+others to the ranks in the order of their next deadlines. No set of blocks that respects the shares
+rounded up serves more of the deadlines to come, so that none is ever missed.
 
 Invariants (tests/unit/core/test_shares.py): dealt blocks sum to the segment's; over any run of
 segments from the first, every rank is less than one block from its share; a share of 0 gets

@@ -95,8 +95,8 @@ class UnitGradient:
 
 
 def resting_whole(units: Sequence[UnitGradient], budget: int) -> tuple[str, ...]:
-    """Return the names of the `units` (in the order of the forward) whose gradients rest whole, in
-    the order in which they were taken.
+    """Return the names of the `units` (given in the order of the forward) that keep their whole
+    gradient, in the order in which they were taken.
 
     None where `budget` holds no unit beside the shards of the others.
     """
@@ -115,5 +115,5 @@ def least_budget(units: Sequence[UnitGradient]) -> int:
 
 
 def _in_line(units: Sequence[UnitGradient]) -> list[UnitGradient]:
-    """Return those of `units` that a reduce makes smaller, in the order in which they are taken."""
+    """Return the `units` that a reduce makes smaller, in the order in which they are taken."""
     return sorted((unit for unit in reversed(units) if unit.extra > 0), key=lambda one: one.extra)

@@ -4,14 +4,14 @@ cut, and nobody gathers it.
     rank 0   a[:5]    h(a[0]) + .. + h(a[4])
     rank 1   a[5:]    h(a[5]) + .. + h(a[9])     both sums modulo 2**64: the digest of a
 
-``h`` mixes bits with their place (core/digest.py). Parameters of which one sum is formed are
-counted from places of their own (`place_of`), so that two of them in each other's place are seen.
+``h`` mixes bits with their place (core/digest.py). Where several parameters go into one sum, each
+is counted from a place of its own (`place_of`), so that two of them in each other's place are seen.
 
 Two of them, one for each cut:
 
     placed_sum    any cut: every element is mixed with its place, about 15 passes over words of 64
                   bits, 5 ns for an element on one core
-    block_total   cuts on multiples of 64 elements, as those of layouts are: the words of a block
+    block_total   cuts on multiples of 64 elements, as layouts cut: the words of a block
                   are multiplied by a key each and added, and the sum is mixed with the block's
                   place; about 0.4 ns for an element of fp32. No wait of the host for a device.
 
@@ -38,7 +38,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 MASK = (1 << 64) - 1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element
 _CACHED_WORDS = 1 << 16  # on the CPU three chunks of words stay in its caches
-_MOST_PENDING = 1 << 20  # blocks whose sums are kept before they are mixed
+_MOST_PENDING = 1 << 20  # blocks; their sums are kept before they are mixed
 
 
 def placed_sum(tensor: torch.Tensor, first: int) -> int:
@@ -194,5 +194,5 @@ def _runs(slots: tuple[Slot, ...]) -> list[tuple[int, int]]:
 
 
 def place_of(name: str) -> int:
-    """Return where the elements of a parameter are counted from: apart from those of others."""
+    """Return where the elements of a parameter are counted from: apart from other parameters."""
     return (xxhash.xxh3_64_intdigest(name.encode()) >> 32) << 24

@@ -1,7 +1,7 @@
 """The timeline of a step: events on lanes, and bytes by state over time. The simulation of a plan
 predicts them, the trace of a run measures them; one picture shows both.
 
-The lanes are those of hops (core/work.py). On "compute" stand the model's "forward" and
+The lanes are the lanes of hops (core/work.py). On "compute" stand the model's "forward" and
 "backward" by unit, the optimizer's "step", and every "wait for LANE": time in which compute had
 nothing to do until that lane was done for that unit. On the others stand hops by their kind
 ("all_gather", "read", ...) with the bytes that they move.

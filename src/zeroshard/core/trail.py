@@ -14,9 +14,9 @@ Hashes of two kinds, by phase (`PHASES`)::
     a slice     rank 0: h(a[:5])   rank 1: h(a[5:])     they add up to h(a), modulo 2**64
     a copy      rank 0: h(a)       rank 1: h(a)         each is compared
 
-Ranks of one *group* hold the slices of one whole: all ranks where a state is cut over all, those of
-a node where every node has the whole, one rank where every rank has. A replay also writes the
-hashes of the slices that the ranks of the run had, as "slices": {PHASE: {UNIT: {RANK: HASH}}}.
+Ranks of one *group* hold the slices of one whole: all ranks where a state is cut over all, the
+ranks of a node where every node has the whole, one rank where every rank has. A replay also writes
+the hashes of the slices that the ranks of the run had, as "slices": {PHASE: {UNIT: {RANK: HASH}}}.
 
 Invariant: a step counts where every rank's record of it is there.
 """
@@ -69,7 +69,7 @@ class Header:
     groups: Mapping[str, int]  # by unit: ranks of one number hold slices of one whole
     cut: str  # a hash of which rank holds which slice
     curve: Mapping[str, str]
-    # by parameter, the elements of it that the rank steps, and those whose sum it forms
+    # by parameter, the elements that the rank steps, and the elements that it sums
     stepped: Mapping[str, Range] = field(default_factory=dict)
     summed: Mapping[str, Range] = field(default_factory=dict)
 
@@ -95,7 +95,7 @@ class Header:
         )  # fmt: skip
 
     def group(self, phase: str, unit: str) -> int:
-        """Return the number of the group of ranks whose hashes of a phase add up."""
+        """Return the number of the group of ranks that hold the slices of one whole in a phase."""
         if phase == "sum":  # each rank has its own slice, in every row
             return 0
         return self.groups.get(unit, 0) if phase in SLICED else self.rank
@@ -161,7 +161,7 @@ class Trail:
                 else:
                     record = Record.parse(header, line)
                     last.setdefault(record.step, {})[header.rank] = record
-        self.steps: dict[int, list[Record]] = {}  # of which every rank's record is there
+        self.steps: dict[int, list[Record]] = {}  # with a record of every rank
         for step in sorted(last):
             world = last[step][min(last[step])].header.world
             there = [one for _, one in sorted(last[step].items()) if one.header.world == world]
@@ -246,9 +246,9 @@ class Replay:
 # that the first difference is where the fault is. A leaf's forward comes before its backward, and
 # units are in the order in which they were run.
 #
-# Ranks are blamed whose copies are not like most, and whose slices differ, where both trails cut
-# them alike or a replay has cut as the run had; a replay itself never. Where that does not tell,
-# the ranks that hold the whole together are.
+# A rank is blamed if its copy is not like most, or if its slice differs, where both trails cut
+# alike or a replay has cut as the run had; a replay itself never. Where that does not tell, the
+# ranks that hold the whole together are blamed.
 
 
 _ORDER = {name: place for place, name in enumerate(PHASES)}
@@ -374,7 +374,7 @@ def compare(
         _check_comparable(step, first.steps[step][0].header, second.steps[step][0].header)
     headers = [trail.steps[both[0]][0].header for trail in (first, second)]
     if leaf is not None and not headers[0].leaves:
-        raise ValueError("these runs have no leaves, of which one could be compared alone")
+        raise ValueError("these runs have no leaves: none can be compared alone")
     if unit is not None and unit not in headers[0].units:
         raise ValueError(f"there is no unit {unit!r}: there are {', '.join(headers[0].units)}")
     for step in both:
@@ -433,7 +433,7 @@ def _differences(
 
 
 def _in_order(keys: Iterable[_Key], units: Sequence[str]) -> list[_Key]:
-    """Return `keys` in the order of a step; those of a leaf are given in the order of its units."""
+    """Return `keys` in the order of a step; the keys of a leaf come in the order of its units."""
     order_of_units = {unit: place for place, unit in enumerate(units)}
     places: dict[str, dict[str, float]] = {}  # of units, by phase
     for phase, unit in keys:
@@ -462,7 +462,7 @@ def _suspects(
     holders: Sequence[Held], right: set[str], *, same_cut: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ranks of each run that hold something else than most holders do, or than the one
-    value that is `right`; of slices that both runs have, those whose own slice differs.
+    value that is `right`; of slices that both runs have, the ranks with a slice that differs.
     """
     counted = Counter(one.value for one in holders).most_common()
     tied = len(counted) > 1 and counted[0][1] == counted[1][1]

@@ -8,9 +8,9 @@ tree over the leaf numbers, so that the sum does not depend on who computes a le
     "3x2"      ((0+1) + (2+3)) + (4+5)              declared: three nodes of two, added in order
     "2x3"      ((0+1) + 2) + ((3+4) + 5)
 
-What arrives in leaf order is added to a binary counter: partial sums of complete subtrees, of which
-`Tree.cover` says those of any range, and `Tree.merges` which two are added next. A range of leaves
-that is one node of the tree is one partial sum, whoever computes it.
+What arrives in leaf order is added to a binary counter: partial sums of complete subtrees.
+`Tree.cover` says which subtrees make up a range, and `Tree.merges` which two are added next. A
+range of leaves that is one node of the tree is one partial sum, whoever computes it.
 
 Everything here is pure. Cost: O(depth) per question, remembered.
 """
@@ -129,8 +129,8 @@ def _expression(tree: Tree, low: int, high: int, base: int) -> Expression:
 
 @lru_cache(maxsize=1 << 10)
 def balanced(num_nodes: int, node_size: int = 1) -> Expression:
-    """Return the tree over ranks: over those of each node, and over the nodes. Where `node_size` is
-    a power of two it is that of all ranks, however they form nodes.
+    """Return the tree over ranks: over the ranks of each node, and over the nodes. Where
+    `node_size` is a power of two it is the tree over all ranks, however they form nodes.
     """
     assert num_nodes >= 1 and node_size >= 1, (num_nodes, node_size)
     if num_nodes == 1:

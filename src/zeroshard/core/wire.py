@@ -2,9 +2,9 @@
 blocks that a codec packs with one scale each (comm/codec.py encodes them; ZeRO++, arXiv 2306.10209,
 sections 3.1 and 3.3).
 
-``Wire`` is one format, ``Formats`` are those of one group of parameters. Formats are names and
-sizes, and ``BlockCodec`` is what the engine asks of a codec: nothing here encodes, and torch is not
-imported.
+``Wire`` is one format, ``Formats`` are the formats of one group of parameters. Formats are names
+and sizes, and ``BlockCodec`` is what the engine asks of a codec: nothing here encodes, and torch is
+not imported.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def reduce_scatter(
     two_level: bool,
     has: Portion | None = None,
 ) -> LinkBytes:
-    """Return the bytes that summing buffers of `whole` bytes into `target` moves to a rank that
-    is to have `has` of them (default: an equal share); `hop`: those of node sums.
+    """Return the bytes that summing buffers of `whole` bytes into `target` moves to a rank that is
+    to have `has` of them (default: an equal share); `hop`: the bytes of node sums.
 
     NODE_SHARD is the sum of one node's ranks only: a partial sum (P S).
     """
@@ -206,7 +206,7 @@ def step_bytes(
         return lowered(reduce_scatter, target, whole * wires.grad, whole * wires.hop)
 
     gathers = (gather(weight, Scope.FULL, psi) + gather(between, Scope.FULL, psi)) * micro_batches
-    # micro-batches whose sums over ranks wait for the last
+    # micro-batches that wait for the last before their sums over ranks
     held_back = micro_batches - 1 if no_sync and cells.grad.is_partial else 0
     inside = reduce(Scope.NODE_SHARD) if cells.grad.local is Placement.SHARD else LinkBytes()
     whole_sum = reduce(Scope.SHARD)
@@ -317,8 +317,8 @@ class Formats:
     ) -> Formats:
         """Return the formats of a group that computes in `compute`.
 
-        `reduce` (default: `compute`) and `accumulate` are those of ``Precision``; `weight_codec`,
-        `grad_codec` ("bf16" rounds node sums and packs nothing) and `block` those of ``Comm``;
+        `reduce` (default: `compute`) and `accumulate` are as in ``Precision``; `weight_codec`,
+        `grad_codec` ("bf16" rounds node sums and packs nothing) and `block` as in ``Comm``;
         `rests_packed`: the weights rest in `weight_codec` as well (``Comm.frozen_codec``).
         """
         gather = Wire.of(compute, weight_codec, block=block)

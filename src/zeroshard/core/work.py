@@ -197,7 +197,7 @@ def wait_on_host(work: Work) -> None:
 #     with self._probe.waiting("host", key):
 #         ...                                       # what nobody holds a Work for
 #
-# The one recording is runtime/trace.py, whose events are those of core/timeline.py. An operation is
+# The one recording is runtime/trace.py; it writes the events of core/timeline.py. An operation is
 # named by the key of its segment or of a state of it (``KEY master``); the recording knows the
 # units. Nothing here reads a clock.
 

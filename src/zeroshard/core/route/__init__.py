@@ -12,7 +12,7 @@ quantized gathers and reduces, MiCS and collectives in two levels differ by hops
 ``python -m zeroshard.core.route zero3 --nodes 2 --local 4`` prints them.
 
 Invariants (tests/unit/core/test_route.py): each hop starts where the one before ended; no hop runs
-over a single rank; the bytes of a step are those of ``cost.step_bytes``, which does not know this
+over a single rank; the bytes of a step are what ``cost.step_bytes`` says, which does not know this
 module nor this module it. docs/design/routes.md has the decisions. Nothing here moves a byte, and
 torch is not imported.
 """
@@ -93,7 +93,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Routes:
-    """Every route of one group. One that is not trained takes those of its weights alone."""
+    """Every route of one group. A group that is not trained takes the routes of its weights alone."""
 
     unshard_forward: Route
     unshard_backward: Route
@@ -136,7 +136,7 @@ def routes(
     two_level: bool | None = None,
     node_sums: bool = False,
 ) -> Routes:
-    """Return the routes of a group whose states rest as `cells` says.
+    """Return the routes of a group with states that rest as `cells` says.
 
     `two_level` False runs collectives over all ranks at once, True between nodes and inside them in
     turn, None as is cheaper for each; `node_sums`: the row keeps sums of nodes, perhaps of other

@@ -2,7 +2,7 @@
 
     python -m zeroshard.core.route zero3 --nodes 2 --local 4 --weight-codec int8
 
-Bytes are those of one rank: what it receives (and sends) inside its node and between nodes, and
+Bytes are counted for one rank: what it receives (and sends) inside its node and between nodes, and
 what it reads from another tier or writes there.
 """
 
