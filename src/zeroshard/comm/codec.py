@@ -91,7 +91,7 @@ class Codec(ABC):
         return -(-numel // self.block)
 
     def encoded_bytes(self, numel: int) -> int:
-        """Return the bytes that `numel` elements take; a short last block takes those of a whole
+        """Return the bytes that `numel` elements take; a short last block takes as many as a whole
         one.
         """
         return self.num_blocks(numel) * self.stride
@@ -110,8 +110,8 @@ class Codec(ABC):
         return self.encoded_bytes(start), self.encoded_bytes(stop)
 
     def error_bound(self, amax: float) -> float:
-        """Return how far a decoded fp32 value may be off in a finite block whose largest
-        magnitude is `amax`: half a step, and fp32's rounding.
+        """Return how far a decoded fp32 value may be off in a finite block with the largest
+        magnitude `amax`: half a step, and fp32's rounding.
 
         For fp8 this is the bound of the largest values; smaller ones have smaller steps. bf16 and
         fp16 outputs add their own rounding.
@@ -287,8 +287,8 @@ class Int4(Codec):
     ``q[j] + 16 * q[j + block/2]``, two's complement.
 
     The halves are planar, so packing reads and writes runs of block/2. The digits are signed: 3 and
-    -1 pack to 3 - 16 = -13, whose nearest multiple of 16 is -16 and whose rest is 3. (With masks
-    and shifts, as unsigned nibbles need, packing takes two passes more.)
+    -1 pack to 3 - 16 = -13; its nearest multiple of 16 is -16, and the rest is 3. (With masks and
+    shifts, as unsigned nibbles need, packing takes two passes more.)
     """
 
     name = "int4"

@@ -1,9 +1,9 @@
 """The axes of a job's mesh, as one rank sees them: its data parallel group, its peers, and the
 meshes of experts.
 
-Invariant: every rank of the mesh reads the same dimensions. The process groups are those of the
-mesh; one is made only of two data parallel dimensions that are not the whole job, and by its
-members alone.
+Invariant: every rank of the mesh reads the same dimensions. The process groups are the mesh's own;
+one is made only of two data parallel dimensions that are not the whole job, and by its members
+alone.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def check_meshes(mesh_of: Any) -> list[MeshRequest]:
 def own_meshes(
     requests: Sequence[MeshRequest], ranks: Ranks, group: dist.ProcessGroup | None
 ) -> tuple[OwnMesh, ...]:
-    """Return the meshes that every one of `ranks`, the data parallel ones, which are those of
-    `group`, has `requests` for. Collective.
+    """Return the meshes that every one of `ranks` has `requests` for: the data parallel ranks, all
+    of `group`. Collective.
 
     Raises ConfigError, on all of them, where a mesh has ranks that are none of them.
     """
@@ -209,9 +209,9 @@ def mesh_axes_of(
     *,
     limit_s: float | None = None,
 ) -> MeshAxes:
-    """Return the axes of `mesh` (None: all ranks are data parallel), of which the
-    dimensions `dp` are data parallel, and in the meshes of parameters, `mesh_of`. Collective; the
-    ranks wait for each other for `limit_s` (None: as their groups do).
+    """Return the axes of `mesh` (None: all ranks are data parallel) with the data parallel
+    dimensions `dp`, and in the meshes of parameters, `mesh_of`. Collective; the ranks wait for each
+    other for `limit_s` (None: as their groups do).
 
     Raises ConfigError for what is no mesh of named dimensions with this rank in it, and
     PlanMismatch where the ranks name other dimensions, before any of their groups is used.

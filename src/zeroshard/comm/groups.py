@@ -44,7 +44,7 @@ _taken: WeakKeyDictionary[dist.ProcessGroup, int | None] = WeakKeyDictionary()
 def connected(
     make: Callable[[], dist.ProcessGroup], device: torch.device, name: str, limit_s: float
 ) -> dist.ProcessGroup:
-    """Return the group that `make` makes, or has made, whose ranks are connected on `device`: by
+    """Return the group that `make` makes, or has made, with its ranks connected on `device`: by
     this call where that is an accelerator and no call before has. Collective.
 
     Raises ConfigError, with the `name` of the group, where the backend cannot connect them, and
@@ -301,11 +301,11 @@ def _gather_on_device(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
 # Numbers that change hands between two layouts: every rank gives what it alone holds, and takes
 # what it will hold (core/boxes.py says which elements go from whom to whom).
 #
-# The ranks are those of the old and the new layout together. They send to each other through a
-# process group, not over a transport: either layout knows only its own ranks.
+# The ranks of the old and of the new layout take part. They send to each other through a process
+# group, not over a transport: either layout knows only its own ranks.
 #
-# Before each state the ranks say that they have come so far. A rank whose part ends by an exception
-# says that instead, so that the others do not wait for it.
+# Before each state the ranks say that they have come so far. A rank that ends its part by an
+# exception says that instead, so that the others do not wait for it.
 #
 # Invariant: what is held is each element at most once, what is wanted is a range per rank. Cost:
 # the bytes of what crosses between ranks, one message per pair that shares elements. Numbers of an
@@ -320,7 +320,7 @@ class HandOverError(StateError):
 
 
 class HandOver:
-    """The ranks of an old and a new layout together: those of `group` (None: this one)."""
+    """The ranks of an old and a new layout together, all of `group` (None: this rank alone)."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.ranks = ranks_through(group)
@@ -359,8 +359,8 @@ class HandOver:
                 work.wait()
 
     def meet(self, reason: str = "", *, ended: bool = False) -> None:
-        """Come to the next state, or to the end because of an exception, for the `reason` (that of
-        another rank: ""). Collective; raises HandOverError where another rank has `ended`.
+        """Come to the next state, or to the end because of an exception, for the `reason` ("" for
+        another rank's exception). Collective; raises HandOverError where another rank has `ended`.
         """
         answers = self.ranks.share([ended, reason], _CALL)
         ranks = [rank for rank, (has_ended, _) in enumerate(answers) if has_ended]

@@ -76,7 +76,7 @@ class Seat:
 
     @classmethod
     def told(cls, said: Iterable[Mapping[str, Any]]) -> list[Seat]:
-        """Return those of all ranks, of which each has `said` the fields."""
+        """Return the seats of all ranks; each rank has `said` its fields."""
         return [cls(**{**one, "uuids": tuple(one["uuids"])}) for one in said]
 
     @property
@@ -99,17 +99,16 @@ def init_distributed(
 
     Does nothing for a single process (no ``RANK`` in the environment) or where a group exists
     already. Tasks of a Slurm step or of an MPI job become ranks: without ``RANK``, torchrun's
-    variables are set from those of srun or mpirun, which on several hosts does not say
-    ``MASTER_ADDR``.
+    variables are set from srun's or mpirun's, which on several hosts do not say ``MASTER_ADDR``.
 
     The ranks meet first, for at most `join_timeout_s` (or `timeout_s`, if that is less), and each
-    says which devices it sees. Where every rank has an accelerator of its own, that of its
-    ``LOCAL_RANK``, or the only one that it sees, becomes the current device, and the backend is
-    the one of its type (nccl, xccl), which connects here and now, and gloo for CPU tensors. Ranks
-    of one host that share devices all meet over gloo, with a warning; of several hosts that is a
+    says which devices it sees. Where every rank has an accelerator of its own, its device number
+    ``LOCAL_RANK``, or the only one that it sees, becomes the current device, and the backend is the
+    one of its type (nccl, xccl), which connects here and now, and gloo for CPU tensors. Ranks of
+    one host that share devices all meet over gloo, with a warning; of several hosts that is a
     ConfigError. After `timeout_s` the backend ends a collective. Ranks that ``zeroshard run`` has
-    started on one host meet in a file that only this user can read. The group is destroyed when
-    the program ends, unless the program has done so.
+    started on one host meet in a file that only this user can read. The group is destroyed when the
+    program ends, unless the program has done so.
 
     Raises StallError, which names them, where some ranks have not come, and PeerLostError where the
     process that they meet in is gone.
@@ -146,9 +145,9 @@ def init_distributed(
 
 
 def seated(seats: Sequence[Seat], rank: int, asked: str | None) -> tuple[str, int | None]:
-    """Return the backend of all ranks, whose `seats` these are, and the index of the device of
-    `rank`, None where it takes none. `asked` is the backend that the program wants. The same on
-    every rank, but for the index. Raises ConfigError.
+    """Return the backend of all ranks with these `seats`, and the index of the device of `rank`,
+    None where it takes none. `asked` is the backend that the program wants. The same on every rank,
+    but for the index. Raises ConfigError.
     """
     indices = _indices(seats)
     shared = same_device(seats, indices)
@@ -206,8 +205,8 @@ def _indices(seats: Sequence[Seat]) -> list[int | None]:
 
 
 def choose_interface(hosts: Sequence[str]) -> None:
-    """Let gloo take the interface by which the first of several `hosts` is reached, unless the
-    user has named one: by itself it takes that of the host's name, which is often loopback.
+    """Let gloo take the interface by which the first of several `hosts` is reached, unless the user
+    has named one: by itself it takes the interface of the host's name, which is often loopback.
     """
     address = os.environ.get("MASTER_ADDR")
     if len(set(hosts)) == 1 or address is None or "GLOO_SOCKET_IFNAME" in os.environ:

@@ -1,22 +1,22 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The codecs (comm/codec.py), the canonical sum (comm/ordered.py) and the sum of squares
-(state/norms.py) as Triton kernels: one pass from source to encoding, and back; one pass over
-what all ranks have sent; one over a gradient. Bits are those of the torch code.
+(state/norms.py) as Triton kernels: one pass from source to encoding, and back; one pass over what
+all ranks have sent; one over a gradient. Bits are the same as the torch code's.
 
 Same bits, because every step is one IEEE operation: division rounds to nearest (``div_rn``;
 Triton's ``/`` does not), products and sums are not contracted (``enable_fp_fusion=False``),
-rounding half to even is the addition of a number whose last bit is worth 1, fp8 is made of integer
-operations, so that it needs no hardware for it, and so are casts to and from bf16, which Triton's
-interpreter truncates. Maxima are taken over the bits of the magnitudes: as integers they have the
-same order, and NaN is the largest.
+rounding half to even is the addition of a number with a last bit that is worth 1, fp8 is made of
+integer operations, so that it needs no hardware for it, and so are casts to and from bf16, which
+Triton's interpreter truncates. Maxima are taken over the bits of the magnitudes: as integers they
+have the same order, and NaN is the largest.
 
 A program of a codec takes a `tile`: so many blocks, and the power of 2 that their bytes span. A
-program of the sum takes a run of elements and loops over ranks, of which the number of bits of
-their number is compiled in: a binary counter holds a sum for each. A program of squares takes some
-blocks of 64 elements, and adds the integers of all blocks with one exponent at once. Elements are
-counted in 64 bits, and rows by moving the pointer. Under ``TRITON_INTERPRET=1`` the kernels run on
-the CPU: tests/unit/comm/test_codec_kernels.py, test_sum_kernel.py, state/test_squares_kernel.py.
-Importing this file needs Triton; comm/codec.py, comm/ordered.py and state/norms.py do without
+program of the sum takes a run of elements and loops over ranks. The number of bits of their number
+is compiled in: a binary counter holds a sum for each. A program of squares takes some blocks of 64
+elements, and adds the integers of all blocks with one exponent at once. Elements are counted in 64
+bits, and rows by moving the pointer. Under ``TRITON_INTERPRET=1`` the kernels run on the CPU:
+tests/unit/comm/test_codec_kernels.py, test_sum_kernel.py, state/test_squares_kernel.py. Importing
+this file needs Triton; comm/codec.py, comm/ordered.py and state/norms.py do without
 (comm/compat.py).
 """
 
@@ -76,7 +76,7 @@ def _fp8_code(x):
     bits = bits & 0x7FFFFFFF
     # exponents start at 127 - 7
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # whose last bit is worth 2**-9
+    # its last bit is worth 2**-9
     subnormal = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xFF
     return tl.where(bits < (121 << 23), subnormal, normal) | sign
 
@@ -194,7 +194,7 @@ def _decode(
 
 @triton.jit
 def _push(x, i, sums, levels: tl.constexpr):
-    """Add number `i` to a binary counter: sums of 1, 2, 4, ... numbers, of which those of as many
+    """Add number `i` to a binary counter: sums of 1, 2, 4, ... numbers. Two sums of as many numbers
     are added, the earlier one first. A sum of 2 ** k rests in sk.
     """
     s0, s1, s2, s3, s4, s5, s6, s7 = sums

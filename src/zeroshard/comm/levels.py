@@ -111,12 +111,13 @@ class ReadyHop:
     """A hop, or a part of one, ready to be started."""
 
     start: Start
-    # "wire": a collective; "read": of this rank's own tier, whose end differs between ranks;
-    # "copy": another copy between tiers; "here": done once started, with what has been brought
+    # "wire": a collective; "read": of this rank's own tier, which ends at another time on each
+    # rank; "copy": another copy between tiers; "here": done once started, with what has been
+    # brought
     kind: str = "wire"
     describe: Callable[[], Operation] | None = None  # for a trace
     unused: Callable[[], None] | None = None  # gives back what it was to use, if it never starts
-    between: bool = False  # whether it is a collective over nodes, whose wire is another one
+    between: bool = False  # whether it is a collective over nodes, on another wire
 
     def __repr__(self) -> str:
         return self.kind if self.describe is None else "{0.name} {0.key}".format(self.describe())
@@ -207,8 +208,8 @@ class Levels:
         device: torch.device,
         scope: Scope,
     ) -> tuple[Window, torch.Tensor]:
-        """Allocate one segment's resting memory, of which `scope` rests here; return the window
-        and that. A column's window is among this node's ranks. See Transport.window. Collective.
+        """Allocate one segment's resting memory; return its window and the `scope` that rests here.
+        A column's window is among this node's ranks. See Transport.window. Collective.
         """
         if scope is Scope.NODE_SHARD:
             self._prepare(key, ranges, dtype, "by columns")
@@ -262,8 +263,8 @@ class Levels:
         out: torch.Tensor,
     ) -> list[Start]:
         """Return the starts of a gather over `axes`, in this order, of what the ranks hold
-        (`local`) in `out`; `ranges` are those of the shares in the whole buffer. Over NODE alone
-        `out` is this rank's column, over LOCAL alone `local` is.
+        (`local`) in `out`; `ranges` are the shares in the whole buffer. Over NODE alone `out` is
+        this rank's column, over LOCAL alone `local` is.
         """
         if axes[0] is Axis.FLAT:
             return [partial(self.flat.all_gather, key, local, ranges, out)]
@@ -279,7 +280,7 @@ class Levels:
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
-        """The axes of a gather of every rank's share: those of `routes`."""
+        """The axes of a gather of every rank's share, as in `routes`."""
         deep = goes_deep(self.mesh, self.two_level, all_gather, Scope.SHARD, Scope.FULL, 1.0)
         levels = (Axis.NODE, Axis.LOCAL) if deep else (Axis.FLAT,)
         return tuple(axis for axis in levels if axis.num_ranks(self.mesh) > 1) or (Axis.FLAT,)
@@ -375,8 +376,8 @@ class Levels:
 
 @dataclass(frozen=True)
 class Transports:
-    """The transports of one engine: that of all data parallel ranks, and those of parameters with a
-    mesh of their own (experts). Methods are those of Levels, on each.
+    """The transports of one engine: one of all data parallel ranks, and one for each mesh of
+    parameters with a mesh of their own (experts). Methods do what those in Levels do, on each.
 
     Invariant: what concerns memory that peers read concerns every transport, in the same order on
     every rank; agreements go over `main` alone. A wait in one serves the others (`Served`).

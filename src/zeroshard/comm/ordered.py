@@ -10,7 +10,7 @@ and with 6, (((0+1) + (2+3)) + (4+5)), or as two nodes ((0+1) + 2) + ((3+4) + 5)
 changes bits only where it is no power of two. Where a run has leaves, the tree is theirs, and a
 reduce forms the sums of several of its nodes.
 
-A rank that contributes nothing counts as zeros: the bits are those of adding a tensor of +0.0,
+A rank that contributes nothing counts as zeros: the bits are as if a tensor of +0.0 was added,
 which turns -0.0 into +0.0 and changes nothing else, so that one addition of 0.0 stands for any
 number of them.
 

@@ -48,7 +48,7 @@ class Codecs:
 
     @property
     def align(self) -> int:
-        """Elements on whose multiples shares must be cut."""
+        """Shares must be cut on multiples of this many elements."""
         return max(
             [
                 ALIGN,

@@ -5,9 +5,9 @@ collective. So what fails, or differs, on one of them is raised on all.
     ranks.agree({"policy": "zero2"}, call)   the same on every rank, or PlanMismatch on every rank
     with ranks.together(call) as meeting:    done on every rank, or an error on every rank
 
-All of it goes through one `exchange` of bytes: a control plane's (comm/cpu/control.py), or that of
-process groups (`plain.ranks_through`) while there is no control plane. `call` names the call of the
-program, as errors show it.
+All of it goes through one `exchange` of bytes: a control plane's (comm/cpu/control.py), or a
+process group's (`groups.ranks_through`) while there is no control plane. `call` names the call of
+the program, as errors show it.
 
 Invariant: every rank leaves `agree` and `together` in the same way: with all answers, or with an
 error. Cost: one exchange each, of a few bytes where there is nothing to say.
@@ -34,7 +34,7 @@ _EVERYWHERE: Mapping[str, Groups] = {}
 
 @dataclass
 class Meeting:
-    """The message of a rank at the end of `Ranks.together`, and those of all ranks."""
+    """The message of a rank at the end of `Ranks.together`, and the messages of all ranks."""
 
     value: Any = None
     answers: list[Any] = field(default_factory=list)  # after the end: every rank's value
@@ -104,7 +104,7 @@ class Ranks:
         everywhere, inside, _, values = zip(*answers, strict=True)
         self._compare(everywhere, None, remedy)
         for groups in dict.fromkeys(within.values()):
-            # names that this rank has not are those of other ranks: compared in their groups
+            # a name that this rank has not belongs to other ranks: compared in their groups
             chosen = [
                 [entry for entry in entries if within.get(_name(entry), groups) == groups]
                 for entries in inside
@@ -225,8 +225,8 @@ def _unpacked(answers: Sequence[bytes]) -> list[Any]:
 #             pp 1   2 ---- 3      a group
 #
 # Invariant: all ranks of a group say the same along the axes, so all ranks of the mesh come to one
-# answer. Cost: one small exchange along the axes beside that of a group; none
-# where a mesh has no other axes.
+# answer. Cost: one small exchange along the axes beside the group's; none where a mesh has no other
+# axes.
 
 
 class AlongAxes(Ranks):
@@ -240,7 +240,7 @@ class AlongAxes(Ranks):
         place: MeshPlace | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """`places` of all groups, of which `place` is this rank's; `ranks`: the way to them."""
+        """`places` of all groups; `place` is this rank's; `ranks`: the way to them."""
         self.place = places[0] if place is None else place
         super().__init__(places.index(self.place), len(places))
         self.places = places
@@ -306,7 +306,7 @@ class MeshRanks(Ranks):
 
     @property
     def stage(self) -> str:
-        """The place along axes whose ranks have other parameters: "pp=1"."""
+        """The place along the axes on which ranks have other parameters: "pp=1"."""
         return self.axes.place.stage
 
     def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:

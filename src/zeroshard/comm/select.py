@@ -3,8 +3,8 @@ backends and devices.
 
 Invariant: decided from what is the same on every rank. It does not downgrade silently: what was
 asked for by name is made or refused. A world of one has `OneProcess`: its windows are whole
-already, and a reduce is a cast; the bits are those of one rank's part of any other transport, and
-`traffic` counts calls under the link class "local", without bytes.
+already, and a reduce is a cast; the bits are the same as in one rank's part of any other transport,
+and `traffic` counts calls under the link class "local", without bytes.
 """
 
 from __future__ import annotations
@@ -138,10 +138,10 @@ _logger = logging.getLogger(__name__)
 # our slice of everybody's part in the canonical order once it is complete (``collectives.py``,
 # ``ordered.py``). Both wait through the control plane (``control.py``).
 #
-# Invariant: every blocking call serves the near peers while it waits (those of all engines of the
-# process), so ranks may run units in different order. One-sided without far peers: a gather needs
-# nothing from the peers' programs but that they have published. With far peers the n-th operation
-# of a key meets the n-th.
+# Invariant: every blocking call serves the near peers of all engines of the process while it waits,
+# so ranks may run units in different order. One-sided without far peers: a gather needs nothing
+# from the peers' programs but that they have published. With far peers the n-th operation of a key
+# meets the n-th.
 #
 # Cost per rank, N equal shares, buffer of B bytes: a gather and a reduce bring ``B (N-1)/N`` each;
 # of that, near gathers of aliased windows move nothing. One control record per near peer and
@@ -227,9 +227,7 @@ def make_control(subgroup: Subgroup, spec: CommSpec, traffic: Traffic) -> PeerCo
 
 
 def connect_axes(axes: AlongAxes, spec: CommSpec, traffic: Traffic) -> AlongAxes:
-    """Return the same peers over a control plane, whose bytes are counted in `traffic`.
-    Collective.
-    """
+    """Return the same peers over a control plane that counts its bytes in `traffic`. Collective."""
     if axes.size == 1:
         return axes
     told = axes.share([secrets.token_hex(16), dist.get_rank()], "shard()")
@@ -249,7 +247,7 @@ _NAMES = ("auto", "one_process", "shared_memory", "gloo", "mixed", "nccl")
 def make_transport(
     group: dist.ProcessGroup | None, device: torch.device, spec: CommSpec
 ) -> Transport:
-    """Make the transport of `group`, whose mesh is one node; see `make_levels`. Collective."""
+    """Make the transport of `group` as a mesh of one node; see `make_levels`. Collective."""
     levels = make_levels(group, device, spec)
     assert not levels.is_deep, spec
     return levels.flat

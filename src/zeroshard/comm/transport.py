@@ -61,7 +61,7 @@ class CommSpec:
     ordered: bool | None = None
     separate_reduce_group: bool = False  # NCCL's: else gathers and reduces share a communicator
     stall_timeout_s: float = 300.0
-    # of the gradient buffers, of which at least one is always given; None: twice the largest
+    # of the gradient buffers; at least one is always given; None: twice the largest
     pool_bytes: int | None = None
     # let sharded windows of one host be one mapping, which is the full buffer
     alias: bool = True
@@ -108,8 +108,8 @@ class Window(Protocol):
 
 @dataclass(frozen=True)
 class ReduceRequest:
-    """The sum that a reduce forms, the same on every rank: of buffers in `dtype`, of which rank r
-    takes the elements ``ranges[r]``.
+    """The sum that a reduce forms, the same on every rank: of buffers in `dtype`; rank r takes the
+    elements ``ranges[r]``.
 
     With `codec` the buffers are encodings of those elements; the edges of `ranges` lie on blocks.
     With `sums`, several sums are formed, each of the ranks that it names: `out` has a row for each,
@@ -202,8 +202,8 @@ class Transport(Protocol):
         """
 
     def register(self, key: str) -> None:
-        """Assign `key` a number, in the same order on all ranks. Unregistered keys are hashed;
-        those of windows are registered.
+        """Assign `key` a number, in the same order on all ranks. Unregistered keys are hashed; the
+        keys of windows are registered.
         """
 
     def grad_buffer(
@@ -320,7 +320,7 @@ def served_beside(transport: Served) -> list[Served]:
 
 
 def serve(transports: Iterable[Served]) -> None:
-    """Do what has become possible in `transports`, which are not those of who waits. Never blocks.
+    """Do what has become possible in `transports`, on which the caller does not wait. Never blocks.
 
     What goes wrong there is not the error of who waits here: its own waits meet it again.
     """

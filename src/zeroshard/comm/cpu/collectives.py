@@ -15,8 +15,8 @@ per near peer each way, one message per far peer.
 
 [Note: ahead] Relief lets a rank go on before the others have come. If it then blocks in a
 collective of the program's own (tokens for experts, an all-reduce of the loss), it reads no slot
-until they have come there, too, and they may need one before. So a rank whose readers are all ahead
-of it takes memory beyond the pool, at most as much as they are ahead.
+until they have come there, too, and they may need one before. So a rank takes memory beyond the
+pool while all its readers are ahead of it, at most as much as they are ahead.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ class Collectives(Plane):
         return self._gather(key, local, ranges, out, what=what, count=count)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Copy `tensor` from rank `source` into every other rank's. Blocking; a gather of shares
-        of which only one is not empty, piece by piece.
+        """Copy `tensor` from rank `source` into every other rank's. Blocking; a gather of shares,
+        all but one of them empty, piece by piece.
         """
         tensor = tensor.detach()
         flat = tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -317,8 +317,8 @@ class Collectives(Plane):
         shares: dict[int, Range],
         dtype: torch.dtype,
     ) -> set[int]:
-        """Send that our part lies in `slot` to the near peers whose share of it is not empty;
-        return those that will read it.
+        """Send that our part lies in `slot` to the near peers with a share of it; return the peers
+        that will read it.
         """
         readers = set()
         for peer, share in shares.items():
@@ -403,8 +403,8 @@ class Collectives(Plane):
 
 
 class PartsWork(PeerOperation):
-    """An operation that needs a part of every rank; `missing` names the near peers whose part has
-    not come.
+    """An operation that needs a part of every rank; `missing` names the near peers that have sent
+    none.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""The control plane: small messages between the ranks of one group, over sockets to those of this
-host and over gloo to the others. It never touches a device, beside NCCL either.
+"""The control plane: small messages between the ranks of one group, over sockets on this host and
+over gloo to other hosts. It never touches a device, beside NCCL either.
 
 Here a rank waits, whatever for, asleep until it hears something; here it learns that others have
 ended, given up or are in another call. A wait serves the data plane of the same ranks (`attach`),
@@ -425,9 +425,10 @@ def _name(groups: list[list[int]]) -> str:
 # ranks are and ends the process with the exit code of a StallError, before the backend's own
 # timeout.
 #
-# Invariant: a rank whose collectives have ended is never ended, however long it computes, saves or
-# sleeps. Cost: nothing per unit but the note of ``core/digest.py``; no message while a rank moves.
-# What it does not do: say which rank is to blame. The one that has been silent longest comes first.
+# Invariant: a rank that has ended its collectives is never killed, however long it computes, saves
+# or sleeps. Cost: nothing per unit but the note of ``core/digest.py``; no message while a rank
+# moves. What it does not do: say which rank is to blame. The one that has been silent longest comes
+# first.
 
 
 _EVERY_S = 5.0
@@ -445,8 +446,8 @@ def every(stall_timeout_s: float) -> float:
 
 
 class StallWatch(Plane):
-    """Watches the rank of `control`, whose last event `digest` holds. `is_idle` says whether all
-    of its collectives have ended, in any thread.
+    """Watches the rank of `control`; `digest` holds its last event. `is_idle` says whether all of
+    its collectives have ended, in any thread.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Paired sends and receives over gloo, matched by key instead of by order of arrival.
 
-The connections are the transport's own (`Connections`), beside those of the process group it
-serves: a message can meet neither the user's traffic, nor another engine's, nor what an earlier
+The connections are the transport's own (`Connections`), beside the connections of the process group
+it serves: a message can meet neither the user's traffic, nor another engine's, nor what an earlier
 transport left under way.
 
 Two ranks that gather different units at the same time would mix them silently if messages were
@@ -27,9 +27,10 @@ waited for, without a time limit, by a thread that does nothing else; the caller
 thread reports. Then `done` is true, a stall leaves the connection whole, and no order of arrival
 can block another.
 
-[Note: works that are gone] Gloo reads nothing more from a peer whose message meets a receive that
-nobody holds any more. A signal's handler may raise wherever Python runs (a caught Ctrl-C): so a
-transfer is held before it begins, and the work that gloo returns is put away by the same call in C.
+[Note: works that are gone] Gloo reads nothing more from a peer after its message has met a receive
+that nobody holds any more. A signal's handler may raise wherever Python runs (a caught Ctrl-C): so
+a transfer is held before it begins, and the work that gloo returns is put away by the same call in
+C.
 
 [Note: hanging up] A thread that waits for a message which never comes is ended by closing the
 connections, and gloo closes all of a group where one wait times out. So `renew` closes them, and
@@ -213,8 +214,8 @@ class _Crew:
         job: Callable[[], None] | None = first.pop()  # a thread keeps its arguments
         while job is not None:
             job()
-            # it holds tensors, and maybe the last reference to connections, whose end takes a while
-            # in C++, or to those who would close us
+            # it holds tensors, and maybe the last reference to connections, which take a while to
+            # end in C++, or to objects that would close us
             job = None
             with self._lock:
                 self.num_busy -= 1
@@ -338,7 +339,7 @@ class Transfer:
         return not self._unfinished or self.error is not None
 
     def awaited(self) -> set[int]:
-        """Return the ranks whose messages have not all come or gone; takes 50 ms, since only a
+        """Return the ranks with messages that have not come or gone; takes 50 ms, since only a
         thread of its own can tell.
         """
         for _ in range(len(self._todo)):
@@ -347,7 +348,7 @@ class Transfer:
         return set(self._unfinished)
 
     def senders(self) -> set[int]:
-        """Return the ranks whose messages have not come, as far as is known; takes no time."""
+        """Return the ranks that have not sent their messages, as far as is known; takes no time."""
         with self._lock:
             return set(self._receiving)
 
@@ -562,7 +563,7 @@ class GlooPeers:
         return heads, [transfer, *(waiting for waiting, _ in listening.values())]
 
     def end_exchange(self, payload: bytes, begun: Heads, what: str) -> dict[int, bytes]:
-        """Send the rest of `payload`, and return those of the peers."""
+        """Send the rest of `payload`, and return the peers' payloads."""
         heads, transfers = begun
         peers, tag = list(heads), self._tag(0, CONTROL)
         self._finish(transfers)

@@ -10,7 +10,7 @@ A peer has ended when its socket hangs up or its process does (pidfd): a data lo
 off it may keep the socket open.
 
 Invariant: records of one peer arrive whole and in the order they were sent. `send` never waits
-without draining our own inbox, so two ranks whose buffers are full cannot wait for each other.
+without draining our own inbox, so two ranks with full buffers cannot wait for each other.
 
 The `Dispatcher` gives each record to who asked for its kind; exchanges and errors become state
 there. Every exchange says which call of the program it belongs to, so that two calls that differ
@@ -325,7 +325,7 @@ class Dispatcher:
         return sequence
 
     def payloads_missing(self, sequence: int) -> set[int]:
-        """Return the peers whose payload of that exchange is not here in full."""
+        """Return the peers that have not sent their whole payload of that exchange."""
         arrived = self._payloads.get(sequence, {})
         return {
             peer

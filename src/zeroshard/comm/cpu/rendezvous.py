@@ -50,8 +50,8 @@ def boot_id() -> str:
 
 
 def find_hosts(ranks: Ranks, call: str) -> HostGroups:
-    """Find those of `ranks` on this host and connect to them. Collective; never raises on one
-    rank only.
+    """Find the ranks among `ranks` on this host and connect to them. Collective; never raises on
+    one rank only.
     """
     rank = ranks.rank
     listener, own = _introduce()

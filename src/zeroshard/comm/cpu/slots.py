@@ -227,7 +227,7 @@ Parts = dict[int, Contribution]
 class Pending:
     """One operation of ours that lacks contributions, or has not been looked at since they came."""
 
-    contributors: frozenset[int]  # ranks whose part it needs
+    contributors: frozenset[int]  # ranks that it needs a part from
     consume: Callable[[Parts], None]
     done: bool = False
 
@@ -260,7 +260,7 @@ class Matching:
         return pending
 
     def missing(self, key: str, sequence: int) -> set[int]:
-        """Return the ranks whose part of a pending operation has not come."""
+        """Return the ranks that have not sent their part of a pending operation."""
         pending = self.pending.get((key, sequence))
         return (
             set()

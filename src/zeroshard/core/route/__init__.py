@@ -93,7 +93,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Routes:
-    """Every route of one group. A group that is not trained takes the routes of its weights alone."""
+    """Every route of one group; an untrained group takes the routes of its weights alone."""
 
     unshard_forward: Route
     unshard_backward: Route
