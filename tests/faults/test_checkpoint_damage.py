@@ -203,7 +203,7 @@ def _grown(name: str) -> Callable[[Path], object]:
         *((_delete(name), name, "cannot be read: No such file|is missing") for name in FILES),
         (_swap, FILES[1], r"has \d+ bytes and should have \d+|is damaged in its header"),
         *((_from_before(name), name, "is damaged in its header") for name in FILES[1:]),
-        (_from_before(MANIFEST), MANIFEST, "is that of step 1, and its directory says 2"),
+        (_from_before(MANIFEST), MANIFEST, "belongs to step 1, and its directory says 2"),
         *(
             (_empty(name), name, "is damaged: its hash|has 0 bytes and should have")
             for name in FILES
@@ -239,7 +239,7 @@ def test_a_step_under_another_number_is_refused(folder: Path, training: Training
     (folder / BEFORE).rename(folder / "step-0000000003")
     with pytest.raises(
         CheckpointError,
-        match=r"step-0000000003/manifest\.json is that of step 1, and its directory says 3",
+        match=r"step-0000000003/manifest\.json belongs to step 1, and its directory says 3",
     ):
         training.load(folder)
     assert training.load(folder, fallback="previous").step == 2

@@ -295,7 +295,7 @@ def _link_away(step: Path) -> None:
         (_link_away, "rank-00001-of-00002.safetensors cannot be read: it is a symbolic link"),
         (
             lambda step: os.rename(step, step.with_name("step-0000000031")),
-            "is that of step 30, and its directory says 31",
+            "belongs to step 30, and its directory says 31",
         ),
     ],
     ids=[

@@ -6,12 +6,12 @@ reads one.
     load    each rank asks the keeper of its host which parts lie there . all choose the newest
             save that is whole . a host gets the parts that it lacks from one that has them
 
-The pieces are those of a save, in the same format, with the same hashes; the memory is an anonymous
-file whose descriptor the launcher holds (``system/keeper_client.py``).
+The pieces are the same as in a save, in the same format, with the same hashes; the memory is an
+anonymous file, and the launcher holds its descriptor (``system/keeper_client.py``).
 
-Invariant: of two slots, the one that is written is never that of the last save that is whole: all
-ranks have finished a slot before any begins the other. Every rank loads the same save, and verifies
-it by the hashes of its manifest.
+Invariant: of two slots, the one that is written never holds the last save that is whole: all ranks
+have finished a slot before any begins the other. Every rank loads the same save, and verifies it by
+the hashes of its manifest.
 
 Cost of `keep`: one pass over the bytes for the copy and one for the hashes, five exchanges, the
 memory of two parts on this host, and with redundancy their bytes once over the network and the
@@ -115,7 +115,7 @@ class Copies:
 
 _log = logging.getLogger("zeroshard")
 _CALL = "saver.keep()"
-# by directory: the engine whose step was kept last
+# by directory: the engine that kept a step last
 _kept: WeakValueDictionary[str, Engine] = WeakValueDictionary()
 
 
@@ -347,13 +347,13 @@ class Keeping:
             memory.copies = copies_of(self._engine)
         elif self._ranks.rank == 0:
             _log.warning(
-                "redundancy=1 has no other host: all ranks are on one, whose launcher keeps the"
+                "redundancy=1 has no other host: all ranks are on one, and its launcher keeps the"
                 " state while it lives"
             )
         return memory
 
     def _send(self, memory: _KeptMemory, copies: Copies, slot: _KeptFiles, note: bytes) -> None:
-        """Send our part to the partner, take those of the wards, then seal all of them."""
+        """Send our part to the partner, take the parts of the wards, then seal all of them."""
         assert memory.partner is not None
         everyone = self._ranks.share([os.fstat(slot.file).st_size, len(note)], _CALL)
         with self._together("no memory for copies of other hosts"):

@@ -398,7 +398,7 @@ def load(
     frozen: bool = True,
     generators: bool = True,
 ) -> Restored:
-    """Read the checkpoint that was saved last in `directory`, or that of `step`, into `engine`.
+    """Read the checkpoint that was saved last in `directory`, or the one of `step`, into `engine`.
     Collective.
 
     A step that ``Saver.keep`` has copied into memory counts, too; of two equal ones it is taken.

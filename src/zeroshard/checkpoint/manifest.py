@@ -6,8 +6,8 @@ they fit together is checked by `_check`.
 
 Invariant: `parse` returns a consistent Manifest (ranges inside shapes, every byte of a file in one
 tensor, names without directories) or raises CheckpointError. The last line of the file is the hash
-of all before it. Nothing is unpickled, and text whose values would take too much memory is refused
-before it is parsed. Cost of reading: 5 us and 1.2 KB per tensor.
+of all before it. Nothing is unpickled, and text with values that would take too much memory is
+refused before it is parsed. Cost of reading: 5 us and 1.2 KB per tensor.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class TensorEntry:
     parameter: _Word | None = None
     start: _Whole = 0
     stop: _Whole = 0
-    box: _Box = ()  # of the parameter, whose elements `start` and `stop` count; (): all of it
+    box: _Box = ()  # of the parameter; `start` and `stop` count its elements; (): all of it
 
     @classmethod
     def piece(
@@ -233,8 +233,8 @@ class Manifest:
     # of a run with leaves: what its bits depend on (runtime/access.py)
     curve: dict[_Text, _Text] = field(default_factory=dict)
     model_config: _Text = ""  # of a Transformers model: the text of its config.json
-    # how often the run had gone back below a step that was there: of two steps, that of the later
-    # branch was saved last, and on one branch the one with the higher number
+    # how often the run had gone back below a step that was there: of two steps, the one on the
+    # later branch was saved last, and on one branch the one with the higher number
     branch: _Whole = 0
 
     def pieces(self) -> dict[tuple[str, str], list[TensorEntry]]:
@@ -302,8 +302,8 @@ class Manifest:
 
     @staticmethod
     def branch_of(text: bytes) -> int | None:
-        """Return the branch that the first `HEAD_BYTES` of a manifest say, whose hash is not looked
-        at; None where they are not those of a manifest.
+        """Return the branch that the first `HEAD_BYTES` of a manifest say, without a look at its
+        hash; None where they are not a manifest's.
         """
         found = _HEAD.match(text)
         return None if found is None else int(found[1] or 0)
@@ -330,7 +330,7 @@ class Manifest:
 
     @classmethod
     def build(cls, raw: Any) -> Manifest:
-        """Return the manifest of JSON whose fields have their types; how they fit together is not
+        """Return the manifest of JSON with fields of their types; how they fit together is not
         checked. Raises ValueError.
         """
         try:

@@ -136,7 +136,7 @@ def united_groups(stages: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, 
 def _stages(engine: Engine, part: RankPart) -> list[_PipelineStage]:
     """Return every stage, in mesh order. Collective."""
     states, told = states_of(engine), "null"
-    if engine.rank == 0:  # of a data parallel group, whose ranks have the same
+    if engine.rank == 0:  # of a data parallel group; its ranks have the same
         kind = "" if engine.optimizer is None else type(engine.optimizer).__name__
         stage = _PipelineStage(states.everyone.stage, part.parameters, part.groups, kind)
         told = json.dumps(vars(stage), default=vars)
@@ -148,7 +148,7 @@ def _stages(engine: Engine, part: RankPart) -> list[_PipelineStage]:
 def _refuse_other_numbers(
     engine: Engine, part: RankPart, again: Iterable[tuple[str, str]], first: dict[str, str]
 ) -> None:
-    """Raise CheckpointError for a parameter whose numbers differ between stages. Collective."""
+    """Raise CheckpointError for a parameter with numbers that differ between stages. Collective."""
     names = {name for name, _ in again}
     sums: dict[str, dict[str, int]] = {}
     for entry, numbers in part.stored:

@@ -63,14 +63,14 @@ from zeroshard.system.device import Device
 # A name has an expert's number where the name of the module that the pattern matches ends with a
 # number, or where one follows; a parameter without is cut along its first dimension.
 #
-# The names of other parameters are those of the model's ``state_dict()``, hooks included.
+# Other parameters have the names of the model's ``state_dict()``, hooks included.
 #
 # Invariant: ranks agree without a message, since shard() has compared all names and shapes. Ranks
 # that divide the experts otherwise, or one rank with all of them, read the same checkpoint.
 
 
 class Experts:
-    """The names and parts of all parameters of a model of which ranks divide the experts.
+    """The names and parts of all parameters of a model with experts that ranks divide.
 
     `places`: by pattern of `mesh_of`, which of how many ranks with other experts this one is.
     """
@@ -83,7 +83,7 @@ class Experts:
 
     @classmethod
     def of(cls, engine: Engine) -> Experts:
-        """Return those of `engine`."""
+        """Return the names and parts of `engine`."""
         return cls(engine.module, states_of(engine).own_places)
 
     def name(self, name: str) -> str:
@@ -110,7 +110,7 @@ class Experts:
         if not part.shape:
             raise ConfigError(
                 f"parameter {name!r} of experts (mesh_of) has no dimension along which a"
-                " checkpoint can put those of all ranks together: give it one"
+                " checkpoint can put all ranks' experts together: give it one"
             )
         rows = part.shape[0]
         return replace(
@@ -165,7 +165,7 @@ class RankPart:
     stored: list[Stored]
     # states and buffers: JSON, and tensors by key
     encoded: dict[str, tuple[Any, dict[str, torch.Tensor]]] = field(default_factory=dict)
-    states: dict[str, Any] = field(default_factory=dict)  # those of `encoded` that this rank writes
+    states: dict[str, Any] = field(default_factory=dict)  # of `encoded`, what this rank writes
     # parameter -> the optimizer's numbers
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)  # the optimizer's param groups
@@ -210,7 +210,7 @@ class RankPart:
 
 def _config_of(module: nn.Module) -> str:
     """Return the config.json of a Transformers model as text, "" of any other model. Of a peft
-    model it would describe the base alone, whose names a checkpoint does not have.
+    model it would describe the base alone; a checkpoint does not have the base's names.
     """
     write = getattr(getattr(module, "config", None), "to_json_string", None)
     if not callable(write) or hasattr(module, "peft_config"):
@@ -283,7 +283,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a state_dict holds, by their name there: of a replicated DTensor its
     local one.
 
-    Raises CheckpointError for a buffer of which this rank has a part.
+    Raises CheckpointError for a buffer that this rank has a part of.
     """
     found = {
         f"{prefix}.{name}" if prefix else name: buffer
@@ -294,7 +294,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     for name, buffer in found.items():
         if is_dtensor(buffer) and not part_of(name, buffer).is_whole:
             raise CheckpointError(
-                f"buffer {name!r} is a DTensor of which each rank has a part: replicate it, or"
+                f"buffer {name!r} is a DTensor, and each rank has a part of it: replicate it, or"
                 " register it with persistent=False"
             )
     hooked = saved_names(module)
@@ -452,7 +452,7 @@ def _collect_state(
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             raise CheckpointError(
                 f"optimizer state {key!r} of parameter {name!r} has shape {list(value.shape)}, not"
-                f" that of the parameter: {KEPT_STATES}"
+                f" the parameter's: {KEPT_STATES}"
             )
         path = f"optimizer state {key!r} of {name!r}"
         part.scalars.setdefault(name, {})[key] = encode(value, path, no_tensors)
@@ -526,7 +526,7 @@ def generators() -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any]) -> None:
-    """Restore the states that `generators` returned, or those of some generators."""
+    """Restore the states that `generators` returned, or some of them."""
     if "python" in state:
         random.setstate(state["python"])
     if "torch" in state:

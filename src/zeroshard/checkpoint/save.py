@@ -104,8 +104,8 @@ def save(
 
 
 def end_saves(engine: Engine) -> None:
-    """Wait for the saves of `engine` under way on this rank, whose layout is about to change.
-    Raises CheckpointError where one has failed here.
+    """Wait for the saves under way on this rank: the layout of `engine` is about to change. Raises
+    CheckpointError where one has failed here.
     """
     failures = [saver._end_alone() for saver in _savers.get(engine, ())]
     for failure in filter(None, failures):
@@ -124,7 +124,7 @@ class Saver:
     as a context, or call ``close()``.
 
     ``keep()`` copies the state into memory that outlives the rank (``zeroshard run --elastic``);
-    with ``redundancy=1`` also into that of another host.
+    with ``redundancy=1`` also into memory of another host.
     """
 
     def __init__(
@@ -199,9 +199,9 @@ class Saver:
     def keep(self, step: int, *, extra: Any = None) -> bool:
         """Copy `step` into memory that outlives this process, and return True. Collective.
 
-        That takes ``zeroshard run --elastic``, whose launcher keeps the memory; under any other
-        launcher nothing happens, and the answer is False. When a rank has died, ``zs.load`` takes
-        the newest step of memory and disk. A save under way goes on meanwhile.
+        The launcher of ``zeroshard run --elastic`` keeps the memory; under any other launcher
+        nothing happens, and the answer is False. When a rank has died, ``zs.load`` takes the newest
+        step of memory and disk. A save under way goes on meanwhile.
         """
         states_of(self._engine).check_open(trained=True)
         if not self._keeping.begin():

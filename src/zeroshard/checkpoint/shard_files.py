@@ -53,8 +53,8 @@ from zeroshard.memory import Pages
 # They are written under a hidden name, synced, and renamed; on failure they are removed.
 #
 # Invariant: a file or directory with its final name is complete. `published` never overwrites, and
-# removes what a killed process has left of the same name: a folder whose lock nobody holds. Cost:
-# one rename, one fsync per file and directory.
+# removes what a killed process has left of the same name: a folder that nobody holds the lock of.
+# Cost: one rename, one fsync per file and directory.
 
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -432,7 +432,7 @@ def stored_span(entry: ParameterEntry, piece: TensorEntry) -> Span:
 
 
 def whole_stride(part: Part, stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Return in which order a whole parameter lies in memory, of which `part` has `stride`."""
+    """Return in which order a whole parameter lies in memory, if its `part` has `stride`."""
     return stride if part.is_whole else dense_stride(stride, part.sizes, part.shape)
 
 

@@ -1,5 +1,5 @@
-"""One step, on disk or in memory, opened to be read: any range of any part of a parameter, in
-any memory order, and every other tensor by its key; and its names beside those of an engine.
+"""One step, on disk or in memory, opened to be read: any range of any part of a parameter, in any
+memory order, and every other tensor by its key; and its names beside an engine's.
 
 Invariant: everything that is returned has been verified. Cost: the bytes that are asked for, plus
 at most a chunk at either end of each range. The reader does not know an engine.
@@ -108,10 +108,10 @@ class StepReader:
 
 
 # ----------------------------------------------------------------------------------- matching names
-# Parameters, param groups and states of a checkpoint are matched with those of an engine by name.
+# Parameters, param groups and states of a checkpoint are matched with an engine's by name.
 #
 # Other pipeline stages have parameters of their own: their names are expected there, and a param
-# group is that of this stage's names alone.
+# group has the names of this stage alone.
 #
 # Invariant: nothing is read but the manifest. `misfits` is empty, or says all that does not fit.
 

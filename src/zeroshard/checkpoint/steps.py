@@ -98,8 +98,8 @@ def saved_order(directory: Path) -> list[tuple[int, int]]:
     """Return branch and number of the steps in `directory`, the one that was saved last at the end.
 
     A run that has gone back to an earlier step saves on a branch of its own from there on. Where
-    damage hides the branch of a step, it is that of the folder which was changed before: a load
-    must not pass over the step unheard.
+    damage hides the branch of a step, it counts to the branch of the folder that was changed before
+    it: a load must not pass over the step unheard.
     """
     steps, found, branch = list_steps(directory), [], 0
     identities = {step: _identity(path) for step, path in steps.items()}
@@ -145,8 +145,8 @@ class StepGone(CheckpointError):
 
 
 class StepFiles:
-    """The files of the step in the folder `path`: those of one save, also where another one takes
-    its name meanwhile. `stack` closes the folder. Raises CheckpointError.
+    """The files of the step in the folder `path`, all of one save, also where another one takes its
+    name meanwhile. `stack` closes the folder. Raises CheckpointError.
     """
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
@@ -193,7 +193,7 @@ class StepFiles:
         match = STEP_NAME.fullmatch(self.path.name) or _REPLACED.fullmatch(self.path.name)
         if match and int(match[1]) != manifest.step:
             raise CheckpointError(
-                f"{file} is that of step {manifest.step}, and its directory says {int(match[1])}"
+                f"{file} belongs to step {manifest.step}, and its directory says {int(match[1])}"
             )
         return manifest, text
 

@@ -4,7 +4,7 @@ lie elsewhere.
     host_memory()     pages of the host, aligned, pinned beside an accelerator
     bounce_buffer()   what travels between the two
     Pool              flat tensors that are lent and come back; at most `limit_bytes` of them
-    Pages             large CPU tensors whose pages are used again when their last view dies
+    Pages             large CPU tensors; their pages are used again when the last view dies
     MemoryCounter     bytes that are live, and their peak
     placeholder()     one NaN, expanded to a shape
     Trimmer           gives what the allocator keeps back to the system
@@ -149,7 +149,7 @@ class _Buffer:
 
     data: torch.Tensor  # uint8
     num_bytes: int
-    home: Any  # the stream to whose allocator it returns; None without streams
+    home: Any  # the stream with the allocator to which it returns; None without streams
     last_use: Mark | None = None  # before which nobody else may write to it
 
     @classmethod
@@ -231,7 +231,7 @@ class Pool:
         while self._idle and excess > 0:
             buffer = self._idle.pop(0)
             if buffer.last_use is not None:
-                buffer.last_use.wait(buffer.home)  # whose allocator may give it away at once
+                buffer.last_use.wait(buffer.home)  # its allocator may give it away at once
             excess -= buffer.num_bytes
 
     def give(self, tensor: torch.Tensor) -> None:
@@ -257,8 +257,8 @@ def reads_wait(tensor: torch.Tensor) -> bool:
 
 def bounce_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return undefined host memory [numel] for what goes to or comes from `device`: pinned where
-    that is an accelerator, whose copies would else be ten times as slow and make the host wait.
-    Pinned memory is lent again when its last tensor has died and its copies are over.
+    that is an accelerator: else copies would be ten times as slow and make the host wait. Pinned
+    memory is lent again when its last tensor has died and its copies are over.
     """
     if device.type == "cpu" or not numel:
         return torch.empty(numel, dtype=dtype)
@@ -351,7 +351,7 @@ class MemoryCounter:
     def reset(self) -> None:
         """After an exception, perhaps between memory and its count: nothing is live or lent."""
         self.live = 0
-        self._twice = 0  # bytes of loans whose memory has been lent again
+        self._twice = 0  # bytes of loans that have been lent again
         self._loans: dict[int, Loan] = {}  # by address
         self._lent: set[Loan] = set()  # those and the ones that have been lent again
 

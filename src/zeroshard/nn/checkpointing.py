@@ -56,12 +56,12 @@ def checkpoint(
 ) -> Any:
     """Return ``fn(*args, **kwargs)``, recomputed in backward; its tensor inputs rest on `tier`.
 
-    `disk_path` is a directory on a local disk. `partition` is a torch ProcessGroup whose ranks call
-    this with equal inputs (tensor parallel ranks do): each keeps a slice, and backward gathers, a
-    collective of that group. Random generators and autocast are in backward what they were. Without
-    gradients it is a plain call. Raises ConfigError for a tier or group that does not exist and for
-    a key-value cache among the inputs, which running twice would fill twice; StorageError where the
-    tier is full or fails.
+    `disk_path` is a directory on a local disk. `partition` is a torch ProcessGroup of ranks that
+    call this with equal inputs (tensor parallel ranks do): each keeps a slice, and backward
+    gathers, a collective of that group. Random generators and autocast are in backward what they
+    were. Without gradients it is a plain call. Raises ConfigError for a tier or group that does not
+    exist and for a key-value cache among the inputs, which running twice would fill twice;
+    StorageError where the tier is full or fails.
     """
     return _call(RestPlace.of(tier, partition, disk_path), fn, args, kwargs)
 

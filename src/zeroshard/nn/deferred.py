@@ -95,7 +95,7 @@ _DRAWS |= _aten("geometric_", "bernoulli_")
 _OVERWRITES = _DRAWS | _aten("zero_", "fill_", "copy_")
 # operations that reach for the storage
 _EAGER = _aten("resize_", "resize_as_", "_pin_memory")
-# views whose schema does not say so
+# views, though their schema does not say so
 _VIEWS = _aten("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
 _POINTERS = {  # methods that read memory without passing through the dispatcher
     *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.data_ptr),
@@ -300,7 +300,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         arguments: tuple[Any, Any],
         states: dict[torch.device, torch.Tensor],
     ) -> Any:
-        """Run an operation whose results depend on values; release the large ones' memory."""
+        """Run an operation with results that depend on values; release the large ones' memory."""
         if call.written:
             return self._do_at_once(call)
         result = call.run(self._values(call))

@@ -25,8 +25,8 @@ reference: it goes when the storage goes.
 [Note: hollow tensors and torch] Torch checks for missing memory in some operations only (2.13:
 ``t[0]`` raises, ``t + 1`` ends the process, ``t.numpy()`` returns garbage). So a hollow tensor is
 handled only inside the recorder, which intercepts all operations; outside, every tensor object over
-a hollow storage is *guarded*: until it is filled its class is a subclass whose
-``__torch_function__`` raises StateError naming the remedy.
+a hollow storage is *guarded*: until it is filled its class is a subclass with a
+``__torch_function__`` that raises StateError naming the remedy.
 
 Invariant: outside the recorder no unguarded tensor object over a hollow storage exists. Cost: one
 walk over all live objects when a block ends (0.1 s for 300,000 objects).
@@ -137,7 +137,7 @@ class Entry:
     kwargs: dict[str, Any] = field(default_factory=dict)
     # the new tensors among its results, which are counted flat
     outputs: tuple[TapePlace | None, ...] = ()
-    needs: tuple[Entry, ...] = ()  # the entries whose effect it reads
+    needs: tuple[Entry, ...] = ()  # the entries that had the effects it reads
     # states of the default generators it draws from
     generators: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     default_dtype: torch.dtype = torch.float32
@@ -428,7 +428,7 @@ def _unguard(tensor: Any) -> None:
 
 _ANSWERED = ANSWERED | {
     torch.Tensor.retains_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.data_ptr,  # 0, as that of a tensor on the device "meta"
+    torch.Tensor.data_ptr,  # 0, as for a tensor on the device "meta"
     torch.Tensor.__len__,
     torch.is_floating_point,
     torch.is_complex,

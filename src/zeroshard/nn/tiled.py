@@ -1,11 +1,11 @@
-"""A linear layer in tiles: one huge operator whose weights are gathered a tile at a time
+"""A linear layer in tiles: the weights of one huge operator are gathered a tile at a time
 (ZeRO-Infinity, section 5.1.3, memory-centric tiling).
 
     y[..., o] = x W^T + b        W [out, in] is cut into out_tiles x in_tiles matrices
 
                  in_tiles = 2
               +--------+-------+
-    W    =    | 0,0    | 0,1   |  out_tiles = 3     each tile is an nn.Linear of its own; those of
+    W    =    | 0,0    | 0,1   |  out_tiles = 3     each tile is an nn.Linear of its own; tiles of
               +--------+-------+                    the first column have the bias
               | 1,0    | 1,1   |
               +--------+-------+                    y[rows of i] = sum over j of
@@ -236,7 +236,7 @@ def _cut(size: int, tiles: int, side: str) -> list[int]:
 def join_tiles(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return `state` with tiles joined under nn.Linear's names (``up.tile_0_0.weight``, ...).
 
-    For ``engine.full_state_dict()`` of a tiled model, whose names are the tiles'. The joined
+    For ``engine.full_state_dict()`` of a tiled model, which has the tiles' names. The joined
     tensors are copies; other entries are passed on. Raises ConfigError where a tile is missing.
     """
     grids: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
@@ -319,7 +319,7 @@ def _refuse(model: nn.Module, name: str) -> None:
     modules = dict(model.named_modules())
     if name not in modules:
         raise ConfigError(
-            f"tile_linears(): {name!r} is no module of {type(model).__name__}; names are those of"
+            f"tile_linears(): {name!r} is no module of {type(model).__name__}; take names of"
             " model.named_modules()"
         )
     linear = modules[name]

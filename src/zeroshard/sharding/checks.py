@@ -64,8 +64,8 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> No
 
 
 def _check_plain(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Raise ConfigError for a tensor whose class dispatches operations itself: it has no memory of
-    its own that could be cut, sent or compared. `tensors`: by kind, by name.
+    """Raise ConfigError for a tensor of a class that dispatches operations itself: it has no memory
+    of its own that could be cut, sent or compared. `tensors`: by kind, by name.
     """
     for kind, named in tensors.items():
         for name, tensor in named.items():
@@ -171,8 +171,8 @@ def check_codecs(model: nn.Module, dtypes: Dtypes, settings: Config) -> None:
 def check_renormed(
     model: nn.Module, plans: Sequence[UnitPlan], dtypes: Dtypes, settings: Config
 ) -> None:
-    """Raise ConfigError for an embedding that rescales rows of its own weight in each forward,
-    those of this rank's batch, where that weight is not this rank's fp32 master.
+    """Raise ConfigError for an embedding that rescales the rows of its weight that this rank's
+    batch reads, in each forward, where that weight is not this rank's fp32 master.
     """
     policy = settings.resolved_policy()
     unit_of = {id(p): plan.name for plan in plans for p in plan.parameters.values()}
@@ -269,7 +269,7 @@ def check_per_rank(settings: Config, world: int, mesh_axes: MeshAxes) -> None:
 
 
 def node_size_of(settings: Config, dims: Dims) -> int | None:
-    """Return ranks per node: those of the mesh's names, or the settings; rows that keep columns
+    """Return ranks per node, as the mesh's names or the settings say; rows that keep columns
     default to the launcher's variable.
     """
     given, policy = settings.comm.node_size, settings.resolved_policy()

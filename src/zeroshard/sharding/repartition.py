@@ -92,8 +92,8 @@ def take_over(engine: Engine, known: Mapping[str, Any]) -> None:
         if hasattr(parts.sharded.optimizer.step, "_wrapped_by_lr_sched"):
             _log.warning(
                 "rank %d comes back, and its learning rate scheduler stood still while it was away:"
-                " load the state_dict() of that of a rank that stayed before the next"
-                " scheduler.step()",
+                " before its next step(), load the state_dict() of a scheduler on a rank that"
+                " stayed",
                 engine.rank,
             )
     scaler = parts.context.options.loss_scaler
@@ -506,7 +506,7 @@ class _Relayout:
 
 
 def _settings(settings: Config, changes: Mapping[str, Any]) -> Config:
-    """Return `settings` with those of `changes` that a Config has. Raises ConfigError."""
+    """Return `settings` with the `changes` that a Config has. Raises ConfigError."""
     known = {name: changes.get(name) for name in ("policy", "stage", "offload", "shares")}
     if known["shares"] == EQUAL:
         settings, known["shares"] = settings.model_copy(update={"shares": None}), None

@@ -94,7 +94,7 @@ class Report:
     def of(
         cls, call: Call, dtypes: Dtypes, plans: Sequence[UnitPlan], settings: dict[str, str]
     ) -> Report:
-        """Return the report about a `call` whose model is cut into `plans`."""
+        """Return the report about a `call`; `plans` say how its model is cut."""
         model, named = call.model, named_parameters_once(call.model)
         groups = {own.pattern: own.holders.groups for own in call.mesh_axes.own}
         report = _model_report(model, call.optimizer, dtypes, plans)
@@ -117,7 +117,7 @@ class Report:
         )
 
     def bring(self, meeting: Meeting) -> None:
-        """Let the data parallel ranks compare it in a `meeting`, whose answers `compare` takes."""
+        """Let the data parallel ranks compare it in a `meeting`; `compare` takes the answers."""
         meeting.compare(self.settings | self.model)
         meeting.within.update(self.within)
         known = self.values | self.model
@@ -128,7 +128,7 @@ class Report:
         self, answers: Sequence[Any], along_axes: Meeting, replicas: Groups
     ) -> dict[str, str]:
         """Return which values of a deferred model differ between the data parallel ranks, and how;
-        let these ranks be compared with those along the other axes, of which `replicas` hold the
+        let these ranks be compared with the ranks along the other axes; `replicas` of them hold the
         same parameters.
         """
         values, of_some = zip(*answers, strict=True)
@@ -247,8 +247,8 @@ class ShardRequest:
     dtypes: Dtypes
     plans: list[UnitPlan]
     report: Report
-    # of parameters whose values differ between the ranks, by id: the error, unless files give them
-    # others before their first use
+    # of parameters with values that differ between the ranks, by id: the error, unless files give
+    # them others before their first use
     differing: dict[int, str] = field(default_factory=dict)
 
 

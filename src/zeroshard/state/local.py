@@ -4,7 +4,7 @@ Whoever tensor parallelism gives DTensors sees DTensors: only their local tensor
 gathered and released.
 
     the user's parameter     DTensor [8, 6], Shard(0) over 'tp'; the same object before and after
-      ._local_tensor         [4, 6]: its memory is swapped, as that of a plain parameter is
+      ._local_tensor         [4, 6]: its memory is swapped, as a plain parameter's is
       .grad                  a DTensor with placements of its own: brought to Shard(0), then local
 
 Invariant: torch.distributed.tensor is imported where there are DTensors, and nowhere else (it takes
@@ -97,7 +97,7 @@ def retype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def point_at(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
-    """Let `tensor` be the memory of a parameter, of a DTensor that of its local tensor."""
+    """Let `tensor` be the memory of a parameter, or of the local tensor of a DTensor."""
     retype(parameter, tensor.dtype)
     local_of(parameter).data = tensor
 
@@ -137,8 +137,8 @@ def gradient_taker(
 
 
 def whole_of(tensor: torch.Tensor, part: torch.Tensor | None = None) -> torch.Tensor:
-    """Return all of a DTensor, of which `part` (default: its local tensor) is here; any other
-    tensor, or its `part`, itself. Collective over the DTensor's mesh.
+    """Return all of a DTensor; `part` of it (default: its local tensor) is here; any other tensor,
+    or its `part`, itself. Collective over the DTensor's mesh.
     """
     if not is_dtensor(tensor):
         return tensor if part is None else part
@@ -158,7 +158,7 @@ def part_within(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _wrapped(like: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor as `like` whose local tensor is `local`."""
+    """Return a DTensor as `like` with the local tensor `local`."""
     from torch.distributed.tensor import DTensor
 
     with torch._C.DisableTorchFunctionSubclass():

@@ -233,7 +233,7 @@ class State:
             wait_on_host(work)
 
     def close(self, kept: State | None = None) -> None:
-        """Give back memory of other tiers, but for that of the state `kept`."""
+        """Give back memory of other tiers, except the memory of the state `kept`."""
         for part in self.parts:
             if kept is None or part not in kept.parts:
                 part.close()
@@ -283,7 +283,7 @@ def move(source: State, target: State, start: int = 0) -> None:
 # later. A gather that reads a disk then takes pages that are used again, and whose address the disk
 # accepts, so that it writes into them straight; the parameters are views of these pages, and the
 # storage waits without memory. It takes the storage itself where anything refers to that: a graph
-# whose backward is to come.
+# before its backward.
 #
 # Where the transport maps the peers' memory (or there is no peer), and where every rank keeps the
 # whole, the buffer *is* the weights at rest: taking and releasing it does nothing.
@@ -367,8 +367,8 @@ class FullBuffer:
         return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
 
     def take(self, memory: DeviceMemory | None = None, start: int = 0) -> None:
-        """Take the memory, its contents undefined; where autograd cannot miss it, pages of
-        `memory` whose element `start` lies on a block of a disk: [Note: pages of a gather].
+        """Take the memory, its contents undefined; where autograd cannot miss it, pages of `memory`
+        with element `start` on a block of a disk: [Note: pages of a gather].
         """
         if not self.is_ours:
             return

@@ -14,7 +14,7 @@ arXiv 2104.07857, section 6.3: asynchronous bulk requests and a small pool of pi
 
 Invariant: a read returns what was written last, or raises StorageError naming file, state and
 bytes. Failed requests and truncated files are always found, with `verify` any other change and
-writes that never arrived, too. A storage whose write failed never reads again. A file that is
+writes that never arrived, too. A storage never reads again after a failed write. A file that is
 deleted or replaced still works: its descriptor is open.
 
 Cost: numel * itemsize bytes of disk and one descriptor per storage; `queue_depth` * 2 MiB of

@@ -1,6 +1,6 @@
 """Stores by tier: host memory, and `make_store`, the one place that makes a store of any tier.
 
-A store whose host memory can be stepped in place (``borrowed`` lends the memory itself) needs
+A store in host memory that can be stepped in place (``borrowed`` lends the memory itself) needs
 nothing else; a store that lends copies, as the disk's does, is stepped through a ring of buffers
 (runtime/step_tiles.py).
 """
