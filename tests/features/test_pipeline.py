@@ -627,7 +627,7 @@ BAD: list[tuple[Callable[[Piped], None], str]] = [
     (_no_schedule, "schedule is a PipelineStage: engine.follow.. takes a schedule of torch"),
     (_twice, "the engine follows a Schedule1F1B already: end that with the remove"),
     (_two_schedules, "stage [01] is driven by another schedule than the Schedule1F1B"),
-    (_small, "budget=100 bytes is below stage [01], whose weights take [0-9]+: give as many"),
+    (_small, "budget=100 bytes is below the weights of stage [01], [0-9]+ bytes: give as many"),
     (_no_unit, "budget='2' has no unit"),
     (_outside, r"a backward outside of Schedule1F1B.step\(\), which the engine follows"),
     (_weighted, r"a backward outside of Schedule1F1B.step\(\), which the engine follows"),

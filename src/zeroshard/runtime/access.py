@@ -6,7 +6,7 @@ engine itself.
     with states.rewriting(): ...        they are written; then the weights follow, as after a step
 
 Invariant: what is read is never a step behind, and what is written reaches every rank before the
-next forward. Cost: that of what is asked for; nothing is kept here.
+next forward. Cost: whatever the request costs; nothing is kept here.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class StateAccess:
         return self._context.device
 
     def attach(self, sharded: ShardedOptimizer) -> None:
-        """Take note of the optimizer, whose state is one of ours."""
+        """Take note of the optimizer: its state is one of ours."""
         self._sharded = sharded
         self.accounts.attach(sharded)
 
@@ -250,7 +250,7 @@ class StateAccess:
 
     @property
     def has_pending_gradients(self) -> bool:
-        """Whether a backward has run whose gradients no step has taken yet."""
+        """Whether a backward has left gradients that no step has taken yet."""
         self._backward.collect_dropped()
         return self._finalizer.pending
 
@@ -429,7 +429,7 @@ def kernels_of(device: torch.device) -> dict[str, str]:
 
 def departures(saved: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     """Return in which respects a run goes on otherwise than it was `saved`; empty where it had no
-    leaves, of which nothing was promised.
+    leaves: nothing was promised then.
     """
     return [
         f"{name} was {value} and is {here.get(name, 'not set')}"

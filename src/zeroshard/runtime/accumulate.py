@@ -58,10 +58,10 @@ from zeroshard.system.device import Device, undisturbed
 # Where a model is cut for ``engine.accumulate()``: modules that run for all micro-batches before
 # the next one does.
 #
-# A section is a module whose forward needs units: a block, or what holds the parameters of a unit
-# that no block spans (an embedding, a head). Everything else of a forward runs between sections,
-# and the units that it needs (parameters of a module around sections) are held as long as that
-# lasts::
+# A section is a module with a forward that needs units: a block, or what holds the parameters of a
+# unit that no block spans (an embedding, a head). Everything else of a forward runs between
+# sections, and the units that it needs (parameters of a module around sections) are held as long as
+# that lasts::
 #
 #     Net                 holds `scale` itself: around
 #       embed             section
@@ -95,7 +95,7 @@ class Sections:
 
 
 def sections_of(model: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -> Sections:
-    """Return where `model` is cut, whose `units` were planned as `plans`."""
+    """Return where `model` is cut; its `units` were planned as `plans`."""
     needing = {id(module) for plan in plans for _, module in (*plan.roots, *plan.owners)}
     in_order = [(name, module) for name, module in model.named_modules() if id(module) in needing]
     blocks = _blocks(plans)
@@ -155,8 +155,8 @@ def _units(module: nn.Module, unit_of: dict[int, Unit]) -> tuple[Unit, ...]:
 #                inputs --> [section again, with gradients] --> backward --> gradients of the inputs
 #                ..... pushed into what ran before the section, down to the sections before
 #
-# The graph of a micro-batch between sections is autograd's own and complete; it ends at outputs,
-# whose node hands gradients over to the visit. A visit keeps the edge to that graph of each input,
+# The graph of a micro-batch between sections is autograd's own and complete; it ends at outputs;
+# their node hands gradients over to the visit. A visit keeps the edge to that graph of each input,
 # so that no activation stays in memory on its behalf but where it is kept.
 #
 # Invariants: the section is run with the numbers, the random generators, the buffers and the
@@ -422,7 +422,7 @@ class _End(torch.autograd.Function):
 
 
 def _travels(leaf: Any) -> bool:
-    """Whether `leaf` is a tensor whose numbers are an input; a parameter stands for itself."""
+    """Whether `leaf` is a tensor with numbers that are an input; a parameter stands for itself."""
     return isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)
 
 
@@ -452,18 +452,18 @@ def _equal(
 # all of them, and a leaf's parts are added before leaves are. So each leaf's gradients of such a
 # unit are kept until its last section has run, where inputs of visits rest.
 #
-# Invariant: sums and random numbers are those of the loop. Cost: the gradients that are kept.
+# Invariant: sums and random numbers are the same as in the loop. Cost: the gradients that are kept.
 
 
 class LeafTurns:
     """Runs the leaves in turn, and buffers the gradients of the others."""
 
     def __init__(self, leaves: Leaves, draws: Draws, backward: Backward, place: RestPlace) -> None:
-        """`draws` are those of this rank's leaves; gradients are kept at `place`."""
+        """`draws` belong to this rank's leaves; gradients are kept at `place`."""
         self._leaves, self._draws, self._backward = leaves, draws, backward
         self._shelf = Shelf(place, chained=False)
-        self._number = 0  # whose turn it is: a round, and this rank's leaf of it
-        self._ending: Sequence[Unit] = ()  # whose last section runs
+        self._number = 0  # the current round, and this rank's leaf of it
+        self._ending: Sequence[Unit] = ()  # units in their last section
         self._ended: set[Unit] = set()
         self._kept: dict[Unit, dict[tuple[int, Trained], Any]] = {}
 
@@ -489,7 +489,7 @@ class LeafTurns:
         return True
 
     def _take(self, unit: Unit) -> Iterator[tuple[Trained, torch.Tensor]]:
-        """Yield what is kept of `unit` and of the leaf whose turn it is, and keep it no longer."""
+        """Yield what is kept of `unit` and of the current leaf, and keep it no longer."""
         kept = self._kept.get(unit, {})
         for number, trained in list(kept):
             if number == self._number:
@@ -500,7 +500,7 @@ class LeafTurns:
         self._ending = [unit for unit in ending if unit.trainable]
 
     def reduce(self) -> None:
-        """The leaf whose turn it is has run in this section: hand the ending units over."""
+        """The current leaf has run in this section: hand the ending units over."""
         reductions = self._backward.reductions
         for unit in self._ending:
             for trained, grad in self._take(unit):
@@ -512,7 +512,7 @@ class LeafTurns:
                 reductions.advance()
 
     def end_section(self, done: int) -> None:
-        """Hand the ending units over in the rounds after those of `done` leaves of this rank."""
+        """Hand the ending units over in the rounds after this rank's first `done` leaves."""
         for number in range(done, self._leaves.num_rounds):
             self._go_to(number)
             for unit in self._ending if number >= len(self._leaves.of_rank) else ():
@@ -658,7 +658,7 @@ class Accumulate:
         here.pause(visit)
         return visit.outputs()
 
-    # ------------------------------------------------------------------ whose units are here
+    # ------------------------------------------------------------------ units that are here
 
     def _hold(self, units: Sequence[Unit], phase: Phase) -> None:
         for unit in units:
@@ -676,7 +676,7 @@ class Accumulate:
                 self._weights.after_backward(unit)
 
     def _enter(self, section: Section, phase: Phase) -> None:
-        """Have the units of `section` here, and no longer those of the section before."""
+        """Have the units of `section` here, and no longer the units of the section before."""
         before, self._held = self._held, section.units
         self._release([unit for unit in before if unit not in section.units], phase)
         self._hold([unit for unit in section.units if unit not in before], phase)
@@ -721,7 +721,7 @@ class Accumulate:
         return rounds
 
     def _turn_round(self, rounds: Sequence[Sequence[Visit]]) -> None:
-        """The last section has run, whose backward comes first."""
+        """The last section has run: its backward comes first."""
         sections = [visits[0].section for visits in rounds]
         self._left = Counter(unit for section in sections for unit in section.units)
         self._begin_backward(sections[-1])
@@ -739,7 +739,7 @@ class Accumulate:
 
     def _take_loss(self, one: MicroBatch[Visit], stack: ExitStack) -> None:
         """The run of a micro-batch has ended: run the backward of its loss, down to the last
-        section. That of the first one begins the backward of all, on `stack`.
+        section. The first micro-batch begins the backward of all, on `stack`.
         """
         loss, weight = _loss_and_weight(one.take())
         for listener in self._loop.events.lost:
@@ -797,7 +797,7 @@ class Accumulate:
         ]
 
     def _complete(self, visits: Sequence[Visit]) -> None:
-        """Hand over the units whose last section has run."""
+        """Hand over the units that have run their last section."""
         ending = self._ending(visits[0].section)
         self._left.subtract(visits[0].section.units)
         if self._turns is not None:
@@ -852,7 +852,7 @@ def check_accumulate(hooks: Hooks, *, followed: bool) -> None:
         )
     if hooks.loop.backward.announce is not None:
         raise ConfigError(
-            "engine.accumulate() inside engine.join(): a rank whose data has ended cannot shadow"
+            "engine.accumulate() inside engine.join(): a rank without data cannot shadow"
             " it; run the micro-batches with no_sync()"
         )
     if not torch.is_grad_enabled():

@@ -1,8 +1,8 @@
 """Find the module that made the first number that is not finite: ``zs.detect_anomaly(engine)``.
 
-A step whose gradients are not finite is skipped, and named by parameter (finalize.py); by then the
-number has gone through every module. Here each module's outputs are looked at as it returns, and
-their gradients as they come back:
+A step with gradients that are not finite is skipped, and named by parameter (finalize.py); by then
+the number has gone through every module. Here each module's outputs are looked at as it returns,
+and their gradients as they come back:
 
     forward     the first output with a NaN. Inner modules return first, so this is the innermost
                 one; where all that it read is finite, the NaN is its own

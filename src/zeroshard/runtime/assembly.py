@@ -1,8 +1,8 @@
 """An engine is put together from parts, once when it is made, and anew whenever its states come to
 lie otherwise (``Engine.repartition``).
 
-Invariant: the parts are those of one context and one list of units; nobody keeps an old one. Cost:
-none beside that of the parts.
+Invariant: the parts belong to one context and one list of units; nobody keeps an old one. Cost:
+none beside the parts' own.
 """
 
 from __future__ import annotations
@@ -175,14 +175,14 @@ class _Listeners:
             self.clip(max_norm)
 
     def _agree(self) -> None:
-        """Share failures between the ranks, those of a step that goes on by itself included."""
+        """Share failures between the ranks, also of a step that goes on by itself."""
         with self._context.faults.together(lost=True):
             if self._sharded is not None:
                 self._sharded.runner.raise_failure()
 
     def _post_digests(self) -> None:
         """Post the digests of what this rank has gathered, if anything, since the ranks last
-        compared: no step may follow, whose agreement would do so.
+        compared: no step may follow that would compare them.
         """
         context, digest, before = self._context, self._weights.digest, self.events.before_forward
         if digest.has_news(context.holders.members):

@@ -50,7 +50,7 @@ class Splits:
     weight: int
     grad: int
     optim: int
-    # whether they rest on the device as a whole, and on that of every other rank
+    # whether they rest on the device as a whole, on every rank
     weights_stay: bool = True
     grads_stay: bool = True
 
@@ -227,8 +227,8 @@ def _split(plans: Sequence[SegmentPlan], context: Context) -> list[Splits]:
 def _stay_everywhere(
     state: str, plans: Sequence[tuple[SegmentPlan, Cell]], context: Context
 ) -> set[str]:
-    """Return the segments whose `state`, of which a rank holds what the cell beside them says,
-    rests on the device on every rank.
+    """Return the segments that have their `state` on the device on every rank; the cell beside a
+    segment says how much of it a rank holds.
     """
     tiering, out = context.tiering, {plan.key for plan, _ in plans}
     alike = context.options.shares is None and not tiering.differs(state)
@@ -333,7 +333,7 @@ def make_master(
     segment: Segment, cells: Cells, context: Context, stores: Mapping[Tier, Store] | None = None
 ) -> State:
     """Give a trained segment its master, without its numbers where it is not the weights
-    themselves, and return it. `stores`: those of the context.
+    themselves, and return it. `stores`: the context's.
     """
     segment.make_master(
         context.memory,
@@ -374,7 +374,7 @@ def _rest_of_weights(
 
 def _bucket_of(plan: SegmentPlan, splits: Splits, flat: FlatWeights, context: Context) -> Bucket:
     store = context.tiering.store(plan.cells.grad.tier)
-    # where fractions move, no rank knows those of the others
+    # where fractions move, no rank knows the fractions of the others
     off_device = not splits.grads_stay or context.tiering.automatic
     accumulator = Accumulator(
         plan, flat, context, store=store, split=splits.grad, off_device=off_device

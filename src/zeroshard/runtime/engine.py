@@ -89,7 +89,7 @@ def living_engines() -> list[Engine]:
 
 
 def open_engines() -> list[Engine]:
-    """Return those of them that are not closed."""
+    """Return the living engines that are not closed."""
     return [engine for engine in living_engines() if not engine._states.is_closed]
 
 
@@ -256,10 +256,10 @@ class Engine(Assembly):
 
         With a `weight` on every backward since ``zero_grad()``, on every rank, the gradient of the
         step is the sum of weights x gradients over ranks and micro-batches, divided by the sum of
-        weights: where `loss` is the mean over `weight` samples or tokens, that of the mean over all
-        of them. Do not divide such a loss by the number of micro-batches. 0 counts nothing, even of
-        a loss that is NaN. A tensor (0-d) is read by the host. Without `weight`, ranks count the
-        same, or as ``batch_shares`` says, and micro-batches are added.
+        weights: where `loss` is the mean over `weight` samples or tokens, the gradient of the mean
+        over all of them. Do not divide such a loss by the number of micro-batches. 0 counts
+        nothing, even of a loss that is NaN. A tensor (0-d) is read by the host. Without `weight`,
+        ranks count the same, or as ``batch_shares`` says, and micro-batches are added.
 
         The loss is multiplied, so that gradients which cross ranks (experts, 'cp') count what the
         rank of their loss says; other parameters that `loss` reaches see it, too.
@@ -278,7 +278,7 @@ class Engine(Assembly):
 
     def leaves(self, step: int | None = None, *, seed: int = 0) -> LeafLoop:
         """Go through this rank's leaves of a step, for ``zs.shard(..., leaves=V)``: numbers below V
-        of micro-batches, of which each takes one ``engine.backward(loss)``.
+        of micro-batches; each takes one ``engine.backward(loss)``.
 
         Which rank has which leaf follows from the ranks; the sum of their gradients, divided by V
         (or by the sum of their weights), does not. Inside, the default generators of the CPU and of
@@ -309,15 +309,15 @@ class Engine(Assembly):
         reduced once.
 
         `loss_fn` runs the model on one batch, in a thread of its own, and returns the loss, or the
-        loss and its weight: the samples or tokens of which it is the mean. Blocks run twice, as
-        under activation checkpointing; their inputs rest on `tier` ("device", "host", or "disk" in
-        the directory `disk_path`). Clip and step follow as usual; inside ``no_sync()`` more may
-        come before. Bits are those of ``zero1`` inside ``no_sync()``, but for parameters that
-        several blocks use and for randomness (docs/accumulation.md). Collective; the numbers of
-        batches need not be the same on all ranks.
+        loss and its weight: the number of samples or tokens that it is the mean over. Blocks run
+        twice, as under activation checkpointing; their inputs rest on `tier` ("device", "host", or
+        "disk" in the directory `disk_path`). Clip and step follow as usual; inside ``no_sync()``
+        more may come before. Bits are the same as ``zero1`` gives inside ``no_sync()``, but for
+        parameters that several blocks use and for randomness (docs/accumulation.md). Collective;
+        the numbers of batches need not be the same on all ranks.
 
         In a run with leaves `batches` is ``engine.leaves(step)``, and `loss_fn` is given each
-        leaf's number: bits are those of the loop over them, and each leaf is reduced.
+        leaf's number: bits are the same as in the loop over them, and each leaf is reduced.
 
         Raises ConfigError for what cannot run so, StateError where batches use different modules;
         after an exception call ``engine.reset()``.
@@ -330,14 +330,14 @@ class Engine(Assembly):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Train on uneven numbers of batches: in this context a rank whose loop has ended
+        """Train on uneven numbers of batches: in this context a rank that has ended its loop
         shadows the others until theirs has ended.
 
         Inside, all ranks with data must do the same: forwards of the module, backwards,
         ``clip_grad_norm_``, steps, ``zero_grad()`` of all gradients, updates of a ``zs.EMA``, and
         nothing else that is collective. Gradients are divided by the number of all ranks. Ranks
         along 'tp' end together; 'pp' is refused. Needs an optimizer. A learning rate scheduler that
-        is stepped in the loop falls behind on a rank whose loop has ended: step it after the
+        is stepped in the loop falls behind on a rank that has ended its loop: step it after the
         context, or load its state from a rank with the most batches. Collective; raises
         PlanMismatch where ranks with data do different things.
         """
@@ -347,7 +347,7 @@ class Engine(Assembly):
             raise ConfigError("join() needs an optimizer: give it to shard() or engine.attach()")
         if self._states.following is not None and self._states.following.is_on:
             raise ConfigError(
-                "join() cannot shadow a schedule, whose ranks wait for each other's activations:"
+                "join() cannot shadow a schedule: its ranks wait for each other's activations;"
                 " run as many batches on every rank"
             )
         if self._context.own:
@@ -421,10 +421,10 @@ class Engine(Assembly):
         """Return a context that holds full parameters (default: all) readable inside, collectively.
 
         A DTensor is one inside, too, whole over the data parallel ranks: ``full_tensor()``, on
-        every rank, is all of it. With `writeback`, edits inside are kept: those of rank 0, or the
-        same on every rank (of DTensors, and beside 'tp', on every rank); others raise StateError,
-        or PlanMismatch, at the end. With `discard`, edits are this rank's own, and are dropped at
-        the end: an adapter that is merged to generate with. Edits without either are lost and raise
+        every rank, is all of it. With `writeback`, edits inside are kept: rank 0's, or the same on
+        every rank (of DTensors, and beside 'tp', on every rank); others raise StateError, or
+        PlanMismatch, at the end. With `discard`, edits are this rank's own, and are dropped at the
+        end: an adapter that is merged to generate with. Edits without either are lost and raise
         where they are seen.
 
         An array or a view that is kept of a sharded weight (``.numpy()``, ``detach()``) keeps its
@@ -586,11 +586,11 @@ class Engine(Assembly):
         ranks. Module, parameters, optimizer and engine stay the objects they are, and what is not
         given stays as it was.
 
-        The weights, masters, optimizer states, averages (zs.EMA), loss scale and step counts
-        are bit for bit those that ``zs.save()`` and, in an engine of the new layout, ``zs.load()``
+        The weights, masters, optimizer states, averages (zs.EMA), loss scale and step counts are
+        bit for bit those that ``zs.save()`` and, in an engine of the new layout, ``zs.load()``
         would give; beside the larger of both layouts this takes two units of memory. `mesh` and
-        `dp` are those of ``zs.shard()``; a rank that is not in it gives its part away and refuses
-        to be used until a repartition over a mesh with it. `shares` are those of ``zs.shard()``, or
+        `dp` are as in ``zs.shard()``; a rank that is not in it gives its part away and refuses to
+        be used until a repartition over a mesh with it. `shares` are as in ``zs.shard()``, or
         "equal"; `node_size` is comm.node_size.
 
         Collective over the old and the new ranks together. Raises StateError while gradients rest
@@ -693,7 +693,7 @@ class Engine(Assembly):
             raise failure
 
     def _leave(self) -> None:
-        """Take the hooks off a module and an optimizer whose numbers rest elsewhere."""
+        """Take the hooks off a module and an optimizer that have their numbers elsewhere."""
         self._hooks.remove()
         for segment in self._weights.segments:
             for parameter, dtype in zip(segment.parameters, segment.given, strict=True):

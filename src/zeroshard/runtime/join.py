@@ -1,4 +1,4 @@
-"""Uneven numbers of batches: ``engine.join()``, where a rank whose data has ended shadows the
+"""Uneven numbers of batches: ``engine.join()``, where a rank without further data shadows the
 others until theirs has ended too, and ``engine.leaves()``, where ranks have no leaf in some rounds.
 
 As torch's ``Join`` does for DDP, with one difference: a rank here owns a part of the optimizer, so
@@ -10,9 +10,9 @@ set to zero. A rank without data answers "ended", does the same to its own and i
     rank 1   F forward   B backward   S step   ended: gathers   ended: zeros   ended: steps   ended
 
 The gradient is divided by all ranks, those without data included (DDP's
-``divide_by_initial_world_size``); with weights (``engine.backward(loss, weight=n)``) by those of
-the batches that there are. A shadowed clip or step takes the options of the param groups
-(lr, betas, ...) from the lowest rank with data, whose scheduler is the one that goes on.
+``divide_by_initial_world_size``); with weights (``engine.backward(loss, weight=n)``) by the weights
+of the batches that there are. A shadowed clip or step takes the options of the param groups (lr,
+betas, ...) from the lowest rank with data: its scheduler goes on.
 
 Where gathers are collective, a rank without data gathers what the others gathered in their last
 pass, in that order. In a first pass, and in the first after ``engine.reset()``, they tell it each
@@ -112,8 +112,8 @@ class Join:
             self._weights.tell_gathers(lambda unit: self._meet([_GATHER, unit]))
 
     def _left(self) -> tuple[bool, list[int]]:
-        """Return whether gradients rest here, and the numbers of the parameters whose have been set
-        to zero since the last backward.
+        """Return whether gradients rest here, and the numbers of the parameters that have had
+        theirs set to zero since the last backward.
         """
         self._backward.collect_dropped()
         zeroed, parameters = self._backward.zeroed, self._backward.parameters
@@ -222,7 +222,7 @@ class LeafLoop(Iterator[int]):
         return next(self._walk)
 
     def begin_all(self, leaves: Leaves) -> Draws:
-        """Begin the step, of which ``engine.accumulate()`` runs all leaves; return the random
+        """Begin the step in which ``engine.accumulate()`` runs all leaves; return the random
         numbers of this rank's. Raises ConfigError where these are not all of that engine's
         `leaves`, or a trail is written, StateError where gradients of an earlier step are there.
         """
@@ -233,7 +233,7 @@ class LeafLoop(Iterator[int]):
             )
         if self.leaves is not leaves or self._walk is not None:
             raise ConfigError(
-                "engine.accumulate() was given leaves of another engine, or of which some have run:"
+                "engine.accumulate() was given leaves of another engine, or some that have run:"
                 " give it engine.leaves(step) itself"
             )
         _begin_step(self._loop, self._step, self._seed)
@@ -243,10 +243,10 @@ class LeafLoop(Iterator[int]):
 
 
 class Draws:
-    """The random numbers of several leaves, whose computations take turns."""
+    """The random numbers of several leaves that take turns to compute."""
 
     def __init__(self, device: torch.device, seeds: list[int]) -> None:
-        """`seeds` are those of the leaves; they draw on the CPU and `device`."""
+        """`seeds` are the leaves'; they draw on the CPU and `device`."""
         self._devices = [Device.of(name) for name in sorted({"cpu", str(device)})]
         self._seeds = seeds
         self._states: dict[int, list[torch.Tensor]] = {}  # of those that have begun

@@ -1,4 +1,4 @@
-"""The leaves of a step: numbered micro-batches whose gradients are added in a tree that does not
+"""The leaves of a step: numbered micro-batches. Their gradients are added in a tree that does not
 depend on the ranks (core/tree.py).
 
     for leaf in engine.leaves(step):         3 ranks, 8 leaves: in turn
@@ -69,7 +69,7 @@ class Leaves:
         return self._number is not None
 
     def run_only(self, leaf: int) -> None:
-        """Leave out every round but that of `leaf`, for a replay that ends with it."""
+        """Leave out every round but the one of `leaf`, for a replay that ends with it."""
         there = [leaf in [one for _, one in dealt] for dealt in self._rounds].index(True)
         self._rounds, self._sums = self._rounds[there:][:1], self._sums[there:][:1]
 
@@ -93,8 +93,9 @@ class Leaves:
 
     @contextmanager
     def at_once(self, keep: Callable[[Any, torch.Tensor], bool]) -> Iterator[None]:
-        """Run all rounds of a step in one backward inside, in which `turn` says whose gradients
-        come. `keep` is given each, with its parameter, and says whether it goes no further yet.
+        """Run all rounds of a step in one backward inside, in which `turn` says the round of the
+        gradients that come. `keep` is given each, with its parameter, and says whether it goes no
+        further yet.
         """
         self._number, self._has_backward, self.is_partial = 0, False, True
         self.keep = keep
@@ -105,7 +106,7 @@ class Leaves:
             self._number, self.keep = None, _keep_none
 
     def turn(self, number: int) -> None:
-        """The gradients that come now, and their reduces, are those of round `number`."""
+        """The gradients that come now, and their reduces, belong to round `number`."""
         self._number = number
 
     @property
@@ -182,16 +183,16 @@ def _keep_none(leaf: Any, grad: torch.Tensor) -> bool:
 
 
 # -------------------------------------------------------------------- micro-batches that take turns
-# Micro-batches whose Python runs take turns: each is a function in a thread of its own, and one of
+# The Python runs of micro-batches take turns: each is a function in a thread of its own, and one of
 # all threads runs at a time.
 #
 #     main thread        go_on() ........ run the section ........ go_on(value) ........ result
 #     its thread                 runs --pause(call)               --runs on--   returns
 #
 # A thread is how a call deep inside a model's forward can wait without the model knowing; there is
-# no parallelism, so that the order of everything is that of the calls of `go_on`. What torch keeps
-# per thread (gradients on or off, autocast, modes such as ``with torch.device(...)``, the
-# accelerator's device and stream) is carried over, and so are context variables.
+# no parallelism, so that everything follows the order of the calls of `go_on`. What torch keeps per
+# thread (gradients on or off, autocast, modes such as ``with torch.device(...)``, the accelerator's
+# device and stream) is carried over, and so are context variables.
 #
 # Invariants: `go_on` returns when the thread waits or has ended; an exception in the thread is
 # raised there; after `end` the thread is gone.
@@ -199,12 +200,12 @@ def _keep_none(leaf: Any, grad: torch.Tensor) -> bool:
 
 _Call = TypeVar("_Call")
 _current: contextvars.ContextVar[MicroBatch[Any] | None] = contextvars.ContextVar(
-    "the micro-batch in whose thread this runs", default=None
+    "the micro-batch that this thread runs", default=None
 )
 
 
 def this_micro_batch() -> MicroBatch[Any] | None:
-    """Return the micro-batch in whose thread this runs, if any."""
+    """Return the micro-batch that this thread runs, if any."""
     return _current.get()
 
 
@@ -235,7 +236,7 @@ class MicroBatch(Generic[_Call]):
     """One run of a function that waits in calls of `pause`."""
 
     def __init__(self, index: int, run: Callable[[], Any], device: torch.device) -> None:
-        """`device`: that of the model."""
+        """`device`: the model's."""
         self.index = index
         self._result: Any = None  # of `run`, when it has ended
         self._run = run

@@ -79,7 +79,7 @@ class OptimizerStates(Mapping[torch.Tensor, Mapping[str, Any]]):
         """Return the optimizer's own entries, when no step is under way."""
         states, optimizer = states_of(self._engine), self._engine.optimizer
         if optimizer is None or states.is_closed:
-            raise StateError("this engine has no optimizer whose states it holds")
+            raise StateError("this engine holds no optimizer's states")
         states.join_step()
         return optimizer.state
 

@@ -90,7 +90,7 @@ class Following:
         scaler: LossScaler | None,
         options: FollowOptions,
     ) -> None:
-        """`units`: those of each stage, by its number."""
+        """`units`: the units of each stage, by its number."""
         self.schedule = schedule
         self._weights = weights
         self._backward = backward
@@ -338,7 +338,7 @@ def units_of(
 ) -> dict[int, list[Unit]]:
     """Return the units of each stage of `schedule`, by its number; `modules`: the engine's own.
 
-    Raises ConfigError where the stages are not those of the engine, or cannot be driven.
+    Raises ConfigError where the stages are not the engine's, or cannot be driven.
     """
     stages = stages_of(schedule)
     for stage in stages:
@@ -385,7 +385,7 @@ def _check_stage(schedule: Any, stage: Any, modules: Sequence[nn.Module]) -> Non
 
 def check_mesh(schedule: Any, others: Sequence[OtherAxis]) -> None:
     """Raise ConfigError where the stages are on several ranks and the engine's mesh does not say
-    so: clips, skipped steps and loss scales would be those of each stage.
+    so: each stage would clip, skip steps and scale losses for itself.
     """
     ranks = stages_of(schedule)[0].group_size
     if ranks > 1 and all(axis.name != "pp" for axis in others):
@@ -406,7 +406,7 @@ def check_budget(budget: int, units: Mapping[int, Sequence[Unit]], row: str) -> 
     number = max(sizes, key=lambda number: sizes[number])
     if budget < sizes[number]:
         raise ConfigError(
-            f"budget={budget} bytes is below stage {number}, whose weights take {sizes[number]}:"
+            f"budget={budget} bytes is below the weights of stage {number}, {sizes[number]} bytes:"
             " give as many, or leave it out, and each unit is gathered for itself"
         )
 

@@ -1,5 +1,5 @@
-"""After an exception inside ``optimizer.step()``: do the ranks still train one model, and are
-the weights those of the masters?
+"""After an exception inside ``optimizer.step()``: do the ranks still train one model, and do the
+weights follow the masters?
 
 A step may end anywhere: before the optimizer has written anything, between two parameters, or when
 some ranks have finished it and others have not. No copy of the numbers before is kept. So the ranks
@@ -66,7 +66,7 @@ _REMEDY = (
 def compare_replicas(
     weights: Weights, optimizer: ShardedOptimizer | None, transport: Transport
 ) -> None:
-    """Raise PlanMismatch, on every rank, naming the first unit whose weights or optimizer state
+    """Raise PlanMismatch, on every rank, naming the first unit with weights or optimizer state that
     differ between ranks that hold the same; collective.
     """
     weights.finish_published()
@@ -99,8 +99,8 @@ def compare_replicas(
 
 
 def _copies(flat: FlatWeights, cell: Cell) -> Groups:
-    """Return the groups of ranks that hold the same of a state in `cell`: all of those that have
-    the parameters, those of one column (mics, hfsdp), or no two.
+    """Return the groups of ranks that hold the same of a state in `cell`: all ranks that have the
+    parameters, the ranks of one column (mics, hfsdp), or no two.
     """
     mesh, groups = flat.layout.mesh, flat.context.holders.groups
     columns = [
@@ -113,8 +113,8 @@ def _copies(flat: FlatWeights, cell: Cell) -> Groups:
 
 
 def verify_replicas(weights: Weights, optimizer: ShardedOptimizer | None, context: Context) -> None:
-    """Raise PlanMismatch, on every rank of the mesh, naming the first unit whose replicated weights
-    or optimizer state differ between data parallel ranks, or along other axes; collective.
+    """Raise PlanMismatch, on every rank of the mesh, naming the first unit with replicated weights
+    or optimizer state that differ between data parallel ranks, or along other axes; collective.
     """
     axes = context.axes
     with axes.together(_CALL) as meeting:
@@ -142,7 +142,7 @@ def verify_replicas(weights: Weights, optimizer: ShardedOptimizer | None, contex
 
 def _sums(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> dict[str, int]:
     """Return sums of the bits that rest here of whole parameters, weights by unit and optimizer
-    states by parameter: those of the ranks of a group add up to one number however they are cut.
+    states by parameter: the sums of a group's ranks add up to one number however they are cut.
     """
     sums: dict[str, int] = {}
     whole: set[str] = set()

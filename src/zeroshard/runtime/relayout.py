@@ -323,8 +323,8 @@ class Move:
         return replace(facts, wanted=_wanted(planned, trains=self._sharded is not None))
 
     def begin(self, all_facts: Sequence[Facts]) -> None:
-        """Bring the old layout to rest, and wait until no rank reads another's memory;
-        `all_facts`: those of each rank. Collective over the old layout.
+        """Bring the old layout to rest, and wait until no rank reads another's memory; `all_facts`:
+        each rank's facts. Collective over the old layout.
         """
         self._all_facts = all_facts
         for facts in all_facts:
@@ -452,7 +452,7 @@ def _number(value: object, what: str) -> list[Any]:
     """
     if isinstance(value, torch.Tensor) and value.dim():
         raise ConfigError(
-            f"{what} has shape {list(value.shape)}, not that of the parameter, and cannot be cut"
+            f"{what} has shape {list(value.shape)}, not the parameter's, and cannot be cut"
             f" anew: {KEPT_STATES}"
         )
     if isinstance(value, torch.Tensor):

@@ -6,8 +6,8 @@ weights, the step's own publish.
                                     the weights follow the masters, and every rank may read them
                                     again
 
-Invariant: what rests is written only between ``before_writing()`` and ``publish()``. Cost: that of
-a step's publish.
+Invariant: what rests is written only between ``before_writing()`` and ``publish()``. Cost: a step's
+publish.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Rest:
             if has_begun == is_exchanged == entering:
                 exchange()
             if has_begun or not entering:  # else nothing has changed
-                reason = "the weights may be those of the average"
+                reason = "the weights may be the average's"
                 self._faults.lose("EMA.swapped() ended by an exception", reason)
             raise
 

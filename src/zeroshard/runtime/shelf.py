@@ -5,8 +5,8 @@
                  to next
     Shelved      what stands for one tensor
 
-nn/checkpointing.py puts away the inputs of a checkpointed call, runtime/accumulate.py those of a
-micro-batch's visit. `ActivationStore` holds the bytes that have left the device.
+nn/checkpointing.py puts away the inputs of a checkpointed call, runtime/accumulate.py the inputs of
+a micro-batch's visit. `ActivationStore` holds the bytes that have left the device.
 
 Floating-point tensors of 4 KiB or more leave; parameters and their views, leaves that require a
 gradient, expanded tensors and subclasses stay. A tensor of several calls is stored once, as long as
@@ -63,7 +63,7 @@ from zeroshard.tier.stores import make_store, tier_named
 # Cost: a copy each way. Activation stores are closed when the program ends.
 
 
-_MOST_LEAVING = 2  # calls whose sources may still be here while another one's begin to leave
+_MOST_LEAVING = 2  # calls that may still have their sources here while another one's begin to leave
 _MOST_STORES = 8
 
 
@@ -180,7 +180,7 @@ class ActivationStore:
             return saved
 
     def poll(self) -> None:
-        """Release the sources whose copies have ended."""
+        """Release the sources that have been copied."""
         with self._lock:
             while self._leaving:
                 left = [
@@ -230,7 +230,7 @@ class ActivationStore:
                 for flight, _ in waited:
                     assert flight is not None
                     flight.wait()
-            except StorageError:  # a storage whose write failed stays lost
+            except StorageError:  # a storage stays lost after a failed write
                 self.close_storage(storage)
             else:
                 self.used -= storage.numel
@@ -385,8 +385,8 @@ class Shelf:
                 kept.ahead()
 
     def bring(self, kept: _Kept) -> torch.Tensor:
-        """Return the flat numbers of `kept`, gathered where it is a slice; start bringing back
-        those of the call before.
+        """Return the flat numbers of `kept`, gathered where it is a slice; start bringing back the
+        numbers of the call before.
         """
         if isinstance(kept, SavedActivation):
             kept.ahead()

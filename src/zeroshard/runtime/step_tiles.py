@@ -148,8 +148,8 @@ class Balance:
 # nowhere else.
 
 
-# the tiers whose tiles are not stepped where they rest, and the tensors that a tile may need beside
-# it: on disk four sets of master, gradient and two moments
+# the tiers that do not step tiles where they rest, and the tensors that a tile may need beside it:
+# on disk four sets of master, gradient and two moments
 _WAYS, _TENSORS = {Tier.DISK: StepMethod.THROUGH_RING}, {Tier.DISK: 16}
 _ALIGN = 1024  # elements: a tile of fp32 begins on a page
 
@@ -245,8 +245,8 @@ class SegmentStates:
         averages: Sequence[list[torch.Tensor]] = (),
         number: int = 0,
     ) -> None:
-        """`averages`: of each moving average (ema.py) its tensors by trained segment, of which this
-        is the one with that `number`.
+        """`averages`: of each moving average (ema.py) its tensors by trained segment; this segment
+        has that `number`.
         """
         self.segment = segment
         self.shards: list[ParamShard] = [shard for tile in tiles for shard in tile.shards]

@@ -171,7 +171,7 @@ class DeviceClock:
     by_events = True
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
-        """`module`: that of the device's type."""
+        """`module`: torch's, for the device's type."""
         self._module = torch.get_device_module(device) if module is None else module
         self._device = device
         self._origin = self.now()
@@ -191,7 +191,7 @@ class DeviceClock:
 
 
 class _Watched:
-    """A Work of which a trace notes the end, and the time that compute waits for it."""
+    """A Work; a trace notes its end, and the time that compute waits for it."""
 
     __slots__ = ("_operation", "_since", "_trace", "_work", "has_ended")
 

@@ -79,10 +79,10 @@ class StepHashes:
         self.texts: dict[str, dict[str, str]] = {"seed": {"": str(seed)}}
         self._numbers: dict[_Key, list[_Number]] = {}
         self._totals = BlockTotals[_Key]()
-        self._same: list[tuple[str, str, str]] = []  # a phase, that of the same hash, a unit
+        self._same: list[tuple[str, str, str]] = []  # a phase, the phase of the same hash, a unit
 
     def add(self, phase: str, unit: str, number: _Number, ranks: Iterable[int] = ()) -> None:
-        """Add `number` to the hash of `unit` in `phase`, and to those of `ranks`."""
+        """Add `number` to the hash of `unit` in `phase`, and to the hashes of `ranks`."""
         for rank in (None, *ranks):
             self._numbers.setdefault((phase, unit, rank), []).append(number)
 
@@ -204,7 +204,7 @@ class TrailWriter:
         self._hashes: StepHashes | None = None  # of the step under way, if it is one to record
         self._leaf: int | None = None
         self._numbers = count()  # of tensors inside a leaf
-        self._begun = -1  # without leaves, the step whose first forward has come
+        self._begun = -1  # without leaves, the step that has had its first forward
         self._micro_batches = count()  # and the numbers of the step's micro-batches
         self._coming: Sequence[Unit] = ()
 
@@ -309,7 +309,7 @@ class TrailWriter:
         self._loop.backward.reductions.wait()
         if self._only is not None:
             self._file.write(hashes.read())
-            raise SystemExit(0)  # of a replay: the sums are not those of a step
+            raise SystemExit(0)  # of a replay: the sums are not a step's
         for _, segment in self._trained:
             assert segment.grad is not None
             first = segment.grad.accumulator.own[0]

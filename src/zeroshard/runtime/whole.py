@@ -134,9 +134,9 @@ class Whole:
     ) -> Iterator[None]:
         """Hold full parameters (default: all) readable inside the context, collectively.
 
-        With `writeback`, edits inside are kept: those of rank 0, or the same on every rank; others
-        raise StateError at the end. With `discard` each rank's edits are its own, until the end.
-        Edits without either are lost and raise where they are seen.
+        With `writeback`, edits inside are kept: rank 0's, or the same on every rank; others raise
+        StateError at the end. With `discard` each rank's edits are its own, until the end. Edits
+        without either are lost and raise where they are seen.
         """
         units = self._units_of(params)
         if writeback or self._is_sharded:
@@ -339,9 +339,9 @@ class Whole:
         names: str | Iterable[str] | None = None,
         trained: bool = False,
     ) -> dict[str, Any]:
-        """Return the model's ``state_dict()``, or those of its entries that are asked for, on CPU;
-        see Engine.full_state_dict. Parameters with a mesh of their own are those of this rank; the
-        first of each group of ranks that hold the same has them.
+        """Return the model's ``state_dict()``, or the entries that are asked for, on CPU; see
+        Engine.full_state_dict. Of parameters with a mesh of their own it has this rank's; the first
+        of each group of ranks that hold the same has them.
         """
         state = self._chosen(names, trained)
         is_first = any(levels.flat.rank == 0 for levels in self._transports)
@@ -350,7 +350,7 @@ class Whole:
         values: dict[int, torch.Tensor] = {}
         for unit in self._weights.units:
             for parameter, local in self._reading(unit, chosen):
-                if keep or is_dtensor(parameter):  # whose ranks all take part
+                if keep or is_dtensor(parameter):  # all its ranks take part
                     whole = whole_of(parameter, local)
                 if keep:
                     values[id(parameter)] = whole.detach().to("cpu", copy=True)
@@ -376,9 +376,9 @@ class Whole:
     def _chosen(
         self, names: str | Iterable[str] | None, trained: bool
     ) -> dict[str, torch.Tensor | nn.Module]:
-        """Return the parameters and buffers that are asked for, and the modules whose extra state
-        is, by every name that a state_dict has. Raises ConfigError for a pattern that matches none,
-        PlanMismatch where ranks ask for others.
+        """Return the parameters and buffers that are asked for, and the modules with extra state
+        that is, by every name that a state_dict has. Raises ConfigError for a pattern that matches
+        none, PlanMismatch where ranks ask for others.
         """
         state: dict[str, torch.Tensor | nn.Module] = {}
         for prefix, module in self._module.named_modules(remove_duplicate=False):
@@ -534,7 +534,7 @@ class Whole:
         return len(segment.grad.accumulator.members) == segment.flat.layout.num_shards
 
     def _gather_own(self, key: str, segment: Segment, own: torch.Tensor) -> torch.Tensor:
-        """Return [numel] of all ranks' slices, of which `own` is this one's."""
+        """Return [numel] of all ranks' slices; `own` is this one's."""
         layout, levels = segment.flat.layout, segment.flat.context.levels
         out = torch.empty(layout.numel, dtype=own.dtype, device=own.device)
         for begin in levels.gathers(levels.axes, key, own, layout.ranges, out):
