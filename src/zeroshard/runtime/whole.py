@@ -376,9 +376,9 @@ class Whole:
     def _chosen(
         self, names: str | Iterable[str] | None, trained: bool
     ) -> dict[str, torch.Tensor | nn.Module]:
-        """Return the parameters and buffers that are asked for, and the modules with extra state
-        that is, by every name that a state_dict has. Raises ConfigError for a pattern that matches
-        none, PlanMismatch where ranks ask for others.
+        """Return the parameters and buffers that are asked for, and the modules that are
+        asked for extra state, by every name that a state_dict has. Raises ConfigError for a pattern
+        that matches none, PlanMismatch where ranks ask for others.
         """
         state: dict[str, torch.Tensor | nn.Module] = {}
         for prefix, module in self._module.named_modules(remove_duplicate=False):
