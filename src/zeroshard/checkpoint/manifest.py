@@ -467,7 +467,16 @@ def _check(manifest: Manifest) -> None:
     if len({file.name for file in manifest.files}) != len(manifest.files):
         raise ValueError("a file stands there twice")
     for name, parameter in manifest.parameters.items():
-        _check_stride(name, parameter)
+        # a stride must leave out no element, and hold none twice
+        expected, fits = 1, len(parameter.stride) == len(parameter.shape)
+        for step, size in sorted(zip(parameter.stride, parameter.shape, strict=False)):
+            fits &= size == 1 or step == expected or not parameter.numel
+            expected *= size
+        if not fits:
+            raise ValueError(
+                f"{brief(name)} of shape {list(parameter.shape)} has stride"
+                f" {list(parameter.stride)}"
+            )
     for entry in manifest.tensors:
         _check_tensor(manifest, entry)
     if manifest.places and (
@@ -488,18 +497,6 @@ def _check(manifest: Manifest) -> None:
     _check_places(manifest)
     _check_optimizer(manifest)
     _check_states(manifest)
-
-
-def _check_stride(name: str, parameter: ParameterEntry) -> None:
-    """Raise ValueError for a stride that would leave out elements, or hold one twice."""
-    expected, fits = 1, len(parameter.stride) == len(parameter.shape)
-    for step, size in sorted(zip(parameter.stride, parameter.shape, strict=False)):
-        fits &= size == 1 or step == expected or not parameter.numel
-        expected *= size
-    if not fits:
-        raise ValueError(
-            f"{brief(name)} of shape {list(parameter.shape)} has stride {list(parameter.stride)}"
-        )
 
 
 def _check_tensor(manifest: Manifest, entry: TensorEntry) -> None:

@@ -267,7 +267,17 @@ def make_levels(
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     world = 1 if group is None else group.size()
-    _check_name(spec.name, world, has_group=group is not None)
+    if spec.name not in _NAMES:
+        raise ConfigError(f"unknown transport {spec.name!r}; one of: {', '.join(_NAMES)}")
+    if group is None and spec.name not in ("auto", "one_process"):
+        raise ConfigError(
+            f"transport {spec.name!r} needs torch.distributed: call zeroshard.init_distributed()"
+            " first"
+        )
+    if spec.name == "one_process" and world > 1:
+        raise ConfigError(
+            f"transport 'one_process' serves one rank, and there are {world}; use 'auto'"
+        )
     assert spec.mesh.size == world, (spec.mesh, world)
     if group is None or (world == 1 and spec.name in ("auto", "one_process")):
         return Levels(OneProcess(spec, traffic), spec=spec)
@@ -293,19 +303,6 @@ def make_levels(
             " 'gloo'"
         )
     return _make_paired(group, spec, traffic)
-
-
-def _check_name(name: str, world: int, *, has_group: bool) -> None:
-    if name not in _NAMES:
-        raise ConfigError(f"unknown transport {name!r}; one of: {', '.join(_NAMES)}")
-    if not has_group and name not in ("auto", "one_process"):
-        raise ConfigError(
-            f"transport {name!r} needs torch.distributed: call zeroshard.init_distributed() first"
-        )
-    if name == "one_process" and world > 1:
-        raise ConfigError(
-            f"transport 'one_process' serves one rank, and there are {world}; use 'auto'"
-        )
 
 
 def _make_paired(group: dist.ProcessGroup, spec: CommSpec, traffic: Traffic) -> Levels:

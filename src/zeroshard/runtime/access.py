@@ -331,19 +331,16 @@ class StateAccess:
         """
         if everything and self._faults.is_suspect:
             with self._faults.together(lost=True):
-                self._renew()
+                for unit in self._weights.units:
+                    for segment in unit.segments:
+                        segment.renew(self._context.tiering.store)
+                        if segment.grad is not None:
+                            segment.grad.accumulator.release_idle()
+                if self._sharded is not None:
+                    self._sharded.close_moments()
         yield
         if everything:
             self._faults.repaired()
-
-    def _renew(self) -> None:
-        for unit in self._weights.units:
-            for segment in unit.segments:
-                segment.renew(self._context.tiering.store)
-                if segment.grad is not None:
-                    segment.grad.accumulator.release_idle()
-        if self._sharded is not None:
-            self._sharded.close_moments()
 
     def join_step(self) -> None:
         """Return when no step is under way, and what rests may be read and written as what is

@@ -387,7 +387,20 @@ class Engine(Assembly):
         refuse_leaves(self._backward.leaves, "follow")
         peers = self._states.peers
         with self._context.axes.together(_FOLLOW) as along, peers.together(_FOLLOW) as meeting:
-            following = _follower(self, schedule, budget, no_sync)
+            if (other := self._states.following) is not None and other.is_on:
+                raise ConfigError(
+                    f"the engine follows a {type(other.schedule).__name__} already: end that"
+                    " with the remove() of what engine.follow() has returned"
+                )
+            room = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
+            units = units_of(schedule, roots_of(self.module), self._weights.units)
+            check_mesh(schedule, self._context.mesh.others)
+            if room is not None:
+                check_budget(room, units, self.policy.name)
+            options = FollowOptions(room, no_sync)
+            following = Following(
+                schedule, units, self._weights, self._backward, self._scaler, options
+            )
             report = {
                 "schedule": type(schedule).__name__,
                 "budget": repr(budget),
@@ -702,18 +715,3 @@ class Engine(Assembly):
         if self._sharded is not None:
             self._sharded.detach()
         self._states.close()
-
-
-def _follower(engine: Engine, schedule: Any, budget: int | str | None, no_sync: bool) -> Following:
-    if (other := engine._states.following) is not None and other.is_on:
-        raise ConfigError(
-            f"the engine follows a {type(other.schedule).__name__} already: end that"
-            " with the remove() of what engine.follow() has returned"
-        )
-    room = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
-    units = units_of(schedule, roots_of(engine.module), engine._weights.units)
-    check_mesh(schedule, engine._context.mesh.others)
-    if room is not None:
-        check_budget(room, units, engine.policy.name)
-    options = FollowOptions(room, no_sync)
-    return Following(schedule, units, engine._weights, engine._backward, engine._scaler, options)

@@ -216,7 +216,14 @@ class ParameterStates:
             raise StateError("this engine has no optimizer, and so no optimizer state")
         self._compare(f"state {key!r}", value, local)
         self._states.finish_step()
-        self._check_key(optimizer, key)
+        keys = [optimizer.state.get(shard.tensor, {}).keys() for shard in self._shards()]
+        with self._states.peers.together(_CALL, refusal=StateError):
+            if any(key not in names for names in keys):
+                held = sorted({str(one) for names in keys if key not in names for one in names})
+                raise StateError(
+                    f"the optimizer has no state {key!r} of this parameter; it has"
+                    f" {', '.join(map(repr, held)) or 'none before its first step'}"
+                )
 
         def replace(shard: ParamShard) -> None:
             if shard.parameter is self._param:
@@ -234,17 +241,6 @@ class ParameterStates:
     def _masters(self) -> list[RestingPiece]:
         resting = self._states.resting_pieces()
         return [piece for piece in resting if piece.parameter is self._param]
-
-    def _check_key(self, optimizer: torch.optim.Optimizer, key: str) -> None:
-        """Raise StateError on every rank where one rank's state lacks `key`."""
-        keys = [optimizer.state.get(shard.tensor, {}).keys() for shard in self._shards()]
-        with self._states.peers.together(_CALL, refusal=StateError):
-            if any(key not in names for names in keys):
-                held = sorted({str(one) for names in keys if key not in names for one in names})
-                raise StateError(
-                    f"the optimizer has no state {key!r} of this parameter; it has"
-                    f" {', '.join(map(repr, held)) or 'none before its first step'}"
-                )
 
     def _compare(self, what: str, value: torch.Tensor, local: bool) -> None:
         """Raise PlanMismatch where ranks set another state, or other numbers where these are whole.
@@ -289,11 +285,6 @@ class ParameterStates:
         if local:
             take = _StateCut(value)
             return lambda start, stop: take(stop - start)
-        flat = self._in_memory_order(value)
-        return lambda start, stop: flat[start:stop]
-
-    def _in_memory_order(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the elements of `value` as the parameter's memory holds them, 1-D."""
         param, shape = self._param, tuple(self._param.shape)
         if value.numel() != prod(shape):
             raise ConfigError(f"value has shape {tuple(value.shape)}, the parameter {shape}")
@@ -302,7 +293,8 @@ class ParameterStates:
             here.shape, self._stride(), dtype=torch.float32, device=param.device
         )
         dense.copy_(here)
-        return dense.as_strided((dense.numel(),), (1,))
+        flat = dense.as_strided((dense.numel(),), (1,))
+        return lambda start, stop: flat[start:stop]
 
     def _stride(self) -> tuple[int, ...]:
         return self._states.parameter_layouts()[id(self._param)][1]

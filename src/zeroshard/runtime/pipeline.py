@@ -127,8 +127,18 @@ class Following:
             self._put(stage, "backward_weight_one_chunk", self._around_weights, driven)
             self._put(stage, "perform_reduce_grad", lambda original, factor: None)
             self._put(stage, "_prepare_backward_infra", self._around_inference)
-        if self._runs_lists:
-            self._give_list()
+        if self._runs_lists:  # a schedule with an action list runs ours
+            from torch.distributed.pipelining import schedules as torchs
+
+            schedule, functions = self.schedule, self.schedule._comp_type_to_function_map
+            lists, rank = schedule.pipeline_order_with_comms, schedule.rank
+            before = lists[rank]
+            lists[rank] = [_to_torch(action, torchs) for action in self._placed]
+            self._undo.callback(lists.__setitem__, rank, before)
+            for name in (UNSHARD, RESHARD, REDUCE_GRAD):
+                kind = torchs._ComputationType(name)
+                schedule.register_custom_function(kind, self._called)
+                self._undo.callback(functions.pop, kind, None)
         self.is_on = True
 
     def remove(self) -> None:
@@ -155,20 +165,6 @@ class Following:
                 target.__dict__[name] = before
 
         self._undo.callback(put_back)
-
-    def _give_list(self) -> None:
-        """Let a schedule with an action list run ours."""
-        from torch.distributed.pipelining import schedules as torchs
-
-        schedule, functions = self.schedule, self.schedule._comp_type_to_function_map
-        lists, rank = schedule.pipeline_order_with_comms, schedule.rank
-        before = lists[rank]
-        lists[rank] = [_to_torch(action, torchs) for action in self._placed]
-        self._undo.callback(lists.__setitem__, rank, before)
-        for name in (UNSHARD, RESHARD, REDUCE_GRAD):
-            kind = torchs._ComputationType(name)
-            schedule.register_custom_function(kind, self._called)
-            self._undo.callback(functions.pop, kind, None)
 
     # ------------------------------------------------------------------ between the computations
 

@@ -97,15 +97,14 @@ def _zeros_of_zeros(
     these are. The host waits only where an operator copies to another device.
     """
     there = [grad for grad in arrived if grad is not None]
-    if not there or not all(_is_dense(grad) for grad in (*there, *grads) if grad is not None):
+    if not there or not all(  # in one block here
+        type(grad) is torch.Tensor and grad.layout is torch.strided and not grad.is_nested
+        for grad in (*there, *grads)
+        if grad is not None
+    ):
         return None
     device = there[0].device
     nothing = torch.stack([grad.count_nonzero().to(device) for grad in there]).sum() == 0
     return tuple(
         None if grad is None else torch.where(nothing.to(grad.device), 0.0, grad) for grad in grads
     )
-
-
-def _is_dense(grad: torch.Tensor) -> bool:
-    """Whether all numbers of `grad` are here, in one block."""
-    return type(grad) is torch.Tensor and grad.layout is torch.strided and not grad.is_nested

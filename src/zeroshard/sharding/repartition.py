@@ -168,7 +168,16 @@ class Repartition:
         if states_of(engine).is_closed or not self._is_away:
             states_of(engine).check_open()
         try:
-            self._agree_on_call(engine, changes)
+            # what one of the old ranks refuses is raised on all of them
+            mesh = changes.get("mesh")
+            new_ranks = mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh
+            ranks = Ranks() if self._is_away else states_of(engine).peers
+            with ranks.together(_CALL) as meeting:
+                self._check_call(engine, changes)
+                updates = [] if self._is_away else list(map(updates_of, averages_of(engine)))
+                meeting.compare({"mesh": str(new_ranks), "updates of zs.EMA": str(updates)})
+            if not self._is_away:
+                states_of(engine).finish_step()
         except (CheckpointError, ConfigError, PlanMismatch, StateError, StorageError) as refused:
             self._tell_who_comes(changes, refused)
             raise
@@ -191,18 +200,6 @@ class Repartition:
         """The ranks of the job over which the engine lies, or lay when this rank left."""
         group = self._mesh_axes.group
         return [_rank()] if group is None else dist.get_process_group_ranks(group)
-
-    def _agree_on_call(self, engine: Engine, changes: Mapping[str, Any]) -> None:
-        """Raise, on all of the old ranks, what one of them refuses. Collective over them."""
-        mesh = changes.get("mesh")
-        new_ranks = mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh
-        ranks = Ranks() if self._is_away else states_of(engine).peers
-        with ranks.together(_CALL) as meeting:
-            self._check_call(engine, changes)
-            updates = [] if self._is_away else list(map(updates_of, averages_of(engine)))
-            meeting.compare({"mesh": str(new_ranks), "updates of zs.EMA": str(updates)})
-        if not self._is_away:
-            states_of(engine).finish_step()
 
     def _check_call(self, engine: Engine, changes: Mapping[str, Any]) -> None:
         """Raise for what cannot be done on this rank, whatever the others say."""
@@ -280,7 +277,9 @@ class Repartition:
             if mesh is not None and not (grows or leaves):
                 mesh_axes = _mesh_axes_in(mesh, changes)
             averages = str(len(averages_of(engine)))
-            meeting.compare({"model": _model_digest(self._request), "averages": averages})
+            model = json.dumps(self._request.report.model).encode()
+            digest = hashlib.blake2b(model, digest_size=8).hexdigest()
+            meeting.compare({"model": digest, "averages": averages})
             ranks, settings = None if self._is_away else self._ranks, self._settings_json(changes)
             meeting.give({"ranks": ranks, "rank": _rank(), "settings": settings})
         answers: list[dict[str, Any]] = meeting.answers
@@ -437,25 +436,21 @@ class _Relayout:
             for parts in (self._parts, parts_of(self._engine)):
                 parts.weights.availability.give_up(_CUT_OFF)
             if isinstance(error, Exception) and not isinstance(error, HandOverError):
-                self._tell_of(error)
+                # the other ranks end what waits for this one, and are told of the error; where
+                # another rank's has caused it, that is raised
+                ready = None if self._ready is None else self._ready.context
+                for context in (self._parts.context, ready):
+                    if context is not None:
+                        with suppress(Exception):
+                            context.close()
+                follows = isinstance(error, (PeerLostError, StallError))
+                reason = "" if follows else f"{type(error).__name__}: {error}"
+                try:
+                    self._hand_over.meet(reason, ended=True)
+                except HandOverError as of_another:
+                    if follows:
+                        raise of_another from error
             raise
-
-    def _tell_of(self, error: Exception) -> None:
-        """Let the other ranks end what waits for this one, and tell them of its `error`. Where
-        another rank's has caused it, raise that.
-        """
-        ready = None if self._ready is None else self._ready.context
-        for context in (self._parts.context, ready):
-            if context is not None:
-                with suppress(Exception):
-                    context.close()
-        follows = isinstance(error, (PeerLostError, StallError))
-        reason = "" if follows else f"{type(error).__name__}: {error}"
-        try:
-            self._hand_over.meet(reason, ended=True)
-        except HandOverError as of_another:
-            if follows:
-                raise of_another from error
 
     def _run(self) -> None:
         ready, move = self._ready, self._move
@@ -543,11 +538,6 @@ def _mesh_axes_in(mesh: DeviceMesh, changes: Mapping[str, Any]) -> MeshAxes:
             " save, close and shard() again"
         )
     return mesh_axes
-
-
-def _model_digest(request: ShardRequest) -> str:
-    """Return what the parameters and units of a model are, as a few letters."""
-    return hashlib.blake2b(json.dumps(request.report.model).encode(), digest_size=8).hexdigest()
 
 
 def _compare(reports: Sequence[Mapping[str, str]]) -> None:

@@ -346,7 +346,13 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
     """Check everything on this rank. Nothing is changed or sent. Raises ConfigError."""
     model, mesh_axes = call.model, call.mesh_axes
     settings, mesh, node_size = _rank_settings(common, mesh_axes)
-    _check_sync(call.sync_from, mesh)
+    if call.sync_from is not None and not 0 <= call.sync_from < mesh.size:
+        raise ConfigError(f"sync_from={call.sync_from} is not a rank of this group of {mesh.size}")
+    if call.sync_from is not None and any(axis.alike for axis in mesh.others):
+        raise ConfigError(
+            f"sync_from={call.sync_from} would copy inside each data parallel group, and the"
+            " replicas along 'tp' must begin alike: build the same model on every rank (same seed)"
+        )
     refuse_inside("shard()")
     check_model(model, call.optimizer)
     check_dtensors(named_parameters_once(model), mesh_axes.mesh, mesh_axes.dims)
@@ -373,17 +379,6 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
         plans=plans,
         report=Report.of(call, dtypes, plans, compared),
     )
-
-
-def _check_sync(sync_from: int | None, mesh: Mesh) -> None:
-    """Refuse a rank to copy from that is none, or replicas that it could not reach."""
-    if sync_from is not None and not 0 <= sync_from < mesh.size:
-        raise ConfigError(f"sync_from={sync_from} is not a rank of this group of {mesh.size}")
-    if sync_from is not None and any(axis.alike for axis in mesh.others):
-        raise ConfigError(
-            f"sync_from={sync_from} would copy inside each data parallel group, and the replicas"
-            " along 'tp' must begin alike: build the same model on every rank (same seed)"
-        )
 
 
 def changed_request(request: ShardRequest, common: Config, mesh_axes: MeshAxes) -> ShardRequest:

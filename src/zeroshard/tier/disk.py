@@ -389,7 +389,11 @@ class _DiskStorage:
                 elif not piece.whole:
                     self._fetch(view, piece.low)
                 there.get(start, memory, piece.start - piece.low, num_bytes)
-            self._deposit(view, piece.low)
+            with self._naming("write", piece.low, piece.low + len(view)):
+                self._check_file()
+                if self._sums is not None:
+                    self._sums.note(piece.low, view)
+                write_blocks(self._fd, view, piece.low)
         except BaseException as error:
             self._lost = self._lost or str(error) or type(error).__name__
             raise
@@ -406,14 +410,6 @@ class _DiskStorage:
                 " there last: the disk lost or damaged them, or something else wrote to the file;"
                 f" {_REMEDY}"
             )
-
-    def _deposit(self, data: memoryview, low: int) -> None:
-        """Write whole units from byte `low` of the file on, and note their sums."""
-        with self._naming("write", low, low + len(data)):
-            self._check_file()
-            if self._sums is not None:
-                self._sums.note(low, data)
-            write_blocks(self._fd, data, low)
 
     def _check_file(self) -> None:
         """Refuse a lost file, and a truncated one: writing would fill its gap with zeros."""
