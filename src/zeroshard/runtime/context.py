@@ -81,8 +81,8 @@ class Faults:
     """
 
     def __init__(self, transport: Transport, *, active: bool, differing: Mapping[int, str]) -> None:
-        """Made inside shard(); `differing`: by id of each parameter whose values differ between
-        ranks, how; the same keys on every rank.
+        """Made inside shard(); `differing`: how values differ between ranks, by id of the
+        parameter; the same keys on every rank.
         """
         self.refusal: str | None = None  # why forwards and steps are refused, on every rank
         self._differing = dict(differing)
@@ -197,8 +197,8 @@ class Faults:
 # The stores of one engine, and what share of each state rests there.
 #
 # ZeRO-Offload (section 4), ZeRO-Infinity (section 5) and Offload++ are rows of the policy table
-# whose cells carry another tier than DEVICE; this is the memory behind those cells. A fraction
-# below 1 leaves the first elements of a state on the device (core/resting.py).
+# with cells on another tier than DEVICE; this is the memory behind those cells. A fraction below 1
+# leaves the first elements of a state on the device (core/resting.py).
 
 
 STATES = ("weight", "grad", "optimizer")
@@ -314,7 +314,7 @@ class Context:
     prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
     tiering: Tiering = field(default_factory=Tiering)
     own: Mapping[str, Context] = field(default_factory=dict)  # of units with a mesh of their own
-    leaves: Leaves | None = None  # of a run whose sums do not depend on the ranks
+    leaves: Leaves | None = None  # of a run with sums that do not depend on the ranks
     first_step_over: Callable[[], None] = lambda: None  # others are waited for less from here on
 
     def of(self, pattern: str) -> Context:
@@ -383,12 +383,12 @@ class SegmentPlan:
 
     @property
     def num_stepped(self) -> int:
-        """Elements whose master rests on this rank."""
+        """Elements that have their master on this rank."""
         return self._held(self.cells.optim)
 
     @property
     def num_weights(self) -> int:
-        """Elements whose weights rest on this rank."""
+        """Elements that have their weights on this rank."""
         return self._held(self.cells.weight)
 
     def _held(self, cell: Cell) -> int:
@@ -411,8 +411,8 @@ class SegmentPlan:
         return tuple(part_of(name, parameter) for name, parameter in self.members.items())
 
     def counted(self, context: Context) -> tuple[bool, ...] | None:
-        """Return of which parameters the elements count here, where others have the same, too;
-        None: of all.
+        """Return for each parameter whether its elements count here, where others have the same,
+        too; None: all do.
         """
         alike = [axis.name for axis in context.mesh.others if axis.alike]
         counts = tuple(part.counts(alike, context.axes.place.first_along) for part in self.parts)
@@ -456,7 +456,7 @@ class SegmentPlan:
             master=Wire.of(context.precision.master),
         )
         cells = self.cells
-        # a fraction may leave a whole segment on the device; a rank whose own part is there reads
+        # a fraction may leave a whole segment on the device; a rank with its own part there reads
         # as from any other tier
         away = {Tier.DEVICE: Tier.HOST}.get(cells.weight.tier, cells.weight.tier)
         tier = away if reads else Tier.DEVICE

@@ -2,7 +2,7 @@
 
 While a unit rests, ``param.data`` is a one-element NaN expanded to the parameter's shape: shape,
 dtype and device stay right, reading gives NaN instead of stale numbers, most in-place writes raise.
-Its class is that of runtime/released.py then.
+Its class comes from runtime/released.py then.
 
 [Note: writes to released parameters] ``zero_``, ``fill_``, element assignment and writes to
 one-element parameters do not raise on an expanded tensor. `detach` therefore records
@@ -43,7 +43,7 @@ class Parameters:
         self.parameters = tuple(parameters)
         for parameter in parameters:
             retype(parameter, dtype)
-        # whose memory comes and goes
+        # their memory comes and goes
         self._locals: tuple[torch.Tensor, ...] = tuple(local_of(p) for p in parameters)
         self._dtype = dtype
         # so that `lost_by_value` is always asked, too

@@ -3,7 +3,7 @@ use is refused by name.
 
 A module's own forward finds its weights gathered by the hooks. What is used elsewhere
 (``F.linear(x, model.embed.weight)``, a penalty over ``model.parameters()``, a method called instead
-of ``forward``) meets the released parameter, whose numbers are NaN. Therefore a parameter changes
+of ``forward``) meets the released parameter with NaN for its numbers. Therefore a parameter changes
 class with its memory::
 
     attach   class: what it was (nn.Parameter)    data: its view of the gathered buffer
@@ -72,7 +72,7 @@ class Tie(Protocol):
 
 
 class _Released(torch.Tensor):
-    """A parameter whose unit rests, whatever its class."""
+    """A parameter of a unit that rests, whatever its class."""
 
     _zeroshard: Tie
 
@@ -118,7 +118,7 @@ class _Released(torch.Tensor):
 
 
 class ReleasedParameter(_Released, nn.Parameter):
-    """A plain parameter whose unit rests."""
+    """A plain parameter of a unit that rests."""
 
 
 _RELEASED: dict[type, type] = {nn.Parameter: ReleasedParameter}  # by the class that it was

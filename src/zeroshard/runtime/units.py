@@ -2,9 +2,9 @@
 
 Automatic units are the repeated blocks (siblings of one class and one set of parameter shapes, as
 in a ModuleList of layers), and what is left over (embeddings, final norms, heads), packed in
-definition order. A module whose class says ``unit_of_its_own = True`` (a tile of a linear layer,
-nn/tiled.py) is a unit by itself wherever it stands, automatic cut or chosen one, unless the module
-that holds it was chosen.
+definition order. A module of a class that says ``unit_of_its_own = True`` (a tile of a linear
+layer, nn/tiled.py) is a unit by itself wherever it stands, automatic cut or chosen one, unless the
+module that holds it was chosen.
 
 Invariants: every parameter is in exactly one unit, a tied one where it is met first; no unit is
 larger than max(one repeated block without such modules, the largest single parameter, 1/8 of the
@@ -37,7 +37,7 @@ from zeroshard.state.local import local_of
 # ------------------------------------------------------------------------------------------- stages
 # The stages of a pipeline that one rank has, as the model of one engine.
 #
-# ``torch.distributed.pipelining`` cuts a model into stages, whose modules keep the names of the
+# ``torch.distributed.pipelining`` cuts a model into stages; their modules keep the names of the
 # whole model where the user cuts it so (``layers`` a ModuleDict by number). One stage is its
 # module. Several are a `Stages`, which holds their modules and calls every parameter and module
 # what its stage calls it, so that checkpoints speak of the whole model.
@@ -47,10 +47,10 @@ from zeroshard.state.local import local_of
 
 
 class Stages(nn.Module):
-    """The modules of several stages, whose names are those that each stage has."""
+    """The modules of several stages, under the names that each stage has."""
 
     def __init__(self, modules: Sequence[nn.Module], numbers: Sequence[int]) -> None:
-        """`numbers`: those of the stages in the pipeline."""
+        """`numbers`: the stages' in the pipeline."""
         super().__init__()
         for number, module in zip(numbers, modules, strict=True):
             self.add_module(str(number), module)
@@ -78,7 +78,7 @@ class Stages(nn.Module):
         return out
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """Load a state that `state_dict` has returned, or that of the whole model."""
+        """Load a state that `state_dict` has returned, or the state of the whole model."""
         for stage in self.children():
             named = dict(stage.named_parameters(remove_duplicate=False))
             names = [*named, *dict(stage.named_buffers(remove_duplicate=False))]
@@ -125,7 +125,7 @@ def model_of(model: Any) -> Any:
 
 
 def roots_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose forwards are those of the whole `model`."""
+    """Return the modules that have forwards of the whole `model`."""
     return list(model.children()) if isinstance(model, Stages) else [model]
 
 
@@ -135,8 +135,8 @@ def _is_stage(model: Any) -> bool:
 
 
 # --------------------------------------------------------------------------------------- own meshes
-# Which modules of a model lie over meshes of their own: those whose names match a pattern of
-# ``shard(mesh_of=)``, and all inside them.
+# The modules of a model that lie over meshes of their own: their names match a pattern of
+# ``shard(mesh_of=)``, or they are inside such a module.
 
 
 def has_parameters(module: nn.Module) -> bool:
@@ -158,7 +158,7 @@ def refuse_unmatched(model: nn.Module, patterns: Sequence[str]) -> None:
         if not matching(pattern, model):
             raise ConfigError(
                 f"mesh_of: {pattern!r} matches no module of {type(model).__name__} that holds"
-                " parameters; names are those of model.named_modules()"
+                " parameters; take names of model.named_modules()"
             )
 
 
@@ -315,7 +315,7 @@ def _extent(name: str, tensor: torch.Tensor, is_buffer: bool) -> _Extent:
 
 
 def _neighbours(extents: Iterable[_Extent]) -> Iterable[tuple[_Extent, _Extent]]:
-    """Yield the pairs whose byte ranges meet."""
+    """Yield the pairs with byte ranges that meet."""
     open_ones: list[_Extent] = []
     for extent in sorted(extents, key=lambda extent: (extent.home, extent.start)):
         open_ones = [
@@ -326,7 +326,7 @@ def _neighbours(extents: Iterable[_Extent]) -> Iterable[tuple[_Extent, _Extent]]
 
 
 def _share(one: _Extent, other: _Extent) -> bool:
-    """Whether two tensors whose byte ranges meet have a byte in common."""
+    """Whether two tensors with byte ranges that meet have a byte in common."""
     start, stop = min(one.start, other.start), max(one.stop, other.stop)
     return bool((one.spots(start, stop) & other.spots(start, stop)).any())
 
@@ -338,13 +338,13 @@ UnitSpec = Callable[[str, nn.Module], bool] | Sequence[str | type[nn.Module]]
 
 @dataclass
 class UnitPlan:
-    """One unit to be: its parameters, and the modules whose forward needs them."""
+    """One unit to be: its parameters, and the modules that need them in their forward."""
 
     name: str
     pattern: str = ""  # of the mesh of its own that it lies over
     # qualified name -> parameter, in definition order
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    # modules whose forward spans the unit
+    # modules with a forward that spans the unit
     roots: list[tuple[str, nn.Module]] = field(default_factory=list)
     # modules that hold the parameters themselves
     owners: list[tuple[str, nn.Module]] = field(default_factory=list)
@@ -356,7 +356,7 @@ class UnitPlan:
 
     @property
     def local_numel(self) -> int:
-        """The number of elements that are here: of DTensors those of the local tensors."""
+        """The number of elements that are here: a DTensor's local tensor counts."""
         return sum(local_of(parameter).numel() for parameter in self.parameters.values())
 
     @property
@@ -449,7 +449,7 @@ def _matches(want: str | type[nn.Module], model: nn.Module) -> bool:
 
 
 def _spanning(model: nn.Module, name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the module whose forward spans `module`: itself, unless it has none."""
+    """Return the module with the forward that spans `module`: itself, unless it has none."""
     while isinstance(module, (nn.ModuleList, nn.ModuleDict)) and name:
         name = name.rpartition(".")[0]
         module = model.get_submodule(name)
@@ -511,7 +511,7 @@ def _inner(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _size(module: nn.Module) -> int:
-    """Return the elements of `module`'s parameters, without those of units of their own."""
+    """Return the elements of `module`'s parameters, without units of their own."""
     apart = {id(p) for part in module.modules() if _is_apart(part) for p in part.parameters()}
     return sum(p.numel() for p in module.parameters() if id(p) not in apart)
 
@@ -594,8 +594,8 @@ def _chosen_blocks(model: nn.Module, units: UnitSpec, option: str) -> list[tuple
             if not hits:
                 label = want if isinstance(want, str) else want.__name__
                 raise ConfigError(
-                    f"{option}: {label!r} matches no module of {type(model).__name__}; names are"
-                    " those of model.named_modules()"
+                    f"{option}: {label!r} matches no module of {type(model).__name__}; take"
+                    " names of model.named_modules()"
                 )
             picked += hits
     chosen = [(name, modules[name]) for name in dict.fromkeys(picked)]
@@ -616,7 +616,7 @@ def _innermost_first(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn
 
 
 def holding_others(plans: Sequence[UnitPlan]) -> set[int]:
-    """Return the numbers of the units inside whose modules lie modules of other units."""
+    """Return the numbers of the units that have modules of other units inside theirs."""
     needed: dict[int, tuple[nn.Module, set[int]]] = {}
     for index, plan in enumerate(plans):
         for _, module in (*plan.roots, *plan.owners):
