@@ -78,12 +78,11 @@ class _Cuts:
     def __init__(self, rank: int, mesh: Mesh) -> None:
         self.others = [other for other in range(mesh.size) if other != rank]
         self.far = [other for other in self.others if not mesh.same_node(other, rank)]
-        self._known: dict[int, _BufferCut] = {}  # by id of the ranges
+        self.known: dict[int, _BufferCut] = {}  # by id of the ranges
 
     def of(self, ranges: Sequence[Range]) -> _BufferCut:
         """Return the cut into `ranges`."""
-        known = self._known.get(id(ranges))
-        if known is not None:
+        if (known := self.known.get(id(ranges))) is not None:
             return known
         sizes = [stop - start for start, stop in ranges]
         cut = _BufferCut(
@@ -93,7 +92,7 @@ class _Cuts:
             sum(sizes[rank] for rank in self.far),
         )
         if isinstance(ranges, tuple):  # a segment's; others are made for one call
-            self._known[id(ranges)] = cut
+            self.known[id(ranges)] = cut
         return cut
 
 
@@ -151,7 +150,8 @@ class NativeTransport:
     def all_gather(
         self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
     ) -> Work:
-        cut, itemsize = self._cuts.of(ranges), out.element_size()
+        cut = self._cuts.known.get(id(ranges)) or self._cuts.of(ranges)
+        itemsize = out.element_size()
         self.traffic.add(
             "all_gather", "nccl", cut.numel * itemsize, between=cut.numel_between * itemsize
         )
@@ -431,7 +431,10 @@ class NativeWork:
             if self._after is not None:
                 self._after()
             self._is_finished = True
-            self.release()
+            # what the collectives used; they have ended
+            self._works, self._alive, self._after = [], [], None
+            if self in self._under_way:
+                self._under_way.remove(self)
 
     def done(self) -> bool:
         return self._is_finished or all(work.is_completed() for work in self._works)
@@ -441,10 +444,6 @@ class NativeWork:
         for work in self._works:
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=self._control.stall_timeout_s))
-        self.release()
-
-    def release(self) -> None:
-        """Release what the collectives used; they have ended."""
         self._works, self._alive, self._after = [], [], None
         if self in self._under_way:
             self._under_way.remove(self)

@@ -76,7 +76,10 @@ def add_up(
     """
     if isinstance(contributions, torch.Tensor):
         contributions = contributions.unbind()
-    tree = _present(tree, contributions)
+    for one in contributions:
+        if one is None:
+            tree = _present(tree, contributions)
+            break
     if isinstance(tree, int):
         _take(contributions[tree], out, accumulate)
         return

@@ -159,8 +159,9 @@ class PairedTransport:
         self.one_sided = not control.far
         self.keyed = True
         self.traffic = control.traffic
-        self.windows = windows = Windows(control, alias=spec.alias)
         self.collectives = collectives = Collectives(control, pool_bytes=spec.pool_bytes)
+        sums = collectives.matching.pending
+        self.windows = windows = Windows(control, alias=spec.alias, sums=sums)
         # the calls of the protocol are theirs
         self.window = windows.make
         self.begin_write = windows.begin_write

@@ -55,6 +55,10 @@ class Digest:
         """Note that this rank has come to `event` of `unit`."""
         self.entered = (event, unit, self.step, monotonic())
 
+    def begin(self, counts: bool = True) -> None:
+        """Note that this rank has begun what ranks do together; see `num_begun`."""
+        self.num_begun += counts
+
     def fold(
         self, operation: str, unit: str, dtype: str, numel: int, among: Ranks, *, ordered: bool
     ) -> None:

@@ -130,8 +130,10 @@ class Order(Generic[U]):
         current = self._passes.setdefault(phase, _Pass())
         current.so_far.append(unit)
         current.uses.append(unit)
-        position = advance(current.trace, current.position, unit)
-        if position is not None:
+        trace, following = current.trace, current.position + 1
+        if following < len(trace) and trace[following] == unit:
+            current.position = following  # as in the last pass
+        elif (position := advance(trace, current.position, unit)) is not None:
             current.position = position
 
     def resume(self, phase: Hashable, unit: U) -> None:

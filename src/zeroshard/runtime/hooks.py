@@ -23,6 +23,7 @@ Nothing of torch is patched. The hooks hold the engine's parts, the user's tenso
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections import OrderedDict
@@ -58,6 +59,7 @@ from zeroshard.state.local import part_within
 
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)  # what every module has
 _PLAIN = frozenset((torch.Tensor,))
+_HOOK_NUMBERS = itertools.count(-1, -1)  # torch's own are positive
 
 
 class _ParameterTie:
@@ -382,7 +384,11 @@ class Hooks:
             node = tensor.grad_fn
             # a leaf needs no weights, and would keep the hook
             if node is not None and (not since or node._sequence_nr() >= since):
-                tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+                hooks = tensor._backward_hooks  # as Tensor.register_hook does, without a handle
+                if hooks is None:
+                    tensor._backward_hooks = hooks = OrderedDict()
+                    node._register_hook_dict(tensor)
+                hooks[next(_HOOK_NUMBERS)] = arrived
             del node
 
     def _watch_inputs(self, units: list[Unit], args: Any, kwargs: Any) -> None:

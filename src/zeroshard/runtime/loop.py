@@ -96,7 +96,7 @@ class Loop:
         evaluates = not (torch.is_grad_enabled() or is_checkpointed())
         self.weights.begin("forward", repeats=evaluates and self.backward.optimizer is None)
         self.weights.enter(evaluates=evaluates)
-        self.weights.digest.num_begun += not self.weights.nothing_to_do
+        self.weights.digest.begin(not self.weights.nothing_to_do)
         self._saved.begin()
         self._begun()
 
@@ -121,7 +121,7 @@ class Loop:
 
     def shadow_forward(self, order: Iterable[int] | None) -> None:
         """Take part in a forward of other ranks, without one of our own: see Weights.shadow."""
-        self.weights.digest.num_begun += 1
+        self.weights.digest.begin()
         self.weights.begin("forward")
         for _ in self.weights.shadow("forward", order):
             pass
@@ -221,7 +221,7 @@ class Loop:
             )
         may_follow = in_backward or torch.is_grad_enabled()
         if not (in_backward or self.weights.schedule.running):
-            self.weights.digest.num_begun += self.backward.runs_plainly
+            self.weights.digest.begin(self.backward.runs_plainly)
         self.weights.hold(unit, phase, Until.BACKWARD_ENDS if may_follow else Until.FORWARD_ENDS)
 
     def hold(self, unit: Unit) -> None:

@@ -317,13 +317,6 @@ def flatten(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)
 
 
-def _autograd_may_save() -> bool:
-    """Whether references to the weights may be autograd's own: in a backward, or a forward with
-    gradients.
-    """
-    return torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0
-
-
 class FullBuffer:
     """Memory for `layout` [numel], and every parameter as a view of it."""
 
@@ -372,7 +365,12 @@ class FullBuffer:
         """
         if not self.is_ours:
             return
-        if memory is None or _autograd_may_save() or self._references() > self._own_references:
+        if (
+            memory is None
+            or torch.is_grad_enabled()  # references may be autograd's own
+            or torch._C._current_graph_task_id() >= 0
+            or self._references() > self._own_references
+        ):
             self.tensor.untyped_storage().resize_(self.num_bytes)
             return
         skipped = -start % (_BLOCK // self.dtype.itemsize)
@@ -392,7 +390,9 @@ class FullBuffer:
             (self.tensor, self.views), self._home = self._home, None
             self._has_left = self._has_user_views = False
             return 0
-        watched = self._has_user_views or not _autograd_may_save()
+        watched = self._has_user_views or not (
+            torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0
+        )
         if (
             self._has_left
             or not self.tensor.untyped_storage().resizable()

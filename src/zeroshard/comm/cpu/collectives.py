@@ -322,7 +322,7 @@ class Collectives(Plane):
         """
         readers = set()
         for peer, share in shares.items():
-            start, stop = (edge * dtype.itemsize for edge in share)
+            start, stop = share[0] * dtype.itemsize, share[1] * dtype.itemsize
             if start == stop:
                 continue
             if slot is None:
@@ -374,8 +374,8 @@ class Collectives(Plane):
         self._control.dispatcher.send(MessageKind.DROP, number)
 
     def progress(self) -> None:
-        ended = [entry for entry in self._arriving if entry[0].done()]
-        for transfer, then in ended:
+        arriving = self._arriving
+        for transfer, then in [one for one in arriving if one[0].done()] if arriving else ():
             transfer.finish()
             self._arriving = [entry for entry in self._arriving if entry[0] is not transfer]
             then()

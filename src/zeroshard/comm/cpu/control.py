@@ -134,6 +134,9 @@ class PeerControl(Ranks):
         self.far = [rank for rank in range(self.size) if rank not in host]
         self.name = _name(hosts.groups)
         self.mesh = mesh
+        self._other_nodes = {
+            rank for rank in range(self.size) if not mesh.same_node(rank, self.rank)
+        }
         self.traffic = traffic
         self.stall_timeout_s = stall_timeout_s
         links = Links(hosts.sockets, members=self.members, stall_timeout_s=stall_timeout_s)
@@ -165,11 +168,12 @@ class PeerControl(Ranks):
             self.traffic.add(operation, "local", 0)
         for peers, link in ((self.near, near), (self.far, "gloo")):
             if peers:
-                other_nodes = [peer for peer in peers if not self.mesh.same_node(peer, self.rank)]
-                between = sum(bytes_of.get(peer, 0) for peer in other_nodes)
-                self.traffic.add(
-                    operation, link, sum(bytes_of.get(peer, 0) for peer in peers), between=between
-                )
+                received = between = 0
+                for peer in peers:
+                    num_bytes = bytes_of.get(peer, 0)
+                    received += num_bytes
+                    between += num_bytes if peer in self._other_nodes else 0
+                self.traffic.add(operation, link, received, between=between)
 
     # ------------------------------------------------------------------------------------- messages
 

@@ -50,6 +50,7 @@ _ZEROS = (0, 0, 0, 0)
 _LENGTH = struct.Struct("<H")  # of the name of a call, in bytes
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _RECORD_BYTES = _HEADER.size + MAX_TAIL
+_FD_SPACE = socket.CMSG_LEN(4)
 
 
 class MessageKind(IntEnum):
@@ -72,10 +73,11 @@ class MessageKind(IntEnum):
     REFUSED = 13
 
 
+_KINDS = {int(kind): kind for kind in MessageKind}
 _OF_EVERY_GENERATION = (MessageKind.SLOT, MessageKind.DROP, MessageKind.WINDOW)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Message:
     """One record as received. A descriptor that came along is the receiver's to close."""
 
@@ -135,7 +137,10 @@ class Links:
         deadline = 0.0
         while peer not in self.lost:
             try:
-                send_record(self._sockets[peer], record, fd)
+                if fd is None:
+                    self._sockets[peer].send(record, socket.MSG_NOSIGNAL)
+                else:
+                    socket.send_fds(self._sockets[peer], [record], [fd], socket.MSG_NOSIGNAL)
                 return
             except BlockingIOError:
                 deadline = deadline or time.monotonic() + self.stall_timeout_s
@@ -152,7 +157,7 @@ class Links:
                 f" {self.stall_timeout_s:g} s"
             )
         self._poll.modify(self._sockets[peer], select.EPOLLIN | select.EPOLLOUT)
-        self._fill_inbox(0.1)
+        self._fill_inbox(self._poll.poll(0.1))
         if peer not in self.lost:
             self._poll.modify(self._sockets[peer], select.EPOLLIN)
 
@@ -171,13 +176,14 @@ class Links:
                 poll.register(descriptor, select.POLLIN)
             poll.poll(timeout_s * 1000)
             timeout_s = 0.0
-        self._fill_inbox(0.0 if self._inbox else timeout_s)
+        if events := self._poll.poll(0.0 if self._inbox else timeout_s):
+            self._fill_inbox(events)
         messages = list(self._inbox)
         self._inbox.clear()
         return messages
 
-    def _fill_inbox(self, timeout_s: float) -> None:
-        for number, events in self._poll.poll(timeout_s):
+    def _fill_inbox(self, events_of: Sequence[tuple[int, int]]) -> None:
+        for number, events in events_of:
             if number == self.wake_fd:
                 os.eventfd_read(self.wake_fd)
                 continue
@@ -193,7 +199,9 @@ class Links:
         resets = 0
         while True:
             try:
-                received = receive_record(self._sockets[peer])
+                record, ancillary, _, _ = self._sockets[peer].recvmsg(
+                    _RECORD_BYTES, _FD_SPACE, socket.MSG_CMSG_CLOEXEC
+                )
             except BlockingIOError:
                 return True
             except ConnectionError:
@@ -203,12 +211,15 @@ class Links:
                 if resets > 1:
                     return False
                 continue
-            if received is None:
+            if not record:
                 return False
-            record, fd = received
-            kind, generation, a, b, c, d = _HEADER.unpack_from(record)
+            fd = None
+            for level, what, data in ancillary:
+                if level == socket.SOL_SOCKET and what == socket.SCM_RIGHTS:
+                    fd = int.from_bytes(data[:4], sys.byteorder)
+            kind, *numbers = _HEADER.unpack_from(record)
             self._inbox.append(
-                Message(peer, MessageKind(kind), generation, a, b, c, d, record[_HEADER.size :], fd)
+                Message(peer, _KINDS[kind], *numbers, tail=record[_HEADER.size :], fd=fd)
             )
 
     def _lose(self, peer: int) -> None:
@@ -456,26 +467,3 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
         sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
     return pid, uid
-
-
-def send_record(sock: socket.socket, record: bytes, fd: int | None) -> None:
-    """Send one record, with a descriptor where `fd` is given."""
-    if fd is None:
-        sock.send(record, socket.MSG_NOSIGNAL)
-    else:
-        socket.send_fds(sock, [record], [fd], socket.MSG_NOSIGNAL)
-
-
-def receive_record(sock: socket.socket) -> tuple[bytes, int | None] | None:
-    """Return the next record and the descriptor that came with it; None at the end."""
-    record, ancillary, _, _ = sock.recvmsg(
-        _RECORD_BYTES, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC
-    )
-    if not record:
-        return None
-    fds = [
-        data
-        for level, kind, data in ancillary
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
-    ]
-    return record, int.from_bytes(fds[0][:4], sys.byteorder) if fds else None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeroshard.comm import memfd
-from zeroshard.comm.cpu.links import peer_credentials, send_record
+from zeroshard.comm.cpu.links import peer_credentials
 from zeroshard.comm.ranks import Ranks
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -124,7 +124,7 @@ def _connect(name: str, rank: int, token: str) -> socket.socket:
         sock.settimeout(10.0)
         sock.connect("\0" + name)
         _check_owner(sock)
-        send_record(sock, f"{token} {rank}".encode(), None)
+        sock.send(f"{token} {rank}".encode(), socket.MSG_NOSIGNAL)
     except OSError:
         sock.close()
         raise

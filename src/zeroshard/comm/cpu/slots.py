@@ -72,12 +72,12 @@ class SlotPool:
         """Lend a buffer, or return None when the pool is full and `spill` is off."""
         num_bytes = max(-(-numel * dtype.itemsize // _PAGE_BYTES), 1) * _PAGE_BYTES
         self._largest_bytes = max(self._largest_bytes, num_bytes)
-        fits = [
-            slot
-            for slot in self.slots.values()
-            if slot.idle and slot.memory.numel() >= num_bytes and slot.memory.device == device
-        ]
-        slot = min(fits, key=lambda slot: slot.memory.numel(), default=None)
+        slot, smallest = None, 0
+        for one in self.slots.values():
+            if one.loan is None and not one.readers and one.memory.device == device:
+                size = one.memory.numel()
+                if size >= num_bytes and (slot is None or size < smallest):
+                    slot, smallest = one, size
         if slot is None and (spill or self._make_room(num_bytes)):
             slot = self._create(num_bytes, device)
             slot.spilled = spill
@@ -122,18 +122,23 @@ class SlotPool:
 
     def lent(self, buffer: torch.Tensor) -> PoolSlot | None:
         """Return the slot that `buffer` was lent from, if it is on loan."""
-        return next((slot for slot in self.slots.values() if slot.loan is buffer), None)
+        for slot in self.slots.values():
+            if slot.loan is buffer:
+                return slot
+        return None
 
     def submit(self, slot: PoolSlot, readers: set[int]) -> None:
         """End the loan of `slot`; it is idle again once each of `readers` has been released."""
         slot.loan, slot.readers = None, set(readers)
-        self._drop_spilled(slot)
+        if slot.spilled:
+            self._drop_spilled(slot)
 
     def release(self, number: int, reader: int) -> None:
         """Note that `reader` has finished with slot `number`."""
         slot = self.slots[number]
         slot.readers.remove(reader)
-        self._drop_spilled(slot)
+        if slot.spilled:
+            self._drop_spilled(slot)
 
     def give(self, buffer: torch.Tensor) -> None:
         """End the loan of a buffer that nobody will read. Buffers from before `reset` are
@@ -142,16 +147,18 @@ class SlotPool:
         slot = self.lent(buffer)
         if slot is not None:
             slot.loan = None
-            self._drop_spilled(slot)
+            if slot.spilled:
+                self._drop_spilled(slot)
 
     def reset(self) -> None:
         """Make every slot idle: nobody reads any longer, and loans are void."""
         for slot in list(self.slots.values()):
             slot.loan, slot.readers = None, set()
-            self._drop_spilled(slot)
+            if slot.spilled:
+                self._drop_spilled(slot)
 
     def _drop_spilled(self, slot: PoolSlot) -> None:
-        if slot.spilled and slot.idle:
+        if slot.idle:
             self._drop(slot)
 
     def _drop(self, slot: PoolSlot) -> None:
@@ -227,7 +234,7 @@ Parts = dict[int, Contribution]
 class Pending:
     """One operation of ours that lacks contributions, or has not been looked at since they came."""
 
-    contributors: frozenset[int]  # ranks that it needs a part from
+    lacks: set[int]  # ranks that have not sent their part
     consume: Callable[[Parts], None]
     done: bool = False
 
@@ -239,6 +246,7 @@ class Matching:
     contributions: dict[tuple[str, int], Parts] = field(default_factory=dict)
     pending: dict[tuple[str, int], Pending] = field(default_factory=dict)
     sequences: dict[str, int] = field(default_factory=dict)
+    is_ripe: bool = False  # a pending operation lacks nothing
 
     def next_sequence(self, key: str) -> int:
         """Return the number of this rank's next operation of `key`."""
@@ -251,41 +259,48 @@ class Matching:
         parts = self.contributions.setdefault((key, sequence), {})
         assert rank not in parts, (key, sequence, rank)
         parts[rank] = contribution
+        if (pending := self.pending.get((key, sequence))) is not None:
+            pending.lacks.discard(rank)
+            self.is_ripe = self.is_ripe or not pending.lacks
 
     def begin(
         self, key: str, sequence: int, contributors: Iterable[int], consume: Callable[[Parts], None]
     ) -> Pending:
         """Have `consume` called, inside `advance`, once all `contributors` have contributed."""
-        pending = self.pending[key, sequence] = Pending(frozenset(contributors), consume)
+        lacks = {*contributors}.difference(self.contributions.get((key, sequence), ()))
+        pending = self.pending[key, sequence] = Pending(lacks, consume)
+        self.is_ripe = self.is_ripe or not lacks
         return pending
 
     def missing(self, key: str, sequence: int) -> set[int]:
         """Return the ranks that have not sent their part of a pending operation."""
         pending = self.pending.get((key, sequence))
-        return (
-            set()
-            if pending is None
-            else set(pending.contributors - self.contributions.get((key, sequence), {}).keys())
-        )
+        return set() if pending is None else set(pending.lacks)
 
     def awaited(self) -> set[int]:
         """Return the ranks that lack in any pending operation."""
-        return set().union(*(self.missing(*name) for name in self.pending))
+        return set().union(*(pending.lacks for pending in self.pending.values()))
 
     def advance(self) -> bool:
         """Finish every operation that has become possible, oldest first; return whether there
         was one.
         """
-        ripe = [name for name in self.pending if not self.missing(*name)]
+        if not self.is_ripe:
+            return False
+        ripe = [name for name, pending in self.pending.items() if not pending.lacks]
         for name in ripe:
             pending, parts = self.pending.pop(name), self.contributions.pop(name, {})
             pending.consume(parts)
             # any stream may be current, and others will use the result and the slots
-            for device in {part.data.device for part in parts.values() if part.data is not None}:
-                drain(device)
+            drained = set()
+            for part in parts.values():
+                if part.data is not None and part.data.device not in drained:
+                    drain(part.data.device)
+                    drained.add(part.data.device)
             for part in parts.values():
                 part.close()
             pending.done = True
+        self.is_ripe = False
         return bool(ripe)
 
     def relieve(self, rank: int) -> None:
@@ -299,6 +314,7 @@ class Matching:
         self.contributions.clear()
         self.pending.clear()
         self.sequences.clear()
+        self.is_ripe = False
 
 
 def checked_parts(

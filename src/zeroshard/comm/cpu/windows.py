@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +33,10 @@ from zeroshard.comm.cpu.links import Message, MessageKind
 from zeroshard.comm.levels import private
 from zeroshard.comm.transport import Work
 from zeroshard.core.layout import Range, end_of
+from zeroshard.core.work import DoneWork
 from zeroshard.errors import ConfigError, StateError
+
+_OVER = DoneWork()
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,14 @@ class Windows(Plane):
     `alias` lets sharded windows of one host be one mapping, which is the full buffer.
     """
 
-    def __init__(self, control: PeerControl, *, alias: bool) -> None:
+    def __init__(self, control: PeerControl, *, alias: bool, sums: Mapping[object, object]) -> None:
+        """`sums`: the reduces under way, which go on where a gather begins."""
         self.control = control
+        self.sums = sums
         self._alias = alias
         self._memory: dict[tuple[int, int], _Offer] = {}  # (window serial, rank)
-        self._epochs: dict[tuple[int, int], int] = {}  # (window serial, rank) -> times published
+        # window serial -> near rank -> times published
+        self._epochs: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._reads: dict[int, int] = {}  # rank -> begin_writes
         self._num_windows = 0
         self._num_writes = 0
@@ -91,7 +98,7 @@ class Windows(Plane):
         self._memory[message.a, message.peer] = memory
 
     def _take_epoch(self, message: Message) -> None:
-        self._epochs[message.a, message.peer] = message.b
+        self._epochs[message.a][message.peer] = message.b
 
     def _take_read(self, message: Message) -> None:
         self._reads[message.peer] = message.a
@@ -125,7 +132,8 @@ class Windows(Plane):
             memory = self._map_one(key, serial, ranges, dtype)
         else:
             memory = self._map_each(key, serial, ranges, dtype, replicated)
-        window = self._windows[serial] = PairedWindow(self, key, serial, ranges, memory)
+        epochs = self._epochs[serial]
+        window = self._windows[serial] = PairedWindow(self, key, serial, ranges, memory, epochs)
         return window
 
     def _map_one(
@@ -217,10 +225,6 @@ class Windows(Plane):
                 f" {short} ({reasons[short[0]]})"
             )
 
-    def epoch_of(self, serial: int, rank: int) -> int:
-        """Return how often `rank` has published a window."""
-        return self._epochs.get((serial, rank), 0)
-
     def start(self, work: GatherWork) -> None:
         """Track a gather that has begun."""
         self._gathers.append(work)
@@ -242,17 +246,20 @@ class Windows(Plane):
         self.control.wait_until(lambda: not missing(), what, near=missing, call=call)
 
     def progress(self) -> None:
-        self._gathers = [work for work in self._gathers if not work.advance()]
+        if self._gathers:
+            self._gathers = [work for work in self._gathers if not work.advance()]
 
     def reset(self) -> None:
-        self._gathers, self._num_writes = [], 0
-        self._epochs, self._reads = {}, {}
+        self._gathers, self._num_writes, self._reads = [], 0, {}
+        for epochs in self._epochs.values():
+            epochs.clear()
         for window in self._windows.values():
             window.epoch = 0
 
     def remove(self, window: PairedWindow) -> None:
         """Stop tracking a window that is closed."""
         self._windows.pop(window.serial, None)
+        self._epochs.pop(window.serial, None)
 
     def close(self) -> None:
         self._windows.clear()
@@ -272,7 +279,9 @@ class PairedWindow:
         serial: int,
         ranges: tuple[Range, ...],
         memory: _WindowMemory,
+        epochs: Mapping[int, int],
     ) -> None:
+        """`epochs`: how often each near peer has published it."""
         self.key = key
         self.ranges = ranges
         self.full = memory.full
@@ -283,6 +292,12 @@ class PairedWindow:
         self._near = memory.near
         self._windows = windows
         self._control = windows.control
+        self._epochs = epochs
+        self._owners = [rank for rank in self._control.near if ranges[rank][1] > ranges[rank][0]]
+        # what a gather brings here. What is mapped moves nothing, but is what other transports
+        # would have moved
+        size = memory.local.element_size()
+        self._bytes_of = {rank: size * (stop - start) for rank, (start, stop) in enumerate(ranges)}
 
     def gather(self, out: torch.Tensor | None = None) -> Work:
         target = self.full if out is None else out
@@ -303,20 +318,15 @@ class PairedWindow:
             receives = {peer: target[slice(*self.ranges[peer])] for peer in far}
             tag, sends = messages.tag(self.key, ALL_GATHER), dict.fromkeys(far, self.local)
             transfer = messages.post(f"gather of {self.key}", tag, sends, receives)
+        link = "shared_memory" if copies or self._near else "mapped"
+        self._control.count("all_gather", self._bytes_of, near=link)
+        if not (copies or far or self.unpublished(self.epoch)):
+            if self._windows.sums:
+                self._control.progress()
+            return _OVER
         work = GatherWork(self._control, self, copies, transfer)
-        self._count(bool(copies or self._near))
         self._windows.start(work)
         return work
-
-    def _count(self, copied: bool) -> None:
-        """Count what a gather brings here. What is mapped moves nothing, but is what other
-        transports would have moved.
-        """
-        itemsize = self.local.element_size()
-        bytes_of = {
-            rank: itemsize * (stop - start) for rank, (start, stop) in enumerate(self.ranges)
-        }
-        self._control.count("all_gather", bytes_of, near="shared_memory" if copied else "mapped")
 
     def publish(self) -> None:
         if self.full is not None:  # else peers copy our slice when they need it
@@ -325,13 +335,13 @@ class PairedWindow:
         self.epoch += 1
         self._control.dispatcher.send(MessageKind.PUBLISHED, self.serial, self.epoch)
 
-    def peer_epochs(self) -> dict[int, int]:
+    def peer_epochs(self) -> list[int]:
         """Return how often each near peer that owns something has published."""
-        return {
-            rank: self._windows.epoch_of(self.serial, rank)
-            for rank in self._control.near
-            if self.ranges[rank][1] > self.ranges[rank][0]
-        }
+        return [self._epochs.get(rank, 0) for rank in self._owners]
+
+    def unpublished(self, epoch: int) -> set[int]:
+        """Return the near peers that own something and have not published `epoch` times."""
+        return {rank for rank in self._owners if self._epochs.get(rank, 0) < epoch}
 
     def close(self) -> None:
         self._windows.remove(self)
@@ -360,14 +370,11 @@ class GatherWork(PeerOperation):
         return self._near_done and self._far_done
 
     def missing(self) -> set[int]:
-        return set() if self._near_done else self._unpublished()
-
-    def _unpublished(self) -> set[int]:
-        return {rank for rank, epoch in self._window.peer_epochs().items() if epoch < self._epoch}
+        return set() if self._near_done else self._window.unpublished(self._epoch)
 
     def advance(self) -> bool:
         """Do what has become possible; return whether the gather is over."""
-        if not self._near_done and not self._unpublished():
+        if not self._near_done and not self._window.unpublished(self._epoch):
             before = self._window.peer_epochs()
             for target, source in self._copies:
                 target.copy_(source)

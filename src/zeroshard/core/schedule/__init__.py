@@ -216,8 +216,9 @@ class Schedule:
             yield from self.reduces.make_room(size)
             yield to[Op.START]
             unit.state = GATHERING  # not where the start has raised
-        if unit.counts[Use.EARLY]:
-            self._discard(unit)
+        if unit.counts[Use.EARLY]:  # it is ahead no longer
+            unit.counts[Use.EARLY] = 0
+            self.ahead_bytes -= size
         yield to[Op.WAIT]
         unit.state = FULL
         yield to[Op.USE]
@@ -228,7 +229,18 @@ class Schedule:
             yield from self._advance()
         if self.reduces.under_way and phase == "forward":  # left of a backward before
             yield from self.reduces.make_room(self.rules.prefetch_bytes - self.ahead_bytes)
-        for index in self._expected(unit, phase) if size else ():
+        allowed = min(self.room.left, self.rules.prefetch_bytes - self.ahead_bytes) if size else 0
+        if allowed <= 0 or not self._looks_ahead:
+            return
+        for index in self._order.predict(
+            phase,
+            unit.index,
+            sizes=self._sizes,
+            live_bytes=0,
+            budget_bytes=allowed,
+            is_live=lambda index: self.units[index].state is not RESTING,
+            around=self._around,
+        ):
             if size := self._sizes[index]:
                 other = self.units[index]
                 self._num_ahead += 1
@@ -245,21 +257,6 @@ class Schedule:
         upcoming = self._order.upcoming(phase, unit.index, around=self._around)
         for index in to_evict(self.ahead, upcoming, sizes=self._sizes, excess_bytes=excess):
             yield from self._drop(self.units[index])
-
-    def _expected(self, unit: Residency, phase: Phase) -> Sequence[int]:
-        """Return the units to gather ahead now, in the order in which they are needed."""
-        allowed = min(self.room.left, self.rules.prefetch_bytes - self.ahead_bytes)
-        if allowed <= 0 or not self._looks_ahead:
-            return ()
-        return self._order.predict(
-            phase,
-            unit.index,
-            sizes=self._sizes,
-            live_bytes=0,
-            budget_bytes=allowed,
-            is_live=lambda index: self.units[index].state is not RESTING,
-            around=self._around,
-        )
 
     def _advance(self) -> Commands:
         """Let the gathers under way go on that began with reads. Where weights are read around the
