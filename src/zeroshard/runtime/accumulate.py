@@ -44,14 +44,13 @@ from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import is_checkpointed
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.hooks import Hooks
-from zeroshard.runtime.join import Draws, LeafLoop
+from zeroshard.runtime.join import Draws, LeafLoop, silence, weighed
 from zeroshard.runtime.leaves import Autocast, Leaves, MicroBatch, this_micro_batch
 from zeroshard.runtime.shelf import RestPlace, Shelf
 from zeroshard.runtime.trainable import Trained
 from zeroshard.runtime.trees import is_cache, tensors_within
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import Stages, UnitPlan
-from zeroshard.runtime.weighting import silence, weighed
 from zeroshard.system.device import Device, undisturbed
 
 # ----------------------------------------------------------------------------------------- sections

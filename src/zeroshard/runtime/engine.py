@@ -31,7 +31,7 @@ from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.accumulate import Accumulate, Accumulated, LossFn, check_accumulate
 from zeroshard.runtime.assembly import Assembly
 from zeroshard.runtime.build import Context, GivenValues, build_units, make_master, plan_units
-from zeroshard.runtime.join import Average, Join, LeafLoop, refuse_leaves
+from zeroshard.runtime.join import Average, Join, LeafLoop, refuse_leaves, weighed
 from zeroshard.runtime.parts import Parts, step_settings
 from zeroshard.runtime.pipeline import Following, FollowOptions, check_budget, check_mesh, units_of
 from zeroshard.runtime.relayout import OffloadedStates
@@ -43,7 +43,6 @@ from zeroshard.runtime.trace import tracing
 from zeroshard.runtime.trail_writer import trailing
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, roots_of
-from zeroshard.runtime.weighting import weighed
 from zeroshard.state.state import move
 
 __all__ = [

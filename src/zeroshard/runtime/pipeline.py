@@ -40,8 +40,8 @@ from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import BackwardMode
+from zeroshard.runtime.join import weighed
 from zeroshard.runtime.unit import Unit
-from zeroshard.runtime.weighting import weighed
 from zeroshard.runtime.weights import Weights
 
 _REFUSED = (
