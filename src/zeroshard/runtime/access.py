@@ -27,7 +27,7 @@ from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.backward import Backward
-from zeroshard.runtime.build import Context
+from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.pipeline import Following
 from zeroshard.runtime.recovery import Recovery

@@ -27,13 +27,13 @@ from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import Tile
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.backward import Backward
-from zeroshard.runtime.build import Context
+from zeroshard.runtime.build import input_dtype, make_weights_and_gradients, step_settings
+from zeroshard.runtime.context import Context
 from zeroshard.runtime.events import StepEvents
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.guards import Watch
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.loop import Loop
-from zeroshard.runtime.parts import input_dtype, make_weights_and_gradients, step_settings
 from zeroshard.runtime.recovery import Recovery, verify_replicas
 from zeroshard.runtime.rest import Rest
 from zeroshard.runtime.step_tiles import StepTiles

@@ -30,9 +30,16 @@ from zeroshard.optim.shards import Tile
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.accumulate import Accumulate, Accumulated, LossFn, check_accumulate
 from zeroshard.runtime.assembly import Assembly
-from zeroshard.runtime.build import Context, GivenValues, build_units, make_master, plan_units
+from zeroshard.runtime.build import (
+    GivenValues,
+    Parts,
+    build_units,
+    make_master,
+    plan_units,
+    step_settings,
+)
+from zeroshard.runtime.context import Context
 from zeroshard.runtime.join import Average, Join, LeafLoop, refuse_leaves, weighed
-from zeroshard.runtime.parts import Parts, step_settings
 from zeroshard.runtime.pipeline import Following, FollowOptions, check_budget, check_mesh, units_of
 from zeroshard.runtime.relayout import OffloadedStates
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, describe_bytes

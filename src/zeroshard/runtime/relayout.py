@@ -39,9 +39,8 @@ from zeroshard.memory import placeholder, placeholder_value, return_freed_memory
 from zeroshard.optim.elementwise import KEPT_STATES
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import Tile
-from zeroshard.runtime.build import PlannedUnits
+from zeroshard.runtime.build import Parts, PlannedUnits
 from zeroshard.runtime.context import SegmentPlan
-from zeroshard.runtime.parts import Parts
 from zeroshard.runtime.released import release_classes
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.step_tiles import VALUE, SegmentStates, cut_tiles

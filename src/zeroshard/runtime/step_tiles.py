@@ -30,7 +30,8 @@ from zeroshard.memory import bounce_buffer, placeholder, synchronize
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard, StepMethod, SteppedSegment, Tile
 from zeroshard.optim.tiles import TileStates
-from zeroshard.runtime.build import Context, make_master
+from zeroshard.runtime.build import make_master
+from zeroshard.runtime.context import Context
 from zeroshard.runtime.rest import values_of
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit

@@ -45,8 +45,7 @@ from zeroshard.nn.deferred import (
     deferred_init,
     materialize,
 )
-from zeroshard.runtime.build import Context
-from zeroshard.runtime.context import Faults, Options, Tiering
+from zeroshard.runtime.context import Context, Faults, Options, Tiering
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.step_tiles import first_fraction

@@ -19,7 +19,7 @@ from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.errors import ConfigError
 from zeroshard.optim.elementwise import check_elementwise
 from zeroshard.optim.sharded import check_parameters
-from zeroshard.runtime.build import Dtypes
+from zeroshard.runtime.context import Dtypes
 from zeroshard.runtime.guards import OWNED
 from zeroshard.runtime.units import UnitPlan, check_overlap, named_parameters_once
 from zeroshard.state.local import is_dtensor, part_of

@@ -49,10 +49,10 @@ from zeroshard.errors import (
     ZeroshardError,
 )
 from zeroshard.hetero import resolved
-from zeroshard.runtime.build import Context, PlannedUnits, build_units, plan_units
+from zeroshard.runtime.build import Parts, PlannedUnits, build_units, plan_units
+from zeroshard.runtime.context import Context
 from zeroshard.runtime.ema import averages_of, updates_of
 from zeroshard.runtime.engine import Engine, parts_of, relaid, states_of
-from zeroshard.runtime.parts import Parts
 from zeroshard.runtime.relayout import Facts, Move, facts_of, release_parameters, segments_of
 from zeroshard.sharding.request import ShardRequest, changed_request
 from zeroshard.state.local import local_of

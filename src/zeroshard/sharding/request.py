@@ -35,7 +35,8 @@ from zeroshard.nn.deferred import (
     fingerprint_of,
     refuse_inside,
 )
-from zeroshard.runtime.build import Dtypes, compute_dtypes, gradient_bytes
+from zeroshard.runtime.build import compute_dtypes, gradient_bytes
+from zeroshard.runtime.context import Dtypes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
 from zeroshard.sharding.checks import (
     check_codecs,
