@@ -28,7 +28,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
 
 
 def options() -> dict[str, FieldInfo]:
-    """Return every option of ours by its dotted name, those of sections included."""
+    """Return every option of ours by its dotted name, options of sections included."""
     named = dict(Config.model_fields)
     for section, model in SECTIONS.items():
         fields = {name: field for name, field in model.model_fields.items() if not field.exclude}

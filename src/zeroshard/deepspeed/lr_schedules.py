@@ -10,8 +10,8 @@ taken, never after a skipped one.
     OneCycle         up and down between two rates (betas[0] the other way), then 1 / (1 + k * j)
     LRRangeTest      min * (1 + rate * (i + 1) / step_size)
 
-Other names are those of torch.optim.lr_scheduler. DeepSpeed's are not torch's LambdaLR, whose
-factor times a base rate rounds differently, and whose saved state has other keys.
+Other names come from torch.optim.lr_scheduler. DeepSpeed's are not torch's LambdaLR: its factor
+times a base rate rounds differently, and its saved state has other keys.
 """
 
 from __future__ import annotations

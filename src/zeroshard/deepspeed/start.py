@@ -44,8 +44,8 @@ from zeroshard.deepspeed.zero import end_init_blocks
 #
 #     each key . all options together . the batch sizes . optimizer . schedule . what watches
 #
-# A refusal is a finding, as those of ``zeroshard.read_deepspeed()`` are. Optimizer and schedule are
-# made, and take a step, on trial: over a layer of two by two. Cost: some milliseconds.
+# A refusal is a finding, as in ``zeroshard.read_deepspeed()``. Optimizer and schedule are made, and
+# take a step, on trial: over a layer of two by two. Cost: some milliseconds.
 
 
 Check = Callable[[nn.Module, torch.optim.Optimizer], None]
@@ -317,7 +317,7 @@ def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: list[str], flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:  # fmt: skip
-    """The same of modules whose names end so."""
+    """The same of modules with names that end so."""
     return _by_name(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 

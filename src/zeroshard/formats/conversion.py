@@ -4,10 +4,10 @@ torch.distributed.checkpoint, DeepSpeed's ZeRO 1, 2 and 3.
     recognise the format . read it (never running code that it chose) . write one file of pieces and
     a manifest . commit
 
-The step has one rank and the row ``ddp``; ``zeroshard.load`` reads it into any other. Strides are
-those of contiguous tensors; buffers are guessed in formats that do not name them
-(`Importer.is_buffer`). Without optimizer state that names its parameters the step has none, and
-``load(strict=False)`` reads the weights.
+The step has one rank and the row ``ddp``; ``zeroshard.load`` reads it into any other. Strides are a
+contiguous tensor's; buffers are guessed in formats that do not name them (`Importer.is_buffer`).
+Without optimizer state that names its parameters the step has none, and ``load(strict=False)``
+reads the weights.
 
 Invariant: torch's files are opened with ``weights_only=True``, other pickles are read as data
 (restricted_unpickler.py). Cost: files are mapped, not read into memory, but for DCP's, which are

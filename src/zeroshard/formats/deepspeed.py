@@ -89,7 +89,7 @@ class UniversalFiles:
         scalars: dict[str, dict[str, Any]] = {}
         held: dict[str, set[str]] = {}  # the tensors that each parameter has
         for name in known:
-            if name not in self.names:  # which are those of folders there, and no paths
+            if name not in self.names:  # those name folders there, and no paths
                 raise CheckpointError(f"{self.directory} has no folder for parameter {name!r}")
             shape = importer.parameters[name].shape
             for path in sorted((self.directory / name).glob("*.pt")):

@@ -73,7 +73,7 @@ def export(
 
     Parameters are converted to `dtype` (default: as they were saved), the rest keeps its own.
     `max_shard_bytes` and `config` are for ``hf``: a new file begins where one would have more
-    bytes, and ``config.json`` is a copy of the file `config` (default: that of the Transformers
+    bytes, and ``config.json`` is a copy of the file `config` (default: the file of the Transformers
     model which was saved, in the dtype of the export; none where it was another model). `progress`
     is told how many bytes were read.
 
@@ -406,7 +406,7 @@ def _write_dcp(source: _ExportedStep, items: list[_Item], directory: Path) -> No
 
 
 def _raise_interrupt(error: BaseException) -> None:
-    """Raise the Ctrl-C that has ended torch's writing, of which torch makes an error of its own."""
+    """Raise the Ctrl-C that has ended torch's writing: torch makes an error of its own from it."""
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, KeyboardInterrupt):

@@ -259,7 +259,7 @@ _EXPORT_OPTIONS = (
     Option("--dtype", "of the parameters (default: as they were saved)", choices=DTYPES),
     Option("--max-shard-size SIZE", "with hf, of each file, like 5GB or 500MiB (default: 5GB)",
            _size, 5 * 10**9),
-    Option("--config FILE", "with hf, the model's config.json (default: that of the Transformers"
+    Option("--config FILE", "with hf, the model's config.json (default: as of the Transformers"
            " model which was saved)", Path),
 )  # fmt: skip
 _EXPORT = Subcommand(

@@ -110,7 +110,7 @@ def _launch(line: deepspeed_line.Line) -> int:
 
 
 def build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser of all, and those of the commands, by name."""
+    """Return the parser of all, and the parsers of the commands, by name."""
     parser = LineParser(prog=PROGRAM.name)
     PROGRAM.declare(parser)
     parser.add_argument("--version", action="version", version=f"zeroshard {__version__}")

@@ -277,7 +277,7 @@ def facts() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "threads": None if torch is None else torch.get_num_threads(),
         "memory_bytes": pages * page_size,
-        "cpus": os.cpu_count(),  # of the machine, of which this process may use "cores"
+        "cpus": os.cpu_count(),  # of the machine; this process may use "cores"
         "load": os.getloadavg()[0],
     }
     shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None

@@ -115,7 +115,7 @@ def killed_ranks(outcome: Outcome) -> set[int]:
 
 
 def loss_of(outcome: Outcome, dead: set[int], left: int, of: int) -> Loss:
-    """Return that the ranks `dead` are lost, of whom the first to fail is named."""
+    """Return that the ranks `dead` are lost, with the name of the first to fail."""
     first = next(failure for failure in outcome.failures if failure.rank in dead)
     who = f"{first.name} and {len(dead) - 1} more" if len(dead) > 1 else first.name
     hint = " (often the kernel, out of memory)" if first.status == -signal.SIGKILL else ""
@@ -173,8 +173,8 @@ def go_on(
     """Return the hosts that go on, with the slots that they still have; none where they are too
     few. Either is said. None where nobody has died by whom the job could go on.
 
-    A host whose connection has ended is gone, with its memory; so is one whose last rank has died.
-    The others keep their connection and their guard, which holds the memory of its host.
+    A host is gone, with its memory, when its connection has ended or its last rank has died. The
+    others keep their connection and their guard, which holds the memory of its host.
     """
     lost = [connection for connection in connections if not connection.waits]
     if any(has_refused(one) and not one.came_back for one in lost):
@@ -236,8 +236,8 @@ def _loss_of_hosts(
 
 
 def visible_devices(visible: Sequence[str], num_ranks: int, dead: Iterable[int]) -> list[str]:
-    """Return the devices that the ranks left have, of those `visible`: each rank had the one of
-    its number, and that of a dead one may be broken. All where they are fewer than ranks.
+    """Return the devices of `visible` for the ranks left: each rank had the device of its number,
+    and the device of a dead rank may be broken. All where they are fewer than ranks.
     """
     gone = set(dead)
     if len(visible) < num_ranks:

@@ -96,8 +96,8 @@ class HostChoice:
 
 @dataclass(frozen=True)
 class HostPlace:
-    """This launcher's place among those of several hosts. `listener` is the socket of the first
-    host where it is open already, and `report` a pipe for the outcome, both descriptors.
+    """This launcher's place among the launchers of several hosts. `listener` is the socket of the
+    first host where it is open already, and `report` a pipe for the outcome, both descriptors.
     """
 
     node_rank: int

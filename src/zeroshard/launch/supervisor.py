@@ -15,10 +15,10 @@ late:
 - a rank that ended with an exit code and no report counts ``SILENT_LEAD_S`` earlier;
 - a rank that reports a lost peer, or that we ended, counts ``CONSEQUENCE_LAG_S`` later.
 
-A rank whose script ends well while others wait for it is to blame before those that lost it (exit
-code 71). Ranks are asked for their stacks (`Pulse`) before a stall ends them, or when none has
-shown a heartbeat for `stall_s` seconds. A rank that ends with exit code 75 (preempted) has not
-failed: its peers may still be saving, and have the agent's longer grace.
+A rank that ends well while others wait for it is to blame before those that lost it (exit code 71).
+Ranks are asked for their stacks (`Pulse`) before a stall ends them, or when none has shown a
+heartbeat for `stall_s` seconds. A rank that ends with exit code 75 (preempted) has not failed: its
+peers may still be saving, and have the agent's longer grace.
 
 No torch here, and nothing is ended before a rank has failed, the job has stalled, or Ctrl-C has
 come twice.
@@ -341,7 +341,7 @@ class Supervisor:
         self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin to watch. Called in the main thread, whose signals are counted."""
+        """Begin to watch. Called in the main thread: its signals are counted."""
         self._interrupts.start()
         self._thread.start()
 
@@ -380,11 +380,11 @@ class Supervisor:
         return failures
 
     def leavers(self) -> list[Failure]:
-        """The ranks of the last generation whose scripts have ended well, in order of time."""
+        """The ranks of the last generation that have ended well, in order of time."""
         return self._leavers(self._generation)
 
     def _leavers(self, generation: int) -> list[Failure]:
-        """Return the ranks whose scripts have ended well, in order of time."""
+        """Return the ranks that have ended well, in order of time."""
         left = []
         for watched in self._ranks_of(generation):
             at = watched.ended_at if watched.left_at is None else watched.left_at

@@ -13,10 +13,9 @@ per rank. It
 It keeps a file with the time of the rank's last heartbeat (``comm/launched.py``), and writes the
 stacks of all threads to another on `STACKS_SIGNAL`. The launcher prints the traceback, last.
 
-Invariant: an end is announced *before* anything is torn down, so its time is earlier than that of
-every failure it causes in another rank. Standard library only, and no import of zeroshard (but for
-the stand-in that ``--as-deepspeed`` asks for): it must cost nothing and shadow nothing of the
-user's.
+Invariant: an end is announced *before* anything is torn down, so its time is earlier than every
+failure it causes in another rank. Standard library only, and no import of zeroshard (but for the
+stand-in that ``--as-deepspeed`` asks for): it must cost nothing and shadow nothing of the user's.
 """
 
 from __future__ import annotations

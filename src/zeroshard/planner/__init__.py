@@ -7,7 +7,7 @@ machine.py      GPUs, links, host, disk; presets in machines.toml, or this machi
                 doctor` has measured it
 training.py     precision, optimizer, batch, codecs, the fraction of a state that leaves
 axes.py         tensor and pipeline parallelism: grids of ranks, and the part of one
-exact.py        bytes at rest and on the wire: those of the engine, from core/
+exact.py        bytes at rest and on the wire, as the engine's: from core/
 peak.py         peaks: a model, said in docs/planner.md; buckets.py: the buffers of a unit
 simulate.py     one step, simulated: durations.py says how long its parts take (and a checkpoint),
                 lanes.py when they run; pipeline_time.py: of a pipeline

@@ -37,8 +37,8 @@ class Axes:
     """The number of ranks of tensor and of pipeline parallelism, or "auto": every number that makes
     sense is planned, and the fastest is taken. The other ranks are data parallel.
 
-    `schedule` is that of the pipeline: "1f1b" (the default), "gpipe", "interleaved" (two stages on
-    each rank; "interleaved:4": four) or "zb". Raises ConfigError for values that make no sense.
+    `schedule` orders the pipeline: "1f1b" (the default), "gpipe", "interleaved" (two stages on each
+    rank; "interleaved:4": four) or "zb". Raises ConfigError for values that make no sense.
     """
 
     tp: int | str = 1
@@ -191,7 +191,7 @@ def _tensors(axes: Axes, model: ModelShape, machine: Machine) -> Iterator[int]:
 
 
 def _depths(axes: Axes, model: ModelShape, ranks: int) -> Iterator[int]:
-    """Yield the depths of a pipeline of `ranks` whose stages are about as large as each other."""
+    """Yield the depths of a pipeline of `ranks` with stages that are about equally large."""
     layers, chunks = len(layer_numbers(model)), axes.pipeline.chunks
     for pp in range(1, min(ranks, layers // chunks) + 1 if layers else 2):
         largest = -(-layers // (pp * chunks))
@@ -207,9 +207,9 @@ def _depths(axes: Axes, model: ModelShape, ranks: int) -> Iterator[int]:
 #     pp   layers as evenly as possible, the first stages one more; what stands before the layers on
 #          the first stage, what follows them on the last
 #
-# The parts are those of the first rank along ``tp``, as a DTensor's: the larger one where a size
-# does not divide. A tied embedding is planned as two where there are several stages: one on the
-# first, one, the output layer, on the last. Nothing here knows a rank of the data parallel axes.
+# The parts belong to the first rank along ``tp``, as a DTensor's: the larger one where a size does
+# not divide. A tied embedding is planned as two where there are several stages: one on the first,
+# one, the output layer, on the last. Nothing here knows a rank of the data parallel axes.
 
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj", "gate_proj",
             "up_proj", "gate_up_proj", "qkv", "up", "query_key_value", "dense_h_to_4h")  # fmt: skip
@@ -229,7 +229,7 @@ _HEAD = "lm_head.weight"
 def cut_tensors(model: ModelShape, ranks: int) -> ModelShape:
     """Return the part of `model` that the first of `ranks` ranks along ``tp`` has.
 
-    Raises ConfigError for a matrix of which no rule says how it is cut.
+    Raises ConfigError for a matrix that no rule cuts.
     """
     if ranks == 1:
         return model
@@ -311,7 +311,7 @@ def cut_stages(model: ModelShape, stages: int) -> list[ModelShape]:
 
 
 def layer_numbers(model: ModelShape) -> list[int]:
-    """Return the numbers of the units that are layers: those of the longest stack."""
+    """Return the numbers of the units that are layers: the longest stack."""
     stacks: dict[str, list[int]] = {}
     for number, unit in enumerate(model.units):
         found = _NUMBERED.fullmatch(unit.name)
@@ -332,7 +332,7 @@ def _untied(model: ModelShape, layers: Sequence[int]) -> list[UnitShape]:
 
 
 def is_assumed(model: ModelShape) -> bool:
-    """Whether the model is that of `describe`, whose embedding is its output layer."""
+    """Whether `describe` made the model: its embedding is its output layer."""
     return model.units[0].name == "embedding"
 
 
@@ -399,7 +399,7 @@ def _shapes(unit: UnitShape) -> Iterator[Shape]:
 
 
 def _scaled(model: ModelShape, units: tuple[UnitShape, ...], decoder: Decoder | None) -> ModelShape:
-    """Return a part of `model`, of which a token uses as large a part as of the whole."""
+    """Return a part of `model`; a token uses as large a share of it as of the whole."""
     part = replace(model, units=units, decoder=decoder, used_numel=None, trace=None)
     if model.used_numel is None:
         return part

@@ -28,7 +28,7 @@ from zeroshard.planner.training import Training
 #                   transport has; slices of other ranks; over nodes, between the two levels, a
 #                   column's sum (comm/levels.py)
 #
-# Invariant: sizes are those of the routes' hops.
+# Invariant: sizes come from the routes' hops.
 
 CODEC_SCRATCH_BYTES = 6 << 18  # of a host's thread that encodes, for ever: comm/codec.py
 
@@ -41,7 +41,7 @@ class TransportTraits:
     maps_peers: bool  # a gather of what rests sharded on the device moves nothing
     keyed: bool  # ranks may run their units in different order
     receives: bool  # slices of other ranks arrive in memory of this one
-    near: bool  # ... but for those of the ranks of its node
+    near: bool  # ... but for slices of its node's ranks
     pages: bool  # buckets are whole pages
     enqueues: bool  # the host runs ahead of the device
 
@@ -82,7 +82,7 @@ class Sums:
     """The buffers of one reduce that transports lend."""
 
     sent: int = 0  # the bucket, or its encoding
-    received: int = 0  # slices of other ranks; in two levels, of those of the node
+    received: int = 0  # slices of other ranks; in two levels, of the node's
     column: int = 0  # in two levels: the node's sum, as it goes on
     received_after: int = 0  # ... and slices of it from other nodes
     decoded: int = 0  # ... and fp32, where it goes on encoded
@@ -103,7 +103,7 @@ class GroupBytes:
     rest: int  # of its gradient, on the device
     passing: int  # of its sum on the way to another tier
     partial: int  # of micro-batches or of a node, on the device
-    waits: Scope | None  # ... of which, as a sum that no reduce between ranks has taken
+    waits: Scope | None  # ... where these wait, as a sum that ranks have not reduced
     trained: bool
 
     @property
@@ -156,7 +156,7 @@ def group_bytes(
     column_bytes = formats.gather.bytes_per_element * (column[1] - column[0])
     own = layout.ranges[0][1] - layout.ranges[0][0]
     on_device = cut.grad == one.held(cells.optim, 0)
-    # one rank whose gradients rest as they come: there is nothing to sum
+    # one rank, and gradients rest as they come: there is nothing to sum
     direct = exchange.alone and formats.reduce == formats.grad and on_device
     is_summed = trained and not direct
     is_encoded = is_summed and formats.reduce.codec is not None
@@ -232,7 +232,7 @@ class PlannedMeter:
     """The counts of ``memory.MemoryCounter``, planned."""
 
     live: int = 0
-    twice: int = 0  # bytes of loans whose memory has been lent again
+    twice: int = 0  # bytes of loans with memory that was lent again
     folded: int = 0  # bytes that wait for their backward, of units for which another one stands
     most: int = 0
 
@@ -419,7 +419,7 @@ class Reduced:
                 self.end(key)
 
     def _come_to_rest(self, key: tuple[int, int], repeats: int, sync: bool) -> None:
-        """Sums of the group, and of those of the `repeats` - 1 units after it, wait or rest."""
+        """Sums of the group, and of its like in the `repeats` - 1 units after it, wait or rest."""
         unit, number = key
         groups = [self._units[unit + more].groups[number] for more in range(repeats)]
         waiting = [group for group in groups if group.waits and not sync]

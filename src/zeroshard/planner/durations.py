@@ -11,14 +11,14 @@ each class of link. Every assumption is here and in docs/planner.md.
     casts, codecs, the optimizer's step on the device
                   bytes read and written / bandwidth of its memory
 
-A ring over N ranks has N - 1 steps (NCCL's model, src/graph/tuning.cc). Bytes are those of the
-hops. FLOPs of attention: arXiv 2204.02311, appendix B.
+A ring over N ranks has N - 1 steps (NCCL's model, src/graph/tuning.cc). Bytes are the hops' own.
+FLOPs of attention: arXiv 2204.02311, appendix B.
 
 Where the device is the host itself, what moves inside a node is copied and added by the cores that
 compute, and what comes from other nodes is copied by them out of and into sockets. Copies between
 device and host are theirs as well (tier/store.py: Direct), and so is a part of every read and write
-of the disk: the kernel's, and that of the threads that wait for it. Weights that rest sharded on
-one such node are read where they lie, in memory that all ranks map: their gather takes no time.
+of the disk: the kernel's work, and the threads that wait for it. Weights that rest sharded on one
+such node are read where they lie, in memory that all ranks map: their gather takes no time.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Durations:
 
     @cached_property
     def _layers(self) -> tuple[float, ...]:
-        """The part of the layers that is each unit: of those of repeated shapes, by their size."""
+        """Each unit's part of the layers: units of repeated shapes have one, by their size."""
         units = self.laid_out.model.units
         counts = Counter(self.laid_out.alike)
         least = min(2, max(counts.values()))
@@ -186,8 +186,8 @@ class Durations:
         return task("forward", forward, ahead), task("backward", backward, back)
 
     def _of_tokens(self, unit: int) -> tuple[float, float]:
-        """Return the FLOPs of a forward and a backward of `unit`, of whose parameters each token
-        meets each.
+        """Return the FLOPs of a forward and a backward of `unit`, where each token meets every
+        parameter.
         """
         groups, tokens = self.laid_out.model.units[unit].groups, self.training.tokens
         # what is looked up is not multiplied
@@ -336,7 +336,7 @@ class Durations:
 # not. Random generators (some kilobytes per rank), buffers, schedulers and the files' headers come
 # on top.
 #
-# Times are a model; where a machine has no disk, those of files are None.
+# Times are a model; where a machine has no disk, times of files are None.
 #
 #     save        what rests on the device over the host link, then all of it to the node's disks
 #                 (what rests on disk is read there first)

@@ -105,7 +105,7 @@ class LaidOut:
 
     @cached_property
     def groups(self) -> tuple[LaidOutGroup, ...]:
-        """The groups of all units, those of equal units once."""
+        """The groups of all units, one set for equal units."""
         counts, dealer = Counter(self.alike), Dealer(self.shares)
         return tuple(
             LaidOutGroup(group, self._layout(dealer, group), counts[number], number)
@@ -195,7 +195,7 @@ def cells_by_unit(
 def _cuts(
     groups: Sequence[LaidOutGroup], cells: Cells, training: Training, rank: int
 ) -> Iterator[DeviceCut]:
-    """Yield where `rank`'s states of `groups`, those of all units in order, are cut."""
+    """Yield where `rank`'s states of `groups` are cut: the groups of all units, in order."""
     trained = [one for one in groups if one.group.trained]
 
     def split(cell: Cell, held: Sequence[int]) -> list[int]:
@@ -268,7 +268,7 @@ def _group_bytes(
         tier = Tier.DEVICE if scope is Scope.NODE_SHARD else cells.grad.tier
         out["grad"] = {tier: _bytes(one.held(cells.grad, rank), formats.grad)}
     elif one.pieces(cells.optim, rank):
-        # held by those of the pieces: one of padding alone is gone at once
+        # held by the pieces: a gradient of padding alone is gone at once
         out["grad"] = _in_two(cut.grad, stepped, cells.grad.tier, formats.grad)
     if training.error_feedback and not _sums_in_place(one, cut, cells, training):
         out["residual"] = {Tier.DEVICE: one.layout.numel * _RESIDUAL_BYTES}
@@ -360,8 +360,8 @@ def step_routes(
 ) -> Iterator[tuple[LaidOutGroup, Routes, Route]]:
     """Yield `rank`'s routes of one step in order, group by group, each with all of its group's.
 
-    A group of which a fraction leaves nothing on another tier takes the routes of the device; one
-    that is cut in two is taken to rest there as a whole.
+    A group takes the routes of the device where a fraction leaves nothing on another tier; one that
+    is cut in two is taken to rest there as a whole.
     """
     for one, of in _routed(laid_out, policy, training, rank):
         for route in _unit_routes(laid_out, one, of, training.micro_batches):
@@ -512,7 +512,7 @@ def _key(unit: UnitShape) -> object:
 
 
 def _in_two(split: int, numel: int, tier: Tier, wire: Wire) -> dict[Tier, int]:
-    """Return the bytes of `numel` elements, the first `split` of which rest on the device."""
+    """Return the bytes of `numel` elements by tier; the first `split` rest on the device."""
     if tier is Tier.DEVICE:
         return {tier: _bytes(numel, wire)}
     return {Tier.DEVICE: _bytes(split, wire), tier: _bytes(numel - split, wire)}
@@ -523,8 +523,8 @@ def _bytes(numel: int, wire: Wire) -> int:
 
 
 # ------------------------------------------------------------ gradients whole between micro-batches
-# The choice of units whose gradients stay whole is the engine's (core/gradient_budget.py), from the
-# bytes of each; the row then has cells of single units, which everything else reads.
+# Which units keep whole gradients is the engine's choice (core/gradient_budget.py), from the bytes
+# of each; the row then has cells of single units, which everything else reads.
 
 
 def with_budget(laid_out: LaidOut, policy: Policy, training: Training) -> Policy:
@@ -538,7 +538,7 @@ def with_budget(laid_out: LaidOut, policy: Policy, training: Training) -> Policy
     units = zip(laid_out.model.units, laid_out.by_unit, strict=True)
     ranks = range(1 if laid_out.shares is None else laid_out.mesh.size)
     sizes = []
-    for unit, groups in units:  # whole, and in `cell` on that of the ranks where they are most
+    for unit, groups in units:  # whole, and in `cell` on the rank that holds most
         whole = shard = 0
         for one in groups:
             if one.group.trained:

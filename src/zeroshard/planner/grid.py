@@ -95,7 +95,7 @@ class GridPlan:
 
     @cached_property
     def _ranks(self) -> dict[int, LaidOut]:
-        """The first and the last rank of the pipeline, all of whose stages are one model."""
+        """The first and the last rank of the pipeline; its stages together are one model."""
         ranks = dict.fromkeys((0, self.grid.pp - 1))
         return {rank: LaidOut(self._joined(rank), self.share.mesh, self.training.align)
                 for rank in ranks}  # fmt: skip
@@ -123,7 +123,7 @@ class GridPlan:
         return replace(own[0], units=units, decoder=decoder, used_numel=used)
 
     def worst(self, policy: Policy) -> RankPlan:
-        """Return the bytes of the rank whose device takes most."""
+        """Return the bytes of the rank that needs most of its device."""
         plans = [self._rank(rank, policy) for rank in self._ranks]
         return max(plans, key=lambda one: one.peak.total)
 

@@ -1,5 +1,5 @@
-"""The machine of a plan: GPUs in nodes, memories, speeds; a preset, whose sources are in
-machines.toml, or this machine as ``zeroshard doctor`` has measured it.
+"""The machine of a plan: GPUs in nodes, memories, speeds; a preset (machines.toml names the
+sources), or this machine as ``zeroshard doctor`` has measured it.
 
     Machine.of("H100", gpus=8)       a preset, with what is given instead of its own
     busy(report)                     others were computing while it was measured
@@ -85,9 +85,9 @@ class Machine:
     ) -> Machine:
         """Return the preset `gpu` with what is given instead of its own.
 
-        Sizes are bytes, or text with a unit ("32GiB"); `host_memory` and `disk` (default: none) are
-        those of one node, `network` the bytes per second that one GPU has to other nodes. Raises
-        ConfigError for an unknown preset, naming the nearest, and for an impossible machine.
+        Sizes are bytes, or text with a unit ("32GiB"); `host_memory` and `disk` (default: none)
+        count for one node, `network` is the bytes per second that one GPU has to other nodes.
+        Raises ConfigError for an unknown preset, naming the nearest, and for an impossible machine.
         """
         preset = _preset(gpu)
         if gpus < 1:
@@ -203,7 +203,7 @@ def _speeds(preset: dict[str, Any], network: int | None) -> Speeds:
 
 def nearest_preset(device: str, memory: int) -> str:
     """Return the preset of the GPU that calls itself `device` ("NVIDIA A100-SXM4-40GB"), or, where
-    no name fits, of the GPU whose memory is nearest to `memory` bytes.
+    no name fits, of the GPU with the memory nearest to `memory` bytes.
     """
     letters = "".join(letter for letter in device.upper() if letter.isalnum())
     sizes = {
@@ -241,7 +241,7 @@ def busy(report: Report) -> str | None:
     if report["measured"] is None or load <= max(1.0, _BUSY * cpus):
         return None
     return (
-        f"measured at load {load:.1f} on {cpus} CPU(s): rates are lower than those of this machine,"
+        f"measured at load {load:.1f} on {cpus} CPU(s): rates are lower than this machine's,"
         " and are not kept; run zeroshard doctor where nothing else runs"
     )
 

@@ -5,8 +5,9 @@ A model is described by a number of parameters (a decoder of typical shape is as
 a Transformers ``config.json`` (families.py), or built without memory by whoever may import torch
 (modules/).
 
-Invariant: the units are those of ``runtime/units.py: partition_units``: one per repeated block, and
-what is left over packed in definition order up to max(block, largest parameter, 1/8 of the model).
+Invariant: the units are as ``runtime/units.py: partition_units`` cuts them: one per repeated block,
+and what is left over packed in definition order up to max(block, largest parameter, 1/8 of the
+model).
 """
 
 from __future__ import annotations
@@ -215,8 +216,8 @@ def with_adapters(model: ModelShape, trainable: str) -> ModelShape:
 
 
 def fitted(model: ModelShape, training: Training) -> tuple[ModelShape, Training]:
-    """Return both with the micro-batch that `model` takes: that of the token ids that were traced,
-    and sequences no longer than it has positions, which a note then says.
+    """Return both with the micro-batch that `model` takes: as many token ids as were traced, and
+    sequences no longer than it has positions. A note then says so.
 
     Raises ConfigError where another sequence than the default one is longer.
     """
@@ -305,8 +306,8 @@ def _numel(shapes: Iterable[Shape]) -> int:
 
 # ----------------------------------------------------------------------- activations in closed form
 # arXiv 2205.05198, section 4.1, without dropout and with attention that keeps no s x s matrix. With
-# `checkpointing` every layer keeps its input, and the one under way everything. A model of which
-# nothing is known but its parameters has a trace without activations.
+# `checkpointing` every layer keeps its input, and the one under way everything. Where only the
+# parameters of a model are known, its trace has no activations.
 #
 # Cost: at most 9 layers are walked, whatever the model's depth: between the first and the last of
 # them everything grows or shrinks evenly.
@@ -342,7 +343,7 @@ def logit_bytes(decoder: Decoder, training: Training) -> int:
 
 
 def closed_form(model: ModelShape, training: Training) -> ActivationTrace:
-    """Return the trace of a model whose units run in order, the layers of its decoder as
+    """Return the trace of a model that runs its units in order, the layers of its decoder as
     `layer_bytes` says. Without a decoder there are no activations in it.
     """
     decoder = model.decoder

@@ -207,7 +207,7 @@ _TILE = STAGING_BYTES // 16  # elements that are stepped at a time on the host (
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes of one rank during a step; `parts` are those of the device: "states",
+    """The most bytes of one rank during a step; `parts` divides the bytes on the device: "states",
     "gathered" (units), "gradients" (in flight), "staging", "activations", "logits", "allowance".
     """
 
@@ -246,7 +246,7 @@ def peak_bytes(
     exchange: TransportTraits | None = None,
     held: InFlight | None = None,
 ) -> Peak:
-    """Return the most bytes of one rank during a step, those of the device by what they hold.
+    """Return the most bytes of one rank during a step, on the device by what they hold.
 
     `exchange` (default: what the machine takes) says how the ranks meet; `held`, what a pipeline
     holds beside one micro-batch.
@@ -342,8 +342,8 @@ def _host_bytes(laid_out: LaidOut, policy: Policy, machine: Machine, training: T
         return 0
     if machine.accelerator or cells.optim.tier is not Tier.HOST:
         return STAGING_BYTES
-    # a tile of what is stepped last, whose new moments are there twice in the first step; later
-    # the denominators of one parameter, with the gradients of a tile in the dtype of the master
+    # a tile of what is stepped last: its new moments are there twice in the first step; later the
+    # denominators of one parameter, with the gradients of a tile in the dtype of the master
     trained = [one for one in laid_out.groups if one.group.trained]
     tiles = [min(_TILE, one.held(cells.optim, 0)) for one in trained]
     pieces = [min(_TILE, piece.numel) for one in trained for piece in one.pieces(cells.optim, 0)]

@@ -41,12 +41,11 @@ from zeroshard.planner.training import Training
 # All rows of data parallel ranks or of one grid; where axes are "auto", the best row of each of the
 # grids that may be fastest.
 #
-# A search over grids goes from the one whose computations take least, with what their order leaves
-# idle, to the one whose take most. It ends when eight grids were planned and the next one's least
-# time is more than the fastest step so far, or with twelve grids of which one fits. In a grid,
-# states leave the device only where no row fits on it; the three rows that move least are
-# simulated, and none after one whose step is within 2% of the grid's least. Data parallel ranks
-# alone are always planned.
+# A search over grids plans them by the time of their computations, with what their order leaves
+# idle, the shortest first. It ends when eight grids were planned and the next one's least time is
+# more than the fastest step so far, or with twelve grids where one of them fits. In a grid, states
+# leave the device only where no row fits on it; the three rows that move least are simulated, and
+# none after a step within 2% of the grid's least. Data parallel ranks alone are always planned.
 
 Policies = Callable[[Machine], Iterable[Policy]]
 
@@ -355,7 +354,7 @@ def _recommend(
     best = _fastest(fitting)
     faster = [row for row in rows if row.time.seconds < best.time.seconds]
     if best.step_s is None:
-        reason = f"of {len(fitting)} that fit, the one whose transfers and step take least"
+        reason = f"of {len(fitting)} that fit, the one with the shortest transfers and step"
         faster = []
     else:
         reason = f"the fastest of {len(fitting)} that fit, bound by {best.bound_by}"
@@ -462,8 +461,8 @@ def _adapters(search: Search, machine: Machine, training: Training) -> str | Non
 def _changes(
     model: ModelShape, machine: Machine, training: Training
 ) -> Iterator[tuple[str, Machine, Training]]:
-    """Yield changes in words and as they are planned, the cheapest first; each keeps those of
-    training before it. Those of activations where they are known.
+    """Yield changes in words and as they are planned, the cheapest first; each keeps the changes of
+    training before it. Activations change where they are known.
     """
     words: list[str] = []
     known = model.decoder is not None
@@ -544,7 +543,7 @@ def make_sweep(
     model: ModelShape, machines: Sequence[Machine], training: Training
 ) -> tuple[Point, ...]:
     """Plan every row on each of the `machines`, whether it fits or not. Raises ConfigError for a
-    model whose FLOPs are not known.
+    model without known FLOPs.
     """
     model, training = fitted(model, training)
     if not model.is_timed:

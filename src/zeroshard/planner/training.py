@@ -46,20 +46,20 @@ _CODECS = tuple(CODEC_BITS)
 class Training:
     """One training run. Raises ConfigError for values that make no sense.
 
-    `accumulate` is the dtype in which gradients rest: "fp32" (as in ``zs.shard``) or that of
-    `precision`, the papers' count. Both take torch's names and dtypes, too ("bfloat16").
-    `optimizer` is "adam" or "adamw", "adam-fused" (the
-    same with ``fused=True``: no temporaries in a step), "adam-bf16" (moments in bf16), "adam-8bit"
-    (planned only), "momentum" (SGD with it) or "sgd". `batch` sequences of
-    `sequence` tokens are one micro-batch of one GPU; `micro_batches` of them, all but the last
-    inside ``no_sync()``, are a step. `checkpointing`: every block is recomputed in the backward.
+    `accumulate` is the dtype in which gradients rest: "fp32" (as in ``zs.shard``) or the dtype of
+    `precision`, as the papers count. Both take torch's names and dtypes, too ("bfloat16").
+    `optimizer` is "adam" or "adamw", "adam-fused" (the same with ``fused=True``: no temporaries in
+    a step), "adam-bf16" (moments in bf16), "adam-8bit" (planned only), "momentum" (SGD with it) or
+    "sgd". `batch` sequences of `sequence` tokens are one micro-batch of one GPU; `micro_batches` of
+    them, all but the last inside ``no_sync()``, are a step. `checkpointing`: every block is
+    recomputed in the backward.
 
-    `weight_codec`, `grad_codec`, `frozen_codec`, `codec_block` and `error_feedback` are those of
-    ``zs.Comm``; rows that take no such codec are not planned. `fraction` is that of ``zs.Offload``:
+    `weight_codec`, `grad_codec`, `frozen_codec`, `codec_block` and `error_feedback` are as in
+    ``zs.Comm``; rows that take no such codec are not planned. `fraction` is as in ``zs.Offload``:
     the share of each state that leaves the device where the row's tiers let it leave.
-    `accumulation_budget` is that of ``zs.shard``, in bytes or text ("2GiB"): rows in which it has
-    no effect, or holds no unit, are planned as they are without. `leaves` is that of ``zs.shard``:
-    the micro-batches of a step over all GPUs, in place of `micro_batches`.
+    `accumulation_budget` is as in ``zs.shard``, in bytes or text ("2GiB"): rows in which it has no
+    effect, or holds no unit, are planned as they are without. `leaves` is as in ``zs.shard``: the
+    micro-batches of a step over all GPUs, in place of `micro_batches`.
     """
 
     precision: str = "bf16"
@@ -183,7 +183,7 @@ class Training:
 
     @property
     def align(self) -> int:
-        """Elements on whose multiples shares are cut: a codec's blocks stay whole."""
+        """Shares are cut at multiples of so many elements: a codec's blocks stay whole."""
         named = {self.weight_codec, self.grad_codec, self.frozen_codec} - {None, "bf16"}
         return max(ALIGN, self.codec_block) if named else ALIGN
 

@@ -4,7 +4,7 @@ A file is read only where it is a regular one (a read of a pipe waits, and openi
 on it), up to a number of bytes. JSON has at most `DEPTH` levels, since what reads it later calls
 itself for each. Text is printed without the characters that a terminal obeys.
 
-Every error is a `NotReadable`, whose text is a reason in one line, without the file's name: the
+Every error is a `NotReadable`; its text is a reason in one line, without the file's name: the
 caller raises an error of its own that names file and remedy. Links are followed, as caches of
 models are made of them; `open_descriptor` can refuse them.
 

@@ -1,7 +1,7 @@
 """The place of this process among the tasks of a job, read from the variables that ``srun`` and
 ``mpirun`` set for each task.
 
-    Slurm                     SLURM_STEP_*: the step's own; those of the job are also in the
+    Slurm                     SLURM_STEP_*: the step's own; variables of the job are also in the
                               environment of a batch script, which is not a task
     Open MPI                  OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
     MVAPICH                   MV2_COMM_WORLD_RANK, ...
@@ -10,8 +10,8 @@
 
 No MPI says where the first task is. On one host the tasks meet at loopback; on several
 ``MASTER_ADDR`` has to name it. Slurm sets ``PMI_RANK``, too, for ``srun --mpi=pmi2``; and a mpirun
-inside an allocation starts its daemons as a step, whose variables the tasks inherit. So a task that
-knows its place on its host is MPI's, and any other is Slurm's first.
+inside an allocation starts its daemons as a step, and the tasks inherit its variables. So a task
+that knows its place on its host is MPI's, and any other is Slurm's first.
 """
 
 from __future__ import annotations
@@ -210,9 +210,9 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
         if several or ("PMIX_RANK" in environ and "PMI_SIZE" not in environ):
             name = "PMI_RANK" if several else "PMIX_RANK"
             raise ConfigError(
-                f"{name} is set, and neither Slurm nor MPI says which of how many ranks of which"
-                " host this is: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or"
-                " use zeroshard run"
+                f"{name} is set, and neither Slurm nor MPI says which rank of how many, and on"
+                " which host, this is: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and"
+                " MASTER_PORT, or use zeroshard run"
             )
         return {}
     if task.num_tasks == 1:
@@ -235,8 +235,8 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _starter(name: str) -> str | None:
-    """Return which process has started the tasks of this host: the nearest above this one whose
-    environment lacks `name`. A shell may lie between.
+    """Return which process has started the tasks of this host: the nearest above this one without
+    `name` in its environment. A shell may lie between.
     """
     pid = os.getppid()
     try:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # ------------------------------------------------------------------------------------------- memory
-# That of the system, or of the control group (a container's, a batch job's) where that allows less.
-# Read from /proc and /sys, in well under a millisecond; where neither says anything, sysconf does.
+# The memory of the system, or of the control group (a container, a batch job) where that allows
+# less. Read from /proc and /sys, in well under a millisecond; where neither says anything, sysconf
+# does.
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class HostMemory:
 
     @classmethod
     def now(cls, root: Path = Path("/")) -> HostMemory:
-        """Ask the system, whose files are below `root`."""
+        """Ask the system; its files are below `root`."""
         meminfo = numbers_of(root / "proc/meminfo")
         page = os.sysconf("SC_PAGE_SIZE")
         total = meminfo.get("MemTotal:", 0) << 10 or os.sysconf("SC_PHYS_PAGES") * page

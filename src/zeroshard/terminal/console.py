@@ -48,7 +48,7 @@ def print_json(data: Any) -> None:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. Its columns hold numbers, apart from those of `text`; without names of columns it
+    """A table. Its columns hold numbers, apart from the columns `text`; without names of columns it
     has no head.
     """
 
@@ -56,7 +56,7 @@ class Table:
     rows: Sequence[Sequence[object]]
     title: str = ""
     text: Collection[str] = ()
-    folded: Collection[str] = ()  # columns whose texts may be broken where a width is given
+    folded: Collection[str] = ()  # columns with texts that break where a width is given
     is_framed: bool = True  # else a rule below the head, and as narrow as can be
     styles: Sequence[str] = ()  # of the rows, on a terminal
 

@@ -37,7 +37,7 @@ def as_usage(before: str = "") -> Iterator[None]:
 
 
 class LineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
+    """An argument parser with errors of one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -46,7 +46,7 @@ class LineParser(argparse.ArgumentParser):
 @dataclass(frozen=True)
 class Option:
     """An argument of a command line: `written` is its name and unit as the help shows them, `must`
-    what its value must be, for the error; the other fields are those of ``add_argument``.
+    what its value must be, for the error; the other fields are as in ``add_argument``.
     """
 
     written: str

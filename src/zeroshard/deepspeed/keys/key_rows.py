@@ -43,7 +43,7 @@ texts = _kind((
 text = _kind((lambda v: isinstance(v, str), "is not text"))
 # null and false stand for an empty object
 an_object = _kind((lambda v: isinstance(v, dict | None) or v is False, "is not an object"))
-anything = _kind()  # for keys whose value makes no difference here
+anything = _kind()  # for keys that make no difference here
 
 
 def one_of(*choices: Any, also: tuple[Any, ...] = ()) -> Kind:

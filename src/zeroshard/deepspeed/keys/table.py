@@ -1,8 +1,8 @@
 """The keys of DeepSpeed's configuration, as its JSON nests them, and what each does here.
 
-Defaults are those of DeepSpeed's code, also where its documentation says otherwise. A row is one
-of key_rows.py: a key *becomes* options of ours, *tunes* nothing here, or is *refused* at another
-value than its default. A new key is a new line.
+Defaults come from DeepSpeed's code, also where its documentation says otherwise. A row is one of
+key_rows.py: a key *becomes* options of ours, *tunes* nothing here, or is *refused* at another value
+than its default. A new key is a new line.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ _TABLE: dict[str, Any] = {
         True, "a loop steps where it calls step(); DeepSpeed's initialize() takes it", a.flag),
     "zeroshard": {
         "leaves": becomes(None, a.levels,
-            "no key of DeepSpeed's: the micro-batches of a step, whose sum is the same on any"
+            "no key of DeepSpeed's: the micro-batches of a step; their sum is the same on any"
             " number of ranks", to.leaves)},
     "gradient_clipping": becomes(1.0, a.number,
         "the norm that a step clips to; left out it is 1.0, and 0 switches it off",
@@ -165,7 +165,7 @@ _TABLE: dict[str, Any] = {
     "bf16": {
         "enabled": becomes(False, a.flag, _HALF.format("bf16"), to.half, "bf16"),
         "immediate_grad_update": tunes(False, "gradients are reduced as they are made"),
-        "check_grad_overflow": tunes(True, "a step whose gradients are not finite is skipped"),
+        "check_grad_overflow": tunes(True, "a step with gradients that are not finite is skipped"),
         "bf16_master_weights_and_grads": refuses(False, "masters are fp32"),
         "bf16_optimizer_states": refuses(False, "moments are fp32")},
     "bfloat16": {"enabled": becomes(False, a.flag, "an older name of bf16", to.half, "bf16")},
@@ -283,7 +283,7 @@ SECTIONS = frozenset(name[:at] for name in KEYS for at, mark in enumerate(name) 
 
 
 def key_of(name: str) -> Key | None:
-    """Return the row of a key: its own, or that of all keys of its section."""
+    """Return the row of a key: its own, or the row of all keys of its section."""
     return KEYS.get(name) or KEYS.get(f"{name.rpartition('.')[0]}.*")
 
 
@@ -301,7 +301,7 @@ _HEAD = """# DeepSpeed's keys
 
 What each key of a DeepSpeed configuration does here: it *becomes* an option of ours, it makes *no
 difference*, it *watches*, or it is *refused* where it asks for something else than happens here
-anyway. Defaults are those of DeepSpeed's code. `zeroshard config explain FILE` says the same of one
+anyway. Defaults come from DeepSpeed's code. `zeroshard config explain FILE` says the same of one
 file. Keys of stage 3 may leave out their `stage3_`. A key at the top that is not in this table is a
 warning, with the nearest one, since DeepSpeed drops it; inside of a section it is refused. A file
 may be HJSON: comments, keys without quotes, commas where they are not needed.

@@ -38,10 +38,10 @@ def plan(
     module's forward takes for one micro-batch, a tuple or a dict of keywords, in tensors of any
     kind: with it activations are traced on fake tensors. `loss(output)` is what the backward starts
     from; without it ``output.loss``, or the sum of the first tensor. A Transformers model is traced
-    without either. `axes` (``zs.Axes(tp=4, pp=2)``, or "auto" for a number) are those of tensor and
-    pipeline parallelism, beside the data parallel ones; `training` is then that of one pipeline.
-    Bytes at rest and on the wire are those that ``engine.memory()`` and ``engine.traffic()`` will
-    report; peaks and times are modelled (docs/planner.md).
+    without either. `axes` (``zs.Axes(tp=4, pp=2)``, or "auto" for a number) add tensor and pipeline
+    parallelism to data parallelism; `training` then describes one pipeline. Bytes at rest and on
+    the wire are what ``engine.memory()`` and ``engine.traffic()`` will report; peaks and times are
+    modelled (docs/planner.md).
 
         plan = zs.plan("7.5B", zs.Machine.of("V100-32", gpus=64))
         plan.recommended.row, plan.recommended.reason

@@ -9,8 +9,8 @@ Parameters stand in the dtype in which they compute, and are not counted: where 
 engine's affair (planner/peak.py). Everything else is: saved and passing activations, gradients
 until the engine takes them, what checkpointing recomputes, logits and loss.
 
-FLOPs are counted of each operation, as those of the unit whose module runs, or
-whose outputs' gradients came last.
+The FLOPs of each operation count for one unit: the one that runs its module, or the last one that
+received gradients of its outputs.
 
 Invariant: the events come in the order in which runtime/loop.py meets them; the module, its
 parameters and the random generators are as they were. Cost: some 0.1 ms per operation. It does not
@@ -109,9 +109,9 @@ def trace_activations(
     """Return what one forward and backward of `model`, which is `shape` to the planner, holds.
 
     `inputs` are the arguments of its forward: a tuple, or a dict of keywords, of tensors of any
-    kind (real, fake, meta), of which shapes and dtypes count. `loss(output)` is a scalar; without
-    it, it is what the forward returns: ``output.loss``, or the sum of the first tensor. Raises
-    whatever the forward raises; ConfigError where there is no tensor to take a loss of.
+    kind (real, fake, meta); their shapes and dtypes count. `loss(output)` is a scalar; without it,
+    it is what the forward returns: ``output.loss``, or the sum of the first tensor. Raises whatever
+    the forward raises; ConfigError where there is no tensor to take a loss of.
     """
     plans = partition_units(model)
     counted = _Counted(shape.decoder.vocab if shape.decoder is not None else 0)
@@ -164,8 +164,8 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 class _TracedStep(nn.Module):
-    """A forward and a backward of `model`, as one forward: its parameters stand in for those of
-    the module as long as that lasts.
+    """A forward and a backward of `model`, as one forward: its parameters replace the module's as
+    long as that lasts.
     """
 
     def __init__(self, model: nn.Module, events: _Events, loss: Loss | None) -> None:
@@ -209,7 +209,7 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # by unit, and whether in the backward
         self.flops: defaultdict[tuple[int, bool], float] = defaultdict(float)
         self._at = (0, False)  # unit and pass that operations are of
-        self._inside: list[int] = []  # units of the modules whose forward is under way
+        self._inside: list[int] = []  # units with a forward under way
         self._vocab = vocab  # the last dimension of logits; 0: none
         self._most = (0, 0)  # bytes, of them logits, when there were most
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -278,8 +278,8 @@ class _Events:
         self._gathered: set[int] = set()  # units that are gathered
         self._used = [0] * len(plans)  # forwards under way
         self._idle: int | None = None  # forward over; another use may follow at once
-        self._backward: dict[int, None] = {}  # units whose backward is under way
-        self._finished: dict[int, None] = {}  # of these, whose gradients have all come
+        self._backward: dict[int, None] = {}  # units with a backward under way
+        self._finished: dict[int, None] = {}  # of these, units with all gradients
         self._pending = [0] * len(plans)
         self._groups: dict[int, tuple[int, int]] = {}  # parameter -> unit, group
         self._opened: set[tuple[int, int]] = set()

@@ -134,7 +134,7 @@ def shape_of_module(model: nn.Module, training: Training, spec: Any = None) -> M
 
 def _decoder(fields: dict[str, Any], where: str) -> tuple[Decoder | None, int | None]:
     """Return the decoder that the `fields` of a config.json describe, and how many parameters a
-    token uses; of a model with images beside text those of the text.
+    token uses; a model with images beside text counts its text alone.
     """
     text = fields.get("text_config")
     try:

@@ -134,7 +134,7 @@ def plot_sweep(file: Path, model: ModelShape, machine: Machine, points: Sequence
         (left, lambda point: 100 * point.efficiency),
         (right, lambda point: point.peak_bytes / 1e9),
     )
-    # rows whose lines lie on each other are told apart by style, width and marker
+    # lines that lie on each other are told apart by style, width and marker
     styles = zip(("-", "--", "-.", ":") * 2, "osD^vPX*", strict=True)
     for (name, line), (style, marker) in zip(_by_row(points).items(), styles, strict=True):
         fitting = [point for point in line if point.fits]

@@ -32,8 +32,8 @@ _FITS = "fits"
 _ALWAYS = ("row", "rest", "peak")  # columns that are there even if they are empty
 _OF_NODES = ("hpz", "mics", "hfsdp")
 _LEGEND = {
-    "zero3-keep": "zero3 whose weights stay gathered from forward to backward",
-    "hpz": "zero3 whose backwards gather weights inside the node (ZeRO++)",
+    "zero3-keep": "zero3 with weights that stay gathered from forward to backward",
+    "hpz": "zero3 with backwards that gather weights inside the node (ZeRO++)",
     "mics": "zero3 inside each node, the same in all of them (MiCS)",
     "hfsdp": "mics with optimizer states over all GPUs (hybrid FSDP)",
 }
