@@ -52,7 +52,7 @@ from zeroshard.planner.exact import LaidOut, most_held, rest_bytes
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.modules import shape_of_module
 from zeroshard.planner.training import Training
-from zeroshard.terminal.console import Table, progress
+from zeroshard.terminal import Table, progress
 
 __all__ = ["WAYS", "Options", "Row", "expected", "measure", "run"]
 

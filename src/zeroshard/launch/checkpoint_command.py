@@ -13,8 +13,20 @@ from typing import Any
 
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.terminal.console import Table, note, print_json, progress, say, say_facts
-from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, count, listed
+from zeroshard.terminal import (
+    JSON,
+    Option,
+    Subcommand,
+    Table,
+    UsageError,
+    count,
+    listed,
+    note,
+    print_json,
+    progress,
+    say,
+    say_facts,
+)
 
 EXPORTS = ("hf", "torch", "dcp")
 IMPORTS = ("auto", "torch", "hf", "dcp", "deepspeed")

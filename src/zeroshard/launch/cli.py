@@ -27,8 +27,7 @@ from zeroshard.launch import (
 )
 from zeroshard.launch.options import RUN, parse_run
 from zeroshard.planner.printing import plan_command
-from zeroshard.terminal.console import note
-from zeroshard.terminal.declared import LineParser, Option, Subcommand, UsageError
+from zeroshard.terminal import LineParser, Option, Subcommand, UsageError, note
 
 PROGRAM = Subcommand(
     "zeroshard", "", "zeroshard run --nproc 2 examples/train_gpt.py",

@@ -41,7 +41,7 @@ from zeroshard.launch.options import (
 from zeroshard.launch.outcome import say
 from zeroshard.system.device import VISIBLE_DEVICES
 from zeroshard.system.tasks import rank_variables
-from zeroshard.terminal.declared import Option, Subcommand, UsageError
+from zeroshard.terminal import Option, Subcommand, UsageError
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 DEFAULT_PORT = 29500  # where launchers that do not know each other meet

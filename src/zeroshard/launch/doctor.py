@@ -35,8 +35,17 @@ from typing import TYPE_CHECKING, Any
 from zeroshard._version import __version__
 from zeroshard.system.device import DRIVERS, all_devices, library_versions
 from zeroshard.system.this_host import HostMemory
-from zeroshard.terminal.console import Table, note, print_json, progress, say
-from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError
+from zeroshard.terminal import (
+    JSON,
+    Option,
+    Subcommand,
+    Table,
+    UsageError,
+    note,
+    print_json,
+    progress,
+    say,
+)
 
 if TYPE_CHECKING:
     from zeroshard.planner.machine import Machine

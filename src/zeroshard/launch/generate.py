@@ -34,8 +34,17 @@ from zeroshard.core.sizes import parse_bytes
 from zeroshard.core.wire import CODEC_BITS
 from zeroshard.errors import ZeroshardError
 from zeroshard.system.safe_files import NotReadable, has_transformers, read_json
-from zeroshard.terminal.console import print_json, progress, say
-from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, as_usage, count
+from zeroshard.terminal import (
+    JSON,
+    Option,
+    Subcommand,
+    UsageError,
+    as_usage,
+    count,
+    print_json,
+    progress,
+    say,
+)
 
 if TYPE_CHECKING:
     import torch

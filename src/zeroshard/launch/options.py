@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from zeroshard.system.tasks import read_step, read_task
-from zeroshard.terminal.declared import LineParser, Option, Subcommand, UsageError, made
+from zeroshard.terminal import LineParser, Option, Subcommand, UsageError, made
 
 __all__ = [
     "ELASTIC", "REFUSED", "RUN", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "HostChoice", "HostPlace",

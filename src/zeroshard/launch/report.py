@@ -19,8 +19,17 @@ from typing import Any
 
 from zeroshard.core.timeline import LANES, Event, Timeline
 from zeroshard.system.safe_files import printable, read_json, replacing
-from zeroshard.terminal.console import Table, note, print_json, say
-from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, files_of_ranks
+from zeroshard.terminal import (
+    JSON,
+    Option,
+    Subcommand,
+    Table,
+    UsageError,
+    files_of_ranks,
+    note,
+    print_json,
+    say,
+)
 
 _MOST_PANELS = 4
 _MOST_ROWS = 12

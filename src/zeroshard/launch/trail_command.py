@@ -43,8 +43,17 @@ from zeroshard.core.trail import (
 )
 from zeroshard.core.tree import Tree
 from zeroshard.system.safe_files import NotReadable, from_json, printable, read_file
-from zeroshard.terminal.console import note, print_json, say
-from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, count, files_of_ranks
+from zeroshard.terminal import (
+    JSON,
+    Option,
+    Subcommand,
+    UsageError,
+    count,
+    files_of_ranks,
+    note,
+    print_json,
+    say,
+)
 
 EXIT_DIFFERENT = 1
 _MOST_BYTES = 1 << 30  # of one rank's file

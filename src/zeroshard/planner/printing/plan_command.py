@@ -26,8 +26,20 @@ from zeroshard.planner.printing.plan_table import (
     plan_and_print,
     print_plan,
 )
-from zeroshard.terminal.console import Table, note, print_json, say, say_facts, three_digits
-from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, as_usage, made
+from zeroshard.terminal import (
+    JSON,
+    Option,
+    Subcommand,
+    Table,
+    UsageError,
+    as_usage,
+    made,
+    note,
+    print_json,
+    say,
+    say_facts,
+    three_digits,
+)
 
 if TYPE_CHECKING:
     from zeroshard.planner import Machine, ModelShape, Training

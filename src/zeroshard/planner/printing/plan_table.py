@@ -10,8 +10,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.terminal.console import (
+from zeroshard.terminal import (
     Table,
+    UsageError,
     count_text,
     print_json,
     say,
@@ -19,7 +20,6 @@ from zeroshard.terminal.console import (
     size_text,
     three_digits,
 )
-from zeroshard.terminal.declared import UsageError
 
 if TYPE_CHECKING:
     from zeroshard.planner import Axes, Machine, ModelShape, Plan, PlannedRow, Training
