@@ -7,7 +7,7 @@ ended, in words). On several hosts ``hosts.py`` starts one such launcher on each
 ``connection.py`` to ``on_host.py``; ``elastic.py`` starts again with those that are left.
 Launchers meet by ``agent_rendezvous.py``. ``doctor.py`` prints facts of the machine and what
 ``probes.py`` measures. Options and tables come from ``zeroshard.terminal``; ``zeroshard plan`` is
-``planner/printing``.
+``planner/plan_command.py``.
 
 Invariant: ``--help``, ``--version`` and usage errors never import torch.
 """

@@ -26,7 +26,7 @@ from zeroshard.launch import (
     trail_command,
 )
 from zeroshard.launch.options import RUN, parse_run
-from zeroshard.planner.printing import plan_command
+from zeroshard.planner import plan_command
 from zeroshard.terminal import LineParser, Option, Subcommand, UsageError, note
 
 PROGRAM = Subcommand(

@@ -7,7 +7,7 @@ them.
 
 The parameters of these families are known in closed form, by name, shape and definition order;
 tests/features/test_plan.py compares each with the model that Transformers builds. Other families
-are built from Transformers' class where that is installed (modules/shapes.py), and refused with
+are built from Transformers' class where that is installed (modules.py), and refused with
 the list elsewhere: nothing is guessed.
 
 A config.json says more than safetensors, and is preferred where its family is known. Safetensors

@@ -27,7 +27,7 @@ from zeroshard.planner.training import Training
 
 # --------------------------------------------------------------------------------- a pass in events
 # The activations of a pass, event by event: plain numbers, made by whoever may import torch
-# (modules/activations.py), or by `closed_form`.
+# (activations.py), or by `closed_form`.
 #
 #     gather u   unit u is needed         gradient u g   the first gradient of group g of u is there
 #     release u  it is needed no longer   reduce u       all of its gradients are

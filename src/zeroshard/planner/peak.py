@@ -7,7 +7,7 @@ every event of the step, not maximum to maximum.
     optimizer.step()                           weights and optimizer states at rest, the gradients
                                                of what a rank steps, and the optimizer's temporaries
 
-Activations are those that were traced (modules/activations.py), or of a decoder's sizes in closed
+Activations are those that were traced (activations.py), or of a decoder's sizes in closed
 form: arXiv 2205.05198, section 4.1, without dropout and with attention that keeps no s x s matrix.
 On an accelerator, what no tensor counts is an allowance. Nothing has been fitted to a measurement.
 """

@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.planner.printing.plan_table import (
+from zeroshard.planner.plan_table import (
     is_uneven,
     leave_out,
     memories_of,
@@ -322,7 +322,7 @@ def _named(arguments: argparse.Namespace, training: Training) -> ModelShape:
 
         if not is_foreign(arguments.path):
             return read_model(arguments.path)
-        from zeroshard.planner.modules.shapes import shape_of_path
+        from zeroshard.planner.modules import shape_of_path
 
         return shape_of_path(arguments.path, training)
     return _built(arguments.model, training)
