@@ -46,7 +46,7 @@ from zeroshard.checkpoint.steps import (
 )
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.formats.deepspeed import read_deepspeed
+from zeroshard.formats.deepspeed_zero import read_deepspeed
 from zeroshard.formats.importer import (
     MODEL_KEYS,
     OPTIMIZER_KEYS,

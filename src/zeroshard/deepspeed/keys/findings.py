@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.config.strict_json import flattened, nearest, read_json
-from zeroshard.deepspeed.keys.key_rows import an_object
-from zeroshard.deepspeed.keys.table import KEYS, SECTIONS, key_of
+from zeroshard.deepspeed.keys.table import KEYS, SECTIONS, an_object, key_of
 from zeroshard.errors import ConfigError
 
 _PATHS = (str, Path)

@@ -45,7 +45,7 @@ from zeroshard.formats.restricted_unpickler import load_tensors
 #
 # Each tensor is whole, perhaps flat and padded (stage 3), perhaps in a dictionary under "param".
 # Stages 1 and 2 also leave a folder with fp32.pt for every buffer, frozen weight and second name of
-# a tied one: those are taken from the model's file. Read as deepspeed.py reads the others. Tensor
+# a tied one: those are taken from the model's file. Read as this file reads the others. Tensor
 # parallel ones have been merged: nothing of them is lost. Experts and pipelines raise ConfigError
 # there. Source: checkpoint/ds_to_universal.py of DeepSpeed 0.19.
 
