@@ -10,7 +10,7 @@ Without optimizer state that names its parameters the step has none, and ``load(
 reads the weights.
 
 Invariant: torch's files are opened with ``weights_only=True``, other pickles are read as data
-(restricted_unpickler.py). Cost: files are mapped, not read into memory, but for DCP's, which are
+(importer.py). Cost: files are mapped, not read into memory, but for DCP's, which are
 held whole.
 """
 
@@ -52,18 +52,16 @@ from zeroshard.formats.importer import (
     OPTIMIZER_KEYS,
     STEP_KEYS,
     Importer,
+    Name,
     NamedOptimizer,
+    Pickled,
+    load_tensors,
     optimizer_class,
+    read_restricted,
+    require_file,
     take_state,
 )
 from zeroshard.formats.pretrained import open_tensors
-from zeroshard.formats.restricted_unpickler import (
-    Name,
-    Pickled,
-    load_tensors,
-    read_restricted,
-    require_file,
-)
 from zeroshard.system.safe_files import NotReadable, read_json
 
 
@@ -264,7 +262,7 @@ READERS: dict[str, Callable[[Path, Importer, ExitStack], None]] = {
 
 # --------------------------------------------------------------------- torch.distributed.checkpoint
 # The tree of dictionaries that was saved. Its ``.metadata`` is a pickle, which is read as data
-# (restricted_unpickler.py); it locates the blocks of each tensor. Each block is a torch file of its
+# (importer.py); it locates the blocks of each tensor. Each block is a torch file of its
 # own, opened with ``weights_only=True``.
 #
 # Invariant: blocks fill their tensor without gaps and overlaps; no file outside the directory is

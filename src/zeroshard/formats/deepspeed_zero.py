@@ -33,8 +33,7 @@ import torch
 
 from zeroshard.checkpoint.manifest import STATE, VALUE
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.formats.importer import Importer, is_flat_state, optimizer_class
-from zeroshard.formats.restricted_unpickler import load_tensors
+from zeroshard.formats.importer import Importer, is_flat_state, load_tensors, optimizer_class
 
 # ---------------------------------------------------------------------------------------- universal
 # A "universal" checkpoint of DeepSpeed's: what its ds_to_universal writes, one folder a parameter.

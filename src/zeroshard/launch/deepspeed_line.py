@@ -40,7 +40,7 @@ from zeroshard.launch.options import (
 )
 from zeroshard.launch.outcome import say
 from zeroshard.system.device import VISIBLE_DEVICES
-from zeroshard.system.tasks import rank_variables
+from zeroshard.system.this_host import rank_variables
 from zeroshard.terminal import Option, Subcommand, UsageError
 
 DEFAULT_HOSTFILE = "/job/hostfile"

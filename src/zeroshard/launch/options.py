@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from zeroshard.system.tasks import read_step, read_task
+from zeroshard.system.this_host import read_step, read_task
 from zeroshard.terminal import LineParser, Option, Subcommand, UsageError, made
 
 __all__ = [
