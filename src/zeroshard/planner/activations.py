@@ -59,15 +59,6 @@ from zeroshard.runtime.units import UnitPlan, holding_others, partition_units
 _aten = torch.ops.aten
 
 
-def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
-    """Return the FLOPs of ``func(*args, **kwargs)``, which has returned `out`."""
-    packet = getattr(func, "overloadpacket", None)
-    if packet in _OF_THE_CPU:
-        return float(_OF_THE_CPU[packet](args))
-    count = flop_registry.get(packet)
-    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
-
-
 def _recurrent(args: Sequence[Any]) -> float:
     """Return the FLOPs of a layer with input [..., features] and weights of input and state."""
     given, weights = args[0], args[1:3]
@@ -211,14 +202,18 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._at = (0, False)  # unit and pass that operations are of
         self._inside: list[int] = []  # units with a forward under way
         self._vocab = vocab  # the last dimension of logits; 0: none
-        self._most = (0, 0)  # bytes, of them logits, when there were most
+        self.most = (0, 0)  # bytes, of them logits, when there were most
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.flops[self._at] += flops_of(func, args, kwargs or {}, out)
+        packet = getattr(func, "overloadpacket", None)
+        if packet in _OF_THE_CPU:
+            self.flops[self._at] += float(_OF_THE_CPU[packet](args))
+        elif (count := flop_registry.get(packet)) is not None:
+            self.flops[self._at] += float(count(*args, **(kwargs or {}), out_val=out))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and not getattr(func, "is_view", False):
                 self._add(tensor)
@@ -255,13 +250,8 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known[key] = weakref.ref(storage, died)
         self.live += num_bytes
         self.logits += of_logits
-        if self.live > self._most[0]:
-            self._most = (self.live, self.logits)
-
-    def take_most(self) -> tuple[int, int]:
-        """Return the most bytes, and how many of them were logits, since the last call."""
-        most, self._most = self._most, (self.live, self.logits)
-        return most
+        if self.live > self.most[0]:
+            self.most = (self.live, self.logits)
 
 
 class _Events:
@@ -287,7 +277,8 @@ class _Events:
         self._last: tuple[Event, int, int] | None = None
 
     def _note(self, event: Event, unit: int = -1, group: int = 0) -> None:
-        most, logits = self._counted.take_most()
+        most, logits = self._counted.most
+        self._counted.most = (self._counted.live, self._counted.logits)
         if self._last is not None:
             self.moments.append(Moment(*self._last, most, logits))
         self._last = (event, unit, group)

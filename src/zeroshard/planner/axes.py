@@ -120,8 +120,17 @@ def grids(axes: Axes, model: ModelShape, machine: Machine, training: Training) -
     """
     _check(axes, model, machine)
     out = []
+    layers, chunks = len(layer_numbers(model)), axes.pipeline.chunks
     for tp in _tensors(axes, model, machine) if axes.tp == AUTO else [axes.tp]:
-        for pp in _depths(axes, model, machine.gpus // int(tp)) if axes.pp == AUTO else [axes.pp]:
+        ranks, depths = machine.gpus // int(tp), [axes.pp]
+        if axes.pp == AUTO:  # with stages that are about equally large
+            depths = [
+                pp
+                for pp in range(1, min(ranks, layers // chunks) + 1 if layers else 2)
+                if ranks % pp == 0
+                and (pp == 1 or -(-layers // (pp * chunks)) * pp * chunks <= _UNEVEN * layers)
+            ]
+        for pp in depths:
             size = int(tp) * int(pp)
             if machine.gpus % size:
                 continue
@@ -153,25 +162,19 @@ def _check(axes: Axes, model: ModelShape, machine: Machine) -> None:
     if machine.gpus % size:
         raise ConfigError(f"{named} does not divide gpus={machine.gpus}: every data parallel rank"
                           f" takes {size}")  # fmt: skip
-    _check_heads(model, given.get("tp", 1))
+    tp = given.get("tp", 1)
+    if tp > 1 and model.decoder is None:
+        raise ConfigError(f"tp={tp} needs a decoder's sizes, which {model.name} does not tell: plan"
+                          " a config.json, or --params")  # fmt: skip
+    for what, heads in _heads(model) if tp > 1 else ():
+        if heads % tp:
+            raise ConfigError(f"tp={tp} does not divide the {heads} {what} of {model.name}")
     stages, layers = given.get("pp", 1) * axes.pipeline.chunks, len(layer_numbers(model))
     if given.get("pp", 1) > 1 and stages > layers:
         raise ConfigError(
             f"pp={given['pp']} makes {stages} stages: {model.name} has {layers} layers, and every"
             " stage needs one"
         )
-
-
-def _check_heads(model: ModelShape, tp: int) -> None:
-    decoder = model.decoder
-    if tp == 1:
-        return
-    if decoder is None:
-        raise ConfigError(f"tp={tp} needs a decoder's sizes, which {model.name} does not tell: plan"
-                          " a config.json, or --params")  # fmt: skip
-    for what, heads in _heads(model):
-        if heads % tp:
-            raise ConfigError(f"tp={tp} does not divide the {heads} {what} of {model.name}")
 
 
 def _heads(model: ModelShape) -> list[tuple[str, int]]:
@@ -188,15 +191,6 @@ def _tensors(axes: Axes, model: ModelShape, machine: Machine) -> Iterator[int]:
         fits = machine.node_size % tp == 0
         if tp == 1 or (model.decoder and fits and not any(h % tp for _, h in _heads(model))):
             yield tp
-
-
-def _depths(axes: Axes, model: ModelShape, ranks: int) -> Iterator[int]:
-    """Yield the depths of a pipeline of `ranks` with stages that are about equally large."""
-    layers, chunks = len(layer_numbers(model)), axes.pipeline.chunks
-    for pp in range(1, min(ranks, layers // chunks) + 1 if layers else 2):
-        largest = -(-layers // (pp * chunks))
-        if ranks % pp == 0 and (pp == 1 or largest * pp * chunks <= _UNEVEN * layers):
-            yield pp
 
 
 # ----------------------------------------------------------------------------- the part of one rank
@@ -289,24 +283,26 @@ def cut_stages(model: ModelShape, stages: int) -> list[ModelShape]:
             f"{stages} stages of a pipeline need as many layers: {model.name} has {len(layers)}"
         )
     units = list(model.units)
-    if stages > 1:
-        units = _untied(model, layers)
+    first, ties = units[0], 0 not in layers and (units[0].uses > 1 or is_assumed(model))
+    if stages > 1 and ties:  # the embedding is the output layer: it gets one of its own
+        head = replace(first.groups[0], shapes=((_HEAD, first.groups[0].shapes[0][1]),))
+        units = [replace(first, uses=1), *units[1:], UnitShape(_HEAD, (head,))]
     units = _with_lookups(units, layers)
     least, more = divmod(len(layers), stages)
     counts = [least + (stage < more) for stage in range(stages)]
     ends = [layers[sum(counts[: stage + 1]) - 1] + 1 for stage in range(stages - 1)]
     starts = [0, *ends, len(units)]
-    first: dict[tuple[bool, bool, int], ModelShape] = {}  # those between the ends are alike
+    made: dict[tuple[bool, bool, int], ModelShape] = {}  # those between the ends are alike
     out = []
     for stage, count in enumerate(counts):
         kind = (stage == 0, stage == stages - 1, count)
-        if kind not in first:
+        if kind not in made:
             part = units[starts[stage] : starts[stage + 1]]
             decoder = model.decoder
             if decoder is not None:  # logits come on the last stage
                 decoder = replace(decoder, layers=count, vocab=decoder.vocab if kind[1] else 0)
-            first[kind] = _scaled(model, tuple(part) if stages == 1 else _packed(part), decoder)
-        out.append(first[kind])
+            made[kind] = _scaled(model, tuple(part) if stages == 1 else _packed(part), decoder)
+        out.append(made[kind])
     return out
 
 
@@ -318,17 +314,6 @@ def layer_numbers(model: ModelShape) -> list[int]:
         if found is not None:
             stacks.setdefault(found[1] or "", []).append(number)
     return max(stacks.values(), key=len, default=[])
-
-
-def _untied(model: ModelShape, layers: Sequence[int]) -> list[UnitShape]:
-    """Return the units with an output layer of their own, where the embedding is it."""
-    units = list(model.units)
-    first = units[0]
-    if 0 in layers or (first.uses == 1 and not is_assumed(model)):
-        return units
-    group = first.groups[0]
-    head = replace(group, shapes=((_HEAD, group.shapes[0][1]),))
-    return [replace(first, uses=1), *units[1:], UnitShape(_HEAD, (head,))]
 
 
 def is_assumed(model: ModelShape) -> bool:

@@ -164,9 +164,15 @@ def group_bytes(
     waits = layout.scope(cells.grad) if cells.grad.is_partial else None
     is_near = cells.grad.tier is Tier.DEVICE or waits is Scope.NODE_SHARD
     reduces = [hop for hop in group_routes.reduce.hops if hop.kind is Kind.REDUCE_SCATTER]
+    # read as a whole without gathering: not what travels or rests encoded, which is decoded into
+    # memory of its own
+    scope = layout.scope(cells.weight)
+    mapped = exchange.maps_peers and scope is Scope.SHARD
+    in_place = cells.weight.tier is Tier.DEVICE and formats.gather.codec is None
+    in_place = in_place and (scope is Scope.FULL or exchange.alone or mapped)
     return GroupBytes(
         whole=whole,
-        full=0 if _reads_in_place(layout, cells, formats, exchange) else whole,
+        full=0 if in_place else whole,
         encoded=sum(_encoding(hop, layout.numel) for hop in forward),
         column=round(column_bytes) if any(hop.kind is Kind.KEEP for hop in forward) else 0,
         bucket=layout.numel * wire if is_summed else 0,
@@ -179,18 +185,6 @@ def group_bytes(
         waits=waits,
         trained=trained,
     )
-
-
-def _reads_in_place(
-    layout: Layout, cells: Cells, formats: Formats, exchange: TransportTraits
-) -> bool:
-    """Whether what rests is read as a whole without gathering: not what travels or rests encoded,
-    which is decoded into memory of its own.
-    """
-    if cells.weight.tier is not Tier.DEVICE or formats.gather.codec is not None:
-        return False
-    scope = layout.scope(cells.weight)
-    return scope is Scope.FULL or exchange.alone or (exchange.maps_peers and scope is Scope.SHARD)
 
 
 def _encoding(hop: Hop, numel: int) -> int:
@@ -407,7 +401,15 @@ class Reduced:
                 continue
             if sync or group.waits is not Scope.FULL:
                 self._hand_over((unit, number), sync)
-            self._come_to_rest((unit, number), repeats, sync)
+            # sums of the group, and of its like in the units after it, wait or rest
+            key, alike = (unit, number), range(unit, unit + repeats)
+            groups = [self._units[one].groups[number] for one in alike]
+            waiting = [group for group in groups if group.waits and not sync]
+            self._partial.pop(key, None)
+            if waiting:
+                self._partial[key] = sum(group.partial for group in waiting)
+            if len(waiting) < repeats:
+                self._rest[key] = sum(group.rest for group in groups if sync or not group.waits)
         self._turns += 1
         alone = self._exchange.alone  # with one rank, a reduce is over at once
         for one in self._flights.values():
@@ -417,17 +419,6 @@ class Reduced:
             key = (command.unit, command.segment)
             if command.op is Op.WAIT_REDUCE or self._flights[key].arrived:
                 self.end(key)
-
-    def _come_to_rest(self, key: tuple[int, int], repeats: int, sync: bool) -> None:
-        """Sums of the group, and of its like in the `repeats` - 1 units after it, wait or rest."""
-        unit, number = key
-        groups = [self._units[unit + more].groups[number] for more in range(repeats)]
-        waiting = [group for group in groups if group.waits and not sync]
-        self._partial.pop(key, None)
-        if waiting:
-            self._partial[key] = sum(group.partial for group in waiting)
-        if len(waiting) < repeats:
-            self._rest[key] = sum(group.rest for group in groups if sync or not group.waits)
 
     def _hand_over(self, key: tuple[int, int], sync: bool) -> None:
         group = self._group(key)

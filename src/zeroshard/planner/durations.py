@@ -236,12 +236,18 @@ class Durations:
             yield LaneTask(hop.lane, hop.kind.value, 0.0, hop.link_bytes(numel).total)
         elif hop.axis is not None:
             yield from self._collective(hop, numel)
-        elif hop.kind in (Kind.READ, Kind.WRITE) or hop.lane == "host":
-            yield from self._off_device(hop, numel)
+        elif hop.lane == "host":
+            held, moved = hop.held_bytes(hop.target, numel), hop.tier_bytes(numel)
+            # an addition reads two and writes one, and what is added up is read once more
+            yield self.on_host(hop.kind.value, 4 * held, moved.read + moved.write)
+        elif hop.kind in (Kind.READ, Kind.WRITE):
+            moved = hop.tier_bytes(numel)
+            disk = Tier.DISK in (hop.source.tier, hop.target.tier)
+            yield from self.transfer(hop.lane, hop.kind.value, moved.read + moved.write, disk=disk)
         else:
             elements = hop.held_bytes(hop.target, numel) / hop.wire.bytes_per_element
-            moved = elements * (4 + hop.wire.bytes_per_element)  # from or to fp32, at most
-            yield self.in_memory(hop.lane, hop.kind.value, moved)
+            num_bytes = elements * (4 + hop.wire.bytes_per_element)  # from or to fp32, at most
+            yield self.in_memory(hop.lane, hop.kind.value, num_bytes)
 
     def in_memory(
         self, lane: Lane, name: str, num_bytes: float, bound_by: str = COMPUTE
@@ -274,16 +280,6 @@ class Durations:
         yield LaneTask(hop.lane, hop.kind.value, seconds, moved.total, takes, bound_by)
         if moved.between and self.cores:  # out of one socket, and into another
             yield self.in_memory(hop.lane, "copy", 4 * moved.between)
-
-    def _off_device(self, hop: Hop, numel: int) -> tuple[LaneTask, ...]:
-        """Return a read, a write, or what the host adds and casts."""
-        moved = hop.tier_bytes(numel)
-        disk = Tier.DISK in (hop.source.tier, hop.target.tier)
-        if hop.lane == "host":
-            held = hop.held_bytes(hop.target, numel)
-            # an addition reads two and writes one, and what is added up is read once more
-            return (self.on_host(hop.kind.value, 4 * held, moved.read + moved.write),)
-        return self.transfer(hop.lane, hop.kind.value, moved.read + moved.write, disk=disk)
 
     def transfer(
         self, lane: Lane, name: str, num_bytes: float, *, disk: bool
@@ -374,7 +370,15 @@ def checkpoint_times(
     speeds, cells, ranks = machine.speeds, policy.default, machine.node_size
     part = speeds.bandwidth_efficiency
     link, memory = speeds.host_link * part, speeds.host * part / ranks
-    saved, held = checkpoint_bytes(laid_out, training, 0), _held_bytes(laid_out, policy, training)
+    saved, held = checkpoint_bytes(laid_out, training, 0), 0
+    # rank 0 reads masters and moments that it steps, and its share of frozen weights, or all of
+    # those that every rank keeps (runtime/rest.py)
+    for one in laid_out.groups:
+        scope = one.layout.scope(cells.optim)
+        if not one.group.trained and (scope, cells.weight.scope) != (Scope.FULL, Scope.FULL):
+            scope = Scope.SHARD
+        pieces = one.layout.pieces_in(one.layout.span(0, scope))
+        held += one.count * sum(_saved_bytes(one, piece.numel, training) for piece in pieces)
     away = 0.0 if cells.optim.tier is Tier.DEVICE else training.fraction
     on_disk = away if cells.optim.tier is Tier.DISK else 0.0
     copied = saved * (1.0 - away) / link
@@ -386,20 +390,6 @@ def checkpoint_times(
     save = copied + saved * (1.0 + on_disk) / disks
     load = held * (1.0 + 2.0 * on_disk) / disks + held * (1.0 - away) / link
     return CheckpointTimes(load, save, save if behind is None else behind)
-
-
-def _held_bytes(laid_out: LaidOut, policy: Policy, training: Training) -> int:
-    """Return the bytes that rank 0 reads: masters and moments that it steps, and its share of
-    frozen weights, or all of those that every rank keeps (runtime/rest.py).
-    """
-    cells, total = policy.default, 0
-    for one in laid_out.groups:
-        scope = one.layout.scope(cells.optim)
-        if not one.group.trained and (scope, cells.weight.scope) != (Scope.FULL, Scope.FULL):
-            scope = Scope.SHARD
-        pieces = one.layout.pieces_in(one.layout.span(0, scope))
-        total += one.count * sum(_saved_bytes(one, piece.numel, training) for piece in pieces)
-    return total
 
 
 def _saved_bytes(one: LaidOutGroup, numel: int, training: Training) -> int:

@@ -108,14 +108,12 @@ class LaidOut:
         """The groups of all units, one set for equal units."""
         counts, dealer = Counter(self.alike), Dealer(self.shares)
         return tuple(
-            LaidOutGroup(group, self._layout(dealer, group), counts[number], number)
+            LaidOutGroup(group, layout, counts[number], number)
             for number in dict.fromkeys(self.alike)
             for group in self.model.units[number].groups
+            for kind in [(group.dtype, group.trained)]
+            for layout in [dealer.layout(group.shapes, self.mesh, kind=kind, align=self.align)]
         )
-
-    def _layout(self, dealer: Dealer, group: GroupShape) -> Layout:
-        kind = (group.dtype, group.trained)
-        return dealer.layout(group.shapes, self.mesh, kind=kind, align=self.align)
 
     @cached_property
     def by_unit(self) -> tuple[tuple[LaidOutGroup, ...], ...]:
@@ -270,7 +268,13 @@ def _group_bytes(
     elif one.pieces(cells.optim, rank):
         # held by the pieces: a gradient of padding alone is gone at once
         out["grad"] = _in_two(cut.grad, stepped, cells.grad.tier, formats.grad)
-    if training.error_feedback and not _sums_in_place(one, cut, cells, training):
+    # a single rank never encodes gradients where autograd's first go straight to where they rest,
+    # and no second sum follows in a step (runtime/bucket.py)
+    in_place = one.layout.mesh.size == 1 and formats.reduce.dtype == formats.grad.dtype
+    waits = cells.grad.is_partial and scope is Scope.FULL
+    in_place = in_place and cut.grad == one.held(cells.optim, 0)
+    in_place = in_place and (waits or training.micro_batches == 1)
+    if training.error_feedback and not in_place:
         out["residual"] = {Tier.DEVICE: one.layout.numel * _RESIDUAL_BYTES}
     out["optimizer"] = _moments(one, cut.optim, cells.optim, training, rank)
     return out
@@ -321,18 +325,6 @@ def beside_bytes(laid_out: LaidOut, policy: Policy, training: Training) -> int:
     groups = placed(laid_out, policy, training)
     here = [one for one, _, cells in groups if cells.grad.tier is Tier.DEVICE and one.group.trained]
     return sum(one.count * _one_sum(one, leaves, 0) for one in here) * (most_held(leaves, 0) - 1)
-
-
-def _sums_in_place(one: LaidOutGroup, cut: DeviceCut, cells: Cells, training: Training) -> bool:
-    """Whether a single rank never encodes the group's gradients: autograd's first go straight to
-    where they rest, and no second sum follows in a step (runtime/bucket.py).
-    """
-    formats = one.formats(training)
-    if one.layout.mesh.size > 1 or formats.reduce.dtype != formats.grad.dtype:
-        return False
-    waits = cells.grad.is_partial and one.layout.scope(cells.grad) is Scope.FULL
-    stays = cut.grad == one.held(cells.optim, 0)  # the only rank
-    return stays and (waits or training.micro_batches == 1)
 
 
 def _moments(

@@ -144,7 +144,9 @@ class _Lanes:
                 takes = self.jobs[number].task.takes
                 if self._missing[number] or any((rank, one) in self._busy for one in takes):
                     continue
-                mine = (self._could_start(number), number)
+                # since when it is the first of its lane, and needs nothing more
+                freed_by = self._freed_by.get((rank, lane), -1)
+                mine = (max(self._ready[number], self._stopped(freed_by)), number)
                 first = mine if first is None or mine < first else first
             if first is None:
                 return
@@ -158,12 +160,6 @@ class _Lanes:
             self.starts[number] = now
             self._busy.update(names)
             heappush(self._ends, (now + task.duration, number))
-
-    def _could_start(self, number: int) -> float:
-        """Return since when job `number` is the first of its lane, and needs nothing more."""
-        job = self.jobs[number]
-        freed = self._freed_by.get((job.rank, job.task.lane), -1)
-        return max(self._ready[number], self._stopped(freed))
 
     def _names(self, number: int) -> list[_Queue]:
         job = self.jobs[number]

@@ -89,7 +89,14 @@ class Machine:
         count for one node, `network` is the bytes per second that one GPU has to other nodes.
         Raises ConfigError for an unknown preset, naming the nearest, and for an impossible machine.
         """
-        preset = _preset(gpu)
+        if gpu not in presets():
+            by_lower = {known.lower(): known for known in presets()}
+            near = difflib.get_close_matches(gpu.lower(), by_lower, n=1, cutoff=0.3)
+            hint = f"; did you mean {by_lower[near[0]]!r}?" if near else ""
+            raise ConfigError(f"gpu={gpu!r} is not a preset ({', '.join(presets())}){hint}")
+        preset = presets()[gpu]
+        if lacking := [key for key in _NEEDED if key not in preset]:
+            raise ConfigError(f"machines.toml: preset {gpu!r} lacks {', '.join(lacking)}")
         if gpus < 1:
             raise ConfigError(f"gpus={gpus} is less than one")
         local = min(gpus, preset["node_size"]) if node_size is None else node_size
@@ -166,19 +173,6 @@ def _whole_nodes(gpus: int, node_size: int) -> str:
     nodes = gpus // node_size
     others = [f"gpus={count * node_size}" for count in (nodes, nodes + 1) if count]
     return f"node_size={fewer}, or {' or '.join(others)}"
-
-
-def _preset(name: str) -> dict[str, Any]:
-    if name in presets():
-        preset = presets()[name]
-        lacking = [key for key in _NEEDED if key not in preset]
-        if lacking:
-            raise ConfigError(f"machines.toml: preset {name!r} lacks {', '.join(lacking)}")
-        return preset
-    by_lower = {known.lower(): known for known in presets()}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.3)
-    hint = f"; did you mean {by_lower[near[0]]!r}?" if near else ""
-    raise ConfigError(f"gpu={name!r} is not a preset ({', '.join(presets())}){hint}")
 
 
 def _speeds(preset: dict[str, Any], network: int | None) -> Speeds:
@@ -362,6 +356,10 @@ def _measured_speeds(
     if on_gpu:
         host_link = _mean(*(copy(device, way, pinned=True) for way in ("to device", "to host")))
     local, latency = links
+    disk_latency = preset.disk_latency
+    if disk is not None:  # a read of one block, with `spare` cores beside one that computes
+        idle = float(disk.get("latency_s", preset.disk_latency))
+        disk_latency = spare * idle + (1.0 - spare) * float(disk.get("busy_latency_s", idle))
     return Speeds(
         half_flops=matmul("bfloat16"),
         fp32_flops=matmul("float32"),
@@ -376,15 +374,9 @@ def _measured_speeds(
         local_latency=latency,
         network_latency=preset.network_latency,
         host_latency=preset.host_latency,
-        disk_latency=preset.disk_latency if disk is None else _disk_latency(disk, spare, preset),
+        disk_latency=disk_latency,
         disk_core_s=0.0 if disk is None else disk.get("core_s_per_byte", 0.0) * (1.0 - spare),
     )
-
-
-def _disk_latency(disk: Report, spare: float, preset: Speeds) -> float:
-    """Return the seconds of a read of one block, with `spare` cores beside one that computes."""
-    idle = float(disk.get("latency_s", preset.disk_latency))
-    return spare * idle + (1.0 - spare) * float(disk.get("busy_latency_s", idle))
 
 
 def _transports(report: Report) -> tuple[str, ...]:

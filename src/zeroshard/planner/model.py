@@ -274,7 +274,15 @@ def describe(text: str) -> ModelShape:
     if numel > 10**15:
         raise ConfigError(f"params={text!r} is more than 1000T: no machine here holds it")
     hidden = max(64, 64 * round(2 * (numel / (12 * 128**2)) ** (1 / 3)))
-    block = _block(hidden)
+    # one layer, biases and norms included
+    block: list[Shape] = [("norm_1", (2, hidden)), ("norm_2", (2, hidden))]
+    for part, rows, columns in (
+        ("qkv", 3 * hidden, hidden),
+        ("out", hidden, hidden),
+        ("up", 4 * hidden, hidden),
+        ("down", hidden, 4 * hidden),
+    ):
+        block += [(f"{part}.weight", (rows, columns)), (f"{part}.bias", (rows,))]
     reserved = min(50_257 * hidden, numel // 8)
     layers = (numel - reserved) // _numel(block)
     left = numel - layers * _numel(block)

@@ -107,8 +107,12 @@ def shape_with_activations(
     how they are known. Raises ConfigError where the module does not run with `inputs`.
     """
     shape, given = shape_of_module(model, training), inputs is not None
-    if inputs is not None:
-        shape = replace(shape, inputs=_token_ids(inputs))
+    if inputs is not None:  # the shape of the token ids that they begin with, if they do
+        first = next((one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)), None)
+        ids = None
+        if first is not None and first.dim() == 2 and first.dtype in (torch.int32, torch.int64):
+            ids = first.shape[0], first.shape[1]
+        shape = replace(shape, inputs=ids)
     training = fitted(shape, training)[1]
     if inputs is None and getattr(model, "main_input_name", None) == "input_ids":  # Transformers
         tokens = torch.empty(training.batch, training.sequence, dtype=torch.int64, device="meta")
@@ -128,14 +132,6 @@ def shape_with_activations(
     if not given and shape.decoder is None:  # token ids were made above
         shape = replace(shape, inputs=(training.batch, training.sequence))
     return replace(shape, note="activations traced", trace=trace)
-
-
-def _token_ids(inputs: Sequence[Any] | Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the shape of the token ids that `inputs` begin with, None where they do not."""
-    first = next((one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)), None)
-    if first is None or first.dim() != 2 or first.dtype not in (torch.int32, torch.int64):
-        return None
-    return first.shape[0], first.shape[1]
 
 
 @contextmanager

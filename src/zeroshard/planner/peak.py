@@ -46,7 +46,7 @@ from zeroshard.planner.exact import (
     sum_by_tier,
 )
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import ActivationTrace, ModelShape, Moment, closed_form
+from zeroshard.planner.model import ActivationTrace, Moment, closed_form
 from zeroshard.planner.training import Training
 
 # ----------------------------------------------------------------------------------------- playback
@@ -251,7 +251,12 @@ def peak_bytes(
     `exchange` (default: what the machine takes) says how the ranks meet; `held`, what a pipeline
     holds beside one micro-batch.
     """
-    trace = trace_of(laid_out.model, training)
+    # as traced, if that was with as much recomputing, else in closed form
+    model, trace = laid_out.model, laid_out.model.trace
+    if trace is None or (trace.checkpointing != training.checkpointing and model.decoder):
+        trace = closed_form(model, training)
+    else:
+        trace = trace.scaled(training.tokens)
     if held is not None:
         trace = trace.above(held.activations)
     meets = TransportTraits.of(machine) if exchange is None else exchange
@@ -282,16 +287,6 @@ def peak_bytes(
     slack = FRAGMENTATION if machine.accelerator else 0.0
     parts["allowance"] = round(sum(parts.values()) * slack) + context
     return Peak(parts, resting[Tier.HOST] + on_host, resting[Tier.DISK])
-
-
-def trace_of(model: ModelShape, training: Training) -> ActivationTrace:
-    """Return the activations of one micro-batch: as traced, if that was with as much recomputing,
-    else in closed form.
-    """
-    trace = model.trace
-    if trace is None or (trace.checkpointing != training.checkpointing and model.decoder):
-        return closed_form(model, training)
-    return trace.scaled(training.tokens)
 
 
 def _instants(

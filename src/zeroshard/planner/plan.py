@@ -361,24 +361,20 @@ def _recommend(
     if best.spread.bubble:
         reason += f" ({best.spread.bubble:.0%} bubble)"
     if search.axes is not None and search.axes.is_auto:
-        reason += _beside_data_parallel(best, rows)
+        alone = next((row for row in rows if row.spread.tp == row.spread.pp == 1), None)
+        if alone is not None and alone is not best:
+            times = alone.time.seconds / best.time.seconds
+            took = f"({describe_row(alone)}) take {times:.3g} times as long"
+            how = took if alone.fits else f"lack {alone.bound_by}"
+            reason += f"; data parallel ranks alone {how}"
+        elif alone is not None:
+            reason += "; no grid with tp or pp is faster"
         # half of the GPUs would be another search
         return Recommendation(best, reason)
     if faster:
         first = _fastest(faster)
         reason += f"; {describe_row(first)} would be faster and lacks {first.bound_by}"
     return Recommendation(best, reason, smaller=_smaller(search, machine, training))
-
-
-def _beside_data_parallel(best: PlannedRow, rows: tuple[PlannedRow, ...]) -> str:
-    """Return how data parallel ranks alone compare with the `best` line."""
-    alone = next((row for row in rows if row.spread.tp == row.spread.pp == 1), None)
-    if alone is None or alone is best:
-        return "" if alone is None else "; no grid with tp or pp is faster"
-    if not alone.fits:
-        return f"; data parallel ranks alone lack {alone.bound_by}"
-    times = alone.time.seconds / best.time.seconds
-    return f"; data parallel ranks alone ({describe_row(alone)}) take {times:.3g} times as long"
 
 
 def _fastest(rows: list[PlannedRow]) -> PlannedRow:

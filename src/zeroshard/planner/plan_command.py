@@ -83,28 +83,21 @@ def print_sweep(
     say("bound by, on how many GPUs")
     say_facts(((name, _bounds(line)) for name, line in rows.items()), width=10)
     fitting = [point for point in points if point.fits]
-    if price is not None:
-        say_facts([("cheapest", _cheapest(fitting, price))], width=10)
+    costs = {
+        point: 1e9 / point.tokens_per_s_per_gpu / 3600 * price
+        for point in fitting
+        if price is not None and point.tokens_per_s_per_gpu is not None
+    }
+    if costs:
+        best = min(costs, key=costs.__getitem__)
+        cost = f"{three_digits(costs[best])} for a billion tokens at {price:g} a GPU-hour"
+        say_facts([("cheapest", f"{best.gpus:,} GPUs, {best.row}: {cost}")], width=10)
     fewest = f"no number of GPUs from {numbers[0]} to {numbers[-1]} holds any row on its devices"
     if fitting:
         least = fitting[0].gpus
         names = ", ".join(point.row for point in fitting if point.gpus == least)
         fewest = f"{least:,} GPUs, with {names}"
     say_facts([("fewest", fewest)], width=10)
-
-
-def _cheapest(fitting: Sequence[Point], price: float) -> str | None:
-    """Return where a billion tokens cost least; None where nothing fits or tokens are not known."""
-    costs = {
-        point: 1e9 / point.tokens_per_s_per_gpu / 3600 * price
-        for point in fitting
-        if point.tokens_per_s_per_gpu is not None
-    }
-    if not costs:
-        return None
-    best = min(costs, key=costs.__getitem__)
-    cost = three_digits(costs[best])
-    return f"{best.gpus:,} GPUs, {best.row}: {cost} for a billion tokens at {price:g} a GPU-hour"
 
 
 def _by_row(points: Sequence[Point]) -> dict[str, list[Point]]:

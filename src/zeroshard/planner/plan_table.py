@@ -112,7 +112,12 @@ def _advice(plan: Plan, price: float | None) -> Iterator[tuple[str, str | None]]
         parts = (f"{three_digits(size / 1e9)} {part}" for part, size in row.parts.items() if size)
         yield "peak", f"{' + '.join(parts)} = {size_text(row.peak_bytes['device'])}"
         whole, mine = (size_text(row.checkpoint_bytes[part]) for part in ("all", "rank"))
-        yield "save", f"{whole}, {mine} of a rank: {', '.join(_save_times(row))}"
+        save, behind = row.save_s["foreground"], row.save_s["background"]
+        times = [] if save is None else [f"{three_digits(save)} s"]
+        times += [] if behind is None else [f"in the background {three_digits(behind)} s"]
+        timed = row.load_s is not None and f"load {three_digits(row.load_s)} s"
+        times.append(timed or "load and save are timed with a --disk")
+        yield "save", f"{whole}, {mine} of a rank: {', '.join(times)}"
         if price is not None:
             yield "price", _priced(row, price)
     yield "smaller", advice.smaller
@@ -129,17 +134,6 @@ def _priced(row: PlannedRow, price: float) -> str:
         return "not known: the model's FLOPs are not, or it takes no tokens"
     cost = three_digits(hours * price)
     return f"a billion tokens take {three_digits(hours)} GPU-hours: {cost} at {price:g} each"
-
-
-def _save_times(row: PlannedRow) -> Iterator[str]:
-    """Yield how long a save and a load take, as far as that is known."""
-    save, behind = row.save_s["foreground"], row.save_s["background"]
-    if save is not None:
-        yield f"{three_digits(save)} s"
-    if behind is not None:
-        yield f"in the background {three_digits(behind)} s"
-    timed = row.load_s is not None and f"load {three_digits(row.load_s)} s"
-    yield timed or "load and save are timed with a --disk"
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -262,7 +262,10 @@ class Program:
         """
         unit, traits = self.units[number], self.schedule.units[number].traits
         if traits.is_published:
-            hops = [_on_gather(group.routes.publish) for group in unit.trained]
+            hops = [
+                [hop for hop in group.routes.publish if hop.lane == "gather"]
+                for group in unit.trained
+            ]
             sent = self._send(self.tasks(unit.trained, hops), number)
         else:
             way = "backward" if number in self._columns else "forward"
@@ -449,10 +452,6 @@ class Program:
         if on_disk:
             write = durations.transfer("tier write", "write", state, disk=True)
             writes += self._send(write, number, steps[-1:])[-1:]
-
-
-def _on_gather(route: Route) -> list[Hop]:
-    return [hop for hop in route if hop.lane == "gather"]
 
 
 # ----------------------------------------------------------------------------------------- the step

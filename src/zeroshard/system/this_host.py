@@ -41,11 +41,11 @@ class HostMemory:
         available = meminfo.get("MemAvailable:", total >> 10) << 10
         limit = None
         for limit_file, usage_file, cache in _groups(root):
-            most = _number(root / limit_file)
+            most = _number_in(root / limit_file)
             if most is None or most >= total:  # unlimited
                 continue
             stat = numbers_of((root / limit_file).with_name("memory.stat"))
-            used = (_number(root / usage_file) or 0) - stat.get(cache, 0)
+            used = (_number_in(root / usage_file) or 0) - stat.get(cache, 0)
             limit = most if limit is None else min(limit, most)
             available = min(available, max(0, most - used))
         return cls(total if limit is None else limit, available, limit)
@@ -73,7 +73,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, Path, str]]:
                 yield limit, usage, "total_inactive_file"
 
 
-def _number(path: Path) -> int | None:
+def _number_in(path: Path) -> int | None:
     """Return the number in `path`; None where there is none ("max")."""
     try:
         return int(path.read_text(encoding="utf-8"))
