@@ -139,8 +139,14 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"checkpoints": results})
     else:
+        from rich.filesize import decimal
+
         for result in results:
-            _print_result(result)
+            if not result["damage"]:
+                size = f"{decimal(result['bytes'])} in {result['files']} file(s)"
+                say(f"{result['path']}: every byte is right ({size})")
+            for damage in result["damage"]:
+                say(damage["what"])
     wrong = [damage for result in results for damage in result["damage"]]
     if not wrong:
         return 0
@@ -168,16 +174,6 @@ def _verify_step(path: Path) -> dict[str, Any]:
         damage = verify(path, bar.advance)
     found = [asdict(one) for one in damage]
     return {"path": str(path), "bytes": num_bytes, "files": num_files, "damage": found}
-
-
-def _print_result(result: dict[str, Any]) -> None:
-    from rich.filesize import decimal
-
-    if not result["damage"]:
-        size = f"{decimal(result['bytes'])} in {result['files']} file(s)"
-        say(f"{result['path']}: every byte is right ({size})")
-    for damage in result["damage"]:
-        say(damage["what"])
 
 
 # ------------------------------------------------------------------ export and import

@@ -148,14 +148,11 @@ def add_benchmarks(parser: argparse.ArgumentParser) -> None:
     if (root / "benchmarks" / COMMAND_LINE).is_file():
         if sys.path[0] != str(root):
             sys.path.insert(0, str(root))
-    elif not _has_benchmarks():
-        raise UsageError(MISSING)
+    else:
+        found = find_spec("benchmarks")
+        places = found.submodule_search_locations or [] if found else []
+        if not any((Path(place) / COMMAND_LINE).is_file() for place in places):
+            raise UsageError(MISSING)
     from benchmarks import command_line
 
     command_line.add_commands(parser)
-
-
-def _has_benchmarks() -> bool:
-    found = find_spec("benchmarks")
-    places = found.submodule_search_locations or [] if found else []
-    return any((Path(place) / COMMAND_LINE).is_file() for place in places)

@@ -165,7 +165,11 @@ def _placed(given: argparse.Namespace, options: dict[str, Any]) -> Line:
     if path is None:
         if given.no_ssh or given.force_multi or (given.num_nodes or 1) > 1:
             raise UsageError("several hosts need --hostfile FILE, with lines `HOST slots=N`")
-        devices = _local_devices(given)
+        devices: Sequence[int] = range(given.num_gpus or 0)  # none: all there are
+        if given.include is not None or given.exclude is not None:
+            count = _num_devices() or os.cpu_count() or 1
+            here = Host("localhost", tuple(range(count)), count)
+            devices = choose_hosts([here], given.include, given.exclude)[0].slots
         nproc = str(len(devices)) if devices else None
         return Line(RunOptions(**options, nproc=nproc, port=port), devices=devices)
     hosts = list(_chosen(given, path))
@@ -176,7 +180,8 @@ def _placed(given: argparse.Namespace, options: dict[str, Any]) -> Line:
         place = HostPlace(given.node_rank, len(hosts), master, port or DEFAULT_PORT)
         options |= {"nproc": str(len(own.slots)), "standalone": False, "place": place}
         return Line(RunOptions(**options), devices=own.slots)
-    if len(hosts) == 1 and _is_here(hosts[0].name) and not given.force_multi:
+    ours = ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
+    if len(hosts) == 1 and hosts[0].name in ours and not given.force_multi:
         slots = hosts[0].slots
         return Line(RunOptions(**options, nproc=str(len(slots)), port=port), devices=slots)
     ssh = "ssh" if given.ssh_port is None else f"ssh -p {given.ssh_port}"
@@ -184,15 +189,6 @@ def _placed(given: argparse.Namespace, options: dict[str, Any]) -> Line:
         path, ssh=ssh, master_addr=given.master_addr, master_port=port, variables=exported()
     )
     return Line(RunOptions(**options, standalone=False, hosts=choice), hosts)
-
-
-def _local_devices(given: argparse.Namespace) -> Sequence[int]:
-    """Return the devices of this machine that the line names; none: all there are."""
-    if given.include is None and given.exclude is None:
-        return range(given.num_gpus or 0)
-    count = _num_devices() or os.cpu_count() or 1
-    here = Host("localhost", tuple(range(count)), count)
-    return choose_hosts([here], given.include, given.exclude)[0].slots
 
 
 def _chosen(given: argparse.Namespace, path: str) -> Iterator[Host]:
@@ -203,10 +199,6 @@ def _chosen(given: argparse.Namespace, path: str) -> Iterator[Host]:
         if num > host.num_slots:
             raise UsageError(f"--num_gpus {num}: {host.name} has slots={host.num_slots} in {path}")
         yield host if given.num_gpus is None else Host(host.name, host.slots[:num], host.num_slots)
-
-
-def _is_here(name: str) -> bool:
-    return name in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
 
 
 def take_devices(devices: Sequence[int]) -> None:

@@ -187,12 +187,6 @@ class ModelDirectory:
         return read
 
 
-def looks_at_lengths(generation: Any) -> bool:
-    """Return whether a prompt's padding changes what `generation` gives."""
-    counts = generation.max_new_tokens is None  # max_length counts the prompt
-    return counts or any(getattr(generation, name, None) for name in _BY_LENGTH)
-
-
 @contextmanager
 def refusals(fact: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
     """Raise UsageError, `fact` and a reason in one line, for errors of Transformers' of these
@@ -375,7 +369,9 @@ class _GenerateRun:
     def batch(self, asked: int | None) -> int | None:
         """Return how many prompts to take at a time: one where others' padding would count."""
         lengths = {len(ids) for ids in self.prompts.ids}
-        return 1 if len(lengths) > 1 and looks_at_lengths(self.generation) else asked
+        counts = self.generation.max_new_tokens is None  # max_length counts the prompt
+        counts = counts or any(getattr(self.generation, name, None) for name in _BY_LENGTH)
+        return 1 if len(lengths) > 1 and counts else asked
 
     def all(self, batches: list[list[int]]) -> tuple[dict[int, list[int]], float]:
         """Return the new tokens of every prompt of all ranks, and the seconds. Collective."""

@@ -284,7 +284,13 @@ class _HostsJob:
             if key.fileobj in self._selector.get_map():  # not closed by one before it
                 key.data()
         if not self._is_ending and any(one.has_failed for one in self._connections):
-            self._end_others()
+            self._is_ending = True
+            grace_s = self._options.grace_s
+            answer_s = ANSWER_S if self._options.elastic is None else ELASTIC_ANSWER_S
+            self._end_by = min(self._end_by, time.monotonic() + grace_s + answer_s)
+            for connection in self._connections:
+                if connection.exit_code is None:
+                    connection.order({"end": grace_s})
         if time.monotonic() >= self._end_by:
             for connection in self._connections:
                 if not self._has_ended(connection):
@@ -326,28 +332,15 @@ class _HostsJob:
             self._look_at = now + LOOK_S
             whole = elastic.whole_steps([one.kept for one in self._connections])
             if any(step > self._began_from.get(name, []) for name, step in whole.items()):
-                self._stop_to_grow()
+                # all ranks end as for SIGTERM to the launcher: a script that handles it saves
+                self._grows = self._is_ending = True
+                self._end_by = time.monotonic() + self._signal_grace_s + ELASTIC_ANSWER_S
+                for connection in self._connections:
+                    connection.order({"signal": signal.SIGTERM})
                 return math.inf
             for connection in self._connections:
                 connection.order({"tell": "kept"})
         return min(ask_at, self._look_at)
-
-    def _stop_to_grow(self) -> None:
-        """Have all ranks end as for SIGTERM to the launcher: a script that handles it saves."""
-        self._grows = self._is_ending = True
-        self._end_by = time.monotonic() + self._signal_grace_s + ELASTIC_ANSWER_S
-        for connection in self._connections:
-            connection.order({"signal": signal.SIGTERM})
-
-    def _end_others(self) -> None:
-        """End every part of the job, since one has failed."""
-        self._is_ending = True
-        grace_s = self._options.grace_s
-        answer_s = ANSWER_S if self._options.elastic is None else ELASTIC_ANSWER_S
-        self._end_by = min(self._end_by, time.monotonic() + grace_s + answer_s)
-        for connection in self._connections:
-            if connection.exit_code is None:
-                connection.order({"end": grace_s})
 
     def _take_signals(self, numbers: bytes) -> None:
         for number in numbers:

@@ -250,10 +250,15 @@ def measure(transport: Transport, device: torch.device) -> list[dict[str, Any]]:
     out = []
     makers = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
     for operation, make in makers.items():
-        seconds = {
-            numel: _median(make(transport, numel, device), _REPEATS[numel], device)
-            for numel in (_SMALL, _LARGE)
-        }
+        seconds: dict[int, float] = {}
+        for numel, repeats in _REPEATS.items():
+            run, times = make(transport, numel, device), []
+            for _ in range(repeats + 2):
+                start = time.perf_counter()
+                run()
+                synchronize(device)
+                times.append(time.perf_counter() - start)
+            seconds[numel] = statistics.median(times[2:])  # after two to warm up
         rate = _LARGE * 4 * (_SIZE - 1) / seconds[_LARGE]
         found = {"latency_s": seconds[_SMALL], "bytes_per_s": rate}
         names = {"transport": transport.name, "operation": operation, "ranks": _SIZE}
@@ -282,17 +287,6 @@ def _reduce_scatter(transport: Transport, numel: int, device: torch.device) -> C
         transport.reduce(request, buffer, out, accumulate=False).wait()
 
     return run
-
-
-def _median(run: Callable[[], None], repeats: int, device: torch.device) -> float:
-    """Return the median seconds of `repeats` runs, after two to warm up."""
-    seconds = []
-    for _ in range(repeats + 2):
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[2:])
 
 
 if __name__ == "__main__":
