@@ -314,7 +314,12 @@ class Config(Strict):
         self._check_leaves()
         self._check_codecs()
         self._check_accumulation()
-        self._check_reduction()
+        for option in ("batch_shares", "leaves") if self.gradient_reduction == "sum" else ():
+            if getattr(self, option) is not None:
+                raise ConfigError(
+                    f"gradient_reduction='sum' adds what ranks have, and {option} says how many"
+                    " losses a mean is over: leave one of them out"
+                )
         if self.loss_scale is not None and not self.resolved_precision().needs_loss_scaling:
             raise ConfigError("loss_scale has no effect without precision='fp16': leave it out")
         self.loss_scaler()
@@ -375,16 +380,6 @@ class Config(Strict):
                 f"{option} would let whole gradients rest on disk, and they change at every"
                 " micro-batch: take offload.grad='host', or leave the budget out"
             )
-
-    def _check_reduction(self) -> None:
-        if self.gradient_reduction == "mean":
-            return
-        for option in ("batch_shares", "leaves"):
-            if getattr(self, option) is not None:
-                raise ConfigError(
-                    f"gradient_reduction='sum' adds what ranks have, and {option} says how many"
-                    " losses a mean is over: leave one of them out"
-                )
 
     def to_json(self) -> str:
         """Return JSON text. Raises ConfigError for a Policy object or a callable `units`."""

@@ -38,16 +38,12 @@ def options() -> dict[str, FieldInfo]:
 
 def reference_markdown() -> str:
     """Return a table of every option with its default and one sentence, in Markdown."""
-    rows = [
-        f"| `{name}` | {_default(field)} | {field.description} |"
-        for name, field in options().items()
-    ]
+    rows = []
+    for name, field in options().items():
+        is_section = isinstance(field.default, BaseModel)
+        default = "see below" if is_section else f"`{field.default!r}`"
+        rows.append(f"| `{name}` | {default} | {field.description} |")
     return "\n".join(["| option | default | |", "|---|---|---|", *rows]) + "\n"
-
-
-def _default(field: FieldInfo) -> str:
-    default = field.default
-    return "see below" if isinstance(default, BaseModel) else f"`{default!r}`"
 
 
 class _Generator(GenerateJsonSchema):

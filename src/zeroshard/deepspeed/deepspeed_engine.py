@@ -55,16 +55,6 @@ _divided_losses: list[None] = []  # one for each engine.backward() under way, of
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-@contextmanager
-def undivided() -> Iterator[None]:
-    """Leave gradients alone inside: the loss of this backward is divided already."""
-    _divided_losses.append(None)
-    try:
-        yield
-    finally:
-        _divided_losses.pop()
-
-
 def divided(module: nn.Module, steps: int, args: Any, kwargs: Any) -> Any:
     """Return ``module(*args, **kwargs)``; a plain backward divides its parameters' gradients by
     `steps`.
@@ -300,7 +290,8 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
                 return self._leaf_backward(self._leaves, loss, retain_graph, scale_wrt_gas)
             if scale_wrt_gas and self.batch.steps > 1:
                 loss = loss / self.batch.steps
-            stack.enter_context(undivided())
+            _divided_losses.append(None)  # this backward's loss is divided already
+            stack.callback(_divided_losses.pop)
             if self.zero_optimization_stage() < 2 and not self.is_gradient_accumulation_boundary():
                 stack.enter_context(self.engine.no_sync())
             self.engine.backward(loss, retain_graph=retain_graph)

@@ -308,13 +308,6 @@ class _TensorBlock:
         return all(a < b + other_size and b < a + size for a, size, b, other_size in edges)
 
 
-def _overlap(blocks: list[_TensorBlock]) -> bool:
-    ordered = sorted(blocks, key=lambda block: block.offsets)
-    whole_rows = len({(block.offsets[1:], block.sizes[1:]) for block in blocks}) < 2
-    pairs = pairwise(ordered) if whole_rows else combinations(ordered, 2)
-    return any(a.overlaps(b) for a, b in pairs)
-
-
 def read_dcp(directory: Path, wanted: Container[str]) -> dict[Any, Any]:
     """Return what was saved under the keys `wanted`, or everything. Raises CheckpointError."""
     path = directory / ".metadata"
@@ -387,7 +380,13 @@ class _DcpReader:
         inside = all(block.inside(size) for block in blocks)
         filled = [block for block in blocks if prod(block.sizes)]
         numel = sum(prod(block.sizes) for block in filled)
-        if not inside or numel != prod(size) or _overlap(filled):
+        fits = inside and numel == prod(size)
+        if fits:
+            ordered = sorted(filled, key=lambda block: block.offsets)
+            whole_rows = len({(block.offsets[1:], block.sizes[1:]) for block in filled}) < 2
+            pairs = pairwise(ordered) if whole_rows else combinations(ordered, 2)
+            fits = not any(a.overlaps(b) for a, b in pairs)
+        if not fits:
             raise CheckpointError(
                 f"{self._directory}: the blocks of {name!r} do not fill a tensor of shape"
                 f" {list(size)}"

@@ -156,7 +156,15 @@ def take_state(
 ) -> None:
     """Take a model's state_dict (tied parameters share memory) and named optimizer state."""
     state, optimizer = _unwrapped(state, optimizer, importer.notes)
-    aliases = _aliases(state)
+    # the first name of each tensor, and the others that stand for the very same memory
+    seen: dict[Any, str] = {}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for name, tensor in state.items():
+        if isinstance(tensor, torch.Tensor):
+            _code(tensor, name)
+            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            first = seen.setdefault(memory if tensor.numel() else name, name)
+            aliases[first] = (*aliases[first], name) if first in aliases else ()
     first_of = {alias: first for first, others in aliases.items() for alias in (first, *others)}
     problem = None if optimizer is None else _problem(state, first_of, optimizer)
     if optimizer is not None and problem:
@@ -232,21 +240,6 @@ def _renamed(
     groups: Iterable[Mapping[str, Any]], rename: Callable[[str], str]
 ) -> list[dict[str, Any]]:
     return [{**group, "params": [rename(name) for name in group["params"]]} for group in groups]
-
-
-def _aliases(state: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the first name of each tensor, and the others that stand for the very same memory."""
-    seen: dict[Any, str] = {}
-    found: dict[str, tuple[str, ...]] = {}
-    for name, tensor in state.items():
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        _code(tensor, name)
-        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        key: Any = memory if tensor.numel() else name
-        first = seen.setdefault(key, name)
-        found[first] = (*found[first], name) if first in found else ()
-    return found
 
 
 def optimizer_class(groups: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> str | None:

@@ -13,6 +13,7 @@ import socket
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -316,7 +317,14 @@ def read_task(environ: Mapping[str, str]) -> MpiTask | None:
     # a port that other jobs of this host do not have, as far as can be known
     job = environ.get("PMIX_NAMESPACE")
     if job is None and num_local == num_tasks:
-        job = _starter(names[0])
+        # the process that has started the tasks of this host: the nearest above this one without
+        # the variable in its environment; a shell may lie between
+        with suppress(OSError, ValueError):
+            pid = os.getppid()
+            while f"{names[0]}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                stat = Path(f"/proc/{pid}/stat").read_text()
+                pid = int(stat.rpartition(")")[2].split()[1])
+            job = str(pid)
     port = _TORCHS_PORT if job is None else FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
     return MpiTask(rank, num_tasks, local_rank, num_local, port)
 
@@ -362,17 +370,3 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": address or "127.0.0.1",
         "MASTER_PORT": environ.get("MASTER_PORT", str(task.port)),
     }
-
-
-def _starter(name: str) -> str | None:
-    """Return which process has started the tasks of this host: the nearest above this one without
-    `name` in its environment. A shell may lie between.
-    """
-    pid = os.getppid()
-    try:
-        while f"{name}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
-            stat = Path(f"/proc/{pid}/stat").read_text()
-            pid = int(stat.rpartition(")")[2].split()[1])
-    except (OSError, ValueError):
-        return None
-    return str(pid)

@@ -404,7 +404,21 @@ def key_of(name: str) -> Key | None:
 
 def deepspeed_markdown() -> str:
     """Return the table of DeepSpeed's keys in Markdown."""
-    rows = [f"| `{name}` | {_shown(key.default)} | {_effect(key)} |" for name, key in KEYS.items()]
+    rows = []
+    for name, key in KEYS.items():
+        default = f"`{json.dumps(key.default)}`" if key.default is not None else ""
+        if type(key.default) is float:
+            default = f"`{key.default:g}`".replace("e+0", "e")
+        if key.lower is not None:
+            effect = f"becomes ours: {key.why}"
+        elif key.done:
+            effect = f"watches: with initialize() {key.done}; elsewhere: {key.why}"
+        elif not key.instead:
+            effect = f"no difference: {key.why}"
+        else:
+            where = "where it is on" if key.kind is an_object else "otherwise"
+            effect = f"refused {where}: {key.why} ({key.instead})"
+        rows.append(f"| `{name}` | {default} | {effect} |")
     return "\n".join([_HEAD, "| key | its default | here |", "|---|---|---|", *rows]) + "\n"
 
 
@@ -419,19 +433,3 @@ may be HJSON: comments, keys without quotes, commas where they are not needed.
 
 Made by `python -m zeroshard.config.reference deepspeed`.
 """
-
-
-def _shown(default: Any) -> str:
-    text = f"{default:g}".replace("e+0", "e") if type(default) is float else json.dumps(default)
-    return "" if default is None else f"`{text}`"
-
-
-def _effect(key: Key) -> str:
-    if key.lower is not None:
-        return f"becomes ours: {key.why}"
-    if key.done:
-        return f"watches: with initialize() {key.done}; elsewhere: {key.why}"
-    if not key.instead:
-        return f"no difference: {key.why}"
-    where = "where it is on" if key.kind is an_object else "otherwise"
-    return f"refused {where}: {key.why} ({key.instead})"
