@@ -38,8 +38,7 @@ from torch.utils.flop_counter import (
 
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.errors import ConfigError
-from zeroshard.planner.model import ActivationTrace, Event, ModelShape, Moment
-from zeroshard.planner.training import Training
+from zeroshard.planner.model import ActivationTrace, Event, ModelShape, Moment, Training
 from zeroshard.runtime.build import compute_dtypes
 from zeroshard.runtime.guards import cast, casting_hooks
 from zeroshard.runtime.trees import tensors_in, tensors_within

@@ -23,8 +23,15 @@ from math import gcd
 from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.errors import ConfigError
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import Decoder, GroupShape, ModelShape, Shape, UnitShape, pack_units
-from zeroshard.planner.training import Training
+from zeroshard.planner.model import (
+    Decoder,
+    GroupShape,
+    ModelShape,
+    Shape,
+    Training,
+    UnitShape,
+    pack_units,
+)
 
 # ------------------------------------------------------------------------------------------ layouts
 

@@ -16,8 +16,7 @@ from zeroshard.core.schedule import Meter, Op, Rules, Schedule, grad_pool_bytes,
 from zeroshard.core.wire import Formats
 from zeroshard.planner.exact import Placed, made_once
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import ModelShape
-from zeroshard.planner.training import Training
+from zeroshard.planner.model import ModelShape, Training
 
 # ---------------------------------------------------------------------------- the bytes of one unit
 # In one row, on one rank; peak.py says when.

@@ -35,8 +35,7 @@ from zeroshard.core.wire import Formats
 from zeroshard.planner.exact import LaidOut, LaidOutGroup
 from zeroshard.planner.lanes import COMPUTE, LaneTask
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import ModelShape
-from zeroshard.planner.training import Training
+from zeroshard.planner.model import ModelShape, Training
 
 # ---------------------------------------------------------------------- activations along tp and pp
 #     tp   an all-reduce of tokens x hidden after each row-cut matrix: 2 a layer in the forward, 2

@@ -26,8 +26,7 @@ from zeroshard.core.route import Axis, Kind, Route, Routes, routes
 from zeroshard.core.shares import Dealer, Shares
 from zeroshard.core.tree import Deal
 from zeroshard.core.wire import Formats, LinkBytes, Wire, reduce_scatter
-from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
-from zeroshard.planner.training import Training
+from zeroshard.planner.model import GroupShape, ModelShape, Training, UnitShape
 
 StateBytes = dict[str, dict[Tier, int]]  # state -> tier -> bytes
 T = TypeVar("T")

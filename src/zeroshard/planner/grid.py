@@ -29,8 +29,8 @@ from zeroshard.planner.durations import (
 )
 from zeroshard.planner.exact import LaidOut, StateBytes, made_once, rest_bytes, traffic_bytes
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import ModelShape, kept_bytes
-from zeroshard.planner.peak import InFlight, Peak, peak_bytes
+from zeroshard.planner.model import ModelShape, Training
+from zeroshard.planner.peak import InFlight, Peak, kept_bytes, peak_bytes
 from zeroshard.planner.pipeline_time import (
     Pipeline,
     PipelineTime,
@@ -41,7 +41,6 @@ from zeroshard.planner.pipeline_time import (
     stage_work,
 )
 from zeroshard.planner.simulate import step_time
-from zeroshard.planner.training import Training
 
 
 class StepSeconds(Protocol):

@@ -22,7 +22,7 @@ from zeroshard.planner.durations import Durations
 from zeroshard.planner.exact import LaidOut, StateBytes, rest_bytes
 from zeroshard.planner.grid import GridPlan, RankPlan
 from zeroshard.planner.machine import Machine, presets
-from zeroshard.planner.model import ModelShape, fitted, with_adapters
+from zeroshard.planner.model import ModelShape, Training, fitted, with_adapters
 from zeroshard.planner.rows import (
     PlannedRow,
     bytes_of,
@@ -35,7 +35,6 @@ from zeroshard.planner.rows import (
     takes,
     tiers_of,
 )
-from zeroshard.planner.training import Training
 
 # ------------------------------------------------------------------ rows and grids that are planned
 # All rows of data parallel ranks or of one grid; where axes are "auto", the best row of each of the

@@ -24,11 +24,10 @@ from zeroshard.planner.exact import (
 )
 from zeroshard.planner.grid import GridPlan, RankPlan, StepSeconds
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import ModelShape, fitted
+from zeroshard.planner.model import ModelShape, Training, fitted
 from zeroshard.planner.peak import peak_bytes
 from zeroshard.planner.pipeline_time import PipelineTime
 from zeroshard.planner.simulate import step_time
-from zeroshard.planner.training import Training
 
 _DEVICE, _HOST, _DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 

@@ -50,7 +50,7 @@ from zeroshard.planner.exact import (
 )
 from zeroshard.planner.lanes import COMPUTE, JobTimes, LaneJob, LaneTask, longest, run
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.training import Training
+from zeroshard.planner.model import Training
 
 # ----------------------------------------------------------------------------------------- the jobs
 #     gather     what the last step has published | the unit after the one that computes ...
