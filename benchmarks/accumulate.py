@@ -34,7 +34,7 @@ from benchmarks.results import machine_facts
 from benchmarks.tables import grid, publish
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.runtime.engine import states_of
-from zeroshard.terminal.console import progress
+from zeroshard.terminal import progress
 from zeroshard.tier import disk
 
 __all__ = ["Contender", "Options", "main", "measure"]

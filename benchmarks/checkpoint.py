@@ -40,7 +40,7 @@ from zeroshard.checkpoint.save import Saver, save
 from zeroshard.checkpoint.shard_files import as_bytes
 from zeroshard.runtime.engine import states_of
 from zeroshard.sharding.api import shard
-from zeroshard.terminal.console import progress
+from zeroshard.terminal import progress
 
 __all__ = ["Comparison", "Options", "run"]
 

@@ -28,7 +28,7 @@ import torch
 from benchmarks.results import machine_facts
 from benchmarks.tables import grid, publish
 from zeroshard.comm.codec import CODECS, Codec, codec, engine_of
-from zeroshard.terminal.console import Table, progress
+from zeroshard.terminal import Table, progress
 
 __all__ = ["DTYPES", "Options", "crossover", "measure", "run"]
 

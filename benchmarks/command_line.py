@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.plan import CONTENDERS, OFFLOAD_CONTENDERS, OFFLOAD_PARTS, SIZES
 from zeroshard.launch.cli import BENCH
-from zeroshard.terminal.declared import JSON, Option, Subcommand, count, listed, made, one_of
+from zeroshard.terminal import JSON, Option, Subcommand, count, listed, made, one_of
 
 __all__ = ["add_commands"]
 

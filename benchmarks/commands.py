@@ -39,7 +39,7 @@ from benchmarks.results import Report, Run, machine_facts
 from benchmarks.stats import MIN_PAIRS
 from benchmarks.tables import grids, markdown, notes, show, summary
 from zeroshard.errors import ConfigError
-from zeroshard.terminal.console import print_json, progress
+from zeroshard.terminal import print_json, progress
 
 __all__ = ["offload", "overhead", "report", "step"]
 

@@ -43,7 +43,7 @@ from benchmarks.ranks import start, timed
 from benchmarks.results import ComparisonResult, ContenderResult, Report, Run, machine_facts
 from benchmarks.stats import bootstrap_median, judge
 from benchmarks.tables import grid
-from zeroshard.terminal.declared import Option, listed, one_of
+from zeroshard.terminal import Option, listed, one_of
 
 __all__ = ["CONTENDERS", "Decoder", "main", "stages_of", "table"]
 

@@ -43,7 +43,7 @@ from benchmarks.raw_disk import NUM_GROUPS, NUM_STATES, REQUEST_BYTES, Options, 
 from benchmarks.results import machine_facts
 from benchmarks.tables import grid, publish
 from zeroshard.core.work import Work
-from zeroshard.terminal.console import Table, progress
+from zeroshard.terminal import Table, progress
 from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.swapdir import SwapDirectory
 

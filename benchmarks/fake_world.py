@@ -39,7 +39,7 @@ from zeroshard.comm.ranks import Ranks
 from zeroshard.comm.transport import Traffic
 from zeroshard.errors import ConfigError
 from zeroshard.system.device import Device
-from zeroshard.terminal.console import progress
+from zeroshard.terminal import progress
 
 __all__ = ["Options", "fake_group", "fake_world", "measure", "run"]
 

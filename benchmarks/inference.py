@@ -49,7 +49,7 @@ from benchmarks.raw_disk import Raw
 from benchmarks.results import machine_facts
 from benchmarks.tables import grid, publish
 from zeroshard.errors import ConfigError
-from zeroshard.terminal.console import Table, progress
+from zeroshard.terminal import Table, progress
 from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.swapdir import SwapDirectory
 

@@ -49,10 +49,9 @@ from zeroshard.core.tree import Tree
 from zeroshard.core.wire import Wires
 from zeroshard.errors import ConfigError
 from zeroshard.planner.exact import LaidOut, most_held, rest_bytes
-from zeroshard.planner.model import ModelShape
+from zeroshard.planner.model import ModelShape, Training
 from zeroshard.planner.modules import shape_of_module
-from zeroshard.planner.training import Training
-from zeroshard.terminal.console import Table, progress
+from zeroshard.terminal import Table, progress
 
 __all__ = ["WAYS", "Options", "Row", "expected", "measure", "run"]
 

@@ -50,8 +50,7 @@ from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.core.wire import Wires
-from zeroshard.terminal.console import Table
-from zeroshard.terminal.declared import JSON, Option, count
+from zeroshard.terminal import JSON, Option, Table, count
 
 MB = 1e6
 MESH = Mesh(2, 2)

@@ -17,7 +17,7 @@ from rich.console import Console
 from benchmarks.plan import MEMORY_CLAIMS
 from benchmarks.results import ComparisonResult, ContenderResult, Report, Run
 from benchmarks.stats import bootstrap_median, judge
-from zeroshard.terminal.console import Table, print_json
+from zeroshard.terminal import Table, print_json
 
 __all__ = ["grid", "grids", "markdown", "notes", "publish", "show", "summary"]
 

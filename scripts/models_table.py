@@ -32,8 +32,7 @@ from benchmarks.stats import Interval, bootstrap_median  # noqa: E402
 from tests.support.families import FAMILIES, SMALL, TINY  # noqa: E402
 from tests.support.family_training import STAGES, Measured, measure  # noqa: E402
 from tests.support.harness import RankError, close_pools, run_ranks  # noqa: E402
-from zeroshard.terminal.console import Table, print_json, progress  # noqa: E402
-from zeroshard.terminal.declared import JSON, Option  # noqa: E402
+from zeroshard.terminal import JSON, Option, Table, print_json, progress  # noqa: E402  # noqa: E402
 
 SIZES = {"small": SMALL, "tiny": TINY}
 NUM_RANKS = 2

@@ -44,7 +44,9 @@ LAYERS = {
     "terminal": 6,
     "planner": 6,
     "planner/modules": 6,
-    "planner/printing": 6,
+    "planner/activations": 6,
+    "planner/plan_command": 6,
+    "planner/plan_table": 6,
     "deepspeed": 6,
     "deepspeed/keys": 6,
     "formats": 6,
@@ -63,10 +65,13 @@ ONLY = {
     "planner": {"core", "errors", "system"},
     # cuts a module as `shard` does, and reads this machine's free memory
     "planner/modules": {
-        "_version", "config", "core", "errors", "hetero", "nn", "planner", "runtime",
-        "system", "tier",
+        "_version", "config", "core", "errors", "hetero", "nn", "planner", "planner/activations",
+        "runtime", "system", "tier",
     },
-    "planner/printing": {"core", "planner", "planner/modules", "terminal", "zeroshard"},
+    "planner/activations": {"core", "errors", "planner", "runtime"},
+    "planner/plan_command": {"core", "planner", "planner/modules", "planner/plan_table", "terminal",
+        "zeroshard"},
+    "planner/plan_table": {"core", "planner", "terminal", "zeroshard"},
     # reads whole weights from checkpoints, DeepSpeed's among them; its ranks meet without an engine
     "deepspeed": {"comm", "config", "core", "deepspeed/keys", "formats", "zeroshard"},
     "deepspeed/keys": {"config", "errors"},
@@ -109,7 +114,7 @@ SHARED_HOOKS = {  # an optimizer has hooks of the same names, which are not mean
 
 
 def _room_of(name: str) -> str:
-    """What a file belongs to: ``comm/gloo.py`` -> ``comm``, ``planner/modules/auto.py`` ->
+    """What a file belongs to: ``comm/gloo.py`` -> ``comm``, ``planner/modules.py`` ->
     ``planner/modules``, ``errors.py`` -> ``errors``, ``__init__.py`` -> ``zeroshard``.
     """
     parts = name.removesuffix(".py").split("/")
@@ -275,7 +280,7 @@ def test_only_the_runtimes_hooks_file_registers_module_hooks() -> None:
         f"{name}: {hook}"
         for name, tree in TREES.items()
         # those of a trace, and of detect_anomaly(), end with it
-        if name not in ("runtime/hooks.py", "runtime/anomaly.py", "planner/modules/activations.py")
+        if name not in ("runtime/hooks.py", "runtime/anomaly.py", "planner/activations.py")
         for hook in _module_hooks(tree)
     ] == []
 

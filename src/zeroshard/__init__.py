@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from zeroshard.formats.pretrained import LoadReport, load_pretrained
     from zeroshard.planner.axes import Axes
     from zeroshard.planner.machine import Machine
+    from zeroshard.planner.model import Training
     from zeroshard.planner.modules import plan
     from zeroshard.planner.plan import Plan
-    from zeroshard.planner.training import Training
     from zeroshard.runtime.anomaly import detect_anomaly
     from zeroshard.runtime.ema import EMA
     from zeroshard.runtime.engine import Engine
@@ -142,7 +142,7 @@ _HOMES = {
     "zeroshard.planner.machine": ("Machine",),
     "zeroshard.planner.modules": ("plan",),
     "zeroshard.planner.plan": ("Plan",),
-    "zeroshard.planner.training": ("Training",),
+    "zeroshard.planner.model": ("Training",),
     "zeroshard.runtime.anomaly": ("detect_anomaly",),
     "zeroshard.runtime.ema": ("EMA",),
     "zeroshard.runtime.engine": ("Engine",),

@@ -6,9 +6,9 @@ unequal size for ranks that are not equally fast.
     global batches       7 2 9 4|1 8 0 5|3 6        of 4
     shares 0.25, 0.75    7|2 9 4 1|8 0 5 -|3 6      the last one is split by largest remainder
 
-Invariant: the batches of all ranks together are every sample of the epoch once (with `drop_last`
-those of whole batches), and every rank has as many batches. The samples of a step follow from its
-number, and those of a leaf from the step and the leaf's number, whoever computes them. No sampler
+Invariant: the batches of all ranks together are every sample of the epoch once (with `drop_last`:
+of whole batches), and every rank has as many batches. The samples of a step follow from its number,
+and the samples of a leaf from the step and the leaf's number, whoever computes them. No sampler
 talks to other ranks.
 """
 
@@ -73,16 +73,16 @@ class GlobalBatchSampler(_StepSampler):
                 step += 1
 
     An epoch has ``num_steps`` steps and leaves out the samples that fill no batch. Ranks take equal
-    parts, or those of ``batch_shares``; where `batch_size` does not divide, some have one sample
+    parts, or parts by ``batch_shares``; where `batch_size` does not divide, some have one sample
     more, and ``engine.backward(loss, weight=num_samples)`` counts each sample once.
     """
 
     def __init__(
         self, data: Sized | int, batch_size: int, engine: Engine, *, seed: int | None = 0
     ) -> None:
-        """`data` is the dataset, or the number of its samples; `batch_size` counts those of all
-        ranks together; `seed` shuffles every epoch anew (None: in order). Raises ConfigError for
-        less data than a batch, and a batch that leaves a rank without a sample.
+        """`data` is the dataset, or the number of its samples; `batch_size` counts the samples of
+        all ranks together; `seed` shuffles every epoch anew (None: in order). Raises ConfigError
+        for less data than a batch, and a batch that leaves a rank without a sample.
         """
         numel = data if isinstance(data, int) else len(data)
         if not 0 < engine.world <= batch_size <= numel:
@@ -109,7 +109,7 @@ class LeafSampler(_StepSampler):
     """The samples of every leaf of ``zs.shard(..., leaves=V)``, `size` of them each.
 
     ``sampler[step, leaf]`` is the list of a leaf's indices; as the ``batch_sampler`` of a
-    DataLoader it yields those of the leaves that `engine` gives this rank, in the order of
+    DataLoader it yields the indices of the leaves that `engine` gives this rank, in the order of
     ``engine.leaves()``, to the end of the epoch::
 
         loader = iter(DataLoader(data, batch_sampler=sampler))
@@ -183,9 +183,9 @@ class UnevenBatchSampler(Sampler[list[int]]):
     """Yields this rank's part of every global batch, as a list of indices: the ``batch_sampler`` of
     a DataLoader.
 
-    `data` is the dataset, or the number of its samples; `batch_size` counts those of all ranks
-    together; `shares` are the parts of the ranks, as ``batch_shares`` of ``zs.shard()``. The last
-    batch of an epoch is smaller where the samples do not divide, or dropped with `drop_last`.
+    `data` is the dataset, or the number of its samples; `batch_size` counts the samples of all
+    ranks together; `shares` are the parts of the ranks, as ``batch_shares`` of ``zs.shard()``. The
+    last batch of an epoch is smaller where the samples do not divide, or dropped with `drop_last`.
     A part may be empty: then the list is empty, for which a DataLoader needs a ``collate_fn`` that
     can make a batch of no sample.
     """

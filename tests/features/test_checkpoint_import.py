@@ -37,7 +37,7 @@ from zeroshard.checkpoint.steps import list_steps, read_manifest
 from zeroshard.checkpoint.verify import verify
 from zeroshard.formats import Imported, import_checkpoint
 from zeroshard.formats.export import export
-from zeroshard.formats.restricted_unpickler import read_restricted
+from zeroshard.formats.importer import read_restricted
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Detected pickle protocol"

@@ -704,7 +704,7 @@ def test_wrong_uses_are_refused_on_every_rank_in_one_line(tmp_path: Path) -> Non
         "gradients there": "StateError: gradients rest here from before this step",
         "join": "ConfigError: engine.join() does not run leaves=4",
         "accumulate": "ConfigError: engine.accumulate() of leaves=4 takes the leaves of a step",
-        "begun": "ConfigError: engine.accumulate() was given leaves of another engine, or some that",
+        "begun": "ConfigError: engine.accumulate() was given leaves of another engine, or some",
         "trail": "ConfigError: engine.accumulate() inside engine.trail()",
         "assigned": "StateError: the gradient assigned to 'head.weight' would be added to one leaf",
         "assigned at once": "StateError: the gradient assigned to 'head.weight' would be added to",

@@ -26,13 +26,12 @@ from tests.support.training import Recomputed, make_model
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import ROWS
 from zeroshard.planner import ModelShape
+from zeroshard.planner.activations import trace_activations
 from zeroshard.planner.buckets import TransportTraits
 from zeroshard.planner.durations import Durations
 from zeroshard.planner.exact import LaidOut, rest_bytes, with_budget
-from zeroshard.planner.model import closed_form
 from zeroshard.planner.modules import shape_of_module, shape_with_activations
-from zeroshard.planner.modules.activations import trace_activations
-from zeroshard.planner.peak import Playback, peak_bytes
+from zeroshard.planner.peak import Playback, closed_form, peak_bytes
 
 Tiers = tuple[Tier, Tier, Tier]
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

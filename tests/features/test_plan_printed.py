@@ -43,7 +43,7 @@ def test_rows_of_nodes_are_named_on_several_nodes_alone_and_explained_there(
 ) -> None:
     lines = _printed(capsys, "--params", "7B", "--gpus", "8")
     assert not any(name in line for line in lines for name in ("hpz", "mics", "hfsdp", "equal to"))
-    legend = [line for line in lines if line.startswith("zero3-keep zero3 whose weights stay")]
+    legend = [line for line in lines if line.startswith("zero3-keep zero3 with weights that stay")]
     assert len(legend) == 1 and not any(line.startswith("hpz  ") for line in lines)
     lines = _printed(capsys, "--params", "7B", "--gpus", "16")
     assert not any("equal to" in line for line in lines)

@@ -25,8 +25,8 @@ from tests.support.training import make_model, take_steps
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import ROWS
 from zeroshard.errors import ConfigError, PlanMismatch
-from zeroshard.planner import PlannedRow, make_plan
-from zeroshard.planner.modules import auto, shape_of_module
+from zeroshard.planner import PlannedRow, make_plan, modules
+from zeroshard.planner.modules import shape_of_module
 from zeroshard.system.this_host import HostMemory
 
 GB = 10**9
@@ -62,7 +62,7 @@ def _decide(facts: list[dict[str, Any]], **settings: Any) -> tuple[zs.Config, st
     """Return what is decided for `_model`."""
     model, optimizer = _model()
     config = zs.Config(policy="auto", precision="bf16", **settings)
-    return auto.decide(
+    return modules.decide(
         model, optimizer, config, facts, node_size=None, check=zs.Config.refuse_unsupported
     )
 
@@ -75,7 +75,7 @@ def test_a_fused_optimizer_is_planned_without_temporaries() -> None:
         (torch.optim.Adam([{"params": [weight], "fused": True}]), "adam-fused"),
         (torch.optim.SGD([weight], fused=True), "sgd"),
     ):
-        assert auto._training(optimizer, zs.Config()).optimizer == kind
+        assert modules._training(optimizer, zs.Config()).optimizer == kind
 
 
 def _planned(ranks: int) -> dict[str, PlannedRow]:
@@ -91,7 +91,7 @@ def _planned(ranks: int) -> dict[str, PlannedRow]:
 def test_the_fastest_row_that_fits_in_what_the_reserve_leaves_is_taken(roomiest: str) -> None:
     rows = _planned(8)
     peak = rows[roomiest].peak_bytes["device"]
-    settings, told = _decide(_facts(int(peak * 1.01 / (1 - auto.RESERVE)), 64 * GB, ranks=8))
+    settings, told = _decide(_facts(int(peak * 1.01 / (1 - modules.RESERVE)), 64 * GB, ranks=8))
     fitting = [row for row in rows.values() if row.peak_bytes["device"] <= 1.01 * peak]
     assert settings.policy == min(fitting, key=lambda row: row.step_s).row
     assert settings.offload == zs.Offload()
@@ -134,7 +134,7 @@ def test_several_nodes_are_planned_and_run_as_such() -> None:
 def test_the_rank_with_least_memory_decides() -> None:
     facts = _facts(64 * GB, 64 * GB, ranks=8)
     rich = _decide(facts)[0].policy
-    least = _planned(8)["zero3"].peak_bytes["device"] / (1 - auto.RESERVE)
+    least = _planned(8)["zero3"].peak_bytes["device"] / (1 - modules.RESERVE)
     facts[5]["device_memory"] = int(least * 1.01)
     assert rich in ("ddp", "zero1", "zero2") and _decide(facts)[0].policy not in ("ddp", rich)
 
@@ -149,7 +149,7 @@ def test_nothing_that_fits_is_refused_with_what_is_lacking_and_the_cheapest_chan
 
 def test_whole_gradients_that_a_budget_holds_are_planned() -> None:
     peak = _planned(8)["zero2"].peak_bytes["device"]
-    facts = _facts(int(peak * 1.01 / (1 - auto.RESERVE)), 64 * GB, ranks=8)
+    facts = _facts(int(peak * 1.01 / (1 - modules.RESERVE)), 64 * GB, ranks=8)
     assert _decide(facts)[0].policy in ("zero1", "zero2")
     settings, _ = _decide(facts, accumulation_budget=facts[0]["device_memory"])  # all of them
     assert settings.policy == "zero3" or settings.offload.away

@@ -20,7 +20,7 @@ from zeroshard.comm.groups import GroupRanks, make_group, ranks_through
 from zeroshard.comm.ranks import AlongAxes, Ranks
 from zeroshard.core.dims import Dims, Holders, shared_dims
 from zeroshard.errors import ConfigError
-from zeroshard.system.tasks import rank_variables
+from zeroshard.system.this_host import rank_variables
 
 # -------------------------------------------------------------------------------- meshes of experts
 # A mesh of ``shard(mesh_of=)`` says which ranks hold the same parameters below the modules of a

@@ -42,8 +42,7 @@ from zeroshard.comm.cpu.rendezvous import boot_id
 from zeroshard.comm.groups import connected
 from zeroshard.errors import ConfigError, PeerLostError, StallError, ZeroshardError
 from zeroshard.system.device import Device, all_devices
-from zeroshard.system.tasks import rank_variables
-from zeroshard.system.this_host import interface_towards, raise_file_limit
+from zeroshard.system.this_host import interface_towards, raise_file_limit, rank_variables
 
 _log = logging.getLogger("zeroshard")
 _LEAVE_S = 10.0  # how long a rank that ends well waits for its device, and for the others

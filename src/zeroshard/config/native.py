@@ -105,7 +105,7 @@ class Config(Strict):
     accumulation_budget: int | str | None = Field(
         default=None,
         description="The most bytes (or 2GiB) of gradients at rest on a rank inside no_sync():"
-        " units whose whole gradients fit keep them, others are reduced at each micro-batch"
+        " units keep whole gradients that fit, others are reduced at each micro-batch"
         " (default: as the row does).",
     )
     train_batch_size: int | None = Field(
@@ -131,7 +131,7 @@ class Config(Strict):
     )
     leaves: int | str | None = Field(
         default=None,
-        description="The micro-batches of a step (or the levels of their tree, 3x2x2), whose sum is"
+        description="The micro-batches of a step (or the levels of their tree, 3x2x2); their sum is"
         " the same on any number of ranks: docs/one-curve.md (default: sums are over ranks).",
     )
 
@@ -237,9 +237,9 @@ class Config(Strict):
         return LossScaler() if self.loss_scale is None else self.loss_scale.scaler()
 
     def batch_sizes(self, num_ranks: int) -> tuple[int | None, int | None, int | None]:
-        """Return the samples of a step, those of a forward, and the forwards of a step: two of the
-        three give the third, with leaves one the others; forwards are the most of any rank. Raises
-        ConfigError where they do not multiply up over `num_ranks`.
+        """Return the samples of a step, the samples of a forward, and the forwards of a step: two
+        of the three give the third, with leaves one the others; forwards are the most of any rank.
+        Raises ConfigError where they do not multiply up over `num_ranks`.
         """
         total, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
         steps = self.gradient_accumulation_steps
@@ -313,7 +313,12 @@ class Config(Strict):
         self._check_leaves()
         self._check_codecs()
         self._check_accumulation()
-        self._check_reduction()
+        for option in ("batch_shares", "leaves") if self.gradient_reduction == "sum" else ():
+            if getattr(self, option) is not None:
+                raise ConfigError(
+                    f"gradient_reduction='sum' adds what ranks have, and {option} says how many"
+                    " losses a mean is over: leave one of them out"
+                )
         if self.loss_scale is not None and not self.resolved_precision().needs_loss_scaling:
             raise ConfigError("loss_scale has no effect without precision='fp16': leave it out")
         self.loss_scaler()
@@ -374,16 +379,6 @@ class Config(Strict):
                 f"{option} would let whole gradients rest on disk, and they change at every"
                 " micro-batch: take offload.grad='host', or leave the budget out"
             )
-
-    def _check_reduction(self) -> None:
-        if self.gradient_reduction == "mean":
-            return
-        for option in ("batch_shares", "leaves"):
-            if getattr(self, option) is not None:
-                raise ConfigError(
-                    f"gradient_reduction='sum' adds what ranks have, and {option} says how many"
-                    " losses a mean is over: leave one of them out"
-                )
 
     def to_json(self) -> str:
         """Return JSON text. Raises ConfigError for a Policy object or a callable `units`."""

@@ -340,7 +340,7 @@ class Offload(Strict):
         return fraction
 
     def tiers(self, state: State) -> tuple[Tier, ...]:
-        """Return the tiers of one state: one, or those of all ranks."""
+        """Return the tiers of one state: one, or one for each rank."""
         named = getattr(self, state)
         return (Tier(named),) if isinstance(named, str) else tuple(map(Tier, named))
 
@@ -356,7 +356,7 @@ class Offload(Strict):
 
     @property
     def by_rank(self) -> dict[State, int]:
-        """The states whose tiers are given per rank, and for how many ranks."""
+        """The states with tiers per rank, and for how many ranks."""
         named = {state: getattr(self, state) for state in get_args(State)}
         return {state: len(tiers) for state, tiers in named.items() if not isinstance(tiers, str)}
 

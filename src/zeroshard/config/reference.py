@@ -28,7 +28,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
 
 
 def options() -> dict[str, FieldInfo]:
-    """Return every option of ours by its dotted name, those of sections included."""
+    """Return every option of ours by its dotted name, options of sections included."""
     named = dict(Config.model_fields)
     for section, model in SECTIONS.items():
         fields = {name: field for name, field in model.model_fields.items() if not field.exclude}
@@ -38,16 +38,12 @@ def options() -> dict[str, FieldInfo]:
 
 def reference_markdown() -> str:
     """Return a table of every option with its default and one sentence, in Markdown."""
-    rows = [
-        f"| `{name}` | {_default(field)} | {field.description} |"
-        for name, field in options().items()
-    ]
+    rows = []
+    for name, field in options().items():
+        is_section = isinstance(field.default, BaseModel)
+        default = "see below" if is_section else f"`{field.default!r}`"
+        rows.append(f"| `{name}` | {default} | {field.description} |")
     return "\n".join(["| option | default | |", "|---|---|---|", *rows]) + "\n"
-
-
-def _default(field: FieldInfo) -> str:
-    default = field.default
-    return "see below" if isinstance(default, BaseModel) else f"`{default!r}`"
 
 
 class _Generator(GenerateJsonSchema):

@@ -252,7 +252,7 @@ class TaggedCheckpoints:
 
 
 def _is_name(tag: str) -> bool:
-    """Whether `tag` is one visible name, and not that of the file beside it."""
+    """Whether `tag` is one visible name, and not the name of the file beside it."""
     plain = re.fullmatch(r"[^./][^/]*", tag) is not None and tag.isprintable()
     return plain and tag != _LATEST and len(os.fsencode(tag)) <= 255
 

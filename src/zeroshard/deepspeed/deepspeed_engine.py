@@ -4,10 +4,10 @@
     engine.backward(loss)       divided by the accumulation steps; reduced as the stage says
     engine.step()               at a boundary: norm, clip, step, clear, scheduler; counts always
 
-Invariant: at a boundary the weights are those of DistributedDataParallel with the same
-accumulation, clipping and schedule. A skipped step (fp16's overflow, or any gradient that is not
-finite) moves neither weights nor schedule. What it does not do: pipelines, tensor parallelism and
-inference (names.py says what to use).
+Invariant: at a boundary the weights equal DistributedDataParallel's with the same accumulation,
+clipping and schedule. A skipped step (fp16's overflow, or any gradient that is not finite) moves
+neither weights nor schedule. What it does not do: pipelines, tensor parallelism and inference
+(names.py says what to use).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from zeroshard.deepspeed.optimizers import ZeROOptimizer
 #
 # Invariant: a gradient of a parameter is divided once, whatever lies between the parameter and the
 # loss: other outputs of the same forward, other forwards of this engine, other engines. Gradients
-# of tensors outside of the model are those of plain torch, also with ``create_graph=True``: a loss
-# may contain them. Cost: no copies; one multiplication of each gradient at the edge of the model.
+# of tensors outside of the model equal plain torch's, also with ``create_graph=True``: a loss may
+# contain them. Cost: no copies; one multiplication of each gradient at the edge of the model.
 #
 # Tensors are found in the containers of torch's pytree (Transformers' outputs among them),
 # dictionaries and dataclasses, which are copied. A plain backward through the attributes of another
@@ -55,18 +55,8 @@ _divided_losses: list[None] = []  # one for each engine.backward() under way, of
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-@contextmanager
-def undivided() -> Iterator[None]:
-    """Leave gradients alone inside: the loss of this backward is divided already."""
-    _divided_losses.append(None)
-    try:
-        yield
-    finally:
-        _divided_losses.pop()
-
-
 def divided(module: nn.Module, steps: int, args: Any, kwargs: Any) -> Any:
-    """Return ``module(*args, **kwargs)``, whose parameters' gradients a plain backward divides by
+    """Return ``module(*args, **kwargs)``; a plain backward divides its parameters' gradients by
     `steps`.
     """
     if steps == 1 or not torch.is_grad_enabled():
@@ -84,12 +74,12 @@ class _Edge:
         self._arrived = -1  # the graph task in which a gradient has come to an output
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an input whose gradient is multiplied as it leaves the model."""
+        """Return an input with a gradient that is multiplied as it leaves the model."""
         out: torch.Tensor = _Alias.apply(tensor, lambda: self._steps)  # type: ignore[no-untyped-call]
         return out
 
     def leave(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an output whose gradient is divided as it comes to the model."""
+        """Return an output with a gradient that is divided as it comes to the model."""
 
         def factor() -> float:
             self._arrived = torch._C._current_graph_task_id()
@@ -104,9 +94,9 @@ class _Edge:
         def arrived(grad: torch.Tensor) -> None:
             if not _divided_losses and self._arrived != torch._C._current_graph_task_id():
                 raise zs.ConfigError(
-                    f"the model returns tensors in a {type(holder).__name__}, whose gradients a"
-                    " plain loss.backward() cannot divide by gradient_accumulation_steps: call"
-                    " engine.backward(loss)"
+                    f"the model returns tensors in a {type(holder).__name__}: a plain"
+                    " loss.backward() cannot divide their gradients by gradient_accumulation_steps:"
+                    " call engine.backward(loss)"
                 )
 
         for one in tree_leaves(dict(getattr(holder, "__dict__", {}))):
@@ -300,7 +290,8 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
                 return self._leaf_backward(self._leaves, loss, retain_graph, scale_wrt_gas)
             if scale_wrt_gas and self.batch.steps > 1:
                 loss = loss / self.batch.steps
-            stack.enter_context(undivided())
+            _divided_losses.append(None)  # this backward's loss is divided already
+            stack.callback(_divided_losses.pop)
             if self.zero_optimization_stage() < 2 and not self.is_gradient_accumulation_boundary():
                 stack.enter_context(self.engine.no_sync())
             self.engine.backward(loss, retain_graph=retain_graph)

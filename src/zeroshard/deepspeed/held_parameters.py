@@ -97,7 +97,7 @@ def in_one_order(parameters: Iterable[nn.Parameter | None]) -> list[nn.Parameter
     """Return each parameter once, in an order that is the same on every rank, without None, which
     stands for a layer's missing bias.
 
-    Transformers gathers a set, whose order is each rank's own. Plain parameters of one shape keep
+    Transformers gathers a set, in an order of each rank's own. Plain parameters of one shape keep
     the order in which they come: a set may exchange them until initialize() takes rank 0's values.
     """
 

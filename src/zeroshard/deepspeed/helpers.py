@@ -431,7 +431,7 @@ def ensure_directory_exists(filename: str) -> None:
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `func`, whose calls a profiler sees under its name."""
+    """Return `func`; a profiler sees its calls under its name."""
 
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -512,7 +512,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
-    """Return param groups of parameters, or of groups, those of experts apart."""
+    """Return param groups of parameters, or of groups, with experts apart."""
     groups = model_parameters
     if model_parameters and not isinstance(model_parameters[0], dict):
         groups = [{"params": list(model_parameters), "name": "dense_params"}]

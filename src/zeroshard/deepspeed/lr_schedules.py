@@ -10,8 +10,8 @@ taken, never after a skipped one.
     OneCycle         up and down between two rates (betas[0] the other way), then 1 / (1 + k * j)
     LRRangeTest      min * (1 + rate * (i + 1) / step_size)
 
-Other names are those of torch.optim.lr_scheduler. DeepSpeed's are not torch's LambdaLR, whose
-factor times a base rate rounds differently, and whose saved state has other keys.
+Other names come from torch.optim.lr_scheduler. DeepSpeed's are not torch's LambdaLR: its factor
+times a base rate rounds differently, and its saved state has other keys.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ class LRSchedule:
 
     def __post_init__(self) -> None:
         _check_params({name: one for name, one in vars(self).items() if name != "optimizer"})
-        self.optimizer = _groups_of(self.optimizer)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):  # one may be wrapped
+            inner = getattr(self.optimizer, "optimizer", None)
+            if not isinstance(inner, torch.optim.Optimizer):
+                name = type(self.optimizer).__name__
+                raise TypeError(f"{name} is not a torch.optim.Optimizer")
+            self.optimizer = inner
         self._prepare()
         if self.last_batch_iteration == -1:
             self._write()
@@ -366,11 +371,3 @@ def _check_params(params: dict[str, Any]) -> None:
             raise ConfigError(f"{name}={value!r} is not greater than 0")
         if name in _NOT_NEGATIVE and not value >= 0:
             raise ConfigError(f"{name}={value!r} is less than 0")
-
-
-def _groups_of(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer that is, or is wrapped in, `optimizer`."""
-    for one in (optimizer, getattr(optimizer, "optimizer", None)):
-        if isinstance(one, torch.optim.Optimizer):
-            return one
-    raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# DeepSpeed's version whose interface this is, and whose it is
+# the version of DeepSpeed with this interface, and who offers it
 VERSION = "0.19.6+zeroshard"
 VERSION_MAJOR, VERSION_MINOR, VERSION_PATCH = map(int, VERSION.partition("+")[0].split("."))
 
@@ -145,7 +145,7 @@ _HOME = {
 MODULES: dict[str, dict[str, str]] = {
     module: {name: _HOME[name] for name in names.split()} for module, names in _PLACES.items()
 }
-# modules whose other names are another module's
+# modules that take other names from another module
 FALLBACKS = {"comm": "torch.distributed"}
 
 _USE = {  # for these names, and everything below them

@@ -187,7 +187,7 @@ class ZeROOptimizer(torch.optim.Optimizer):
 
     def __init__(self, engine: zs.Engine, *, is_static: bool = False) -> None:
         """`is_static`: the configuration gives fp16's scale, which stays."""
-        # not torch's __init__: groups, state and hooks are those of the optimizer inside
+        # not torch's __init__: groups, state and hooks belong to the optimizer inside
         assert engine.optimizer is not None
         self.optimizer = engine.optimizer
         self.overflow = False  # whether the last step was skipped
@@ -196,12 +196,12 @@ class ZeROOptimizer(torch.optim.Optimizer):
         self._is_static = is_static
         self._skipped = engine.steps_skipped
 
-    param_groups = attribute("optimizer.param_groups", "Those of the optimizer inside.")
+    param_groups = attribute("optimizer.param_groups", "The groups of the optimizer inside.")
     state = attribute(
         lambda self: zs.OptimizerStates(self._engine),
-        "That of the optimizer inside, wherever it rests: copies of what is not on the device.",
+        "The state of the optimizer inside, on any tier: copies of what is not on the device.",
     )
-    defaults = attribute("optimizer.defaults", "Those of the optimizer inside.")
+    defaults = attribute("optimizer.defaults", "The defaults of the optimizer inside.")
     loss_scale = attribute("_engine.loss_scale", "The fp16 loss scale, 1.0 in other precisions.")
     cur_scale = loss_scale
 

@@ -21,6 +21,7 @@ import importlib.machinery
 import importlib.metadata
 import multiprocessing
 import os
+import runpy
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -47,6 +48,16 @@ def install() -> None:
         del sys.modules[name]
     sys.meta_path.insert(0, _Finder())
     atexit.register(_warn_where_unused)
+
+
+def main() -> None:
+    """Run ``sys.argv[1]`` as ``__main__`` with the arguments after it."""
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m zeroshard.integrations.deepspeed SCRIPT [ARGUMENTS]")
+    del sys.argv[0]
+    sys.path[0:1] = [] if sys.flags.safe_path else [os.path.dirname(os.path.realpath(sys.argv[0]))]
+    install()
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _warn_where_unused() -> None:

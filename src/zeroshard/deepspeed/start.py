@@ -44,8 +44,8 @@ from zeroshard.deepspeed.zero import end_init_blocks
 #
 #     each key . all options together . the batch sizes . optimizer . schedule . what watches
 #
-# A refusal is a finding, as those of ``zeroshard.read_deepspeed()`` are. Optimizer and schedule are
-# made, and take a step, on trial: over a layer of two by two. Cost: some milliseconds.
+# A refusal is a finding, as in ``zeroshard.read_deepspeed()``. Optimizer and schedule are made, and
+# take a step, on trial: over a layer of two by two. Cost: some milliseconds.
 
 
 Check = Callable[[nn.Module, torch.optim.Optimizer], None]
@@ -151,7 +151,15 @@ class _Judge:
         if self._filled and "auto" in sizes and not any(isinstance(one, int) for one in sizes):
             return
         with self._refusing(_SIZES[0]):
-            complete_batch(settings, _ranks_for(settings) if ranks is None else ranks)
+            if ranks is None:  # a number of ranks on which they hold, if there is one
+                train, micro = settings.train_batch_size, settings.train_micro_batch_size_per_gpu
+                steps, leaves = settings.gradient_accumulation_steps, settings.leaves_of(1)
+                ranks = 1
+                if leaves is not None:
+                    ranks = max(1, leaves[0] // (steps or leaves[0]))
+                elif train is not None and micro is not None:
+                    ranks = max(1, train // (micro * (steps or 1)))
+            complete_batch(settings, ranks)
 
     def optimizer(self, check: Check) -> None:
         """Judge the section ``optimizer``."""
@@ -212,16 +220,6 @@ class _Judge:
                 one = self.findings[place]
                 why = str(error).removeprefix(f"{key}={one.value!r} ")
                 self.findings[place] = replace(one, verdict="refused", becomes="", why=why)
-
-
-def _ranks_for(settings: zs.Config) -> int:
-    """Return a number of ranks on which the batch sizes hold, if there is one."""
-    train, micro = settings.train_batch_size, settings.train_micro_batch_size_per_gpu
-    if (leaves := settings.leaves_of(1)) is not None:
-        return max(1, leaves[0] // (settings.gradient_accumulation_steps or leaves[0]))
-    if train is None or micro is None:
-        return 1
-    return max(1, train // (micro * (settings.gradient_accumulation_steps or 1)))
 
 
 # --------------------------------------------------------------------------------------- leaf flags
@@ -317,22 +315,8 @@ def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: list[str], flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:  # fmt: skip
-    """The same of modules whose names end so."""
+    """The same of modules with names that end so."""
     return _by_name(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
-
-
-def flag_configured(model: nn.Module, section: dict[str, Any]) -> None:
-    """Flag the modules that the configuration's ``zero_optimization.leaf_module`` names."""
-    setters: dict[str, Any] = {
-        "classes": set_z3_leaf_modules,
-        "names": set_z3_leaf_modules_by_name,
-        "name_suffixes": set_z3_leaf_modules_by_suffix,
-    }
-    for key, put in setters.items():
-        wanted = section.get(key)
-        if isinstance(wanted, list):  # no key that changes nothing is refused for its value
-            names = [one for one in wanted if isinstance(one, str)]
-            put(model, names, raise_if_not_found=False)
 
 
 # --------------------------------------------------------------------------------------- initialize
@@ -384,7 +368,10 @@ def initialize(
     given = [name for name, one in objects.items() if one is not None]
     settings = accepted(file, comm.get_world_size(), given, _note)
     end_init_blocks()
-    _end_earlier(model)
+    earlier = held_parameters.engine_of(next(model.parameters(), None))
+    if earlier is not None and earlier.module is model:  # DeepSpeed lets one do it, too
+        _note(logging.WARNING, "the model's earlier engine is closed: initialize() makes a new one")
+        held_parameters.destroy(earlier)
     made = _optimizer(optimizer, model_parameters, model, file.data)
     schedule = None if lr_scheduler is not None else section(file.data, "scheduler")
     if schedule is not None and made is not None:
@@ -438,14 +425,6 @@ def _optimizer(given: Any, parameters: Any, model: nn.Module, config: dict[str, 
         return given(list(parameters))
     found = section(config, "optimizer")
     return None if found is None else make_optimizer(*found, list(parameters))
-
-
-def _end_earlier(model: nn.Module) -> None:
-    """Close the engine of an earlier initialize() of this model, as DeepSpeed lets one do."""
-    holder = held_parameters.engine_of(next(model.parameters(), None))
-    if holder is not None and holder.module is model:
-        _note(logging.WARNING, "the model's earlier engine is closed: initialize() makes a new one")
-        held_parameters.destroy(holder)
 
 
 def _left_out(model: nn.Module, optimizer: Any) -> tuple[nn.Parameter, ...]:
@@ -502,7 +481,17 @@ def _sharded(
     out = DeepSpeedEngine(engine, config, batch, clipping, walk, client)
     held_parameters.own(engine, out.destroy)
     zero = config.get("zero_optimization")
-    flag_configured(model, (zero.get("leaf_module") if isinstance(zero, dict) else None) or {})
+    leaf_module = (zero.get("leaf_module") if isinstance(zero, dict) else None) or {}
+    setters: dict[str, Any] = {
+        "classes": set_z3_leaf_modules,
+        "names": set_z3_leaf_modules_by_name,
+        "name_suffixes": set_z3_leaf_modules_by_suffix,
+    }
+    for key, put in setters.items():
+        wanted = leaf_module.get(key)
+        if isinstance(wanted, list):  # no key that changes nothing is refused for its value
+            names = [one for one in wanted if isinstance(one, str)]
+            put(model, names, raise_if_not_found=False)
     held_parameters.unmark(model.parameters())  # that zero.Init() marked
     if out.zero_optimization_stage() == 3:
         held_parameters.mark(model.parameters())

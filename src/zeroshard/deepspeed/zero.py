@@ -142,7 +142,7 @@ class OnDevice(_Wrapper):
 
 @contextmanager
 def _deferred() -> Iterator[None]:
-    """Build modules without memory, whose parameters have the attributes of DeepSpeed's."""
+    """Build modules without memory; their parameters have the attributes of DeepSpeed's."""
 
     def marked(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if not hasattr(parameter, "ds_id"):

@@ -1,9 +1,9 @@
 """Checkpoints of other programs as a step of ours.
 
 conversion.py              recognises them, reads torch's and Transformers', writes the step
-deepspeed.py               DeepSpeed's ZeRO 1, 2 and 3
-importer.py                what an import has found, on its way to become a step
-restricted_unpickler.py    pickles read as data: no code runs that one of them chose
+deepspeed_zero.py          DeepSpeed's ZeRO 1, 2 and 3
+importer.py                what an import has found, on its way to become a step; pickles read as
+                           data: no code runs that one of them chose
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ torch.distributed.checkpoint, DeepSpeed's ZeRO 1, 2 and 3.
     recognise the format . read it (never running code that it chose) . write one file of pieces and
     a manifest . commit
 
-The step has one rank and the row ``ddp``; ``zeroshard.load`` reads it into any other. Strides are
-those of contiguous tensors; buffers are guessed in formats that do not name them
-(`Importer.is_buffer`). Without optimizer state that names its parameters the step has none, and
-``load(strict=False)`` reads the weights.
+The step has one rank and the row ``ddp``; ``zeroshard.load`` reads it into any other. Strides are a
+contiguous tensor's; buffers are guessed in formats that do not name them (`Importer.is_buffer`).
+Without optimizer state that names its parameters the step has none, and ``load(strict=False)``
+reads the weights.
 
 Invariant: torch's files are opened with ``weights_only=True``, other pickles are read as data
-(restricted_unpickler.py). Cost: files are mapped, not read into memory, but for DCP's, which are
+(importer.py). Cost: files are mapped, not read into memory, but for DCP's, which are
 held whole.
 """
 
@@ -46,24 +46,22 @@ from zeroshard.checkpoint.steps import (
 )
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.formats.deepspeed import read_deepspeed
+from zeroshard.formats.deepspeed_zero import read_deepspeed
 from zeroshard.formats.importer import (
     MODEL_KEYS,
     OPTIMIZER_KEYS,
     STEP_KEYS,
     Importer,
+    Name,
     NamedOptimizer,
+    Pickled,
+    load_tensors,
     optimizer_class,
+    read_restricted,
+    require_file,
     take_state,
 )
 from zeroshard.formats.pretrained import open_tensors
-from zeroshard.formats.restricted_unpickler import (
-    Name,
-    Pickled,
-    load_tensors,
-    read_restricted,
-    require_file,
-)
 from zeroshard.system.safe_files import NotReadable, read_json
 
 
@@ -264,7 +262,7 @@ READERS: dict[str, Callable[[Path, Importer, ExitStack], None]] = {
 
 # --------------------------------------------------------------------- torch.distributed.checkpoint
 # The tree of dictionaries that was saved. Its ``.metadata`` is a pickle, which is read as data
-# (restricted_unpickler.py); it locates the blocks of each tensor. Each block is a torch file of its
+# (importer.py); it locates the blocks of each tensor. Each block is a torch file of its
 # own, opened with ``weights_only=True``.
 #
 # Invariant: blocks fill their tensor without gaps and overlaps; no file outside the directory is
@@ -308,13 +306,6 @@ class _TensorBlock:
     def overlaps(self, other: _TensorBlock) -> bool:
         edges = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         return all(a < b + other_size and b < a + size for a, size, b, other_size in edges)
-
-
-def _overlap(blocks: list[_TensorBlock]) -> bool:
-    ordered = sorted(blocks, key=lambda block: block.offsets)
-    whole_rows = len({(block.offsets[1:], block.sizes[1:]) for block in blocks}) < 2
-    pairs = pairwise(ordered) if whole_rows else combinations(ordered, 2)
-    return any(a.overlaps(b) for a, b in pairs)
 
 
 def read_dcp(directory: Path, wanted: Container[str]) -> dict[Any, Any]:
@@ -389,7 +380,13 @@ class _DcpReader:
         inside = all(block.inside(size) for block in blocks)
         filled = [block for block in blocks if prod(block.sizes)]
         numel = sum(prod(block.sizes) for block in filled)
-        if not inside or numel != prod(size) or _overlap(filled):
+        fits = inside and numel == prod(size)
+        if fits:
+            ordered = sorted(filled, key=lambda block: block.offsets)
+            whole_rows = len({(block.offsets[1:], block.sizes[1:]) for block in filled}) < 2
+            pairs = pairwise(ordered) if whole_rows else combinations(ordered, 2)
+            fits = not any(a.overlaps(b) for a, b in pairs)
+        if not fits:
             raise CheckpointError(
                 f"{self._directory}: the blocks of {name!r} do not fill a tensor of shape"
                 f" {list(size)}"

@@ -73,7 +73,7 @@ def export(
 
     Parameters are converted to `dtype` (default: as they were saved), the rest keeps its own.
     `max_shard_bytes` and `config` are for ``hf``: a new file begins where one would have more
-    bytes, and ``config.json`` is a copy of the file `config` (default: that of the Transformers
+    bytes, and ``config.json`` is a copy of the file `config` (default: the file of the Transformers
     model which was saved, in the dtype of the export; none where it was another model). `progress`
     is told how many bytes were read.
 
@@ -82,7 +82,15 @@ def export(
     Nothing is left behind then.
     """
     with ExitStack() as stack:
-        given = None if config is None else _given_config(config)
+        given = None
+        if config is not None:
+            try:
+                given = read_file(config, _MOST_BYTES)
+                is_config = isinstance(from_json(given), dict)
+            except NotReadable as error:
+                raise ConfigError(f"--config: {config} cannot be read: {error}") from None
+            if not is_config:
+                raise ConfigError(f"--config: {config} is no config.json: it holds no JSON object")
         source = _ExportedStep(step, dtype, stack, progress)
         items = source.items()
         num_bytes = sum(item.num_bytes for item in items)
@@ -94,7 +102,12 @@ def export(
                     write_new(working / "config.json", len(text), [text])
         else:
             write = _write_torch if to == "torch" else _write_dcp
-            with published(out, num_bytes + source.optimizer_bytes()) as working:
+            num_bytes += sum(
+                entry.num_bytes
+                for entry in source.manifest.tensors
+                if entry.parameter is not None and entry.kind.startswith(STATE)
+            )
+            with published(out, num_bytes) as working:
                 write(source, items, working)
 
 
@@ -169,13 +182,6 @@ class _ExportedStep:
         """Return the tensors of the optimizer's state of a parameter, by key."""
         kinds = [kind for other, kind in self._pieces if other == name and kind.startswith(STATE)]
         return {kind.removeprefix(STATE): self._item(name, kind, None) for kind in kinds}
-
-    def optimizer_bytes(self) -> int:
-        return sum(
-            entry.num_bytes
-            for entry in self.manifest.tensors
-            if entry.parameter is not None and entry.kind.startswith(STATE)
-        )
 
     def rows(self, item: _Item) -> Iterator[torch.Tensor]:
         """Yield a tensor in row order, 1-D, a chunk at a time, each valid until the next."""
@@ -265,17 +271,6 @@ def _write_hf(source: _ExportedStep, items: list[_Item], directory: Path, max_by
         }
         text = (json.dumps(index, indent=2) + "\n").encode()
         write_new(directory / "model.safetensors.index.json", len(text), [text])
-
-
-def _given_config(file: Path) -> bytes:
-    """Return the bytes of a config.json. Raises ConfigError."""
-    try:
-        text = read_file(file, _MOST_BYTES)
-        if isinstance(from_json(text), dict):
-            return text
-    except NotReadable as error:
-        raise ConfigError(f"--config: {file} cannot be read: {error}") from None
-    raise ConfigError(f"--config: {file} is no config.json: it holds no JSON object")
 
 
 def _saved_config(source: _ExportedStep, items: list[_Item]) -> bytes:
@@ -406,7 +401,7 @@ def _write_dcp(source: _ExportedStep, items: list[_Item], directory: Path) -> No
 
 
 def _raise_interrupt(error: BaseException) -> None:
-    """Raise the Ctrl-C that has ended torch's writing, of which torch makes an error of its own."""
+    """Raise the Ctrl-C that has ended torch's writing: torch makes an error of its own from it."""
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, KeyboardInterrupt):

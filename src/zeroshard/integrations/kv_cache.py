@@ -1,4 +1,4 @@
-"""A KV cache for Transformers' ``generate()`` whose layers rest on the device, on the host, or on
+"""A KV cache for Transformers' ``generate()``: its layers rest on the device, on the host, or on
 both, split by a budget of bytes (FlexGen, arXiv 2303.06865, and ZeRO-Inference keep it there).
 
     cache = KVCache(model.config, device_bytes=2 << 30)
@@ -8,8 +8,8 @@ both, split by a budget of bytes (FlexGen, arXiv 2303.06865, and ZeRO-Inference 
     rests on      device ------>| host --->         the last layers leave when the budget is used up
 
 A layer on the host sends the new token's keys and values there, and brings all of its own back for
-its attention. The numbers are those of ``DynamicCache``, of which this is one; layers that hold a
-sliding window or a recurrent state are small and stay on the device.
+its attention. The numbers equal those that ``DynamicCache`` holds, the base of this one; layers
+that hold a sliding window or a recurrent state are small and stay on the device.
 
 Invariant: after every update, keys and values at rest on the device are within the budget, unless
 layers that stay exceed it alone. Cost: per token and host layer, its keys and values over the link
@@ -70,7 +70,7 @@ class _Room:
 
 
 class _SplitLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """A layer whose keys and values [batch, heads, tokens, width] rest on either side."""
+    """A layer with keys and values [batch, heads, tokens, width] on either side."""
 
     _layer_type = None  # else Transformers would make every cache of these layers
 
@@ -108,8 +108,8 @@ class _SplitLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 class KVCache(DynamicCache):
-    """A ``DynamicCache`` for a model of `config`, of which at most `device_bytes` rest on the
-    device; 0: all of it rests on the host, None: all on the device.
+    """A ``DynamicCache`` for a model of `config`, with at most `device_bytes` on the device; 0: all
+    of it rests on the host, None: all on the device.
 
     Raises ConfigError for a negative budget.
     """
@@ -153,7 +153,7 @@ class KVCache(DynamicCache):
             layers[index].leave()
 
     def _layers(self, *, on_host: bool) -> list[Any]:
-        """Return the layers whose keys and values rest there."""
+        """Return the layers that rest there."""
         return [
             layer
             for layer in self.layers

@@ -67,7 +67,7 @@ _REFUSED = {
 }
 
 
-# those of trainers: each has its model until another trainer takes it
+# engines of trainers: each has its model until another trainer takes it
 _ENGINES: weakref.WeakSet[zs.Engine] = weakref.WeakSet()
 
 
@@ -227,7 +227,7 @@ def _strategy(args: Any) -> str:
     return str(getattr(args, "train_sampling_strategy", "random"))
 
 
-_Base: Any = object  # it stands before a subclass of Trainer, whose methods super() finds
+_Base: Any = object  # it stands before a subclass of Trainer: super() finds its methods
 
 
 class ZeroTrainerMixin(_Base):  # type: ignore[misc]
@@ -235,7 +235,7 @@ class ZeroTrainerMixin(_Base):  # type: ignore[misc]
 
     `zero` says how: a ``zeroshard.Config``, a dict of its keywords, or a path to JSON of either
     zeroshard's or DeepSpeed's form (default: stage 3). Precision comes from it, or from
-    ``args.bf16`` and ``args.fp16``; batch sizes and clipping that it names must be those of `args`.
+    ``args.bf16`` and ``args.fp16``; batch sizes and clipping that it names must equal `args`.
     Raises ConfigError where the two contradict each other, and for arguments that cannot act on a
     sharded model.
     """
@@ -314,7 +314,7 @@ class ZeroTrainerMixin(_Base):  # type: ignore[misc]
             mock.patch.object(self.args, "average_tokens_across_devices", False),
         ):
             loss = super().training_step(model, inputs, num_items_in_batch)
-        loss = loss * self.args.world_size  # of which the Trainer logs the mean over ranks
+        loss = loss * self.args.world_size  # the Trainer logs its mean over ranks
         return loss
 
     def _leaf_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -440,7 +440,7 @@ class ZeroTrainerMixin(_Base):  # type: ignore[misc]
 
     def _parts(self) -> dict[str, Any]:
         """Return which states a checkpoint holds beside the engine's, and whether frozen weights
-        are in it: those of a peft model come from elsewhere.
+        are in it: a peft model takes them from elsewhere.
         """
         states = {} if self.lr_scheduler is None else {"scheduler": self.lr_scheduler}
         return {"states": states, "frozen": self._adapter() is None}
@@ -472,7 +472,7 @@ def _leaves_of(config: zs.Config, args: Any) -> _LeafSteps | None:
     if args.world_size > 1 and not args.average_tokens_across_devices:
         raise zs.ConfigError(
             f"args.average_tokens_across_devices=False averages over the tokens of one rank, and"
-            f" {option} over those of the step: leave one of them out"
+            f" {option} over the tokens of the step: leave one of them out"
         )
     if (strategy := _strategy(args)) not in ("random", "sequential"):
         raise zs.ConfigError(
@@ -533,7 +533,7 @@ def _completed(config: zs.Config, args: Any) -> zs.Config:
 def _read(zero: zs.Config | dict[str, Any] | str | Path | None, args: Any) -> zs.Config:
     """Read the configuration, and compare what a DeepSpeed file says of the optimizer with `args`.
 
-    A clipping that the file leaves out, which is 1.0 in DeepSpeed, is that of `args`.
+    A clipping that the file leaves out, which is 1.0 in DeepSpeed, comes from `args`.
     """
     config = zs.Config.read(zero)
     if zero is None or isinstance(zero, zs.Config):

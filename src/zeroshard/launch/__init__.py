@@ -6,8 +6,8 @@ first), ``worker.py`` (what stands between the launcher and a script), ``outcome
 ended, in words). On several hosts ``hosts.py`` starts one such launcher on each, over a
 ``connection.py`` to ``on_host.py``; ``elastic.py`` starts again with those that are left.
 Launchers meet by ``agent_rendezvous.py``. ``doctor.py`` prints facts of the machine and what
-``probes.py`` measures. Options and tables are those of ``zeroshard.terminal``; ``zeroshard plan``
-is ``planner/printing``.
+``probes.py`` measures. Options and tables come from ``zeroshard.terminal``; ``zeroshard plan`` is
+``planner/plan_command.py``.
 
 Invariant: ``--help``, ``--version`` and usage errors never import torch.
 """

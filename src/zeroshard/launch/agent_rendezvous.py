@@ -1,4 +1,4 @@
-"""The meeting of a job's launchers, whose number and order are known: nothing is unpickled.
+"""The meeting of a job's launchers, in known number and order: nothing is unpickled.
 
 torch's own rendezvous opens TCP stores that listen on all addresses, and its agents unpickle from
 one of them. Here there is one TCP store, at one address where that is possible
@@ -8,7 +8,7 @@ one of them. Here there is one TCP store, at one address where that is possible
                     for each start of the group. The agent keeps its own state in memory, and
                     ``zeroshard.init_distributed()`` uses a file in the launcher's private directory
                     instead (``comm/job.py``).
-    several hosts   kept by the launcher of the first host; those of the others and all ranks
+    several hosts   kept by the launcher of the first host; all other launchers and all ranks
                     connect to it. Ranks are numbered host by host. The group starts once.
 
 Invariant: what is read from a store is JSON or a number. Who reaches the store can end the job or

@@ -13,8 +13,20 @@ from typing import Any
 
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.terminal.console import Table, note, print_json, progress, say, say_facts
-from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, count, listed
+from zeroshard.terminal import (
+    JSON,
+    Option,
+    Subcommand,
+    Table,
+    UsageError,
+    count,
+    listed,
+    note,
+    print_json,
+    progress,
+    say,
+    say_facts,
+)
 
 EXPORTS = ("hf", "torch", "dcp")
 IMPORTS = ("auto", "torch", "hf", "dcp", "deepspeed")
@@ -127,8 +139,14 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"checkpoints": results})
     else:
+        from rich.filesize import decimal
+
         for result in results:
-            _print_result(result)
+            if not result["damage"]:
+                size = f"{decimal(result['bytes'])} in {result['files']} file(s)"
+                say(f"{result['path']}: every byte is right ({size})")
+            for damage in result["damage"]:
+                say(damage["what"])
     wrong = [damage for result in results for damage in result["damage"]]
     if not wrong:
         return 0
@@ -156,16 +174,6 @@ def _verify_step(path: Path) -> dict[str, Any]:
         damage = verify(path, bar.advance)
     found = [asdict(one) for one in damage]
     return {"path": str(path), "bytes": num_bytes, "files": num_files, "damage": found}
-
-
-def _print_result(result: dict[str, Any]) -> None:
-    from rich.filesize import decimal
-
-    if not result["damage"]:
-        size = f"{decimal(result['bytes'])} in {result['files']} file(s)"
-        say(f"{result['path']}: every byte is right ({size})")
-    for damage in result["damage"]:
-        say(damage["what"])
 
 
 # ------------------------------------------------------------------ export and import
@@ -259,7 +267,7 @@ _EXPORT_OPTIONS = (
     Option("--dtype", "of the parameters (default: as they were saved)", choices=DTYPES),
     Option("--max-shard-size SIZE", "with hf, of each file, like 5GB or 500MiB (default: 5GB)",
            _size, 5 * 10**9),
-    Option("--config FILE", "with hf, the model's config.json (default: that of the Transformers"
+    Option("--config FILE", "with hf, the model's config.json (default: as of the Transformers"
            " model which was saved)", Path),
 )  # fmt: skip
 _EXPORT = Subcommand(

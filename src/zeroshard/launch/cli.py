@@ -26,9 +26,8 @@ from zeroshard.launch import (
     trail_command,
 )
 from zeroshard.launch.options import RUN, parse_run
-from zeroshard.planner.printing import plan_command
-from zeroshard.terminal.console import note
-from zeroshard.terminal.declared import LineParser, Option, Subcommand, UsageError
+from zeroshard.planner import plan_command
+from zeroshard.terminal import LineParser, Option, Subcommand, UsageError, note
 
 PROGRAM = Subcommand(
     "zeroshard", "", "zeroshard run --nproc 2 examples/train_gpt.py",
@@ -110,7 +109,7 @@ def _launch(line: deepspeed_line.Line) -> int:
 
 
 def build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser of all, and those of the commands, by name."""
+    """Return the parser of all, and the parsers of the commands, by name."""
     parser = LineParser(prog=PROGRAM.name)
     PROGRAM.declare(parser)
     parser.add_argument("--version", action="version", version=f"zeroshard {__version__}")
@@ -149,14 +148,11 @@ def add_benchmarks(parser: argparse.ArgumentParser) -> None:
     if (root / "benchmarks" / COMMAND_LINE).is_file():
         if sys.path[0] != str(root):
             sys.path.insert(0, str(root))
-    elif not _has_benchmarks():
-        raise UsageError(MISSING)
+    else:
+        found = find_spec("benchmarks")
+        places = found.submodule_search_locations or [] if found else []
+        if not any((Path(place) / COMMAND_LINE).is_file() for place in places):
+            raise UsageError(MISSING)
     from benchmarks import command_line
 
     command_line.add_commands(parser)
-
-
-def _has_benchmarks() -> bool:
-    found = find_spec("benchmarks")
-    places = found.submodule_search_locations or [] if found else []
-    return any((Path(place) / COMMAND_LINE).is_file() for place in places)

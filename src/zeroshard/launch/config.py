@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.errors import ConfigError
-from zeroshard.terminal.console import print_json, say
-from zeroshard.terminal.declared import JSON, Option, Subcommand
+from zeroshard.terminal import JSON, Option, Subcommand, print_json, say
 
 if TYPE_CHECKING:
     from zeroshard.deepspeed.keys.findings import Finding

@@ -1,13 +1,13 @@
 """One host of ``zeroshard run --hostfile``: its ssh process, its state, and the wire format.
 
-To the host go lines of JSON. From the host, whose standard output carries this and nothing else,
-comes a greeting and then frames: one byte that says what it is, four that say how long, the bytes
-(`OUT` and `ERR`: output of the job; `NOTE`: JSON). A shell's greeting before ours is passed over.
+To the host go lines of JSON. From the host comes a greeting and then frames, and nothing else on
+its standard output: one byte that says what it is, four that say how long, the bytes (`OUT` and
+`ERR`: output of the job; `NOTE`: JSON). A shell's greeting before ours is passed over.
 
 Text of the system's (arguments, paths, the environment) is bytes; it becomes str as UTF-8 with
 surrogateescape, whatever the locales of both sides are, so that all bytes come back as they went.
 
-Invariant: a host whose connection ends has ended its part of the job, or ends it now. No torch
+Invariant: where a connection ends, its host has ended its part of the job, or ends it now. No torch
 here.
 """
 
@@ -123,7 +123,7 @@ class _Lines:
 
 class Connection:
     """The ssh process of one host, and what is known of the host. It serves its own descriptors in
-    the loop of `selector`, whose keys hold the function to call. `tell_port` gets the note with the
+    the loop of `selector`: its keys hold the function to call. `tell_port` gets the note with the
     port of the first host.
     """
 

@@ -5,7 +5,7 @@
     zeroshard deepspeed --hostfile hosts --include worker-0@worker-1:0,2 train.py ...
     zeroshard as-deepspeed accelerate launch --config_file zero3.yaml train.py
 
-`parse` turns the line into that of ``zeroshard run``: one rank per slot, `--local_rank=N` as the
+`parse` turns the line into one of ``zeroshard run``: one rank per slot, `--local_rank=N` as the
 script's first argument, the stand-in under the name ``deepspeed``. Options mean what they mean
 there (deepspeed/launcher/runner.py, 0.19); the options that have no meaning here are refused with
 the line to use, none is dropped. Its one default that is another: a port that is free, not 29500.
@@ -40,8 +40,8 @@ from zeroshard.launch.options import (
 )
 from zeroshard.launch.outcome import say
 from zeroshard.system.device import VISIBLE_DEVICES
-from zeroshard.system.tasks import rank_variables
-from zeroshard.terminal.declared import Option, Subcommand, UsageError
+from zeroshard.system.this_host import rank_variables
+from zeroshard.terminal import Option, Subcommand, UsageError
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 DEFAULT_PORT = 29500  # where launchers that do not know each other meet
@@ -62,7 +62,7 @@ _OPTIONS = (
     Option("--no_python", "the script is a program to be started directly"),
     Option("--no_local_rank", "pass no --local_rank=N to the script"),
     Option("--no_ssh", "each host has its own line, with its --node_rank"),
-    Option("--node_rank N", "this host's place among those of the hostfile, with --no_ssh",
+    Option("--node_rank N", "this host's place in the hostfile, with --no_ssh",
            partial(whole, least=0), must="a number of at least 0"),
     Option("--force_multi", "go over ssh to a single host, too"),
     Option("--ssh_port N", "the port of the hosts' sshd", partial(whole, below=65536),
@@ -106,7 +106,7 @@ _TAKES_VALUE |= {"--help": False, "-h": False}
 @dataclass(frozen=True)
 class Line:
     """A line of DeepSpeed's launcher as ``zeroshard run`` takes it: on `hosts`, where there are
-    any, else here, on those of this machine's `devices` that it names.
+    any, else here, on the `devices` of this machine that it names.
     """
 
     options: RunOptions
@@ -165,7 +165,11 @@ def _placed(given: argparse.Namespace, options: dict[str, Any]) -> Line:
     if path is None:
         if given.no_ssh or given.force_multi or (given.num_nodes or 1) > 1:
             raise UsageError("several hosts need --hostfile FILE, with lines `HOST slots=N`")
-        devices = _local_devices(given)
+        devices: Sequence[int] = range(given.num_gpus or 0)  # none: all there are
+        if given.include is not None or given.exclude is not None:
+            count = _num_devices() or os.cpu_count() or 1
+            here = Host("localhost", tuple(range(count)), count)
+            devices = choose_hosts([here], given.include, given.exclude)[0].slots
         nproc = str(len(devices)) if devices else None
         return Line(RunOptions(**options, nproc=nproc, port=port), devices=devices)
     hosts = list(_chosen(given, path))
@@ -176,7 +180,8 @@ def _placed(given: argparse.Namespace, options: dict[str, Any]) -> Line:
         place = HostPlace(given.node_rank, len(hosts), master, port or DEFAULT_PORT)
         options |= {"nproc": str(len(own.slots)), "standalone": False, "place": place}
         return Line(RunOptions(**options), devices=own.slots)
-    if len(hosts) == 1 and _is_here(hosts[0].name) and not given.force_multi:
+    ours = ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
+    if len(hosts) == 1 and hosts[0].name in ours and not given.force_multi:
         slots = hosts[0].slots
         return Line(RunOptions(**options, nproc=str(len(slots)), port=port), devices=slots)
     ssh = "ssh" if given.ssh_port is None else f"ssh -p {given.ssh_port}"
@@ -184,15 +189,6 @@ def _placed(given: argparse.Namespace, options: dict[str, Any]) -> Line:
         path, ssh=ssh, master_addr=given.master_addr, master_port=port, variables=exported()
     )
     return Line(RunOptions(**options, standalone=False, hosts=choice), hosts)
-
-
-def _local_devices(given: argparse.Namespace) -> Sequence[int]:
-    """Return the devices of this machine that the line names; none: all there are."""
-    if given.include is None and given.exclude is None:
-        return range(given.num_gpus or 0)
-    count = _num_devices() or os.cpu_count() or 1
-    here = Host("localhost", tuple(range(count)), count)
-    return choose_hosts([here], given.include, given.exclude)[0].slots
 
 
 def _chosen(given: argparse.Namespace, path: str) -> Iterator[Host]:
@@ -203,10 +199,6 @@ def _chosen(given: argparse.Namespace, path: str) -> Iterator[Host]:
         if num > host.num_slots:
             raise UsageError(f"--num_gpus {num}: {host.name} has slots={host.num_slots} in {path}")
         yield host if given.num_gpus is None else Host(host.name, host.slots[:num], host.num_slots)
-
-
-def _is_here(name: str) -> bool:
-    return name in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
 
 
 def take_devices(devices: Sequence[int]) -> None:
@@ -238,8 +230,8 @@ def _num_devices() -> int:
 
 
 def exported() -> Mapping[str, str]:
-    """Return the variables for other hosts: those of ``.deepspeed_env`` in the home directory, then
-    in this one, and this directory in PYTHONPATH. Raises UsageError for a line without a `=`.
+    """Return the variables for other hosts: from ``.deepspeed_env`` in the home directory, then in
+    this one, and this directory in PYTHONPATH. Raises UsageError for a line without a `=`.
     """
     found: dict[str, str] = {}
     # once where the name is a whole path
@@ -296,7 +288,7 @@ def _unknown(written: str, name: str) -> str:
     near = difflib.get_close_matches(name, _TAKES_VALUE, n=1)
     hint = f", did you mean {near[0]}?" if near else ""
     return (
-        f"unknown option {written}{hint}; the script's own options come after it, and those of"
+        f"unknown option {written}{hint}; the script's own options come after it, and options of"
         " zeroshard run are for zeroshard run --as-deepspeed"
     )
 
@@ -313,8 +305,8 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------- zeroshard as-deepspeed
-# A command whose Python processes find the stand-in for DeepSpeed, as ``env`` and ``nice`` start a
-# command.
+# A command with Python processes that find the stand-in for DeepSpeed, as ``env`` and ``nice``
+# start a command.
 #
 #     zeroshard as-deepspeed bash train.sh          # which says `deepspeed --num_gpus=8 ...`
 #     srun --ntasks-per-node=8 zeroshard as-deepspeed python train.py --deepspeed zero.json
@@ -345,7 +337,7 @@ def become(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     """Become the command ``argv``. Raises UsageError where there is none, or no such program."""
     words = argv[1:] if argv[:1] == ["--"] else argv
     if not words or (words is argv and words[0].startswith("-")):
-        parser.parse_args(words)  # --help, and options, of which there are no others
+        parser.parse_args(words)  # --help, and options: there are no others
         raise UsageError("as-deepspeed: no command given")
     environ = environment_of_stand_in(os.environ)
     sys.stdout.flush()

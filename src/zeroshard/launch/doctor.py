@@ -19,6 +19,7 @@ thing is missing and whichever measurement has failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import platform
@@ -35,8 +36,17 @@ from typing import TYPE_CHECKING, Any
 from zeroshard._version import __version__
 from zeroshard.system.device import DRIVERS, all_devices, library_versions
 from zeroshard.system.this_host import HostMemory
-from zeroshard.terminal.console import Table, note, print_json, progress, say
-from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError
+from zeroshard.terminal import (
+    JSON,
+    Option,
+    Subcommand,
+    Table,
+    UsageError,
+    note,
+    print_json,
+    progress,
+    say,
+)
 
 if TYPE_CHECKING:
     from zeroshard.planner.machine import Machine
@@ -262,7 +272,13 @@ _OPEN_FILES = 4096  # a file per state on disk, a descriptor per unit in shared 
 
 def facts() -> dict[str, Any]:
     """Return "versions", "host", "devices", "backends" and "limits" of this machine."""
-    torch = _torch()
+    torch: Any = None
+    with contextlib.suppress(ImportError, OSError):  # a library that it links to may be missing
+        torch = importlib.import_module("torch")
+    backends: dict[str, bool] = {}
+    if torch is not None and torch.distributed.is_available():
+        names = {"gloo", "nccl", *(one.backend for one in all_devices() if one.backend)}
+        backends = {name: torch.distributed.is_backend_available(name) for name in sorted(names)}
     versions: dict[str, str | None] = {
         "python": platform.python_version(),
         "zeroshard": __version__,
@@ -277,7 +293,7 @@ def facts() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "threads": None if torch is None else torch.get_num_threads(),
         "memory_bytes": pages * page_size,
-        "cpus": os.cpu_count(),  # of the machine, of which this process may use "cores"
+        "cpus": os.cpu_count(),  # of the machine; this process may use "cores"
         "load": os.getloadavg()[0],
     }
     shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
@@ -285,7 +301,7 @@ def facts() -> dict[str, Any]:
         "versions": versions,
         "host": host,
         "devices": devices,
-        "backends": _backends(torch),
+        "backends": backends,
         "limits": {
             "memory_bytes": HostMemory.now().limit,
             "pinned_memory_bytes": _limit(resource.RLIMIT_MEMLOCK),
@@ -347,26 +363,11 @@ def find_missing(found: dict[str, Any]) -> list[dict[str, str]]:
     return missing
 
 
-def _torch() -> Any:
-    try:
-        return importlib.import_module("torch")
-    except (ImportError, OSError):  # a library that it links to may be missing
-        return None
-
-
 def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _backends(torch: Any) -> dict[str, bool]:
-    """Return which of torch.distributed's backends are there; empty without the package."""
-    if torch is None or not torch.distributed.is_available():
-        return {}
-    names = {"gloo", "nccl", *(one.backend for one in all_devices() if one.backend)}
-    return {name: torch.distributed.is_backend_available(name) for name in sorted(names)}
 
 
 def _limit(kind: int) -> int | None:

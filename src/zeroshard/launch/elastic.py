@@ -92,13 +92,12 @@ def dead_ranks(outcome: Outcome) -> set[int]:
         return {one.rank for one in outcome.failures if one.hung}
     if first.left or first.consequence or first.status in CONTRACT_EXIT_CODES:
         return set()
-    return {one.rank for one in outcome.failures if one is first or _is_own(one, first)}
-
-
-def _is_own(failure: Failure, first: Failure) -> bool:
-    """Whether a later failure is a death of its own."""
-    same = bool(failure.message) and failure.message == first.message
-    return _was_killed(failure) or (same and not failure.consequence)
+    dead = {first.rank}
+    for one in outcome.failures:  # later ones that are deaths of their own
+        same = bool(one.message) and one.message == first.message
+        if _was_killed(one) or (same and not one.consequence):
+            dead.add(one.rank)
+    return dead
 
 
 def _was_killed(failure: Failure) -> bool:
@@ -115,7 +114,7 @@ def killed_ranks(outcome: Outcome) -> set[int]:
 
 
 def loss_of(outcome: Outcome, dead: set[int], left: int, of: int) -> Loss:
-    """Return that the ranks `dead` are lost, of whom the first to fail is named."""
+    """Return that the ranks `dead` are lost, with the name of the first to fail."""
     first = next(failure for failure in outcome.failures if failure.rank in dead)
     who = f"{first.name} and {len(dead) - 1} more" if len(dead) > 1 else first.name
     hint = " (often the kernel, out of memory)" if first.status == -signal.SIGKILL else ""
@@ -173,8 +172,8 @@ def go_on(
     """Return the hosts that go on, with the slots that they still have; none where they are too
     few. Either is said. None where nobody has died by whom the job could go on.
 
-    A host whose connection has ended is gone, with its memory; so is one whose last rank has died.
-    The others keep their connection and their guard, which holds the memory of its host.
+    A host is gone, with its memory, when its connection has ended or its last rank has died. The
+    others keep their connection and their guard, which holds the memory of its host.
     """
     lost = [connection for connection in connections if not connection.waits]
     if any(has_refused(one) and not one.came_back for one in lost):
@@ -189,7 +188,13 @@ def go_on(
         first_rank += len(host.slots)
         if slots and connection not in lost:
             left.append((connection, replace(host, slots=tuple(slots))))
-    loss = _loss_of_hosts(lost, outcome, dead, sum(len(host.slots) for _, host in left), first_rank)
+    num_left = sum(len(host.slots) for _, host in left)
+    if losses := [one.loss for one in lost if one.loss is not None]:
+        loss = Loss(min(losses, key=lambda one: one.at).reason, num_left, first_rank)
+    elif not dead:
+        loss = Loss(f"{lost[0].host.name} has left", num_left, first_rank)
+    else:
+        loss = loss_of(outcome, dead, num_left, first_rank)
     if loss.left < least:
         _say_too_few(loss, least)
         return []
@@ -224,20 +229,9 @@ def has_refused(connection: Connection) -> bool:
     return connection.loss is not None and connection.loss.code in _REFUSED
 
 
-def _loss_of_hosts(
-    lost: Sequence[Connection], outcome: Outcome, dead: set[int], left: int, of: int
-) -> Loss:
-    losses = [one.loss for one in lost if one.loss is not None]
-    if losses:
-        return Loss(min(losses, key=lambda one: one.at).reason, left, of)
-    if not dead:
-        return Loss(f"{lost[0].host.name} has left", left, of)
-    return loss_of(outcome, dead, left, of)
-
-
 def visible_devices(visible: Sequence[str], num_ranks: int, dead: Iterable[int]) -> list[str]:
-    """Return the devices that the ranks left have, of those `visible`: each rank had the one of
-    its number, and that of a dead one may be broken. All where they are fewer than ranks.
+    """Return the devices of `visible` for the ranks left: each rank had the device of its number,
+    and the device of a dead rank may be broken. All where they are fewer than ranks.
     """
     gone = set(dead)
     if len(visible) < num_ranks:
@@ -346,7 +340,18 @@ class KeeperServer:
                 connection.settimeout(_PATIENCE_S)
                 credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
                 if struct.unpack("3i", credentials)[1] == os.getuid():
-                    self._answer_or_refuse(connection)
+                    try:
+                        self._answer(connection)
+                    except OSError as error:
+                        if error.errno not in _FULL:
+                            raise
+                        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                        reason = (
+                            "the launcher, which keeps this job's memory, has as many files open as"
+                            f" it may ({limit}), two for each part of a checkpoint: raise its limit"
+                            " (ulimit -n)"
+                        )
+                        connection.send(json.dumps({"refused": reason}).encode())
             if self._spare is None:
                 with contextlib.suppress(OSError):
                     self._spare = _nothing()
@@ -355,19 +360,6 @@ class KeeperServer:
         spare, self._spare = self._spare, None
         if spare is not None:
             os.close(spare)
-
-    def _answer_or_refuse(self, connection: socket.socket) -> None:
-        try:
-            self._answer(connection)
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            reason = (
-                f"the launcher, which keeps this job's memory, has as many files open as it may"
-                f" ({limit}), two for each part of a checkpoint: raise its limit (ulimit -n)"
-            )
-            connection.send(json.dumps({"refused": reason}).encode())
 
     def _answer(self, connection: socket.socket) -> None:
         data, files, flags, _ = socket.recv_fds(connection, MAX_RECORD, 2, socket.MSG_CMSG_CLOEXEC)

@@ -1,13 +1,13 @@
-"""``zeroshard generate``: text from a model in Transformers' format whose weights rest on the host
-or on disk (ZeRO-Inference).
+"""``zeroshard generate``: text from a model in Transformers' format, with weights that rest on the
+host or on disk (ZeRO-Inference).
 
     zeroshard generate MODEL_DIR --prompt TEXT                       weights on the host
     zeroshard generate MODEL_DIR --prompt TEXT --offload disk --codec int8
     zeroshard run --nproc 2 -m zeroshard generate MODEL_DIR --prompt A --prompt B
 
 MODEL_DIR holds config.json, safetensors files and, for prompts that are text, a tokenizer. The
-model is built without memory and read a parameter at a time, so no rank holds all of it. Tokens are
-those of Transformers' ``model.generate()``, with the directory's generation_config.json; options
+model is built without memory and read a parameter at a time, so no rank holds all of it. Tokens
+equal Transformers' ``model.generate()`` with the directory's generation_config.json; options
 outrank it. Of several ranks each reads its slice of the weights, and generates for its share of the
 prompts; rank 0 prints. No Python of the directory is run.
 
@@ -34,8 +34,17 @@ from zeroshard.core.sizes import parse_bytes
 from zeroshard.core.wire import CODEC_BITS
 from zeroshard.errors import ZeroshardError
 from zeroshard.system.safe_files import NotReadable, has_transformers, read_json
-from zeroshard.terminal.console import print_json, progress, say
-from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, as_usage, count
+from zeroshard.terminal import (
+    JSON,
+    Option,
+    Subcommand,
+    UsageError,
+    as_usage,
+    count,
+    print_json,
+    progress,
+    say,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +99,7 @@ class ModelDirectory:
     config: Any  # Transformers' configuration
 
     def __init__(self, path: Path) -> None:
-        """Raises UsageError for a directory of which something cannot be read."""
+        """Raises UsageError for a directory where something cannot be read."""
         from transformers import AutoConfig
 
         self.path = path
@@ -115,7 +124,7 @@ class ModelDirectory:
             kernel = getattr(one, "_attn_implementation", None)
             if "/" in str(kernel or ""):
                 raise UsageError(
-                    f"{path / 'config.json'} asks for attention from a hub ({kernel!r}), whose code"
+                    f"{path / 'config.json'} asks for attention from a hub ({kernel!r}): its code"
                     " is not run here: take attn_implementation out"
                 )
 
@@ -172,16 +181,10 @@ class ModelDirectory:
                     f"{where} asks for {what}, which zeroshard generate does not do: take it out,"
                     " or call model.generate() in a script"
                 )
-        # ranks whose prompts have other lengths run as many forwards
+        # ranks with prompts of other lengths run as many forwards
         read.prefill_chunk_size = None
         read.return_dict_in_generate = False
         return read
-
-
-def looks_at_lengths(generation: Any) -> bool:
-    """Return whether a prompt's padding changes what `generation` gives."""
-    counts = generation.max_new_tokens is None  # max_length counts the prompt
-    return counts or any(getattr(generation, name, None) for name in _BY_LENGTH)
 
 
 @contextmanager
@@ -366,7 +369,9 @@ class _GenerateRun:
     def batch(self, asked: int | None) -> int | None:
         """Return how many prompts to take at a time: one where others' padding would count."""
         lengths = {len(ids) for ids in self.prompts.ids}
-        return 1 if len(lengths) > 1 and looks_at_lengths(self.generation) else asked
+        counts = self.generation.max_new_tokens is None  # max_length counts the prompt
+        counts = counts or any(getattr(self.generation, name, None) for name in _BY_LENGTH)
+        return 1 if len(lengths) > 1 and counts else asked
 
     def all(self, batches: list[list[int]]) -> tuple[dict[int, list[int]], float]:
         """Return the new tokens of every prompt of all ranks, and the seconds. Collective."""
@@ -499,7 +504,7 @@ _OPTIONS = (
            Path),
     Option("--codec", "rest encoded: a quarter (int8, fp8) or an eighth (int4) of the bytes, and"
            " rounded", choices=tuple(CODEC_BITS)),
-    Option("--dtype", "the dtype of the computation (default: that of config.json)",
+    Option("--dtype", "the dtype of the computation (default: as in config.json)",
            choices=tuple(_DTYPES)),
     Option("--batch N", "prompts that a rank takes at a time (default: all of its own)", count(1)),
     Option("--kv-device-bytes SIZE", "keys and values beyond this size, 2GiB, rest on the host; 0:"

@@ -5,8 +5,8 @@ goes through the connection's standard input as JSON, so that no shell reads it.
 is one host seen from here, ``on_host.py`` the other side. Ranks are numbered in the order of the
 hostfile.
 
-Invariant: a host whose connection ends has ended its part of the job, or ends it now; and when one
-part fails, all are ended. The first failure is that of the whole job: the hosts send their
+Invariant: where a connection ends, its host has ended its part of the job, or ends it now; and when
+one part fails, all are ended. The first failure counts for the whole job: the hosts send their
 outcomes, and ``supervisor.blame_order`` orders them.
 
 No torch here, and no part of the job runs in this process.
@@ -45,7 +45,7 @@ from zeroshard.system.device import LIBRARIES, VISIBLE_DEVICES
 # ------------------------------------------------------------------------------------- absent hosts
 # Hosts that a job goes on without, asked at an interval whether they are back.
 #
-# A host is asked as a start asks it: ssh, the interpreter, the directory and ``on_host.py``, whose
+# A host is asked as a start asks it: ssh, the interpreter, the directory and ``on_host.py``. Its
 # greeting is the answer. The connection that has brought the greeting stays open, and takes the
 # orders of the next start. A host that does not answer is asked again, and nothing is said of it.
 #
@@ -83,7 +83,7 @@ class AbsentHosts:
         return [one for one in self._asked.values() if one.is_open and not one.is_silent]
 
     def ask(self) -> float:
-        """Ask the hosts whose time has come; return when to call again."""
+        """Ask the hosts that are due; return when to call again."""
         now = time.monotonic()
         for name, connection in list(self._asked.items()):
             if connection.is_silent and now >= connection.begun_at + self._patience_s:
@@ -161,7 +161,7 @@ def launch_on_hosts(
 
 
 def sent_environment(environ: Mapping[str, str], export: Sequence[str]) -> dict[str, str]:
-    """Return the variables that hosts get: those of the libraries, no secrets, and `export`.
+    """Return the variables that hosts get: variables of the libraries, no secrets, and `export`.
 
     Raises:
         UsageError: one of `export` is not set.
@@ -240,7 +240,7 @@ class _HostsJob:
                 connection.close()
         left.sort(key=lambda one: list(self._hosts).index(one[1].name))
         hosts = [host for _, host in left]
-        # the address that the line names is that of its first host, if that is still there
+        # the line names the address of its first host, if that is still there
         is_first = left[0][0].host.name == next(iter(self._hosts))
         choice = replace(self._choice, master_addr=self._choice.master_addr if is_first else None)
         for node_rank, (connection, host) in enumerate(left):
@@ -284,7 +284,13 @@ class _HostsJob:
             if key.fileobj in self._selector.get_map():  # not closed by one before it
                 key.data()
         if not self._is_ending and any(one.has_failed for one in self._connections):
-            self._end_others()
+            self._is_ending = True
+            grace_s = self._options.grace_s
+            answer_s = ANSWER_S if self._options.elastic is None else ELASTIC_ANSWER_S
+            self._end_by = min(self._end_by, time.monotonic() + grace_s + answer_s)
+            for connection in self._connections:
+                if connection.exit_code is None:
+                    connection.order({"end": grace_s})
         if time.monotonic() >= self._end_by:
             for connection in self._connections:
                 if not self._has_ended(connection):
@@ -326,28 +332,15 @@ class _HostsJob:
             self._look_at = now + LOOK_S
             whole = elastic.whole_steps([one.kept for one in self._connections])
             if any(step > self._began_from.get(name, []) for name, step in whole.items()):
-                self._stop_to_grow()
+                # all ranks end as for SIGTERM to the launcher: a script that handles it saves
+                self._grows = self._is_ending = True
+                self._end_by = time.monotonic() + self._signal_grace_s + ELASTIC_ANSWER_S
+                for connection in self._connections:
+                    connection.order({"signal": signal.SIGTERM})
                 return math.inf
             for connection in self._connections:
                 connection.order({"tell": "kept"})
         return min(ask_at, self._look_at)
-
-    def _stop_to_grow(self) -> None:
-        """Have all ranks end as for SIGTERM to the launcher: a script that handles it saves."""
-        self._grows = self._is_ending = True
-        self._end_by = time.monotonic() + self._signal_grace_s + ELASTIC_ANSWER_S
-        for connection in self._connections:
-            connection.order({"signal": signal.SIGTERM})
-
-    def _end_others(self) -> None:
-        """End every part of the job, since one has failed."""
-        self._is_ending = True
-        grace_s = self._options.grace_s
-        answer_s = ANSWER_S if self._options.elastic is None else ELASTIC_ANSWER_S
-        self._end_by = min(self._end_by, time.monotonic() + grace_s + answer_s)
-        for connection in self._connections:
-            if connection.exit_code is None:
-                connection.order({"end": grace_s})
 
     def _take_signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -415,7 +408,7 @@ def _devices(host: Host) -> dict[str, str]:
 
 def beginning(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
     """Return the input that makes `COMMAND` run `command` on a host, in a directory of the same
-    path as this process's, with `environment` added to that of the host's shell.
+    path as this process's, with `environment` added to the environment of the host's shell.
     """
     if "\n" in command[0]:
         raise UsageError(f"the path of the interpreter, {command[0]!r}, has a line end")

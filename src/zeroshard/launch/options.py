@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from zeroshard.system.tasks import read_step, read_task
-from zeroshard.terminal.declared import LineParser, Option, Subcommand, UsageError, made
+from zeroshard.system.this_host import read_step, read_task
+from zeroshard.terminal import LineParser, Option, Subcommand, UsageError, made
 
 __all__ = [
     "ELASTIC", "REFUSED", "RUN", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "HostChoice", "HostPlace",
@@ -96,8 +96,8 @@ class HostChoice:
 
 @dataclass(frozen=True)
 class HostPlace:
-    """This launcher's place among those of several hosts. `listener` is the socket of the first
-    host where it is open already, and `report` a pipe for the outcome, both descriptors.
+    """This launcher's place among the launchers of several hosts. `listener` is the socket of the
+    first host where it is open already, and `report` a pipe for the outcome, both descriptors.
     """
 
     node_rank: int
@@ -204,7 +204,14 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     given = parser.parse_args(_canonical(options))  # also answers --help
     if not rest:
         raise UsageError("no script given")
-    _hint_at_order(options, rest)
+    before = {name for name, _ in options}
+    words = (token.partition("=")[0] for token in rest[1:])
+    late = next((name for name in words if _TAKES_VALUE.get(name) and name not in before), None)
+    if late is not None:  # it may be the script's own
+        sys.stderr.write(
+            f"zeroshard run: {late} comes after {rest[0]} and goes to it; options of zeroshard run"
+            " come before the script\n"
+        )
     if given.module and given.no_python:
         raise UsageError("--module and --no-python exclude each other")
     kind = "module" if given.module else "command" if given.no_python else "script"
@@ -218,7 +225,10 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     if given.standalone and named:
         raise UsageError(f"--standalone and {named[0]} exclude each other")
     hosts = _host_choice(given, named)
-    place = None if hosts is not None else _launched_place(given, named)
+    # mpirun or srun may have started a launcher on each of several hosts
+    place, elsewhere = None, set(named) - {"--master-addr", "--master-port"}
+    if hosts is None and not given.standalone and not elsewhere:
+        place = _mpi_place(given) or _slurm_place(given)
     one_host = hosts is None and place is None
     if one_host:
         _check_port(given)
@@ -292,15 +302,6 @@ def _host_choice(given: argparse.Namespace, named: list[str]) -> HostChoice | No
     return made(HostChoice, given, **own, rejoin_after=rejoin_after)
 
 
-def _launched_place(given: argparse.Namespace, named: list[str]) -> HostPlace | None:
-    """Return the place of this launcher, where ``mpirun`` or ``srun`` has started one on each of
-    several hosts and the line says nothing else.
-    """
-    if given.standalone or set(named) - {"--master-addr", "--master-port"}:
-        return None
-    return _mpi_place(given) or _slurm_place(given)
-
-
 def _slurm_place(given: argparse.Namespace) -> HostPlace | None:
     step = read_step(os.environ)
     if step is None or step.num_tasks == 1:
@@ -334,18 +335,6 @@ def _mpi_place(given: argparse.Namespace) -> HostPlace | None:
             " is the first: --master-addr HOST"
         )
     return HostPlace(task.rank, task.num_tasks, address, _port(given.master_port) or task.port)
-
-
-def _hint_at_order(options: list[tuple[str, str | None]], rest: list[str]) -> None:
-    """Warn of an option of ours after the script; it may be the script's own."""
-    before = {name for name, _ in options}
-    named = (token.partition("=")[0] for token in rest[1:])
-    late = next((name for name in named if _TAKES_VALUE.get(name) and name not in before), None)
-    if late is not None:
-        sys.stderr.write(
-            f"zeroshard run: {late} comes after {rest[0]} and goes to it; options of zeroshard run"
-            " come before the script\n"
-        )
 
 
 def _dest(name: str) -> str:
@@ -546,15 +535,13 @@ def _named(option: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tuple[
             raise UsageError(f"{option}: {name} stands there twice")
         slots = known[name].slots
         if colon:
-            slots = tuple(sorted({_slot(option, known[name], one) for one in numbers.split(",")}))
+            chosen = set()
+            for written in numbers.split(","):
+                number = written.strip()
+                if not (number.isascii() and number.isdecimal()) or int(number) not in slots:
+                    last = known[name].num_slots - 1
+                    raise UsageError(f"{option}: {name} has no slot {written!r}, only 0 to {last}")
+                chosen.add(int(number))
+            slots = tuple(sorted(chosen))
         named[name] = slots
     return named
-
-
-def _slot(option: str, host: Host, text: str) -> int:
-    number = text.strip()
-    if not (number.isascii() and number.isdecimal()) or int(number) not in host.slots:
-        raise UsageError(
-            f"{option}: {host.name} has no slot {text!r}, only 0 to {host.num_slots - 1}"
-        )
-    return int(number)

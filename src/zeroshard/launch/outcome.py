@@ -35,7 +35,7 @@ class Outcome:
     """The end of the ranks of one host, or of all."""
 
     failures: list[Failure] = field(default_factory=list)  # the one to blame first
-    left: list[Failure] = field(default_factory=list)  # whose scripts have ended well
+    left: list[Failure] = field(default_factory=list)  # ranks that have ended well
     ended_by: int | None = None  # the signal to the launcher
     stalled: bool = False
 

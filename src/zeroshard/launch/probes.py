@@ -1,5 +1,13 @@
 """The measurements of ``zeroshard doctor``: seconds of work each, about 20 s together.
 
+Between two ranks collectives are measured: processes of this module, which meet in a file in
+DIRECTORY. Rank 0 prints its answer as one line of JSON.
+
+    python -m zeroshard.launch.probes DIRECTORY RANK TRANSPORT...
+
+The transports are the library's own (comm/transport.py): these are the rates that a gather and a
+reduce get.
+
 Grade "probe": one process (two for collectives), warmed up once, the best of a few repetitions, and
 nobody else kept off the machine. Good enough to tell which link is slow and to calibrate a plan;
 ``zeroshard bench`` compares.
@@ -18,14 +26,21 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
+from zeroshard.comm.select import make_transport
+from zeroshard.comm.transport import CommSpec, ReduceRequest, Transport
+from zeroshard.core.placement import Mesh
 from zeroshard.core.work import Work
+from zeroshard.errors import ConfigError
 from zeroshard.memory import synchronize
+from zeroshard.system.device import Device
 from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.store import Storage
 from zeroshard.tier.swapdir import BLOCK, SwapDirectory, free_bytes
@@ -79,7 +94,7 @@ def collectives(*transports: str) -> list[dict[str, Any]]:
     collective of `transports` between 2 ranks on this host. Raises RuntimeError where that fails.
     """
     with tempfile.TemporaryDirectory(prefix="zeroshard-doctor-") as directory:
-        command = [sys.executable, "-m", "zeroshard.launch.probe_rank", directory]
+        command = [sys.executable, "-m", "zeroshard.launch.probes", directory]
         ranks = [
             subprocess.Popen(
                 [*command, str(rank), *transports], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -193,3 +208,86 @@ def _stream(
     for work in under_way:
         work.wait()
     return moved, moved / (time.perf_counter() - begin)
+
+
+# ----------------------------------------------------------------------------- the ranks of a probe
+
+
+_SIZE = 2
+_SMALL = 64  # elements of fp32 per rank: 256 bytes
+_LARGE = 2 << 20  # 8 MiB
+_REPEATS = {_SMALL: 100, _LARGE: 12}
+_TIMEOUT = timedelta(seconds=60)
+
+
+def main(argv: list[str]) -> None:
+    """Measure as the rank in `argv` = [directory, rank, *transports]."""
+    directory, rank, names = Path(argv[0]), int(argv[1]), argv[2:]
+    device, backend = torch.device("cpu"), "gloo"
+    torch.set_num_threads(1)  # as ranks that share a host
+    if "nccl" in names and (accelerator := Device.accelerator()) is not None:
+        device = accelerator.make_current(rank)
+        backend = f"cpu:gloo,{device.type}:{accelerator.backend}"
+    store = dist.FileStore(str(directory / "meeting"), _SIZE)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=_SIZE, timeout=_TIMEOUT)
+    answer = []
+    for name in names:
+        try:
+            spec = CommSpec(Mesh.of(_SIZE), name, stall_timeout_s=_TIMEOUT.total_seconds())
+            transport = make_transport(None, device, spec)
+            answer += measure(transport, device)
+            transport.control.exchange(b"done")  # nobody leaves early
+            transport.close()
+        except ConfigError as error:  # on both ranks: memory cannot be shared here
+            answer.append({"what": f"2 ranks, {name}", "error": str(error)})
+    dist.destroy_process_group()
+    if rank == 0:
+        print(json.dumps(answer))
+
+
+def measure(transport: Transport, device: torch.device) -> list[dict[str, Any]]:
+    """Return latency and bandwidth of `all_gather` and `reduce_scatter`. Collective."""
+    out = []
+    makers = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
+    for operation, make in makers.items():
+        seconds: dict[int, float] = {}
+        for numel, repeats in _REPEATS.items():
+            run, times = make(transport, numel, device), []
+            for _ in range(repeats + 2):
+                start = time.perf_counter()
+                run()
+                synchronize(device)
+                times.append(time.perf_counter() - start)
+            seconds[numel] = statistics.median(times[2:])  # after two to warm up
+        rate = _LARGE * 4 * (_SIZE - 1) / seconds[_LARGE]
+        found = {"latency_s": seconds[_SMALL], "bytes_per_s": rate}
+        names = {"transport": transport.name, "operation": operation, "ranks": _SIZE}
+        out.append(names | found)
+    return out
+
+
+def _all_gather(transport: Transport, numel: int, device: torch.device) -> Callable[[], None]:
+    ranges = [(rank * numel, (rank + 1) * numel) for rank in range(_SIZE)]
+    local, whole = torch.ones(numel, device=device), torch.empty(_SIZE * numel, device=device)
+
+    def run() -> None:
+        transport.all_gather(f"gather {numel}", local, ranges, whole).wait()
+
+    return run
+
+
+def _reduce_scatter(transport: Transport, numel: int, device: torch.device) -> Callable[[], None]:
+    ranges = [(rank * numel, (rank + 1) * numel) for rank in range(_SIZE)]
+    key, out = f"reduce {numel}", torch.empty(numel, device=device)
+    request = ReduceRequest(key, ranges, torch.float32)
+
+    def run() -> None:
+        buffer = transport.grad_buffer(key, _SIZE * numel, torch.float32, device)
+        buffer.fill_(1.0)  # part of the time, as in a backward
+        transport.reduce(request, buffer, out, accumulate=False).wait()
+
+    return run
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -19,8 +19,17 @@ from typing import Any
 
 from zeroshard.core.timeline import LANES, Event, Timeline
 from zeroshard.system.safe_files import printable, read_json, replacing
-from zeroshard.terminal.console import Table, note, print_json, say
-from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, files_of_ranks
+from zeroshard.terminal import (
+    JSON,
+    Option,
+    Subcommand,
+    Table,
+    UsageError,
+    files_of_ranks,
+    note,
+    print_json,
+    say,
+)
 
 _MOST_PANELS = 4
 _MOST_ROWS = 12
@@ -246,20 +255,32 @@ def analyse(timelines: Sequence[Timeline]) -> TraceReport:
         for where in sorted(set().union(*waits))
     }
     by_length = sorted(exposed.items(), key=lambda item: -item[1])
-    ranks = _rank_times(steps, waits)
+    on_wires = [sum(s for (_, lane), s in one.items() if lane in _WIRES) for one in waits]
+    least, step_s = min(on_wires), _mean([one.step_s for one in steps])
+    is_uneven = max(on_wires) - least > _LATE * step_s
+    ranks = tuple(
+        RankTimes(
+            one.timeline.rank,
+            one.step_s,
+            sum(own.values()),
+            wire - least,
+            wire == least and is_uneven,
+        )
+        for one, own, wire in zip(steps, waits, on_wires, strict=True)
+    )
     parts = {
         name: _mean([one.parts()[name] for one in steps])
         for name in ("forward", "backward", "step", "wait", "other")
     }
     report = TraceReport(
         num_steps=min(one.number for one in steps),
-        step_s=_mean([one.step_s for one in steps]),
+        step_s=step_s,
         parts_s=parts,
         exposed=tuple(
             Exposed(unit or _NO_UNIT.get(lane, "(all units)"), lane, seconds)
             for (unit, lane), seconds in by_length
         ),
-        ranks=tuple(ranks),
+        ranks=ranks,
         peak_bytes=_peak(steps[0].timeline),
         costs=(),
     )
@@ -353,17 +374,6 @@ class _StepSpans:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _rank_times(
-    steps: Sequence[_StepSpans], waits: Sequence[Mapping[tuple[str, str], float]]
-) -> Iterator[RankTimes]:
-    on_wires = [sum(s for (_, lane), s in one.items() if lane in _WIRES) for one in waits]
-    least, most = min(on_wires), max(on_wires)
-    step_s = _mean([one.step_s for one in steps])
-    for one, own, wire in zip(steps, waits, on_wires, strict=True):
-        is_late = wire == least and most - least > _LATE * step_s
-        yield RankTimes(one.timeline.rank, one.step_s, sum(own.values()), wire - least, is_late)
 
 
 def _peak(timeline: Timeline) -> Mapping[str, float]:

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -60,7 +60,11 @@ def launch(options: RunOptions) -> int:
 
 def run_ranks(options: RunOptions) -> tuple[Outcome, int]:
     """Run the script on every rank of this host; return how it ended, and how many ranks it had."""
-    with _private_directory() as directory:
+    with ExitStack() as leaving:
+        # with mode 0700; the janitor removes it even if this process is killed
+        directory = tempfile.mkdtemp(prefix="zeroshard-run-")
+        leaving.callback(Janitor(directory).close)
+        leaving.callback(shutil.rmtree, directory, ignore_errors=True)
         import torch.distributed.run as torchrun
 
         if not options.debug:
@@ -108,18 +112,6 @@ def _children_of_the_agent() -> Iterator[dict[int, subprocess.Popen[bytes]]]:
         SubprocessHandler.__init__ = begin  # type: ignore[method-assign]
 
 
-@contextmanager
-def _private_directory() -> Iterator[str]:
-    """Yield a directory with mode 0700, removed at the end even if this process is killed."""
-    directory = tempfile.mkdtemp(prefix="zeroshard-run-")
-    janitor = Janitor(directory)
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        janitor.close()
-
-
 def leave(exit_code: int) -> NoReturn:
     """End the process without the interpreter's teardown, which takes seconds with torch."""
     sys.stdout.flush()
@@ -153,8 +145,12 @@ def _run(torchrun: Any, arguments: Any, supervisor: Supervisor) -> Outcome:
 def _torchrun_arguments(torchrun: Any, options: RunOptions, directory: str) -> Any:
     """torchrun's namespace for this job. The script's arguments never pass through its parser."""
     line = [*options.torchrun]
-    if options.nproc is not None or "PET_NPROC_PER_NODE" not in os.environ:
-        line += ["--nproc-per-node", options.nproc or _default_nproc()]
+    if options.nproc is not None:
+        line += ["--nproc-per-node", options.nproc]
+    elif "PET_NPROC_PER_NODE" not in os.environ:
+        import torch
+
+        line += ["--nproc-per-node", str(max(torch.accelerator.device_count(), 1))]
     if "--log-dir" not in "".join(options.torchrun):
         line += ["--log-dir", directory]  # torch makes a directory in any case, and leaves it
     arguments = torchrun.parse_args([*line, worker.__file__])
@@ -198,12 +194,6 @@ def _place(arguments: Any, place: HostPlace | None, port: int) -> None:
     else:
         arguments.nnodes, arguments.rdzv_id = str(place.num_nodes), "zeroshard"
         arguments.rdzv_endpoint = f"{place.master_addr}:{place.master_port}"
-
-
-def _default_nproc() -> str:
-    import torch
-
-    return str(max(torch.accelerator.device_count(), 1))
 
 
 def _set_environment(

@@ -15,10 +15,10 @@ late:
 - a rank that ended with an exit code and no report counts ``SILENT_LEAD_S`` earlier;
 - a rank that reports a lost peer, or that we ended, counts ``CONSEQUENCE_LAG_S`` later.
 
-A rank whose script ends well while others wait for it is to blame before those that lost it (exit
-code 71). Ranks are asked for their stacks (`Pulse`) before a stall ends them, or when none has
-shown a heartbeat for `stall_s` seconds. A rank that ends with exit code 75 (preempted) has not
-failed: its peers may still be saving, and have the agent's longer grace.
+A rank that ends well while others wait for it is to blame before those that lost it (exit code 71).
+Ranks are asked for their stacks (`Pulse`) before a stall ends them, or when none has shown a
+heartbeat for `stall_s` seconds. A rank that ends with exit code 75 (preempted) has not failed: its
+peers may still be saving, and have the agent's longer grace.
 
 No torch here, and nothing is ended before a rank has failed, the job has stalled, or Ctrl-C has
 come twice.
@@ -174,14 +174,9 @@ class Failure:
             return "ended in an unknown way"
         if self.status >= 0:
             return f"exit code {self.status}"
-        return f"killed by {_signal_name(-self.status)}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-self.status).name}"
+        return f"killed by signal {-self.status}"
 
 
 def blame_order(failures: list[Failure]) -> list[Failure]:
@@ -341,7 +336,7 @@ class Supervisor:
         self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin to watch. Called in the main thread, whose signals are counted."""
+        """Begin to watch. Called in the main thread: its signals are counted."""
         self._interrupts.start()
         self._thread.start()
 
@@ -380,11 +375,11 @@ class Supervisor:
         return failures
 
     def leavers(self) -> list[Failure]:
-        """The ranks of the last generation whose scripts have ended well, in order of time."""
+        """The ranks of the last generation that have ended well, in order of time."""
         return self._leavers(self._generation)
 
     def _leavers(self, generation: int) -> list[Failure]:
-        """Return the ranks whose scripts have ended well, in order of time."""
+        """Return the ranks that have ended well, in order of time."""
         left = []
         for watched in self._ranks_of(generation):
             at = watched.ended_at if watched.left_at is None else watched.left_at
@@ -438,7 +433,9 @@ class Supervisor:
                 if key.fd == self._fifo:
                     self._read_events()
                 elif key.fd == self._interrupts.fd:
-                    self._read_interrupts()
+                    if self._interrupts.count() > 1:
+                        for watched in self._watched.values():
+                            watched.end_by = time.monotonic()
                 else:
                     self._record_end(key.data)
             for watched in self._watched.values():
@@ -488,19 +485,12 @@ class Supervisor:
                 watched.left_at = event["left_at"]
             elif watched is not None:
                 watched.failed_at = event["failed_at"]
-                self._note_failure(watched, self._report_of(watched.pid))
-
-    def _note_failure(self, failed: _WatchedRank, report: dict[str, object]) -> None:
-        if report.get("stalled"):
-            peers = [one for one in self._ranks_of(failed.generation) if one is not failed]
-            self._ask_for_stacks([one for one in peers if one.alive])
-        if report.get("exit_code") != EXIT_PREEMPTED:
-            self._start_grace(failed.generation)
-
-    def _read_interrupts(self) -> None:
-        if self._interrupts.count() > 1:
-            for watched in self._watched.values():
-                watched.end_by = time.monotonic()
+                report, generation = self._report_of(watched.pid), watched.generation
+                if report.get("stalled"):
+                    peers = [one for one in self._ranks_of(generation) if one is not watched]
+                    self._ask_for_stacks([one for one in peers if one.alive])
+                if report.get("exit_code") != EXIT_PREEMPTED:
+                    self._start_grace(generation)
 
     def _add(self, rank: int, restart_count: int, pid: int, *, shows: bool) -> None:
         # A group that changed its members starts again with the same count, and then a rank comes

@@ -43,8 +43,17 @@ from zeroshard.core.trail import (
 )
 from zeroshard.core.tree import Tree
 from zeroshard.system.safe_files import NotReadable, from_json, printable, read_file
-from zeroshard.terminal.console import note, print_json, say
-from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, count, files_of_ranks
+from zeroshard.terminal import (
+    JSON,
+    Option,
+    Subcommand,
+    UsageError,
+    count,
+    files_of_ranks,
+    note,
+    print_json,
+    say,
+)
 
 EXIT_DIFFERENT = 1
 _MOST_BYTES = 1 << 30  # of one rank's file
@@ -287,20 +296,17 @@ def _run(script: Sequence[str], nproc: int, work: Path, step: int, threads: str)
 
 def _written(directory: Path, step: int) -> Trail | None:
     """Return the trail of a replay under way once it has `step`."""
-    ends = [_end_of(path) for path in directory.glob("rank-*.jsonl")]
+    ends = []  # not read whole at each look
+    for path in directory.glob("rank-*.jsonl"):
+        with suppress(OSError), path.open("rb") as file:
+            file.seek(max(path.stat().st_size - _END_BYTES, 0))
+            ends.append(file.read())
     if not any(f'{{"step":{step},'.encode() in end.replace(b" ", b"") for end in ends):
-        return None  # not read whole at each look
+        return None
     with suppress(UsageError):
         trail = _read(directory, "replay")
         return trail if step in trail.steps else None
     return None
-
-
-def _end_of(path: Path) -> bytes:
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(max(path.stat().st_size - _END_BYTES, 0))
-        return file.read()
-    return b""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

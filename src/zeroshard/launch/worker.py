@@ -13,10 +13,9 @@ per rank. It
 It keeps a file with the time of the rank's last heartbeat (``comm/job.py``), and writes the
 stacks of all threads to another on `STACKS_SIGNAL`. The launcher prints the traceback, last.
 
-Invariant: an end is announced *before* anything is torn down, so its time is earlier than that of
-every failure it causes in another rank. Standard library only, and no import of zeroshard (but for
-the stand-in that ``--as-deepspeed`` asks for): it must cost nothing and shadow nothing of the
-user's.
+Invariant: an end is announced *before* anything is torn down, so its time is earlier than every
+failure it causes in another rank. Standard library only, and no import of zeroshard (but for the
+stand-in that ``--as-deepspeed`` asks for): it must cost nothing and shadow nothing of the user's.
 """
 
 from __future__ import annotations
@@ -90,7 +89,12 @@ def main(argv: list[str]) -> None:
     if as_deepspeed is not None:
         importlib.import_module("zeroshard.deepspeed.shim").install()
     try:
-        _run_script(target, args) if kind == "script" else _run_module(target, args)
+        if kind == "script":
+            _run_script(target, args)
+        else:
+            sys.argv[:] = [target, *args]
+            sys.path[0:1] = [] if sys.flags.safe_path else [os.getcwd()]
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
     except SystemExit as error:
         if error.code not in (None, 0):
             message = error.code if isinstance(error.code, str) else ""
@@ -200,12 +204,6 @@ def _run_script(path: str, args: list[str]) -> None:
     with open(path, "rb") as file:
         code = compile(file.read(), os.path.abspath(path), "exec", dont_inherit=True)
     exec(code, module.__dict__)
-
-
-def _run_module(name: str, args: list[str]) -> None:
-    sys.argv[:] = [name, *args]
-    sys.path[0:1] = [] if sys.flags.safe_path else [os.getcwd()]
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _fail(directory: str, error: BaseException) -> int:

@@ -1,21 +1,23 @@
 """Know before the launch: what rests where, what travels, whether it fits, and about how long a
 step takes.
 
-model.py        the parameters of a model, in the runtime's units, and its activations
+model.py        the parameters of a model, in the runtime's units, and its activations; a training
+                run: precision, optimizer, batch, codecs, the fraction of a state that leaves
 families.py     the same from files: config.json, headers of safetensors
 machine.py      GPUs, links, host, disk; presets in machines.toml, or this machine, as `zeroshard
                 doctor` has measured it
-training.py     precision, optimizer, batch, codecs, the fraction of a state that leaves
 axes.py         tensor and pipeline parallelism: grids of ranks, and the part of one
-exact.py        bytes at rest and on the wire: those of the engine, from core/
-peak.py         peaks: a model, said in docs/planner.md; buckets.py: the buffers of a unit
+exact.py        bytes at rest and on the wire, as the engine's: from core/
+peak.py         peaks: a model, said in docs/planner.md; activations in closed form; buckets.py:
+                the buffers of a unit
 simulate.py     one step, simulated: durations.py says how long its parts take (and a checkpoint),
                 lanes.py when they run; pipeline_time.py: of a pipeline
 rows.py         one line: a row, its tiers, bytes and seconds; ranks that are not alike
 grid.py         ... on one grid of tp x pp x dp ranks
 plan.py         every row and tier mix, the recommendation, JSON, a configuration; a sweep
-modules/        zs.plan and policy="auto": what takes torch, a module's units and its activations
-printing/       zeroshard plan: tables and pictures
+modules.py      zs.plan and policy="auto": what takes torch, a module's units; activations.py: its
+                activations
+plan_command.py zeroshard plan; plan_table.py: its tables
 
 Invariant: exact.py asks core/ for every byte and adds up; nothing here knows a row by name, except
 which tier mixes are worth a line. torch is not imported. docs/design/planner.md has the decisions.
@@ -29,10 +31,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from zeroshard.planner.axes import Axes
     from zeroshard.planner.machine import Machine
-    from zeroshard.planner.model import ModelShape, describe
+    from zeroshard.planner.model import ModelShape, Training, describe
     from zeroshard.planner.plan import Plan, Recommendation, make_plan
     from zeroshard.planner.rows import PlannedRow
-    from zeroshard.planner.training import Training
 
 __all__ = [
     "Axes", "Machine", "ModelShape", "Plan", "PlannedRow", "Recommendation", "Training", "describe",
@@ -43,7 +44,7 @@ __all__ = [
 _HOME_OF = {
     "Axes": "axes", "Machine": "machine", "ModelShape": "model", "describe": "model",
     "Plan": "plan", "Recommendation": "plan", "make_plan": "plan", "PlannedRow": "rows",
-    "Training": "training",
+    "Training": "model",
 }  # fmt: skip
 
 

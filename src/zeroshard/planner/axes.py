@@ -23,8 +23,15 @@ from math import gcd
 from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.errors import ConfigError
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import Decoder, GroupShape, ModelShape, Shape, UnitShape, pack_units
-from zeroshard.planner.training import Training
+from zeroshard.planner.model import (
+    Decoder,
+    GroupShape,
+    ModelShape,
+    Shape,
+    Training,
+    UnitShape,
+    pack_units,
+)
 
 # ------------------------------------------------------------------------------------------ layouts
 
@@ -37,8 +44,8 @@ class Axes:
     """The number of ranks of tensor and of pipeline parallelism, or "auto": every number that makes
     sense is planned, and the fastest is taken. The other ranks are data parallel.
 
-    `schedule` is that of the pipeline: "1f1b" (the default), "gpipe", "interleaved" (two stages on
-    each rank; "interleaved:4": four) or "zb". Raises ConfigError for values that make no sense.
+    `schedule` orders the pipeline: "1f1b" (the default), "gpipe", "interleaved" (two stages on each
+    rank; "interleaved:4": four) or "zb". Raises ConfigError for values that make no sense.
     """
 
     tp: int | str = 1
@@ -120,8 +127,17 @@ def grids(axes: Axes, model: ModelShape, machine: Machine, training: Training) -
     """
     _check(axes, model, machine)
     out = []
+    layers, chunks = len(layer_numbers(model)), axes.pipeline.chunks
     for tp in _tensors(axes, model, machine) if axes.tp == AUTO else [axes.tp]:
-        for pp in _depths(axes, model, machine.gpus // int(tp)) if axes.pp == AUTO else [axes.pp]:
+        ranks, depths = machine.gpus // int(tp), [axes.pp]
+        if axes.pp == AUTO:  # with stages that are about equally large
+            depths = [
+                pp
+                for pp in range(1, min(ranks, layers // chunks) + 1 if layers else 2)
+                if ranks % pp == 0
+                and (pp == 1 or -(-layers // (pp * chunks)) * pp * chunks <= _UNEVEN * layers)
+            ]
+        for pp in depths:
             size = int(tp) * int(pp)
             if machine.gpus % size:
                 continue
@@ -153,25 +169,19 @@ def _check(axes: Axes, model: ModelShape, machine: Machine) -> None:
     if machine.gpus % size:
         raise ConfigError(f"{named} does not divide gpus={machine.gpus}: every data parallel rank"
                           f" takes {size}")  # fmt: skip
-    _check_heads(model, given.get("tp", 1))
+    tp = given.get("tp", 1)
+    if tp > 1 and model.decoder is None:
+        raise ConfigError(f"tp={tp} needs a decoder's sizes, which {model.name} does not tell: plan"
+                          " a config.json, or --params")  # fmt: skip
+    for what, heads in _heads(model) if tp > 1 else ():
+        if heads % tp:
+            raise ConfigError(f"tp={tp} does not divide the {heads} {what} of {model.name}")
     stages, layers = given.get("pp", 1) * axes.pipeline.chunks, len(layer_numbers(model))
     if given.get("pp", 1) > 1 and stages > layers:
         raise ConfigError(
             f"pp={given['pp']} makes {stages} stages: {model.name} has {layers} layers, and every"
             " stage needs one"
         )
-
-
-def _check_heads(model: ModelShape, tp: int) -> None:
-    decoder = model.decoder
-    if tp == 1:
-        return
-    if decoder is None:
-        raise ConfigError(f"tp={tp} needs a decoder's sizes, which {model.name} does not tell: plan"
-                          " a config.json, or --params")  # fmt: skip
-    for what, heads in _heads(model):
-        if heads % tp:
-            raise ConfigError(f"tp={tp} does not divide the {heads} {what} of {model.name}")
 
 
 def _heads(model: ModelShape) -> list[tuple[str, int]]:
@@ -190,15 +200,6 @@ def _tensors(axes: Axes, model: ModelShape, machine: Machine) -> Iterator[int]:
             yield tp
 
 
-def _depths(axes: Axes, model: ModelShape, ranks: int) -> Iterator[int]:
-    """Yield the depths of a pipeline of `ranks` whose stages are about as large as each other."""
-    layers, chunks = len(layer_numbers(model)), axes.pipeline.chunks
-    for pp in range(1, min(ranks, layers // chunks) + 1 if layers else 2):
-        largest = -(-layers // (pp * chunks))
-        if ranks % pp == 0 and (pp == 1 or largest * pp * chunks <= _UNEVEN * layers):
-            yield pp
-
-
 # ----------------------------------------------------------------------------- the part of one rank
 #     tp   columns   q, k, v, gate, up, the fused qkv, with their biases      cut
 #          rows      o, down; their biases are whole                          cut
@@ -207,9 +208,9 @@ def _depths(axes: Axes, model: ModelShape, ranks: int) -> Iterator[int]:
 #     pp   layers as evenly as possible, the first stages one more; what stands before the layers on
 #          the first stage, what follows them on the last
 #
-# The parts are those of the first rank along ``tp``, as a DTensor's: the larger one where a size
-# does not divide. A tied embedding is planned as two where there are several stages: one on the
-# first, one, the output layer, on the last. Nothing here knows a rank of the data parallel axes.
+# The parts belong to the first rank along ``tp``, as a DTensor's: the larger one where a size does
+# not divide. A tied embedding is planned as two where there are several stages: one on the first,
+# one, the output layer, on the last. Nothing here knows a rank of the data parallel axes.
 
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj", "gate_proj",
             "up_proj", "gate_up_proj", "qkv", "up", "query_key_value", "dense_h_to_4h")  # fmt: skip
@@ -229,7 +230,7 @@ _HEAD = "lm_head.weight"
 def cut_tensors(model: ModelShape, ranks: int) -> ModelShape:
     """Return the part of `model` that the first of `ranks` ranks along ``tp`` has.
 
-    Raises ConfigError for a matrix of which no rule says how it is cut.
+    Raises ConfigError for a matrix that no rule cuts.
     """
     if ranks == 1:
         return model
@@ -289,29 +290,31 @@ def cut_stages(model: ModelShape, stages: int) -> list[ModelShape]:
             f"{stages} stages of a pipeline need as many layers: {model.name} has {len(layers)}"
         )
     units = list(model.units)
-    if stages > 1:
-        units = _untied(model, layers)
+    first, ties = units[0], 0 not in layers and (units[0].uses > 1 or is_assumed(model))
+    if stages > 1 and ties:  # the embedding is the output layer: it gets one of its own
+        head = replace(first.groups[0], shapes=((_HEAD, first.groups[0].shapes[0][1]),))
+        units = [replace(first, uses=1), *units[1:], UnitShape(_HEAD, (head,))]
     units = _with_lookups(units, layers)
     least, more = divmod(len(layers), stages)
     counts = [least + (stage < more) for stage in range(stages)]
     ends = [layers[sum(counts[: stage + 1]) - 1] + 1 for stage in range(stages - 1)]
     starts = [0, *ends, len(units)]
-    first: dict[tuple[bool, bool, int], ModelShape] = {}  # those between the ends are alike
+    made: dict[tuple[bool, bool, int], ModelShape] = {}  # those between the ends are alike
     out = []
     for stage, count in enumerate(counts):
         kind = (stage == 0, stage == stages - 1, count)
-        if kind not in first:
+        if kind not in made:
             part = units[starts[stage] : starts[stage + 1]]
             decoder = model.decoder
             if decoder is not None:  # logits come on the last stage
                 decoder = replace(decoder, layers=count, vocab=decoder.vocab if kind[1] else 0)
-            first[kind] = _scaled(model, tuple(part) if stages == 1 else _packed(part), decoder)
-        out.append(first[kind])
+            made[kind] = _scaled(model, tuple(part) if stages == 1 else _packed(part), decoder)
+        out.append(made[kind])
     return out
 
 
 def layer_numbers(model: ModelShape) -> list[int]:
-    """Return the numbers of the units that are layers: those of the longest stack."""
+    """Return the numbers of the units that are layers: the longest stack."""
     stacks: dict[str, list[int]] = {}
     for number, unit in enumerate(model.units):
         found = _NUMBERED.fullmatch(unit.name)
@@ -320,19 +323,8 @@ def layer_numbers(model: ModelShape) -> list[int]:
     return max(stacks.values(), key=len, default=[])
 
 
-def _untied(model: ModelShape, layers: Sequence[int]) -> list[UnitShape]:
-    """Return the units with an output layer of their own, where the embedding is it."""
-    units = list(model.units)
-    first = units[0]
-    if 0 in layers or (first.uses == 1 and not is_assumed(model)):
-        return units
-    group = first.groups[0]
-    head = replace(group, shapes=((_HEAD, group.shapes[0][1]),))
-    return [replace(first, uses=1), *units[1:], UnitShape(_HEAD, (head,))]
-
-
 def is_assumed(model: ModelShape) -> bool:
-    """Whether the model is that of `describe`, whose embedding is its output layer."""
+    """Whether `describe` made the model: its embedding is its output layer."""
     return model.units[0].name == "embedding"
 
 
@@ -399,7 +391,7 @@ def _shapes(unit: UnitShape) -> Iterator[Shape]:
 
 
 def _scaled(model: ModelShape, units: tuple[UnitShape, ...], decoder: Decoder | None) -> ModelShape:
-    """Return a part of `model`, of which a token uses as large a part as of the whole."""
+    """Return a part of `model`; a token uses as large a share of it as of the whole."""
     part = replace(model, units=units, decoder=decoder, used_numel=None, trace=None)
     if model.used_numel is None:
         return part

@@ -16,8 +16,7 @@ from zeroshard.core.schedule import Meter, Op, Rules, Schedule, grad_pool_bytes,
 from zeroshard.core.wire import Formats
 from zeroshard.planner.exact import Placed, made_once
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import ModelShape
-from zeroshard.planner.training import Training
+from zeroshard.planner.model import ModelShape, Training
 
 # ---------------------------------------------------------------------------- the bytes of one unit
 # In one row, on one rank; peak.py says when.
@@ -28,7 +27,7 @@ from zeroshard.planner.training import Training
 #                   transport has; slices of other ranks; over nodes, between the two levels, a
 #                   column's sum (comm/levels.py)
 #
-# Invariant: sizes are those of the routes' hops.
+# Invariant: sizes come from the routes' hops.
 
 CODEC_SCRATCH_BYTES = 6 << 18  # of a host's thread that encodes, for ever: comm/codec.py
 
@@ -41,7 +40,7 @@ class TransportTraits:
     maps_peers: bool  # a gather of what rests sharded on the device moves nothing
     keyed: bool  # ranks may run their units in different order
     receives: bool  # slices of other ranks arrive in memory of this one
-    near: bool  # ... but for those of the ranks of its node
+    near: bool  # ... but for slices of its node's ranks
     pages: bool  # buckets are whole pages
     enqueues: bool  # the host runs ahead of the device
 
@@ -82,7 +81,7 @@ class Sums:
     """The buffers of one reduce that transports lend."""
 
     sent: int = 0  # the bucket, or its encoding
-    received: int = 0  # slices of other ranks; in two levels, of those of the node
+    received: int = 0  # slices of other ranks; in two levels, of the node's
     column: int = 0  # in two levels: the node's sum, as it goes on
     received_after: int = 0  # ... and slices of it from other nodes
     decoded: int = 0  # ... and fp32, where it goes on encoded
@@ -103,7 +102,7 @@ class GroupBytes:
     rest: int  # of its gradient, on the device
     passing: int  # of its sum on the way to another tier
     partial: int  # of micro-batches or of a node, on the device
-    waits: Scope | None  # ... of which, as a sum that no reduce between ranks has taken
+    waits: Scope | None  # ... where these wait, as a sum that ranks have not reduced
     trained: bool
 
     @property
@@ -156,7 +155,7 @@ def group_bytes(
     column_bytes = formats.gather.bytes_per_element * (column[1] - column[0])
     own = layout.ranges[0][1] - layout.ranges[0][0]
     on_device = cut.grad == one.held(cells.optim, 0)
-    # one rank whose gradients rest as they come: there is nothing to sum
+    # one rank, and gradients rest as they come: there is nothing to sum
     direct = exchange.alone and formats.reduce == formats.grad and on_device
     is_summed = trained and not direct
     is_encoded = is_summed and formats.reduce.codec is not None
@@ -164,9 +163,15 @@ def group_bytes(
     waits = layout.scope(cells.grad) if cells.grad.is_partial else None
     is_near = cells.grad.tier is Tier.DEVICE or waits is Scope.NODE_SHARD
     reduces = [hop for hop in group_routes.reduce.hops if hop.kind is Kind.REDUCE_SCATTER]
+    # read as a whole without gathering: not what travels or rests encoded, which is decoded into
+    # memory of its own
+    scope = layout.scope(cells.weight)
+    mapped = exchange.maps_peers and scope is Scope.SHARD
+    in_place = cells.weight.tier is Tier.DEVICE and formats.gather.codec is None
+    in_place = in_place and (scope is Scope.FULL or exchange.alone or mapped)
     return GroupBytes(
         whole=whole,
-        full=0 if _reads_in_place(layout, cells, formats, exchange) else whole,
+        full=0 if in_place else whole,
         encoded=sum(_encoding(hop, layout.numel) for hop in forward),
         column=round(column_bytes) if any(hop.kind is Kind.KEEP for hop in forward) else 0,
         bucket=layout.numel * wire if is_summed else 0,
@@ -179,18 +184,6 @@ def group_bytes(
         waits=waits,
         trained=trained,
     )
-
-
-def _reads_in_place(
-    layout: Layout, cells: Cells, formats: Formats, exchange: TransportTraits
-) -> bool:
-    """Whether what rests is read as a whole without gathering: not what travels or rests encoded,
-    which is decoded into memory of its own.
-    """
-    if cells.weight.tier is not Tier.DEVICE or formats.gather.codec is not None:
-        return False
-    scope = layout.scope(cells.weight)
-    return scope is Scope.FULL or exchange.alone or (exchange.maps_peers and scope is Scope.SHARD)
 
 
 def _encoding(hop: Hop, numel: int) -> int:
@@ -232,7 +225,7 @@ class PlannedMeter:
     """The counts of ``memory.MemoryCounter``, planned."""
 
     live: int = 0
-    twice: int = 0  # bytes of loans whose memory has been lent again
+    twice: int = 0  # bytes of loans with memory that was lent again
     folded: int = 0  # bytes that wait for their backward, of units for which another one stands
     most: int = 0
 
@@ -407,7 +400,15 @@ class Reduced:
                 continue
             if sync or group.waits is not Scope.FULL:
                 self._hand_over((unit, number), sync)
-            self._come_to_rest((unit, number), repeats, sync)
+            # sums of the group, and of its like in the units after it, wait or rest
+            key, alike = (unit, number), range(unit, unit + repeats)
+            groups = [self._units[one].groups[number] for one in alike]
+            waiting = [group for group in groups if group.waits and not sync]
+            self._partial.pop(key, None)
+            if waiting:
+                self._partial[key] = sum(group.partial for group in waiting)
+            if len(waiting) < repeats:
+                self._rest[key] = sum(group.rest for group in groups if sync or not group.waits)
         self._turns += 1
         alone = self._exchange.alone  # with one rank, a reduce is over at once
         for one in self._flights.values():
@@ -417,17 +418,6 @@ class Reduced:
             key = (command.unit, command.segment)
             if command.op is Op.WAIT_REDUCE or self._flights[key].arrived:
                 self.end(key)
-
-    def _come_to_rest(self, key: tuple[int, int], repeats: int, sync: bool) -> None:
-        """Sums of the group, and of those of the `repeats` - 1 units after it, wait or rest."""
-        unit, number = key
-        groups = [self._units[unit + more].groups[number] for more in range(repeats)]
-        waiting = [group for group in groups if group.waits and not sync]
-        self._partial.pop(key, None)
-        if waiting:
-            self._partial[key] = sum(group.partial for group in waiting)
-        if len(waiting) < repeats:
-            self._rest[key] = sum(group.rest for group in groups if sync or not group.waits)
 
     def _hand_over(self, key: tuple[int, int], sync: bool) -> None:
         group = self._group(key)

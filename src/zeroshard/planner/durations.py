@@ -11,14 +11,14 @@ each class of link. Every assumption is here and in docs/planner.md.
     casts, codecs, the optimizer's step on the device
                   bytes read and written / bandwidth of its memory
 
-A ring over N ranks has N - 1 steps (NCCL's model, src/graph/tuning.cc). Bytes are those of the
-hops. FLOPs of attention: arXiv 2204.02311, appendix B.
+A ring over N ranks has N - 1 steps (NCCL's model, src/graph/tuning.cc). Bytes are the hops' own.
+FLOPs of attention: arXiv 2204.02311, appendix B.
 
 Where the device is the host itself, what moves inside a node is copied and added by the cores that
 compute, and what comes from other nodes is copied by them out of and into sockets. Copies between
 device and host are theirs as well (tier/store.py: Direct), and so is a part of every read and write
-of the disk: the kernel's, and that of the threads that wait for it. Weights that rest sharded on
-one such node are read where they lie, in memory that all ranks map: their gather takes no time.
+of the disk: the kernel's work, and the threads that wait for it. Weights that rest sharded on one
+such node are read where they lie, in memory that all ranks map: their gather takes no time.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from zeroshard.core.wire import Formats
 from zeroshard.planner.exact import LaidOut, LaidOutGroup
 from zeroshard.planner.lanes import COMPUTE, LaneTask
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import ModelShape
-from zeroshard.planner.training import Training
+from zeroshard.planner.model import ModelShape, Training
 
 # ---------------------------------------------------------------------- activations along tp and pp
 #     tp   an all-reduce of tokens x hidden after each row-cut matrix: 2 a layer in the forward, 2
@@ -142,7 +141,7 @@ class Durations:
 
     @cached_property
     def _layers(self) -> tuple[float, ...]:
-        """The part of the layers that is each unit: of those of repeated shapes, by their size."""
+        """Each unit's part of the layers: units of repeated shapes have one, by their size."""
         units = self.laid_out.model.units
         counts = Counter(self.laid_out.alike)
         least = min(2, max(counts.values()))
@@ -186,8 +185,8 @@ class Durations:
         return task("forward", forward, ahead), task("backward", backward, back)
 
     def _of_tokens(self, unit: int) -> tuple[float, float]:
-        """Return the FLOPs of a forward and a backward of `unit`, of whose parameters each token
-        meets each.
+        """Return the FLOPs of a forward and a backward of `unit`, where each token meets every
+        parameter.
         """
         groups, tokens = self.laid_out.model.units[unit].groups, self.training.tokens
         # what is looked up is not multiplied
@@ -236,12 +235,18 @@ class Durations:
             yield LaneTask(hop.lane, hop.kind.value, 0.0, hop.link_bytes(numel).total)
         elif hop.axis is not None:
             yield from self._collective(hop, numel)
-        elif hop.kind in (Kind.READ, Kind.WRITE) or hop.lane == "host":
-            yield from self._off_device(hop, numel)
+        elif hop.lane == "host":
+            held, moved = hop.held_bytes(hop.target, numel), hop.tier_bytes(numel)
+            # an addition reads two and writes one, and what is added up is read once more
+            yield self.on_host(hop.kind.value, 4 * held, moved.read + moved.write)
+        elif hop.kind in (Kind.READ, Kind.WRITE):
+            moved = hop.tier_bytes(numel)
+            disk = Tier.DISK in (hop.source.tier, hop.target.tier)
+            yield from self.transfer(hop.lane, hop.kind.value, moved.read + moved.write, disk=disk)
         else:
             elements = hop.held_bytes(hop.target, numel) / hop.wire.bytes_per_element
-            moved = elements * (4 + hop.wire.bytes_per_element)  # from or to fp32, at most
-            yield self.in_memory(hop.lane, hop.kind.value, moved)
+            num_bytes = elements * (4 + hop.wire.bytes_per_element)  # from or to fp32, at most
+            yield self.in_memory(hop.lane, hop.kind.value, num_bytes)
 
     def in_memory(
         self, lane: Lane, name: str, num_bytes: float, bound_by: str = COMPUTE
@@ -274,16 +279,6 @@ class Durations:
         yield LaneTask(hop.lane, hop.kind.value, seconds, moved.total, takes, bound_by)
         if moved.between and self.cores:  # out of one socket, and into another
             yield self.in_memory(hop.lane, "copy", 4 * moved.between)
-
-    def _off_device(self, hop: Hop, numel: int) -> tuple[LaneTask, ...]:
-        """Return a read, a write, or what the host adds and casts."""
-        moved = hop.tier_bytes(numel)
-        disk = Tier.DISK in (hop.source.tier, hop.target.tier)
-        if hop.lane == "host":
-            held = hop.held_bytes(hop.target, numel)
-            # an addition reads two and writes one, and what is added up is read once more
-            return (self.on_host(hop.kind.value, 4 * held, moved.read + moved.write),)
-        return self.transfer(hop.lane, hop.kind.value, moved.read + moved.write, disk=disk)
 
     def transfer(
         self, lane: Lane, name: str, num_bytes: float, *, disk: bool
@@ -336,7 +331,7 @@ class Durations:
 # not. Random generators (some kilobytes per rank), buffers, schedulers and the files' headers come
 # on top.
 #
-# Times are a model; where a machine has no disk, those of files are None.
+# Times are a model; where a machine has no disk, times of files are None.
 #
 #     save        what rests on the device over the host link, then all of it to the node's disks
 #                 (what rests on disk is read there first)
@@ -374,7 +369,15 @@ def checkpoint_times(
     speeds, cells, ranks = machine.speeds, policy.default, machine.node_size
     part = speeds.bandwidth_efficiency
     link, memory = speeds.host_link * part, speeds.host * part / ranks
-    saved, held = checkpoint_bytes(laid_out, training, 0), _held_bytes(laid_out, policy, training)
+    saved, held = checkpoint_bytes(laid_out, training, 0), 0
+    # rank 0 reads masters and moments that it steps, and its share of frozen weights, or all of
+    # those that every rank keeps (runtime/rest.py)
+    for one in laid_out.groups:
+        scope = one.layout.scope(cells.optim)
+        if not one.group.trained and (scope, cells.weight.scope) != (Scope.FULL, Scope.FULL):
+            scope = Scope.SHARD
+        pieces = one.layout.pieces_in(one.layout.span(0, scope))
+        held += one.count * sum(_saved_bytes(one, piece.numel, training) for piece in pieces)
     away = 0.0 if cells.optim.tier is Tier.DEVICE else training.fraction
     on_disk = away if cells.optim.tier is Tier.DISK else 0.0
     copied = saved * (1.0 - away) / link
@@ -386,20 +389,6 @@ def checkpoint_times(
     save = copied + saved * (1.0 + on_disk) / disks
     load = held * (1.0 + 2.0 * on_disk) / disks + held * (1.0 - away) / link
     return CheckpointTimes(load, save, save if behind is None else behind)
-
-
-def _held_bytes(laid_out: LaidOut, policy: Policy, training: Training) -> int:
-    """Return the bytes that rank 0 reads: masters and moments that it steps, and its share of
-    frozen weights, or all of those that every rank keeps (runtime/rest.py).
-    """
-    cells, total = policy.default, 0
-    for one in laid_out.groups:
-        scope = one.layout.scope(cells.optim)
-        if not one.group.trained and (scope, cells.weight.scope) != (Scope.FULL, Scope.FULL):
-            scope = Scope.SHARD
-        pieces = one.layout.pieces_in(one.layout.span(0, scope))
-        total += one.count * sum(_saved_bytes(one, piece.numel, training) for piece in pieces)
-    return total
 
 
 def _saved_bytes(one: LaidOutGroup, numel: int, training: Training) -> int:

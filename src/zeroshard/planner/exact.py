@@ -26,8 +26,7 @@ from zeroshard.core.shares import Dealer, Shares
 from zeroshard.core.sizes import UnitGradient, resting_whole
 from zeroshard.core.tree import Deal
 from zeroshard.core.wire import Formats, LinkBytes, Wire, reduce_scatter
-from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
-from zeroshard.planner.training import Training
+from zeroshard.planner.model import GroupShape, ModelShape, Training, UnitShape
 
 StateBytes = dict[str, dict[Tier, int]]  # state -> tier -> bytes
 T = TypeVar("T")
@@ -105,17 +104,15 @@ class LaidOut:
 
     @cached_property
     def groups(self) -> tuple[LaidOutGroup, ...]:
-        """The groups of all units, those of equal units once."""
+        """The groups of all units, one set for equal units."""
         counts, dealer = Counter(self.alike), Dealer(self.shares)
         return tuple(
-            LaidOutGroup(group, self._layout(dealer, group), counts[number], number)
+            LaidOutGroup(group, layout, counts[number], number)
             for number in dict.fromkeys(self.alike)
             for group in self.model.units[number].groups
+            for kind in [(group.dtype, group.trained)]
+            for layout in [dealer.layout(group.shapes, self.mesh, kind=kind, align=self.align)]
         )
-
-    def _layout(self, dealer: Dealer, group: GroupShape) -> Layout:
-        kind = (group.dtype, group.trained)
-        return dealer.layout(group.shapes, self.mesh, kind=kind, align=self.align)
 
     @cached_property
     def by_unit(self) -> tuple[tuple[LaidOutGroup, ...], ...]:
@@ -195,7 +192,7 @@ def cells_by_unit(
 def _cuts(
     groups: Sequence[LaidOutGroup], cells: Cells, training: Training, rank: int
 ) -> Iterator[DeviceCut]:
-    """Yield where `rank`'s states of `groups`, those of all units in order, are cut."""
+    """Yield where `rank`'s states of `groups` are cut: the groups of all units, in order."""
     trained = [one for one in groups if one.group.trained]
 
     def split(cell: Cell, held: Sequence[int]) -> list[int]:
@@ -268,9 +265,15 @@ def _group_bytes(
         tier = Tier.DEVICE if scope is Scope.NODE_SHARD else cells.grad.tier
         out["grad"] = {tier: _bytes(one.held(cells.grad, rank), formats.grad)}
     elif one.pieces(cells.optim, rank):
-        # held by those of the pieces: one of padding alone is gone at once
+        # held by the pieces: a gradient of padding alone is gone at once
         out["grad"] = _in_two(cut.grad, stepped, cells.grad.tier, formats.grad)
-    if training.error_feedback and not _sums_in_place(one, cut, cells, training):
+    # a single rank never encodes gradients where autograd's first go straight to where they rest,
+    # and no second sum follows in a step (runtime/bucket.py)
+    in_place = one.layout.mesh.size == 1 and formats.reduce.dtype == formats.grad.dtype
+    waits = cells.grad.is_partial and scope is Scope.FULL
+    in_place = in_place and cut.grad == one.held(cells.optim, 0)
+    in_place = in_place and (waits or training.micro_batches == 1)
+    if training.error_feedback and not in_place:
         out["residual"] = {Tier.DEVICE: one.layout.numel * _RESIDUAL_BYTES}
     out["optimizer"] = _moments(one, cut.optim, cells.optim, training, rank)
     return out
@@ -323,18 +326,6 @@ def beside_bytes(laid_out: LaidOut, policy: Policy, training: Training) -> int:
     return sum(one.count * _one_sum(one, leaves, 0) for one in here) * (most_held(leaves, 0) - 1)
 
 
-def _sums_in_place(one: LaidOutGroup, cut: DeviceCut, cells: Cells, training: Training) -> bool:
-    """Whether a single rank never encodes the group's gradients: autograd's first go straight to
-    where they rest, and no second sum follows in a step (runtime/bucket.py).
-    """
-    formats = one.formats(training)
-    if one.layout.mesh.size > 1 or formats.reduce.dtype != formats.grad.dtype:
-        return False
-    waits = cells.grad.is_partial and one.layout.scope(cells.grad) is Scope.FULL
-    stays = cut.grad == one.held(cells.optim, 0)  # the only rank
-    return stays and (waits or training.micro_batches == 1)
-
-
 def _moments(
     one: LaidOutGroup, split: int, cell: Cell, training: Training, rank: int
 ) -> dict[Tier, int]:
@@ -360,8 +351,8 @@ def step_routes(
 ) -> Iterator[tuple[LaidOutGroup, Routes, Route]]:
     """Yield `rank`'s routes of one step in order, group by group, each with all of its group's.
 
-    A group of which a fraction leaves nothing on another tier takes the routes of the device; one
-    that is cut in two is taken to rest there as a whole.
+    A group takes the routes of the device where a fraction leaves nothing on another tier; one that
+    is cut in two is taken to rest there as a whole.
     """
     for one, of in _routed(laid_out, policy, training, rank):
         for route in _unit_routes(laid_out, one, of, training.micro_batches):
@@ -512,7 +503,7 @@ def _key(unit: UnitShape) -> object:
 
 
 def _in_two(split: int, numel: int, tier: Tier, wire: Wire) -> dict[Tier, int]:
-    """Return the bytes of `numel` elements, the first `split` of which rest on the device."""
+    """Return the bytes of `numel` elements by tier; the first `split` rest on the device."""
     if tier is Tier.DEVICE:
         return {tier: _bytes(numel, wire)}
     return {Tier.DEVICE: _bytes(split, wire), tier: _bytes(numel - split, wire)}
@@ -523,8 +514,8 @@ def _bytes(numel: int, wire: Wire) -> int:
 
 
 # ------------------------------------------------------------ gradients whole between micro-batches
-# The choice of units whose gradients stay whole is the engine's (core/sizes.py), from the
-# bytes of each; the row then has cells of single units, which everything else reads.
+# Which units keep whole gradients is the engine's choice (core/sizes.py), from the bytes of each;
+# the row then has cells of single units, which everything else reads.
 
 
 def with_budget(laid_out: LaidOut, policy: Policy, training: Training) -> Policy:
@@ -538,7 +529,7 @@ def with_budget(laid_out: LaidOut, policy: Policy, training: Training) -> Policy
     units = zip(laid_out.model.units, laid_out.by_unit, strict=True)
     ranks = range(1 if laid_out.shares is None else laid_out.mesh.size)
     sizes = []
-    for unit, groups in units:  # whole, and in `cell` on that of the ranks where they are most
+    for unit, groups in units:  # whole, and in `cell` on the rank that holds most
         whole = shard = 0
         for one in groups:
             if one.group.trained:

@@ -7,14 +7,14 @@ them.
 
 The parameters of these families are known in closed form, by name, shape and definition order;
 tests/features/test_plan.py compares each with the model that Transformers builds. Other families
-are built from Transformers' class where that is installed (modules/shapes.py), and refused with
+are built from Transformers' class where that is installed (modules.py), and refused with
 the list elsewhere: nothing is guessed.
 
 A config.json says more than safetensors, and is preferred where its family is known. Safetensors
 hold names and shapes in an order of their own, not in the model's: bytes at rest and on the wire
-are those of the model, but for how the pieces of the parameters fall to ranks. Repeated blocks are
-those whose names differ in a number and whose shapes are the same. Buffers that were saved count
-as parameters.
+equal the model's, but for how the pieces of the parameters fall to ranks. Blocks are repeated where
+their names differ in a number and their shapes are the same. Buffers that were saved count as
+parameters.
 """
 
 from __future__ import annotations
@@ -51,15 +51,13 @@ class ConfigFields:
     def __init__(
         self, fields: Mapping[str, Any], where: str, defaults: Mapping[str, int] | None = None
     ) -> None:
-        """`where` is said in errors; `defaults` are those of the family's class."""
+        """`where` is said in errors; `defaults` come from the family's class."""
         self._fields = fields
         self._where = where
         self._defaults = {} if defaults is None else defaults
 
     def number(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return a whole number of `least` or more; of the defaults that of the family goes
-        first.
-        """
+        """Return a whole number of `least` or more; the family's default goes before `default`."""
         value = self._fields.get(name)
         value = self._fields.get(_NEWER.get(name, name)) if value is None else value
         value = self._defaults.get(name, default) if value is None else value
@@ -212,7 +210,7 @@ def _attention(
     read: ConfigFields, biased: str = "attention_bias", *, is_biased: bool = False
 ) -> list[Shape]:
     """Return q, k, v and o, with biases where the field `biased` says so (by default:
-    `is_biased`); that of o is one of `attention_bias` alone.
+    `is_biased`); o has one by `attention_bias` alone.
     """
     hidden, heads = read.number("hidden_size"), read.number("num_attention_heads")
     head_dim = _head_dim(read)
@@ -473,8 +471,7 @@ def shape_of_config(fields: dict[str, Any], where: str) -> ModelShape:
     if family is not None and experts:
         chosen, there = family.used(read) or (1, 1)
         used = numel - experts + experts * chosen // there
-    # A block is a layer of whose form there is another one, as shard() takes it; of a model with
-    # one layer that one.
+    # As in shard(), a layer is a block where another one has its form, or where there is no other.
     words = layers[0].count(".") + 1
     forms: dict[str, list[Shape]] = {path: [] for path in layers}
     for path, shape in parameters:

@@ -29,8 +29,8 @@ from zeroshard.planner.durations import (
 )
 from zeroshard.planner.exact import LaidOut, StateBytes, made_once, rest_bytes, traffic_bytes
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import ModelShape, kept_bytes
-from zeroshard.planner.peak import InFlight, Peak, peak_bytes
+from zeroshard.planner.model import ModelShape, Training
+from zeroshard.planner.peak import InFlight, Peak, kept_bytes, peak_bytes
 from zeroshard.planner.pipeline_time import (
     Pipeline,
     PipelineTime,
@@ -41,7 +41,6 @@ from zeroshard.planner.pipeline_time import (
     stage_work,
 )
 from zeroshard.planner.simulate import step_time
-from zeroshard.planner.training import Training
 
 
 class StepSeconds(Protocol):
@@ -95,7 +94,7 @@ class GridPlan:
 
     @cached_property
     def _ranks(self) -> dict[int, LaidOut]:
-        """The first and the last rank of the pipeline, all of whose stages are one model."""
+        """The first and the last rank of the pipeline; its stages together are one model."""
         ranks = dict.fromkeys((0, self.grid.pp - 1))
         return {rank: LaidOut(self._joined(rank), self.share.mesh, self.training.align)
                 for rank in ranks}  # fmt: skip
@@ -123,7 +122,7 @@ class GridPlan:
         return replace(own[0], units=units, decoder=decoder, used_numel=used)
 
     def worst(self, policy: Policy) -> RankPlan:
-        """Return the bytes of the rank whose device takes most."""
+        """Return the bytes of the rank that needs most of its device."""
         plans = [self._rank(rank, policy) for rank in self._ranks]
         return max(plans, key=lambda one: one.peak.total)
 

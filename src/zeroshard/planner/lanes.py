@@ -89,7 +89,7 @@ class JobTimes:
 
 
 def longest(shares: Mapping[str, float], total: float) -> str:
-    """Return what bounds `total` seconds, of which these are `shares`: compute where it is at least
+    """Return what bounds `total` seconds, which `shares` divides: compute where it is at least
     half, else what takes most of the rest.
     """
     others = {name: seconds for name, seconds in shares.items() if name != COMPUTE}
@@ -125,7 +125,7 @@ class _Lanes:
             self._start(0.0, rank)
         while self._ends:
             now = self._ends[0][0]
-            ranks: dict[int, None] = {}  # of which a job can start now
+            ranks: dict[int, None] = {}  # they can start a job now
             while self._ends and self._ends[0][0] <= now:
                 ranks |= self._end(heappop(self._ends)[1], now)
             for rank in ranks:
@@ -144,7 +144,9 @@ class _Lanes:
                 takes = self.jobs[number].task.takes
                 if self._missing[number] or any((rank, one) in self._busy for one in takes):
                     continue
-                mine = (self._could_start(number), number)
+                # since when it is the first of its lane, and needs nothing more
+                freed_by = self._freed_by.get((rank, lane), -1)
+                mine = (max(self._ready[number], self._stopped(freed_by)), number)
                 first = mine if first is None or mine < first else first
             if first is None:
                 return
@@ -159,12 +161,6 @@ class _Lanes:
             self._busy.update(names)
             heappush(self._ends, (now + task.duration, number))
 
-    def _could_start(self, number: int) -> float:
-        """Return since when job `number` is the first of its lane, and needs nothing more."""
-        job = self.jobs[number]
-        freed = self._freed_by.get((job.rank, job.task.lane), -1)
-        return max(self._ready[number], self._stopped(freed))
-
     def _names(self, number: int) -> list[_Queue]:
         job = self.jobs[number]
         return [(job.rank, name) for name in (job.task.lane, *job.task.takes)]
@@ -173,7 +169,7 @@ class _Lanes:
         return self.starts[number] + self.jobs[number].task.duration if number >= 0 else -1.0
 
     def _end(self, number: int, now: float) -> dict[int, None]:
-        """End a job; return the ranks of which others may start."""
+        """End a job; return the ranks that may start others."""
         names = self._names(number)
         self._busy.difference_update(names)
         self._freed_by.update(dict.fromkeys(names, number))

@@ -1,5 +1,5 @@
-"""The machine of a plan: GPUs in nodes, memories, speeds; a preset, whose sources are in
-machines.toml, or this machine as ``zeroshard doctor`` has measured it.
+"""The machine of a plan: GPUs in nodes, memories, speeds; a preset (machines.toml names the
+sources), or this machine as ``zeroshard doctor`` has measured it.
 
     Machine.of("H100", gpus=8)       a preset, with what is given instead of its own
     busy(report)                     others were computing while it was measured
@@ -85,11 +85,18 @@ class Machine:
     ) -> Machine:
         """Return the preset `gpu` with what is given instead of its own.
 
-        Sizes are bytes, or text with a unit ("32GiB"); `host_memory` and `disk` (default: none) are
-        those of one node, `network` the bytes per second that one GPU has to other nodes. Raises
-        ConfigError for an unknown preset, naming the nearest, and for an impossible machine.
+        Sizes are bytes, or text with a unit ("32GiB"); `host_memory` and `disk` (default: none)
+        count for one node, `network` is the bytes per second that one GPU has to other nodes.
+        Raises ConfigError for an unknown preset, naming the nearest, and for an impossible machine.
         """
-        preset = _preset(gpu)
+        if gpu not in presets():
+            by_lower = {known.lower(): known for known in presets()}
+            near = difflib.get_close_matches(gpu.lower(), by_lower, n=1, cutoff=0.3)
+            hint = f"; did you mean {by_lower[near[0]]!r}?" if near else ""
+            raise ConfigError(f"gpu={gpu!r} is not a preset ({', '.join(presets())}){hint}")
+        preset = presets()[gpu]
+        if lacking := [key for key in _NEEDED if key not in preset]:
+            raise ConfigError(f"machines.toml: preset {gpu!r} lacks {', '.join(lacking)}")
         if gpus < 1:
             raise ConfigError(f"gpus={gpus} is less than one")
         local = min(gpus, preset["node_size"]) if node_size is None else node_size
@@ -168,19 +175,6 @@ def _whole_nodes(gpus: int, node_size: int) -> str:
     return f"node_size={fewer}, or {' or '.join(others)}"
 
 
-def _preset(name: str) -> dict[str, Any]:
-    if name in presets():
-        preset = presets()[name]
-        lacking = [key for key in _NEEDED if key not in preset]
-        if lacking:
-            raise ConfigError(f"machines.toml: preset {name!r} lacks {', '.join(lacking)}")
-        return preset
-    by_lower = {known.lower(): known for known in presets()}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.3)
-    hint = f"; did you mean {by_lower[near[0]]!r}?" if near else ""
-    raise ConfigError(f"gpu={name!r} is not a preset ({', '.join(presets())}){hint}")
-
-
 def _speeds(preset: dict[str, Any], network: int | None) -> Speeds:
     """Return the speeds of `preset`, with `network` bytes per second between nodes if given."""
     return Speeds(
@@ -203,7 +197,7 @@ def _speeds(preset: dict[str, Any], network: int | None) -> Speeds:
 
 def nearest_preset(device: str, memory: int) -> str:
     """Return the preset of the GPU that calls itself `device` ("NVIDIA A100-SXM4-40GB"), or, where
-    no name fits, of the GPU whose memory is nearest to `memory` bytes.
+    no name fits, of the GPU with the memory nearest to `memory` bytes.
     """
     letters = "".join(letter for letter in device.upper() if letter.isalnum())
     sizes = {
@@ -241,7 +235,7 @@ def busy(report: Report) -> str | None:
     if report["measured"] is None or load <= max(1.0, _BUSY * cpus):
         return None
     return (
-        f"measured at load {load:.1f} on {cpus} CPU(s): rates are lower than those of this machine,"
+        f"measured at load {load:.1f} on {cpus} CPU(s): rates are lower than this machine's,"
         " and are not kept; run zeroshard doctor where nothing else runs"
     )
 
@@ -362,6 +356,10 @@ def _measured_speeds(
     if on_gpu:
         host_link = _mean(*(copy(device, way, pinned=True) for way in ("to device", "to host")))
     local, latency = links
+    disk_latency = preset.disk_latency
+    if disk is not None:  # a read of one block, with `spare` cores beside one that computes
+        idle = float(disk.get("latency_s", preset.disk_latency))
+        disk_latency = spare * idle + (1.0 - spare) * float(disk.get("busy_latency_s", idle))
     return Speeds(
         half_flops=matmul("bfloat16"),
         fp32_flops=matmul("float32"),
@@ -376,15 +374,9 @@ def _measured_speeds(
         local_latency=latency,
         network_latency=preset.network_latency,
         host_latency=preset.host_latency,
-        disk_latency=preset.disk_latency if disk is None else _disk_latency(disk, spare, preset),
+        disk_latency=disk_latency,
         disk_core_s=0.0 if disk is None else disk.get("core_s_per_byte", 0.0) * (1.0 - spare),
     )
-
-
-def _disk_latency(disk: Report, spare: float, preset: Speeds) -> float:
-    """Return the seconds of a read of one block, with `spare` cores beside one that computes."""
-    idle = float(disk.get("latency_s", preset.disk_latency))
-    return spare * idle + (1.0 - spare) * float(disk.get("busy_latency_s", idle))
 
 
 def _transports(report: Report) -> tuple[str, ...]:

@@ -1,32 +1,250 @@
-"""A model as the planner sees it: shapes of parameters in the runtime's units, and the activations
-of a pass, traced or, of a transformer decoder, in closed form.
+"""A model as the planner sees it, shapes of parameters in the runtime's units and the activations
+of a pass, traced; and a training run, per GPU: precision, optimizer, batch, codecs, the share that
+leaves.
 
 A model is described by a number of parameters (a decoder of typical shape is assumed, and said), by
 a Transformers ``config.json`` (families.py), or built without memory by whoever may import torch
-(modules/).
+(modules.py).
 
-Invariant: the units are those of ``runtime/units.py: partition_units``: one per repeated block, and
-what is left over packed in definition order up to max(block, largest parameter, 1/8 of the model).
+Invariant: the units are as ``runtime/units.py: partition_units`` cuts them: one per repeated block,
+and what is left over packed in definition order up to max(block, largest parameter, 1/8 of the
+model).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from zeroshard.core.layout import ALIGN
+from zeroshard.core.placement import Mesh, Scope
+from zeroshard.core.policy import Policy
 from zeroshard.core.resting import packed, unit_limit
-from zeroshard.core.sizes import parse_count
+from zeroshard.core.sizes import any_of, budget_bytes, parse_count
+from zeroshard.core.tree import Deal, Tree, deal
+from zeroshard.core.wire import CODEC_BITS, Formats
 from zeroshard.errors import ConfigError
-from zeroshard.planner.training import Training
+
+# ----------------------------------------------------------------------------------- a training run
+
+
+# 8-bit Adam as bitsandbytes keeps it (optim/optimizer.py, Optimizer2State; torchao's has the same
+# block): of a tensor of 4096 elements or more one byte per moment and an fp32 maximum per block of
+# 256, of a smaller one fp32
+_BLOCK_8BIT, _LEAST_8BIT = 256, 4096
+
+# state per parameter beside the master
+MOMENT_BYTES = {
+    "adam": 8.0,
+    "adam-fused": 8.0,
+    "adam-8bit": 2 * (1 + 4 / _BLOCK_8BIT),
+    "adam-bf16": 4.0,
+    "momentum": 4.0,
+    "sgd": 0.0,
+}
+PRECISIONS = ("fp32", "bf16", "fp16")
+# names as people and other libraries write them, in lower case and with dashes
+_DTYPES = {
+    "float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16",
+}  # fmt: skip
+_OPTIMIZERS = {
+    "adamw": "adam", "adam-torch": "adam", "adamw-torch": "adam", "adamw-fused": "adam-fused",
+    "adamw-torch-fused": "adam-fused", "adamw-bf16": "adam-bf16", "adam8bit": "adam-8bit",
+    "adamw8bit": "adam-8bit", "adamw-8bit": "adam-8bit", "adamw-bnb-8bit": "adam-8bit",
+    "sgd-momentum": "momentum",
+}  # fmt: skip
+_CODECS = tuple(CODEC_BITS)
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training run. Raises ConfigError for values that make no sense.
+
+    `accumulate` is the dtype in which gradients rest: "fp32" (as in ``zs.shard``) or the dtype of
+    `precision`, as the papers count. Both take torch's names and dtypes, too ("bfloat16").
+    `optimizer` is "adam" or "adamw", "adam-fused" (the same with ``fused=True``: no temporaries in
+    a step), "adam-bf16" (moments in bf16), "adam-8bit" (planned only), "momentum" (SGD with it) or
+    "sgd". `batch` sequences of `sequence` tokens are one micro-batch of one GPU; `micro_batches` of
+    them, all but the last inside ``no_sync()``, are a step. `checkpointing`: every block is
+    recomputed in the backward.
+
+    `weight_codec`, `grad_codec`, `frozen_codec`, `codec_block` and `error_feedback` are as in
+    ``zs.Comm``; rows that take no such codec are not planned. `fraction` is as in ``zs.Offload``:
+    the share of each state that leaves the device where the row's tiers let it leave.
+    `accumulation_budget` is as in ``zs.shard``, in bytes or text ("2GiB"): rows in which it has no
+    effect, or holds no unit, are planned as they are without. `leaves` is as in ``zs.shard``: the
+    micro-batches of a step over all GPUs, in place of `micro_batches`.
+    """
+
+    precision: str = "bf16"
+    accumulate: str = "fp32"
+    optimizer: str = "adam"
+    batch: int = 1
+    sequence: int = 2048
+    micro_batches: int = 1
+    checkpointing: bool = False
+    weight_codec: str | None = None
+    grad_codec: str | None = None
+    frozen_codec: str | None = None
+    codec_block: int = 256
+    error_feedback: bool = False
+    fraction: float = 1.0
+    accumulation_budget: int | str | None = None
+    leaves: int | str | None = None
+
+    def __post_init__(self) -> None:
+        for name, names in (
+            ("precision", _DTYPES), ("accumulate", _DTYPES), ("optimizer", _OPTIMIZERS),
+        ):  # fmt: skip
+            object.__setattr__(self, name, _known(getattr(self, name), names))
+        for name, value, choices in (
+            ("precision", self.precision, PRECISIONS),
+            ("optimizer", self.optimizer, tuple(MOMENT_BYTES)),
+            ("accumulate", self.accumulate, tuple(dict.fromkeys(("fp32", self.precision)))),
+            ("weight_codec", self.weight_codec, (None, *_CODECS)),
+            ("grad_codec", self.grad_codec, (None, *_CODECS, "bf16")),
+            ("frozen_codec", self.frozen_codec, (None, *_CODECS)),
+        ):
+            if value not in choices:
+                known = ", ".join(choice for choice in choices if choice)
+                raise ConfigError(f"{name}={value!r} is not one of {known}")
+        for name in ("batch", "sequence", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is less than one")
+        if self.codec_block < ALIGN or self.codec_block % ALIGN:
+            raise ConfigError(
+                f"codec_block={self.codec_block} is not a positive multiple of {ALIGN}"
+            )
+        if self.error_feedback and self.grad_codec not in _CODECS:
+            raise ConfigError(
+                f"error_feedback has no effect without an {any_of(_CODECS)} grad_codec"
+            )
+        given: object = self.fraction
+        if isinstance(given, str):
+            raise ConfigError(
+                f"fraction={given!r} is found by measuring steps, which a plan has none of:"
+                " give a number from 0 to 1, such as the one that the run's log names"
+            )
+        if not 0.0 < self.fraction <= 1.0:
+            raise ConfigError(
+                f"fraction={self.fraction} is not in (0, 1]: it is the share that leaves the device"
+            )
+        budget_bytes(self.accumulation_budget)
+        self._check_leaves()
+
+    def _check_leaves(self) -> None:
+        if self.tree is None:
+            return
+        for name, plain in (("grad_codec", None), ("accumulate", "fp32")):
+            if getattr(self, name) != plain:
+                raise ConfigError(
+                    f"leaves={self.leaves} fixes the bits of every sum, and"
+                    f" {name}={getattr(self, name)!r} rounds sums: leave one of them out"
+                )
+
+    @cached_property
+    def tree(self) -> Tree | None:
+        """The tree of the leaves. Raises ConfigError."""
+        try:
+            return None if self.leaves is None else Tree.parse(self.leaves)
+        except ValueError as error:
+            raise ConfigError(f"leaves={self.leaves!r}: {error}") from None
+
+    def on(self, num_ranks: int) -> Training:
+        """Return it with the micro-batches that the first of `num_ranks` computes of the leaves.
+        Raises ConfigError where a rank has none.
+        """
+        if self.tree is None:
+            return self
+        counts = deal(self.tree.leaves, num_ranks)
+        if min(counts) < 1:
+            raise ConfigError(
+                f"leaves={self.leaves} gives {self.tree.leaves} micro-batches to {num_ranks} data"
+                " parallel ranks: every rank needs one at least"
+            )
+        return replace(self, micro_batches=counts[0])
+
+    def deal(self, policy: Policy, mesh: Mesh) -> Deal | None:
+        """Return how the ranks of `mesh` add up the leaves in a row; None without leaves."""
+        if self.tree is None:
+            return None
+        cells = policy.all_cells
+        whole = all(one.grad.is_partial and one.grad.scope is Scope.FULL for one in cells)
+        return Deal(self.tree, tuple(deal(self.tree.leaves, mesh.size)), mesh, whole)
+
+    @property
+    def accumulation_bytes(self) -> int | None:
+        """The budget for gradients between micro-batches, in bytes."""
+        return budget_bytes(self.accumulation_budget)
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes that the optimizer keeps per parameter beside the master."""
+        return MOMENT_BYTES[self.optimizer]
+
+    def state_bytes(self, numel: int) -> int:
+        """Return the bytes that the optimizer keeps of one tensor of `numel` elements."""
+        if self.optimizer != "adam-8bit":
+            return round(numel * self.moment_bytes)
+        if numel < _LEAST_8BIT:
+            return 8 * numel
+        return 2 * (numel + 4 * -(-numel // _BLOCK_8BIT))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch of one GPU."""
+        return self.batch * self.sequence
+
+    @property
+    def align(self) -> int:
+        """Shares are cut at multiples of so many elements: a codec's blocks stay whole."""
+        named = {self.weight_codec, self.grad_codec, self.frozen_codec} - {None, "bf16"}
+        return max(ALIGN, self.codec_block) if named else ALIGN
+
+    def comm(self) -> dict[str, object]:
+        """Return what ``zs.Comm`` is given for the codecs; {} without any."""
+        names = ("weight_codec", "grad_codec", "frozen_codec", "codec_block", "error_feedback")
+        plain = Training()
+        return {
+            name: getattr(self, name)
+            for name in names
+            if getattr(self, name) != getattr(plain, name)
+        }
+
+    def formats(
+        self, dtype: str | None, *, trained: bool = True, rests_packed: bool = False
+    ) -> Formats:
+        """Return the formats of parameters that compute in `dtype` (None: the precision).
+
+        `rests_packed`: they rest in `frozen_codec`.
+        """
+        compute = dtype or self.precision
+        accumulate = "fp32" if self.accumulate == "fp32" else compute
+        frozen = None if trained else self.frozen_codec
+        return Formats.of(
+            compute,
+            accumulate=accumulate,
+            weight_codec=frozen or self.weight_codec,
+            grad_codec=self.grad_codec,
+            block=self.codec_block,
+            rests_packed=rests_packed,
+        )
+
+
+def _known(given: object, names: dict[str, str]) -> str:
+    """Return the name that is meant by `given`, a text or a dtype; as it is, where none is."""
+    text = str(given).removeprefix("torch.")
+    lower = text.lower().replace("_", "-")
+    return names.get(lower, lower if lower in names.values() else text)
+
 
 # --------------------------------------------------------------------------------- a pass in events
 # The activations of a pass, event by event: plain numbers, made by whoever may import torch
-# (modules/activations.py), or by `closed_form`.
+# (activations.py), or by ``peak.closed_form``.
 #
 #     gather u   unit u is needed         gradient u g   the first gradient of group g of u is there
 #     release u  it is needed no longer   reduce u       all of its gradients are
@@ -215,8 +433,8 @@ def with_adapters(model: ModelShape, trainable: str) -> ModelShape:
 
 
 def fitted(model: ModelShape, training: Training) -> tuple[ModelShape, Training]:
-    """Return both with the micro-batch that `model` takes: that of the token ids that were traced,
-    and sequences no longer than it has positions, which a note then says.
+    """Return both with the micro-batch that `model` takes: as many token ids as were traced, and
+    sequences no longer than it has positions. A note then says so.
 
     Raises ConfigError where another sequence than the default one is longer.
     """
@@ -273,7 +491,15 @@ def describe(text: str) -> ModelShape:
     if numel > 10**15:
         raise ConfigError(f"params={text!r} is more than 1000T: no machine here holds it")
     hidden = max(64, 64 * round(2 * (numel / (12 * 128**2)) ** (1 / 3)))
-    block = _block(hidden)
+    # one layer, biases and norms included
+    block: list[Shape] = [("norm_1", (2, hidden)), ("norm_2", (2, hidden))]
+    for part, rows, columns in (
+        ("qkv", 3 * hidden, hidden),
+        ("out", hidden, hidden),
+        ("up", 4 * hidden, hidden),
+        ("down", hidden, 4 * hidden),
+    ):
+        block += [(f"{part}.weight", (rows, columns)), (f"{part}.bias", (rows,))]
     reserved = min(50_257 * hidden, numel // 8)
     layers = (numel - reserved) // _numel(block)
     left = numel - layers * _numel(block)
@@ -289,110 +515,5 @@ def describe(text: str) -> ModelShape:
     return ModelShape(text, pack_units(parameters, names), decoder, note=note)
 
 
-def _block(hidden: int) -> list[Shape]:
-    """Return the parameters of one decoder layer, biases and norms included."""
-    matrices = [("qkv", 3 * hidden, hidden), ("out", hidden, hidden)]
-    matrices += [("up", 4 * hidden, hidden), ("down", hidden, 4 * hidden)]
-    parameters: list[Shape] = [("norm_1", (2, hidden)), ("norm_2", (2, hidden))]
-    for name, rows, columns in matrices:
-        parameters += [(f"{name}.weight", (rows, columns)), (f"{name}.bias", (rows,))]
-    return parameters
-
-
 def _numel(shapes: Iterable[Shape]) -> int:
     return sum(math.prod(shape) for _, shape in shapes)
-
-
-# ----------------------------------------------------------------------- activations in closed form
-# arXiv 2205.05198, section 4.1, without dropout and with attention that keeps no s x s matrix. With
-# `checkpointing` every layer keeps its input, and the one under way everything. A model of which
-# nothing is known but its parameters has a trace without activations.
-#
-# Cost: at most 9 layers are walked, whatever the model's depth: between the first and the last of
-# them everything grows or shrinks evenly.
-
-_SHOWN = 8  # equal layers that are walked one by one; those between them are taken as one
-
-
-def layer_bytes(decoder: Decoder, training: Training) -> int:
-    """Return the bytes that the forward of one layer leaves for its backward.
-
-    Per token: the inputs of both norms, of the projections and of the MLP, q, k, v and the
-    attention's output; of the MLP what goes into its activation and out of it, of a gated one both
-    factors as well.
-    """
-    q, kv = decoder.heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
-    attention = 3 * decoder.hidden + 2 * q + 2 * kv
-    mlp = decoder.hidden + (4 if decoder.gated else 2) * decoder.ffn
-    return (attention + mlp) * training.tokens * _itemsize(training)
-
-
-def kept_bytes(decoder: Decoder | None, training: Training) -> int:
-    """Return the bytes of one layer that stay between its forward and its backward."""
-    if decoder is None:
-        return 0
-    if training.checkpointing:  # its input
-        return decoder.hidden * training.tokens * _itemsize(training)
-    return layer_bytes(decoder, training)
-
-
-def logit_bytes(decoder: Decoder, training: Training) -> int:
-    """Return the bytes of the logits in the compute dtype, in fp32, and of their gradient."""
-    return decoder.vocab * training.tokens * (_itemsize(training) + 8)
-
-
-def closed_form(model: ModelShape, training: Training) -> ActivationTrace:
-    """Return the trace of a model whose units run in order, the layers of its decoder as
-    `layer_bytes` says. Without a decoder there are no activations in it.
-    """
-    decoder = model.decoder
-    layer = 0 if decoder is None else layer_bytes(decoder, training)
-    kept = kept_bytes(decoder, training)
-    logits = 0 if decoder is None else logit_bytes(decoder, training)
-
-    order = list(_in_order(model.units, 0 if decoder is None else decoder.layers))
-    forward, held = [], 0
-    for unit, repeats, is_layer in order:
-        inside = held + (layer if is_layer else 0)
-        forward.append(Moment("gather", unit, 0, inside, 0, repeats))
-        held += kept * repeats if is_layer else 0
-        forward.append(Moment("release", unit, 0, held, 0, repeats))
-    turn = Moment("turn", activations=held + logits, logits=logits)
-    backward = []
-    for unit, repeats, is_layer in reversed(order):
-        # the logits' gradient lives until the unit that made them is done
-        loss = logits if unit == order[-1][0] else 0
-        extra = layer - kept if is_layer else 0
-        first, held = held + extra, held - (kept * repeats if is_layer else 0)
-        last = held + (layer if is_layer else 0)
-        backward.append(Moment("gather", unit, 0, first + loss, loss, repeats))
-        for number, group in enumerate(model.units[unit].groups):
-            if group.trained:
-                backward.append(Moment("gradient", unit, number, first + loss, loss, repeats))
-        backward.append(Moment("reduce", unit, 0, last, 0, repeats))
-        backward.append(Moment("release", unit, 0, held, 0, repeats))
-    moments = (*forward, turn, *backward, Moment("end"))
-    return ActivationTrace(moments, training.tokens, training.checkpointing)
-
-
-def _in_order(units: Sequence[UnitShape], layers: int) -> Iterator[tuple[int, int, bool]]:
-    """Yield the units that are walked: number, how many equal ones it stands for, and whether it
-    is a layer.
-    """
-    shapes = [
-        tuple(tuple(shape for _, shape in group.shapes) for group in unit.groups) for unit in units
-    ]
-    common, count = Counter(shapes).most_common(1)[0]
-    run = [number for number, shape in enumerate(shapes) if shape == common]
-    skipped = run[_SHOWN // 2 : -_SHOWN // 2] if len(run) > _SHOWN + 1 else []
-    if run != list(range(run[0], run[0] + len(run))):
-        skipped = []
-    left_out = set(skipped[1:])
-    for number in range(len(units)):
-        if number not in left_out:
-            is_layer = bool(layers) and (count != layers or shapes[number] == common)
-            yield number, len(skipped) if skipped[:1] == [number] else 1, is_layer
-
-
-def _itemsize(training: Training) -> int:
-    return round(training.formats(None).weight.bytes_per_element)

@@ -7,14 +7,15 @@ every event of the step, not maximum to maximum.
     optimizer.step()                           weights and optimizer states at rest, the gradients
                                                of what a rank steps, and the optimizer's temporaries
 
-Activations are those that were traced (modules/activations.py), or of a decoder's sizes in closed
-form: arXiv 2205.05198, section 4.1, without dropout and with attention that keeps no s x s matrix.
+Activations are those that were traced (activations.py), or of a decoder's sizes in closed form:
+arXiv 2205.05198, section 4.1, without dropout and with attention that keeps no s x s matrix.
 On an accelerator, what no tensor counts is an allowance. Nothing has been fitted to a measurement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,8 +47,14 @@ from zeroshard.planner.exact import (
     sum_by_tier,
 )
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import ActivationTrace, ModelShape, Moment, closed_form
-from zeroshard.planner.training import Training
+from zeroshard.planner.model import (
+    ActivationTrace,
+    Decoder,
+    ModelShape,
+    Moment,
+    Training,
+    UnitShape,
+)
 
 # ----------------------------------------------------------------------------------------- playback
 # The engine's own memory in a step, beyond what rests: its schedule (core/schedule), executed on
@@ -207,7 +214,7 @@ _TILE = STAGING_BYTES // 16  # elements that are stepped at a time on the host (
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes of one rank during a step; `parts` are those of the device: "states",
+    """The most bytes of one rank during a step; `parts` divides the bytes on the device: "states",
     "gathered" (units), "gradients" (in flight), "staging", "activations", "logits", "allowance".
     """
 
@@ -246,12 +253,17 @@ def peak_bytes(
     exchange: TransportTraits | None = None,
     held: InFlight | None = None,
 ) -> Peak:
-    """Return the most bytes of one rank during a step, those of the device by what they hold.
+    """Return the most bytes of one rank during a step, on the device by what they hold.
 
     `exchange` (default: what the machine takes) says how the ranks meet; `held`, what a pipeline
     holds beside one micro-batch.
     """
-    trace = trace_of(laid_out.model, training)
+    # as traced, if that was with as much recomputing, else in closed form
+    model, trace = laid_out.model, laid_out.model.trace
+    if trace is None or (trace.checkpointing != training.checkpointing and model.decoder):
+        trace = closed_form(model, training)
+    else:
+        trace = trace.scaled(training.tokens)
     if held is not None:
         trace = trace.above(held.activations)
     meets = TransportTraits.of(machine) if exchange is None else exchange
@@ -282,16 +294,6 @@ def peak_bytes(
     slack = FRAGMENTATION if machine.accelerator else 0.0
     parts["allowance"] = round(sum(parts.values()) * slack) + context
     return Peak(parts, resting[Tier.HOST] + on_host, resting[Tier.DISK])
-
-
-def trace_of(model: ModelShape, training: Training) -> ActivationTrace:
-    """Return the activations of one micro-batch: as traced, if that was with as much recomputing,
-    else in closed form.
-    """
-    trace = model.trace
-    if trace is None or (trace.checkpointing != training.checkpointing and model.decoder):
-        return closed_form(model, training)
-    return trace.scaled(training.tokens)
 
 
 def _instants(
@@ -342,8 +344,8 @@ def _host_bytes(laid_out: LaidOut, policy: Policy, machine: Machine, training: T
         return 0
     if machine.accelerator or cells.optim.tier is not Tier.HOST:
         return STAGING_BYTES
-    # a tile of what is stepped last, whose new moments are there twice in the first step; later
-    # the denominators of one parameter, with the gradients of a tile in the dtype of the master
+    # a tile of what is stepped last: its new moments are there twice in the first step; later the
+    # denominators of one parameter, with the gradients of a tile in the dtype of the master
     trained = [one for one in laid_out.groups if one.group.trained]
     tiles = [min(_TILE, one.held(cells.optim, 0)) for one in trained]
     pieces = [min(_TILE, piece.numel) for one in trained for piece in one.pieces(cells.optim, 0)]
@@ -353,3 +355,98 @@ def _host_bytes(laid_out: LaidOut, policy: Policy, machine: Machine, training: T
     cast = 4 * max(tiles, default=0) if formats.grad != formats.master else 0
     adam = training.optimizer == "adam"
     return max(round(training.moment_bytes * first), cast + 8 * adam * max(pieces, default=0))
+
+
+# ----------------------------------------------------------------------- activations in closed form
+# arXiv 2205.05198, section 4.1, without dropout and with attention that keeps no s x s matrix. With
+# `checkpointing` every layer keeps its input, and the one under way everything. Where only the
+# parameters of a model are known, its trace has no activations.
+#
+# Cost: at most 9 layers are walked, whatever the model's depth: between the first and the last of
+# them everything grows or shrinks evenly.
+
+_SHOWN = 8  # equal layers that are walked one by one; those between them are taken as one
+
+
+def layer_bytes(decoder: Decoder, training: Training) -> int:
+    """Return the bytes that the forward of one layer leaves for its backward.
+
+    Per token: the inputs of both norms, of the projections and of the MLP, q, k, v and the
+    attention's output; of the MLP what goes into its activation and out of it, of a gated one both
+    factors as well.
+    """
+    q, kv = decoder.heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
+    attention = 3 * decoder.hidden + 2 * q + 2 * kv
+    mlp = decoder.hidden + (4 if decoder.gated else 2) * decoder.ffn
+    return (attention + mlp) * training.tokens * _itemsize(training)
+
+
+def kept_bytes(decoder: Decoder | None, training: Training) -> int:
+    """Return the bytes of one layer that stay between its forward and its backward."""
+    if decoder is None:
+        return 0
+    if training.checkpointing:  # its input
+        return decoder.hidden * training.tokens * _itemsize(training)
+    return layer_bytes(decoder, training)
+
+
+def logit_bytes(decoder: Decoder, training: Training) -> int:
+    """Return the bytes of the logits in the compute dtype, in fp32, and of their gradient."""
+    return decoder.vocab * training.tokens * (_itemsize(training) + 8)
+
+
+def closed_form(model: ModelShape, training: Training) -> ActivationTrace:
+    """Return the trace of a model that runs its units in order, the layers of its decoder as
+    `layer_bytes` says. Without a decoder there are no activations in it.
+    """
+    decoder = model.decoder
+    layer = 0 if decoder is None else layer_bytes(decoder, training)
+    kept = kept_bytes(decoder, training)
+    logits = 0 if decoder is None else logit_bytes(decoder, training)
+
+    order = list(_in_order(model.units, 0 if decoder is None else decoder.layers))
+    forward, held = [], 0
+    for unit, repeats, is_layer in order:
+        inside = held + (layer if is_layer else 0)
+        forward.append(Moment("gather", unit, 0, inside, 0, repeats))
+        held += kept * repeats if is_layer else 0
+        forward.append(Moment("release", unit, 0, held, 0, repeats))
+    turn = Moment("turn", activations=held + logits, logits=logits)
+    backward = []
+    for unit, repeats, is_layer in reversed(order):
+        # the logits' gradient lives until the unit that made them is done
+        loss = logits if unit == order[-1][0] else 0
+        extra = layer - kept if is_layer else 0
+        first, held = held + extra, held - (kept * repeats if is_layer else 0)
+        last = held + (layer if is_layer else 0)
+        backward.append(Moment("gather", unit, 0, first + loss, loss, repeats))
+        for number, group in enumerate(model.units[unit].groups):
+            if group.trained:
+                backward.append(Moment("gradient", unit, number, first + loss, loss, repeats))
+        backward.append(Moment("reduce", unit, 0, last, 0, repeats))
+        backward.append(Moment("release", unit, 0, held, 0, repeats))
+    moments = (*forward, turn, *backward, Moment("end"))
+    return ActivationTrace(moments, training.tokens, training.checkpointing)
+
+
+def _in_order(units: Sequence[UnitShape], layers: int) -> Iterator[tuple[int, int, bool]]:
+    """Yield the units that are walked: number, how many equal ones it stands for, and whether it
+    is a layer.
+    """
+    shapes = [
+        tuple(tuple(shape for _, shape in group.shapes) for group in unit.groups) for unit in units
+    ]
+    common, count = Counter(shapes).most_common(1)[0]
+    run = [number for number, shape in enumerate(shapes) if shape == common]
+    skipped = run[_SHOWN // 2 : -_SHOWN // 2] if len(run) > _SHOWN + 1 else []
+    if run != list(range(run[0], run[0] + len(run))):
+        skipped = []
+    left_out = set(skipped[1:])
+    for number in range(len(units)):
+        if number not in left_out:
+            is_layer = bool(layers) and (count != layers or shapes[number] == common)
+            yield number, len(skipped) if skipped[:1] == [number] else 1, is_layer
+
+
+def _itemsize(training: Training) -> int:
+    return round(training.formats(None).weight.bytes_per_element)

@@ -62,7 +62,7 @@ class StageWork:
 
 
 def stage_work(durations: Durations, policy: Policy) -> StageWork:
-    """Return what a stage does, whose model and machine `durations` knows."""
+    """Return what a stage does; `durations` knows its model and machine."""
     program = Program(durations, policy)
     units, training = program.units, durations.training
     kinds = list(durations.laid_out.alike)
@@ -124,7 +124,7 @@ def _off_compute(units: Sequence[Sequence[LaneTask]]) -> LaneTask | None:
 
 
 def _together(lane: AnyLane, name: str, units: Sequence[Sequence[LaneTask]]) -> LaneTask | None:
-    """Return one task of `lane` that takes as long as those of all `units`, each one's in turn."""
+    """Return one task of `lane` that takes as long as the tasks of all `units`, unit by unit."""
     every = [task for tasks in units for task in tasks]
     if not every:
         return None
@@ -200,7 +200,7 @@ class PipelineTime:
 
 def room(stages: Sequence[int], ranks: int) -> int:
     """Return the bytes that gathered stages of a rank may take in a plan, the same on each of the
-    `ranks`: those of one stage, of several stages on a rank the two that follow each other.
+    `ranks`: one stage, or, where a rank has several, two that follow each other.
     """
     return max(sum(sorted(stages[rank::ranks])[-2:]) for rank in range(ranks))
 

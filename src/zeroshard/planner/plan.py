@@ -22,7 +22,7 @@ from zeroshard.planner.durations import Durations
 from zeroshard.planner.exact import LaidOut, StateBytes, rest_bytes
 from zeroshard.planner.grid import GridPlan, RankPlan
 from zeroshard.planner.machine import Machine, presets
-from zeroshard.planner.model import ModelShape, fitted, with_adapters
+from zeroshard.planner.model import ModelShape, Training, fitted, with_adapters
 from zeroshard.planner.rows import (
     PlannedRow,
     bytes_of,
@@ -35,18 +35,16 @@ from zeroshard.planner.rows import (
     takes,
     tiers_of,
 )
-from zeroshard.planner.training import Training
 
 # ------------------------------------------------------------------ rows and grids that are planned
 # All rows of data parallel ranks or of one grid; where axes are "auto", the best row of each of the
 # grids that may be fastest.
 #
-# A search over grids goes from the one whose computations take least, with what their order leaves
-# idle, to the one whose take most. It ends when eight grids were planned and the next one's least
-# time is more than the fastest step so far, or with twelve grids of which one fits. In a grid,
-# states leave the device only where no row fits on it; the three rows that move least are
-# simulated, and none after one whose step is within 2% of the grid's least. Data parallel ranks
-# alone are always planned.
+# A search over grids plans them by the time of their computations, with what their order leaves
+# idle, the shortest first. It ends when eight grids were planned and the next one's least time is
+# more than the fastest step so far, or with twelve grids where one of them fits. In a grid, states
+# leave the device only where no row fits on it; the three rows that move least are simulated, and
+# none after a step within 2% of the grid's least. Data parallel ranks alone are always planned.
 
 Policies = Callable[[Machine], Iterable[Policy]]
 
@@ -355,31 +353,27 @@ def _recommend(
     best = _fastest(fitting)
     faster = [row for row in rows if row.time.seconds < best.time.seconds]
     if best.step_s is None:
-        reason = f"of {len(fitting)} that fit, the one whose transfers and step take least"
+        reason = f"of {len(fitting)} that fit, the one with the shortest transfers and step"
         faster = []
     else:
         reason = f"the fastest of {len(fitting)} that fit, bound by {best.bound_by}"
     if best.spread.bubble:
         reason += f" ({best.spread.bubble:.0%} bubble)"
     if search.axes is not None and search.axes.is_auto:
-        reason += _beside_data_parallel(best, rows)
+        alone = next((row for row in rows if row.spread.tp == row.spread.pp == 1), None)
+        if alone is not None and alone is not best:
+            times = alone.time.seconds / best.time.seconds
+            took = f"({describe_row(alone)}) take {times:.3g} times as long"
+            how = took if alone.fits else f"lack {alone.bound_by}"
+            reason += f"; data parallel ranks alone {how}"
+        elif alone is not None:
+            reason += "; no grid with tp or pp is faster"
         # half of the GPUs would be another search
         return Recommendation(best, reason)
     if faster:
         first = _fastest(faster)
         reason += f"; {describe_row(first)} would be faster and lacks {first.bound_by}"
     return Recommendation(best, reason, smaller=_smaller(search, machine, training))
-
-
-def _beside_data_parallel(best: PlannedRow, rows: tuple[PlannedRow, ...]) -> str:
-    """Return how data parallel ranks alone compare with the `best` line."""
-    alone = next((row for row in rows if row.spread.tp == row.spread.pp == 1), None)
-    if alone is None or alone is best:
-        return "" if alone is None else "; no grid with tp or pp is faster"
-    if not alone.fits:
-        return f"; data parallel ranks alone lack {alone.bound_by}"
-    times = alone.time.seconds / best.time.seconds
-    return f"; data parallel ranks alone ({describe_row(alone)}) take {times:.3g} times as long"
 
 
 def _fastest(rows: list[PlannedRow]) -> PlannedRow:
@@ -462,8 +456,8 @@ def _adapters(search: Search, machine: Machine, training: Training) -> str | Non
 def _changes(
     model: ModelShape, machine: Machine, training: Training
 ) -> Iterator[tuple[str, Machine, Training]]:
-    """Yield changes in words and as they are planned, the cheapest first; each keeps those of
-    training before it. Those of activations where they are known.
+    """Yield changes in words and as they are planned, the cheapest first; each keeps the changes of
+    training before it. Activations change where they are known.
     """
     words: list[str] = []
     known = model.decoder is not None
@@ -544,7 +538,7 @@ def make_sweep(
     model: ModelShape, machines: Sequence[Machine], training: Training
 ) -> tuple[Point, ...]:
     """Plan every row on each of the `machines`, whether it fits or not. Raises ConfigError for a
-    model whose FLOPs are not known.
+    model without known FLOPs.
     """
     model, training = fitted(model, training)
     if not model.is_timed:

@@ -24,11 +24,10 @@ from zeroshard.planner.exact import (
 )
 from zeroshard.planner.grid import GridPlan, RankPlan, StepSeconds
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import ModelShape, fitted
+from zeroshard.planner.model import ModelShape, Training, fitted
 from zeroshard.planner.peak import peak_bytes
 from zeroshard.planner.pipeline_time import PipelineTime
 from zeroshard.planner.simulate import step_time
-from zeroshard.planner.training import Training
 
 _DEVICE, _HOST, _DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 
@@ -51,7 +50,7 @@ class Spread:
     pp: int = 1
     dp: int = 1
     micro_batches: int = 1  # of a step of one pipeline, or of one data parallel rank
-    stage: int = 0  # rank of the pipeline whose bytes are the row's: the one that takes most
+    stage: int = 0  # rank of the pipeline that needs most: the row has its bytes
     axis_bytes: dict[str, int] = field(default_factory=dict)  # "dp", "tp", "pp": received per step
     bubble: float = 0.0  # part of the step for which ranks wait for other stages, on average
     budget: int = 0  # that engine.follow() is planned with; 0: none has an effect
@@ -67,7 +66,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """One row on one mix of tiers; bytes are those of one rank."""
+    """One row on one mix of tiers; bytes count one rank."""
 
     row: str
     tiers: dict[str, str]  # "weight", "grad", "optimizer" -> tier
@@ -83,7 +82,7 @@ class PlannedRow:
     # seconds of files are None on a machine without a disk
     load_s: float | None
     save_s: dict[str, float | None]  # "foreground" (zs.save), "background" (what Saver holds up)
-    whole_gradients: int = 0  # units whose gradients rest whole, by accumulation_budget
+    whole_gradients: int = 0  # units that keep whole gradients, by accumulation_budget
     spread: Spread = field(default_factory=lambda: Spread())
 
     @property
@@ -225,9 +224,9 @@ def _row(
 
 
 def short_of(peak: dict[str, int], machine: Machine) -> tuple[str, float, float] | None:
-    """Return of which memory there is too little (the first of device, host, disk), the bytes that
-    are needed and those that there are (of a host, beside its allowance); None where all fits.
-    Hosts and disks are shared by the ranks of a node.
+    """Return the first memory that is too small (device, host, disk), the bytes needed and the
+    bytes there are (on a host, beside its allowance); None where all fits. Hosts and disks are
+    shared by the ranks of a node.
     """
     device, ranks = peak["device"], machine.node_size
     on_host = peak["host"] + (0 if machine.accelerator else device)
@@ -241,8 +240,8 @@ def short_of(peak: dict[str, int], machine: Machine) -> tuple[str, float, float]
 
 def rest_fits(rests: Iterable[StateBytes], machine: Machine) -> bool:
     """Whether `machine` has room for what rests on any of some ranks, which rules most rows out
-    before their peaks are played: without gradients, of which a step may hold less than rests
-    between micro-batches.
+    before their peaks are played: without gradients, since a step may hold less than rests between
+    micro-batches.
     """
     states = [[by for name, by in one.items() if name != "grad"] for one in rests]
     sums = [sum_by_tier(one) for one in states]
@@ -274,9 +273,9 @@ def describe_row(row: PlannedRow) -> str:
 # or "auto": in proportion to what each memory has left beside all that is no share, which a rank
 # needs whatever it owns (gathered units, buffers, activations); other shares for every row.
 #
-# Bytes at rest and on the wire are exact, as in exact.py; a rank's peak is that of rank 0 on the
-# same mesh with the ranks renamed so that it comes first. Times are not planned: every rank gathers
-# and reduces as much as with equal shares, and the slowest decides.
+# Bytes at rest and on the wire are exact, as in exact.py; a rank's peak is rank 0's on the same
+# mesh with the ranks renamed so that it comes first. Times are not planned: every rank gathers and
+# reduces as much as with equal shares, and the slowest decides.
 
 _SLACK = 1e-6
 _DIGITS = 4
@@ -300,7 +299,7 @@ class UnevenRow:
     row: str
     tiers: dict[str, str]
     ranks: tuple[UnevenRank, ...]
-    short: tuple[str, ...]  # of which rank or node something does not fit
+    short: tuple[str, ...]  # ranks and nodes where something does not fit
 
     @property
     def fits(self) -> bool:
@@ -433,7 +432,7 @@ def _rounded(numbers: Sequence[int]) -> list[float]:
 
 
 def _short_of_ranks(ranks: Sequence[UnevenRank], machine: Machine) -> Iterator[str]:
-    """Yield of which ranks and nodes something does not fit."""
+    """Yield the ranks and nodes where something does not fit."""
     if machine.accelerator:
         for number, rank in enumerate(ranks):
             if rank.peak_bytes["device"] > rank.memory:

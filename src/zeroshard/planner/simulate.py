@@ -50,7 +50,7 @@ from zeroshard.planner.exact import (
 )
 from zeroshard.planner.lanes import COMPUTE, JobTimes, LaneJob, LaneTask, longest, run
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.training import Training
+from zeroshard.planner.model import Training
 
 # ----------------------------------------------------------------------------------------- the jobs
 #     gather     what the last step has published | the unit after the one that computes ...
@@ -148,7 +148,7 @@ class Program:
         self._last = -1  # the last job of compute
         self._joined: list[int] = []  # what compute waits for next
         self._gathers: dict[int, list[int]] = {}  # unit -> the last job of its gather
-        self._columns: set[int] = set()  # units of which a part is kept for their backward
+        self._columns: set[int] = set()  # units that keep a part for their backward
         self._reduces: dict[int, tuple[int, int]] = {}  # unit -> its bucket, the last job
         self._meter = PlannedMeter()
         units = made_once(self.units, lambda unit: unit.held)
@@ -262,7 +262,10 @@ class Program:
         """
         unit, traits = self.units[number], self.schedule.units[number].traits
         if traits.is_published:
-            hops = [_on_gather(group.routes.publish) for group in unit.trained]
+            hops = [
+                [hop for hop in group.routes.publish if hop.lane == "gather"]
+                for group in unit.trained
+            ]
             sent = self._send(self.tasks(unit.trained, hops), number)
         else:
             way = "backward" if number in self._columns else "forward"
@@ -308,7 +311,7 @@ class Program:
     def _backwards(self, micro_batch: int) -> None:
         schedule, micro_batches = self.schedule, self._durations.training.micro_batches
         self._run(schedule.begin("backward"))
-        buffers: dict[int, int] = {}  # of units whose backward has begun
+        buffers: dict[int, int] = {}  # of units in their backward
         if self._reduces_each:
             micro_batches = micro_batch + 1
         for at, number in enumerate([*self._again, *reversed(range(len(self.units)))]):
@@ -441,18 +444,14 @@ class Program:
             copy = durations.transfer("tier write", "write", grad, disk=False)
             needs = needs + self._send(copy, number, (*needs[-1:], *steps[-1:]))
         passes = 1
-        # A tile fits the caches, so that memory is read once; a rank's own core, whose rate is that
-        # of its loads and stores, passes over the tile again.
+        # A tile fits the caches, so that memory is read once; a rank's own core, as fast as its
+        # loads and stores, passes over the tile again.
         if grads_leave and self._divides and not durations.machine.accelerator:
             passes += 2 if on_disk else 4  # read and written, in a copy twice
         steps += self._send([durations.on_host("step", 2 * state + passes * grad)], number, needs)
         if on_disk:
             write = durations.transfer("tier write", "write", state, disk=True)
             writes += self._send(write, number, steps[-1:])[-1:]
-
-
-def _on_gather(route: Route) -> list[Hop]:
-    return [hop for hop in route if hop.lane == "gather"]
 
 
 # ----------------------------------------------------------------------------------------- the step
@@ -477,9 +476,9 @@ def simulate(laid_out: LaidOut, policy: Policy, machine: Machine, training: Trai
     """Return the events of rank 0 in one step of `training`, all micro-batches, and its memory.
 
     The step begins where the last one has ended. Levels are bytes by state: "weight", "master",
-    "grad", "optimizer" (those of ``exact.rest_bytes``; what rests on another tier is "weight
-    (host)" and so on, as in a trace), and beside them on the device "gathered" weights, gradient
-    "buckets" and what is "kept" for the backward.
+    "grad", "optimizer" (from ``exact.rest_bytes``; what rests on another tier is "weight (host)"
+    and so on, as in a trace), and beside them on the device "gathered" weights, gradient "buckets"
+    and what is "kept" for the backward.
     """
     program = Program(Durations(laid_out, machine, training), policy)
     program.build()

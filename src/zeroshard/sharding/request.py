@@ -297,7 +297,7 @@ def _report_settings(call: Call, settings: Config, meeting: Meeting) -> None:
     refuse_inside("shard()")
     check_model(call.model, call.optimizer)
     if settings.policy == AUTO:
-        from zeroshard.planner.modules.auto import facts  # and with it the planner
+        from zeroshard.planner.modules import facts  # and with it the planner
 
         meeting.give(facts(call.model, settings, mesh_axes.size))
 
@@ -324,7 +324,7 @@ def _chosen(call: Call, settings: Config, everyone: list[dict[str, Any]]) -> Con
     """Return `settings` with the row that the planner takes; rank 0 logs it. Raises ConfigError
     where nothing fits.
     """
-    from zeroshard.planner.modules.auto import decide
+    from zeroshard.planner.modules import decide
 
     mesh_axes = call.mesh_axes
 

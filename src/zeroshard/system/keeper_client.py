@@ -6,12 +6,12 @@ files: pieces, and a note.
 
     note = hash of the rest . newline . the part as JSON . newline . index
 
-The note is emptied before the part changes, and written after it. So a note whose hash fits stands
-for a part that is complete. A save is whole when the parts of all its ranks are there; there is no
-other commit.
+The note is emptied before the part changes, and written after it. So a note with the right hash
+stands for a part that is complete. A save is whole when the parts of all its ranks are there; there
+is no other commit.
 
 Invariant: a file that `put` has returned for stays until `drop`, whatever happens to this process.
-`newest` never returns a save of which a part is missing or torn. Cost: some 100 us a request. No
+`newest` never returns a save with a part that is missing or torn. Cost: some 100 us a request. No
 torch here.
 """
 
@@ -149,7 +149,7 @@ def newest(parts: Iterable[KeptPart]) -> KeptSave | None:
 def partners(homes: list[str]) -> list[int | None]:
     """Return, for each rank, the rank of the next host that holds its copy; None on one host.
 
-    `homes` names the host of each rank. Ranks of a host are spread over those of the next one.
+    `homes` names the host of each rank. Ranks of a host are spread over the ranks of the next one.
     """
     hosts: dict[str, list[int]] = {}
     for rank, home in enumerate(homes):

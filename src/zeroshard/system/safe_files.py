@@ -4,7 +4,7 @@ A file is read only where it is a regular one (a read of a pipe waits, and openi
 on it), up to a number of bytes. JSON has at most `DEPTH` levels, since what reads it later calls
 itself for each. Text is printed without the characters that a terminal obeys.
 
-Every error is a `NotReadable`, whose text is a reason in one line, without the file's name: the
+Every error is a `NotReadable`; its text is a reason in one line, without the file's name: the
 caller raises an error of its own that names file and remedy. Links are followed, as caches of
 models are made of them; `open_descriptor` can refuse them.
 
@@ -69,7 +69,13 @@ def open_descriptor(path: str | Path, *, follow: bool = True, folder: int | None
             # the same file, whatever has the name by now
             with suppress(FileNotFoundError):  # no /proc
                 return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
-            return _opened_again(path, found, follow=follow, folder=folder)
+            # by its path; neither a pipe nor a device there waits
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+            opened = os.open(path, flags, dir_fd=folder)
+            if os.path.samestat(os.fstat(opened), os.fstat(found)):
+                return opened
+            os.close(opened)
+            raise NotReadable("it was replaced while it was opened")
         finally:
             os.close(found)
     except OSError as error:
@@ -94,16 +100,6 @@ def open_to_add(path: str | Path) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file")
     return os.fdopen(descriptor, "a+b")
-
-
-def _opened_again(path: str | Path, found: int, *, follow: bool, folder: int | None) -> int:
-    """Open the regular file `found` by its `path`; neither a pipe nor a device there waits."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
-    opened = os.open(path, flags, dir_fd=folder)
-    if os.path.samestat(os.fstat(opened), os.fstat(found)):
-        return opened
-    os.close(opened)
-    raise NotReadable("it was replaced while it was opened")
 
 
 def open_file(path: str | Path) -> BinaryIO:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.terminal.console import (
+from zeroshard.terminal import (
     Table,
     count_text,
     note,

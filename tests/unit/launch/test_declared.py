@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from zeroshard.errors import ConfigError
-from zeroshard.terminal.declared import (
+from zeroshard.terminal import (
     JSON,
     LineParser,
     Option,

@@ -16,7 +16,7 @@ from zeroshard.launch import cli, deepspeed_line
 from zeroshard.launch.deepspeed_line import REFUSED, Line, parse
 from zeroshard.launch.options import Host, HostPlace
 from zeroshard.system.device import VISIBLE_DEVICES
-from zeroshard.terminal.declared import UsageError
+from zeroshard.terminal import UsageError
 
 SCRIPT = __file__
 HOSTS = "worker-0 slots=4\nworker-1 slots=4\n"

@@ -17,7 +17,7 @@ from zeroshard.planner.exact import LaidOut, staged_routes
 from zeroshard.planner.families import FAMILIES, shape_of_config
 from zeroshard.planner.grid import GridPlan
 from zeroshard.planner.lanes import LaneTask
-from zeroshard.planner.model import layer_bytes
+from zeroshard.planner.peak import layer_bytes
 from zeroshard.planner.pipeline_time import Pipeline, PipelineTime, StageWork
 
 _LLAMA = {

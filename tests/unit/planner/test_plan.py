@@ -23,15 +23,8 @@ from zeroshard.planner.durations import checkpoint_bytes
 from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
 from zeroshard.planner.families import read_model, shape_of_config
 from zeroshard.planner.machine import nearest_preset
-from zeroshard.planner.model import (
-    GroupShape,
-    ModelShape,
-    UnitShape,
-    closed_form,
-    layer_bytes,
-    logit_bytes,
-)
-from zeroshard.planner.peak import Playback, peak_bytes
+from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
+from zeroshard.planner.peak import Playback, closed_form, layer_bytes, logit_bytes, peak_bytes
 from zeroshard.planner.plan import Search
 from zeroshard.planner.rows import PlannedRow, candidates, plan_row
 

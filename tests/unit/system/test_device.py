@@ -13,8 +13,8 @@ from zeroshard.checkpoint.rank_part import generators, restore_generators
 from zeroshard.errors import ConfigError
 from zeroshard.launch import doctor
 from zeroshard.memory import mark, pinned_pages
+from zeroshard.planner import modules
 from zeroshard.planner.machine import nearest_preset
-from zeroshard.planner.modules import auto
 from zeroshard.runtime.ledger import ProcessMemory
 from zeroshard.runtime.streams import NoStreams, make_streams
 from zeroshard.system import device as devices
@@ -190,7 +190,7 @@ def test_the_doctor_tells_an_accelerator_without_a_backend(
 def test_a_plan_of_an_unknown_device_takes_the_preset_of_nearest_memory(module: _Module) -> None:
     told = SimpleNamespace(name="Unheard-of", total_memory=80 * 10**9)
     module.get_device_properties = lambda device: told  # type: ignore[attr-defined]
-    name, _ = auto._speeds(torch.device("xpu:0"), 1)
+    name, _ = modules._speeds(torch.device("xpu:0"), 1)
     assert name == f"preset {nearest_preset('Unheard-of', 80 * 10**9)}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroshard.errors import ConfigError
-from zeroshard.system.tasks import MpiTask, rank_variables, read_task
+from zeroshard.system.this_host import MpiTask, rank_variables, read_task
 
 FAMILIES = {
     "open mpi": ("OMPI_COMM_WORLD_{}", "RANK SIZE LOCAL_RANK LOCAL_SIZE"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.errors import ConfigError
-from zeroshard.system.tasks import SlurmStep, expand, read_step, slurm_variables
+from zeroshard.system.this_host import SlurmStep, expand, read_step, slurm_variables
 
 STEP = {
     "SLURM_STEP_ID": "3",

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.config.strict_json import flattened, nearest, read_json
-from zeroshard.deepspeed.keys.key_rows import an_object
-from zeroshard.deepspeed.keys.table import KEYS, SECTIONS, key_of
+from zeroshard.deepspeed.keys.table import KEYS, SECTIONS, an_object, key_of
 from zeroshard.errors import ConfigError
 
 _PATHS = (str, Path)
 _FILLED_IN = "left to whoever fills it in, and else to our default"
 _LEAVE_OUT = " (up to 0.19.6): leave it out"
-_READ_BY_NAME = ("optimizer", "scheduler")  # sections of which other keys are dropped
+_READ_BY_NAME = ("optimizer", "scheduler")  # sections that drop other keys
 _TOLD = [name for name, key in KEYS.items() if key.tells_default]
 
 

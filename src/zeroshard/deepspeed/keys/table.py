@@ -1,30 +1,141 @@
 """The keys of DeepSpeed's configuration, as its JSON nests them, and what each does here.
 
-Defaults are those of DeepSpeed's code, also where its documentation says otherwise. A row is one
-of key_rows.py: a key *becomes* options of ours, *tunes* nothing here, or is *refused* at another
-value than its default. A new key is a new line.
+Defaults come from DeepSpeed's code, also where its documentation says otherwise. A row says
+that a key *becomes* options of ours, *tunes* nothing here, or is *refused* at another value than
+its default. A new key is a new line.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from re import fullmatch
 from typing import Any
 
-import zeroshard.deepspeed.keys.key_rows as a
 import zeroshard.deepspeed.keys.lower as to
 from zeroshard.config.strict_json import flattened
-from zeroshard.deepspeed.keys.key_rows import (
-    Key,
-    an_object,
-    becomes,
-    refuses,
-    section,
-    tunes,
-    watches,
-)
 
-_STAGES = a.one_of(0, 1, 2, 3, also=(False, True))
-_DTYPES, _DEVICES = a.one_of("fp32", "fp16", "bf16"), a.one_of(*to.TIERS)
+# ------------------------------------------------- the form of a row, and the kinds of values
+
+Kind = Callable[[Any], str]  # the end of a sentence about a value of another kind, or ""
+Test = Callable[[Any], bool]
+Idle = Callable[[Any, Mapping[str, Any]], str]
+# options of ours ("comm.node_size") and their values, of a value, of all values of the file (those
+# left out, and "auto", are DeepSpeed's default), and of more; raises ConfigError with the reason
+Lower = Callable[..., dict[str, Any]]
+
+
+def _kind(*tests: tuple[Test, str]) -> Kind:
+    """Take values that pass every test; say of another what its first failing test says."""
+    return lambda value: next((complaint for test, complaint in tests if not test(value)), "")
+
+
+_NUMBERS = (int, float)
+_FINITE: tuple[Test, str] = (lambda v: type(v) in _NUMBERS and isfinite(v), "is not a number")
+
+flag = _kind((lambda v: type(v) is bool, "is neither true nor false"))
+number = _kind(_FINITE, (lambda v: v >= 0, "is negative"))
+# also as DeepSpeed's files write whole numbers: 5e8
+count = _kind(_FINITE, (lambda v: v >= 1 and v == int(v), "is not a whole number from 1"))
+whole = _kind((lambda v: type(v) is int and v >= 0, "is not a whole number"))
+# infinity stands for never, and -1 for no ranks
+every = _kind((lambda v: type(v) in _NUMBERS and v >= 0, "is not a number of steps"))
+ranks = _kind((lambda v: type(v) is int and (v >= 1 or v == -1), "is not a number of ranks"))
+levels = _kind((
+    lambda v: type(v) in (int, str) and bool(fullmatch(r"[1-9]\d*(x[1-9]\d*)*", str(v))),
+    "is neither a number of leaves nor levels such as '3x2x2'",
+))  # fmt: skip
+texts = _kind((
+    lambda v: isinstance(v, list) and all(isinstance(one, str) for one in v),
+    "is not a list of names",
+))  # fmt: skip
+text = _kind((lambda v: isinstance(v, str), "is not text"))
+# null and false stand for an empty object
+an_object = _kind((lambda v: isinstance(v, dict | None) or v is False, "is not an object"))
+anything = _kind()  # for keys that make no difference here
+
+
+def one_of(*choices: Any, also: tuple[Any, ...] = ()) -> Kind:
+    """Take one of `choices`, or of older forms, `also`; a number is not a truth value."""
+    known = [(type(one), one) for one in (*choices, *also)]
+    complaint = f"is not one of {', '.join(map(str, choices))}"
+    return _kind((lambda value: (type(value), value) in known, complaint))
+
+
+@dataclass(frozen=True)
+class Key:
+    """The effect of one of DeepSpeed's keys here.
+
+    With `lower` it becomes an option of ours. Else a value that is not `harmless` is refused,
+    because it would change a run; all others make no difference here.
+    """
+
+    default: Any
+    why: str  # one sentence
+    kind: Kind = anything
+    lower: Lower | None = None
+    more: tuple[str, ...] = ()  # arguments of `lower`
+    harmless: Test = lambda value: True
+    instead: str = ""  # of a refused value
+    tells_default: bool = False  # also where it is left out, its default has an effect
+    idle: Idle | None = None  # of the value and all values: why it has no effect, or ""
+    done: str = ""  # of a key that only watches: what initialize() writes for it
+
+    only_watches: bool = False
+
+    def watches_in_vain(self, value: Any) -> bool:
+        """Whether `value` asks to be shown something that nothing shows here."""
+        return self.only_watches and not self.done and self.is_on(value)
+
+    def is_on(self, value: Any) -> bool:
+        """Whether a section of switches, or a flag, is switched on."""
+        return _is_on(value, "enabled") if isinstance(value, dict) else bool(value)
+
+
+def becomes(default: Any, kind: Kind, why: str, lower: Lower, *more: str, **rest: Any) -> Key:
+    """Return a key that is an option of ours, too: `lower` of its value, all values and `more`."""
+    return Key(default, why, kind, lower, more, **rest)
+
+
+tunes = Key  # a key that changes speed or memory there, and nothing here
+
+
+def refuses(default: Any, why: str, instead: str = "leave it out") -> Key:
+    """Return a key that asks for something else than happens here, unless it has its default."""
+    usual = (type(None), None), (type(default), default)
+    return Key(default, why, harmless=lambda v: (type(v), v) in usual, instead=instead)
+
+
+def section(why: str, instead: str = "leave it out", switch: str = "enabled") -> Key:
+    """Return a whole section that asks for something else than happens here, unless each `switch`
+    in it, at any depth, is off or left out; without a switch, unless it is empty.
+    """
+
+    def is_off(value: Any) -> bool:
+        return not value or (bool(switch) and not _is_on(value, switch))
+
+    return Key(None, why, an_object, harmless=is_off, instead=instead)
+
+
+def watches(default: Any, kind: Kind, why: str, done: str = "") -> Key:
+    """Return a key that changes no number: `done` is what initialize() writes for it, `why` what
+    to use elsewhere.
+    """
+    return Key(default, why, kind, done=done, only_watches=True)
+
+
+def _is_on(value: Any, switch: str) -> bool:
+    """Whether a `switch` in an object is on, at any depth."""
+    held = value.items() if isinstance(value, dict) else ()
+    return any((key == switch and bool(one)) or _is_on(one, switch) for key, one in held)
+
+
+# ------------------------------------------------------------------------------------ the table
+
+_STAGES = one_of(0, 1, 2, 3, also=(False, True))
+_DTYPES, _DEVICES = one_of("fp32", "fp16", "bf16"), one_of(*to.TIERS)
 _PINNED = "host memory is pinned where that helps"
 _STAGING = "offload.staging_bytes bounds the buffers"
 _SMALL = "small parameters are gathered with the others of their unit"
@@ -59,9 +170,9 @@ _ZERO: dict[str, Any] = {
         "device": becomes("none", _DEVICES,
             "where masters and moments rest; gradients rest on the host then (stages 2, 3)",
             to.device, "offload_optimizer", "optimizer"),
-        "nvme_path": becomes(None, a.text, "the directory of what rests on disk",
+        "nvme_path": becomes(None, text, "the directory of what rests on disk",
             to.path, "offload_optimizer", "offload_param"),
-        "ratio": becomes(1.0, a.number, "the share that leaves the device", to.ratio),
+        "ratio": becomes(1.0, number, "the share that leaves the device", to.ratio),
         "pin_memory": tunes(True, _PINNED),
         "buffer_count": tunes(4, _STAGING),
         "pipeline_read": tunes(False, "reads always overlap the step"),
@@ -72,16 +183,16 @@ _ZERO: dict[str, Any] = {
     "offload_param": {
         "device": becomes("none", _DEVICES, "where weights rest",
             to.device, "offload_param", "weight", idle=to.below_stage_3),
-        "nvme_path": becomes(None, a.text, "the directory of what rests on disk",
+        "nvme_path": becomes(None, text, "the directory of what rests on disk",
             to.path, "offload_param", "offload_optimizer", idle=to.below_stage_3),
         "pin_memory": tunes(True, _PINNED),
         "buffer_count": tunes(5, _STAGING),
         "buffer_size": tunes(1e8, _STAGING),
         "max_in_cpu": tunes(1e9, "weights on disk rest there alone")},
     "sub_group_size": tunes(1e9, "offload.staging_bytes bounds a tile of the step"),
-    "cpu_offload": becomes(None, a.flag, "an older form of offload_optimizer.device",
+    "cpu_offload": becomes(None, flag, "an older form of offload_optimizer.device",
         to.device, "offload_optimizer", "optimizer"),
-    "cpu_offload_param": becomes(None, a.flag, "an older form of offload_param.device",
+    "cpu_offload_param": becomes(None, flag, "an older form of offload_param.device",
         to.device, "offload_param", "weight", idle=to.below_stage_3),
     "cpu_offload_use_pin_memory": tunes(None, _PINNED),
     "zenflow": refuses(None, "updates of the most important gradients alone are not there",
@@ -100,8 +211,8 @@ _ZERO: dict[str, Any] = {
     "stage3_module_granularity_threshold": tunes(0, "units are found; units= names others"),
     "stage3_use_all_reduce_for_fetch_params": tunes(False, "weights are all-gathered"),
     "stage3_allgather_sequential": tunes(False, "a unit's weights are gathered at once"),
-    "leaf_module": {"classes": tunes("3 MoE classes of Transformers", _LEAF, a.texts),
-                    "names, name_suffixes": tunes([], _LEAF, a.texts)},
+    "leaf_module": {"classes": tunes("3 MoE classes of Transformers", _LEAF, texts),
+                    "names, name_suffixes": tunes([], _LEAF, texts)},
     "memory_efficient_linear": tunes(True, "linear layers save no gathered weight"),
     "override_module_apply": tunes(True, "zs.deferred_init() needs no such thing"),
     "pipeline_loading_checkpoint": tunes(False, "each rank reads its own pieces"),
@@ -109,66 +220,66 @@ _ZERO: dict[str, Any] = {
     "enable_sanity_checks": tunes(False, "the ranks always compare what they do"),
     "save_muon_momentum_buffer_in_memory": refuses(
         False, "Muon's step is not elementwise", "use AdamW"),
-    "zero_hpz_partition_size": becomes(1, a.ranks,
+    "zero_hpz_partition_size": becomes(1, ranks,
         "hpZ: the ranks of a node keep the weights between forward and backward", to.node, "hpz"),
-    "zero_quantized_weights": becomes(False, a.flag, "qwZ: weights travel as int8",
+    "zero_quantized_weights": becomes(False, flag, "qwZ: weights travel as int8",
         to.quantized, "comm.weight_codec", "int8"),
-    "zero_quantized_nontrainable_weights": becomes(False, a.flag,
+    "zero_quantized_nontrainable_weights": becomes(False, flag,
         "MixZ++: weights that are not trained rest and travel as int8",
         to.quantized, "comm.frozen_codec", "int8"),
-    "zero_quantized_gradients": becomes(False, a.flag, "qgZ: gradients travel as int4",
+    "zero_quantized_gradients": becomes(False, flag, "qgZ: gradients travel as int4",
         to.quantized, "comm.grad_codec", "int4"),
     "zeropp_loco_param": {
-        "err_beta": becomes(0.8, a.number, "LoCo: the weight of each new error",
+        "err_beta": becomes(0.8, number, "LoCo: the weight of each new error",
             to.feedback, "beta"),
-        "reset_T": becomes(1024, a.count, "LoCo: after how many sums errors are dropped",
+        "reset_T": becomes(1024, count, "LoCo: after how many sums errors are dropped",
             to.feedback, "reset")},
-    "mics_shard_size": becomes(-1, a.ranks, "MiCS: the ranks that together hold all states",
+    "mics_shard_size": becomes(-1, ranks, "MiCS: the ranks that together hold all states",
         to.node, "mics"),
     "mics_hierarchical_params_gather": tunes(False, "comm.hierarchical says it"),
 }  # fmt: skip
 
 _TABLE: dict[str, Any] = {
     "zero_optimization": _ZERO,
-    "train_batch_size": becomes(None, a.count,
+    "train_batch_size": becomes(None, count,
         "the samples of a step, compared with the other two and the ranks",
         to.option, "train_batch_size"),
-    "train_micro_batch_size_per_gpu": becomes(None, a.count, "the samples of a rank's forward",
+    "train_micro_batch_size_per_gpu": becomes(None, count, "the samples of a rank's forward",
         to.option, "train_micro_batch_size_per_gpu"),
-    "gradient_accumulation_steps": becomes(None, a.count, "the forwards of a step",
+    "gradient_accumulation_steps": becomes(None, count, "the forwards of a step",
         to.option, "gradient_accumulation_steps"),
     "managed_gradient_accumulation": tunes(
-        True, "a loop steps where it calls step(); DeepSpeed's initialize() takes it", a.flag),
+        True, "a loop steps where it calls step(); DeepSpeed's initialize() takes it", flag),
     "zeroshard": {
-        "leaves": becomes(None, a.levels,
-            "no key of DeepSpeed's: the micro-batches of a step, whose sum is the same on any"
+        "leaves": becomes(None, levels,
+            "no key of DeepSpeed's: the micro-batches of a step; their sum is the same on any"
             " number of ranks", to.leaves)},
-    "gradient_clipping": becomes(1.0, a.number,
+    "gradient_clipping": becomes(1.0, number,
         "the norm that a step clips to; left out it is 1.0, and 0 switches it off",
         to.clipping, tells_default=True),
-    "dataloader_drop_last": tunes(False, "the DataLoader says it", a.flag),
+    "dataloader_drop_last": tunes(False, "the DataLoader says it", flag),
     "fp16": {
-        "enabled": becomes(False, a.flag, _HALF.format("fp16"), to.half, "fp16"),
-        "loss_scale": becomes(0, a.number, "the scale of every step; 0 for one that moves",
+        "enabled": becomes(False, flag, _HALF.format("fp16"), to.half, "fp16"),
+        "loss_scale": becomes(0, number, "the scale of every step; 0 for one that moves",
             to.static_scale),
-        "initial_scale_power": becomes(16, a.whole, "the first scale, a power of 2",
+        "initial_scale_power": becomes(16, whole, "the first scale, a power of 2",
             to.first_scale, tells_default=True),
-        "loss_scale_window": becomes(1000, a.count, "the good steps after which the scale doubles",
+        "loss_scale_window": becomes(1000, count, "the good steps after which the scale doubles",
             to.moving, "growth_interval", tells_default=True),
-        "hysteresis": becomes(2, a.count, "the overflows that halve the scale",
+        "hysteresis": becomes(2, count, "the overflows that halve the scale",
             to.moving, "hysteresis", tells_default=True),
-        "consecutive_hysteresis": becomes(False, a.flag,
+        "consecutive_hysteresis": becomes(False, flag,
             "whether a good step starts that count anew", to.moving, "consecutive_hysteresis"),
-        "min_loss_scale": becomes(1, a.number, "the smallest scale", to.moving, "min"),
+        "min_loss_scale": becomes(1, number, "the smallest scale", to.moving, "min"),
         "auto_cast": tunes(False, "inputs of the model are always cast"),
         "fp16_master_weights_and_grads": refuses(False, "masters are fp32")},
     "bf16": {
-        "enabled": becomes(False, a.flag, _HALF.format("bf16"), to.half, "bf16"),
+        "enabled": becomes(False, flag, _HALF.format("bf16"), to.half, "bf16"),
         "immediate_grad_update": tunes(False, "gradients are reduced as they are made"),
-        "check_grad_overflow": tunes(True, "a step whose gradients are not finite is skipped"),
+        "check_grad_overflow": tunes(True, "a step with gradients that are not finite is skipped"),
         "bf16_master_weights_and_grads": refuses(False, "masters are fp32"),
         "bf16_optimizer_states": refuses(False, "moments are fp32")},
-    "bfloat16": {"enabled": becomes(False, a.flag, "an older name of bf16", to.half, "bf16")},
+    "bfloat16": {"enabled": becomes(False, flag, "an older name of bf16", to.half, "bf16")},
     "torch_autocast": {
         "enabled": refuses(False, "nothing enters autocast by itself",
                            "use precision='bf16', or torch.autocast around the forward"),
@@ -182,7 +293,7 @@ _TABLE: dict[str, Any] = {
         "param_dtype": refuses(None, "bf16 and fp16 say it"),
         "buffer_dtype": refuses(None, "buffers keep their dtype", "cast them in the model")},
     "gradient_allreduce_op": becomes(
-        "mean", a.one_of("mean", "sum", also=("MEAN", "SUM", "Mean", "Sum")),
+        "mean", one_of("mean", "sum", also=("MEAN", "SUM", "Mean", "Sum")),
         "whether a step takes the mean of the ranks' gradients, or their sum; at every stage",
         to.reduction),
     "prescale_gradients": tunes(False, _MEAN),
@@ -222,7 +333,7 @@ _TABLE: dict[str, Any] = {
         "use_gds": tunes(False, "files are read through host memory")},
     "checkpoint": {
         "tag_validation": tunes("WARN", "the ranks always agree on what they save",
-            a.one_of("WARN", "FAIL", "IGNORE", also=("Warn", "Fail", "Ignore"))),
+            one_of("WARN", "FAIL", "IGNORE", also=("Warn", "Fail", "Ignore"))),
         "load_universal": tunes(False, "every checkpoint loads on any number of ranks"),
         "use_node_local_storage": refuses(False, "a checkpoint is one directory that all ranks see",
                                           "save to a shared directory"),
@@ -230,25 +341,25 @@ _TABLE: dict[str, Any] = {
         "writer": tunes(None, "zs.Saver writes in the background")},
     "load_universal_checkpoint": tunes(False, "every checkpoint loads on any number of ranks"),
     "steps_per_print": tunes(
-        None, "DeepSpeed's initialize() logs steps; shard() prints nothing", a.every),
-    "wall_clock_breakdown": watches(False, a.flag, _TRACE,
+        None, "DeepSpeed's initialize() logs steps; shard() prints nothing", every),
+    "wall_clock_breakdown": watches(False, flag, _TRACE,
         "the times of forward, backward and step are logged"),
-    "memory_breakdown": watches(False, a.flag, "print engine.memory() or zs.memory_table()",
+    "memory_breakdown": watches(False, flag, "print engine.memory() or zs.memory_table()",
         "the bytes of each state are logged"),
-    "dump_state": watches(False, a.flag, "zeroshard config explain FILE shows it",
+    "dump_state": watches(False, flag, "zeroshard config explain FILE shows it",
         "the configuration is logged"),
-    "flops_profiler": watches(None, a.an_object, "use torch.utils.flop_counter.FlopCounterMode",
+    "flops_profiler": watches(None, an_object, "use torch.utils.flop_counter.FlopCounterMode",
         "the floating point operations of the forward of profile_step are logged"),
-    "comms_logger": watches(None, a.an_object, "print engine.traffic()",
+    "comms_logger": watches(None, an_object, "print engine.traffic()",
         "the bytes of each collective are logged"),
-    "timers": watches(None, a.an_object, "engine.tput_timer counts samples per second"),
-    "tensorboard": watches(None, a.an_object, _METRICS,
+    "timers": watches(None, an_object, "engine.tput_timer counts samples per second"),
+    "tensorboard": watches(None, an_object, _METRICS,
         "loss, rate and scale are written where the package tensorboard is installed"),
-    "csv_monitor": watches(None, a.an_object, _METRICS,
+    "csv_monitor": watches(None, an_object, _METRICS,
         "loss, rate and scale are written to OUTPUT_PATH/JOB_NAME/*.csv"),
-    "wandb": watches(None, a.an_object, _METRICS,
+    "wandb": watches(None, an_object, _METRICS,
         "loss, rate and scale are logged where the package wandb is installed"),
-    "comet": watches(None, a.an_object, _METRICS),
+    "comet": watches(None, an_object, _METRICS),
     "compile": section("nothing is compiled by itself", "use torch.compile(model)", "deepcompile"),
     "tensor_parallel": section(
         "layers are not cut over ranks",
@@ -283,7 +394,7 @@ SECTIONS = frozenset(name[:at] for name in KEYS for at, mark in enumerate(name) 
 
 
 def key_of(name: str) -> Key | None:
-    """Return the row of a key: its own, or that of all keys of its section."""
+    """Return the row of a key: its own, or the row of all keys of its section."""
     return KEYS.get(name) or KEYS.get(f"{name.rpartition('.')[0]}.*")
 
 
@@ -293,7 +404,21 @@ def key_of(name: str) -> Key | None:
 
 def deepspeed_markdown() -> str:
     """Return the table of DeepSpeed's keys in Markdown."""
-    rows = [f"| `{name}` | {_shown(key.default)} | {_effect(key)} |" for name, key in KEYS.items()]
+    rows = []
+    for name, key in KEYS.items():
+        default = f"`{json.dumps(key.default)}`" if key.default is not None else ""
+        if type(key.default) is float:
+            default = f"`{key.default:g}`".replace("e+0", "e")
+        if key.lower is not None:
+            effect = f"becomes ours: {key.why}"
+        elif key.done:
+            effect = f"watches: with initialize() {key.done}; elsewhere: {key.why}"
+        elif not key.instead:
+            effect = f"no difference: {key.why}"
+        else:
+            where = "where it is on" if key.kind is an_object else "otherwise"
+            effect = f"refused {where}: {key.why} ({key.instead})"
+        rows.append(f"| `{name}` | {default} | {effect} |")
     return "\n".join([_HEAD, "| key | its default | here |", "|---|---|---|", *rows]) + "\n"
 
 
@@ -301,26 +426,10 @@ _HEAD = """# DeepSpeed's keys
 
 What each key of a DeepSpeed configuration does here: it *becomes* an option of ours, it makes *no
 difference*, it *watches*, or it is *refused* where it asks for something else than happens here
-anyway. Defaults are those of DeepSpeed's code. `zeroshard config explain FILE` says the same of one
+anyway. Defaults come from DeepSpeed's code. `zeroshard config explain FILE` says the same of one
 file. Keys of stage 3 may leave out their `stage3_`. A key at the top that is not in this table is a
 warning, with the nearest one, since DeepSpeed drops it; inside of a section it is refused. A file
 may be HJSON: comments, keys without quotes, commas where they are not needed.
 
 Made by `python -m zeroshard.config.reference deepspeed`.
 """
-
-
-def _shown(default: Any) -> str:
-    text = f"{default:g}".replace("e+0", "e") if type(default) is float else json.dumps(default)
-    return "" if default is None else f"`{text}`"
-
-
-def _effect(key: Key) -> str:
-    if key.lower is not None:
-        return f"becomes ours: {key.why}"
-    if key.done:
-        return f"watches: with initialize() {key.done}; elsewhere: {key.why}"
-    if not key.instead:
-        return f"no difference: {key.why}"
-    where = "where it is on" if key.kind is an_object else "otherwise"
-    return f"refused {where}: {key.why} ({key.instead})"

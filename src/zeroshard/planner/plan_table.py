@@ -10,8 +10,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.terminal.console import (
+from zeroshard.terminal import (
     Table,
+    UsageError,
     count_text,
     print_json,
     say,
@@ -19,7 +20,6 @@ from zeroshard.terminal.console import (
     size_text,
     three_digits,
 )
-from zeroshard.terminal.declared import UsageError
 
 if TYPE_CHECKING:
     from zeroshard.planner import Axes, Machine, ModelShape, Plan, PlannedRow, Training
@@ -32,8 +32,8 @@ _FITS = "fits"
 _ALWAYS = ("row", "rest", "peak")  # columns that are there even if they are empty
 _OF_NODES = ("hpz", "mics", "hfsdp")
 _LEGEND = {
-    "zero3-keep": "zero3 whose weights stay gathered from forward to backward",
-    "hpz": "zero3 whose backwards gather weights inside the node (ZeRO++)",
+    "zero3-keep": "zero3 with weights that stay gathered from forward to backward",
+    "hpz": "zero3 with backwards that gather weights inside the node (ZeRO++)",
     "mics": "zero3 inside each node, the same in all of them (MiCS)",
     "hfsdp": "mics with optimizer states over all GPUs (hybrid FSDP)",
 }
@@ -112,7 +112,12 @@ def _advice(plan: Plan, price: float | None) -> Iterator[tuple[str, str | None]]
         parts = (f"{three_digits(size / 1e9)} {part}" for part, size in row.parts.items() if size)
         yield "peak", f"{' + '.join(parts)} = {size_text(row.peak_bytes['device'])}"
         whole, mine = (size_text(row.checkpoint_bytes[part]) for part in ("all", "rank"))
-        yield "save", f"{whole}, {mine} of a rank: {', '.join(_save_times(row))}"
+        save, behind = row.save_s["foreground"], row.save_s["background"]
+        times = [] if save is None else [f"{three_digits(save)} s"]
+        times += [] if behind is None else [f"in the background {three_digits(behind)} s"]
+        timed = row.load_s is not None and f"load {three_digits(row.load_s)} s"
+        times.append(timed or "load and save are timed with a --disk")
+        yield "save", f"{whole}, {mine} of a rank: {', '.join(times)}"
         if price is not None:
             yield "price", _priced(row, price)
     yield "smaller", advice.smaller
@@ -129,17 +134,6 @@ def _priced(row: PlannedRow, price: float) -> str:
         return "not known: the model's FLOPs are not, or it takes no tokens"
     cost = three_digits(hours * price)
     return f"a billion tokens take {three_digits(hours)} GPU-hours: {cost} at {price:g} each"
-
-
-def _save_times(row: PlannedRow) -> Iterator[str]:
-    """Yield how long a save and a load take, as far as that is known."""
-    save, behind = row.save_s["foreground"], row.save_s["background"]
-    if save is not None:
-        yield f"{three_digits(save)} s"
-    if behind is not None:
-        yield f"in the background {three_digits(behind)} s"
-    timed = row.load_s is not None and f"load {three_digits(row.load_s)} s"
-    yield timed or "load and save are timed with a --disk"
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -33,8 +33,7 @@ import torch
 
 from zeroshard.checkpoint.manifest import STATE, VALUE
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.formats.importer import Importer, is_flat_state, optimizer_class
-from zeroshard.formats.restricted_unpickler import load_tensors
+from zeroshard.formats.importer import Importer, is_flat_state, load_tensors, optimizer_class
 
 # ---------------------------------------------------------------------------------------- universal
 # A "universal" checkpoint of DeepSpeed's: what its ds_to_universal writes, one folder a parameter.
@@ -45,7 +44,7 @@ from zeroshard.formats.restricted_unpickler import load_tensors
 #
 # Each tensor is whole, perhaps flat and padded (stage 3), perhaps in a dictionary under "param".
 # Stages 1 and 2 also leave a folder with fp32.pt for every buffer, frozen weight and second name of
-# a tied one: those are taken from the model's file. Read as deepspeed.py reads the others. Tensor
+# a tied one: those are taken from the model's file. Read as this file reads the others. Tensor
 # parallel ones have been merged: nothing of them is lost. Experts and pipelines raise ConfigError
 # there. Source: checkpoint/ds_to_universal.py of DeepSpeed 0.19.
 
@@ -89,7 +88,7 @@ class UniversalFiles:
         scalars: dict[str, dict[str, Any]] = {}
         held: dict[str, set[str]] = {}  # the tensors that each parameter has
         for name in known:
-            if name not in self.names:  # which are those of folders there, and no paths
+            if name not in self.names:  # those name folders there, and no paths
                 raise CheckpointError(f"{self.directory} has no folder for parameter {name!r}")
             shape = importer.parameters[name].shape
             for path in sorted((self.directory / name).glob("*.pt")):

@@ -19,15 +19,27 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.planner.printing.plan_table import (
+from zeroshard.planner.plan_table import (
     is_uneven,
     leave_out,
     memories_of,
     plan_and_print,
     print_plan,
 )
-from zeroshard.terminal.console import Table, note, print_json, say, say_facts, three_digits
-from zeroshard.terminal.declared import JSON, Option, Subcommand, UsageError, as_usage, made
+from zeroshard.terminal import (
+    JSON,
+    Option,
+    Subcommand,
+    Table,
+    UsageError,
+    as_usage,
+    made,
+    note,
+    print_json,
+    say,
+    say_facts,
+    three_digits,
+)
 
 if TYPE_CHECKING:
     from zeroshard.planner import Machine, ModelShape, Training
@@ -71,28 +83,21 @@ def print_sweep(
     say("bound by, on how many GPUs")
     say_facts(((name, _bounds(line)) for name, line in rows.items()), width=10)
     fitting = [point for point in points if point.fits]
-    if price is not None:
-        say_facts([("cheapest", _cheapest(fitting, price))], width=10)
+    costs = {
+        point: 1e9 / point.tokens_per_s_per_gpu / 3600 * price
+        for point in fitting
+        if price is not None and point.tokens_per_s_per_gpu is not None
+    }
+    if costs:
+        best = min(costs, key=costs.__getitem__)
+        cost = f"{three_digits(costs[best])} for a billion tokens at {price:g} a GPU-hour"
+        say_facts([("cheapest", f"{best.gpus:,} GPUs, {best.row}: {cost}")], width=10)
     fewest = f"no number of GPUs from {numbers[0]} to {numbers[-1]} holds any row on its devices"
     if fitting:
         least = fitting[0].gpus
         names = ", ".join(point.row for point in fitting if point.gpus == least)
         fewest = f"{least:,} GPUs, with {names}"
     say_facts([("fewest", fewest)], width=10)
-
-
-def _cheapest(fitting: Sequence[Point], price: float) -> str | None:
-    """Return where a billion tokens cost least; None where nothing fits or tokens are not known."""
-    costs = {
-        point: 1e9 / point.tokens_per_s_per_gpu / 3600 * price
-        for point in fitting
-        if point.tokens_per_s_per_gpu is not None
-    }
-    if not costs:
-        return None
-    best = min(costs, key=costs.__getitem__)
-    cost = three_digits(costs[best])
-    return f"{best.gpus:,} GPUs, {best.row}: {cost} for a billion tokens at {price:g} a GPU-hour"
 
 
 def _by_row(points: Sequence[Point]) -> dict[str, list[Point]]:
@@ -134,7 +139,7 @@ def plot_sweep(file: Path, model: ModelShape, machine: Machine, points: Sequence
         (left, lambda point: 100 * point.efficiency),
         (right, lambda point: point.peak_bytes / 1e9),
     )
-    # rows whose lines lie on each other are told apart by style, width and marker
+    # lines that lie on each other are told apart by style, width and marker
     styles = zip(("-", "--", "-.", ":") * 2, "osD^vPX*", strict=True)
     for (name, line), (style, marker) in zip(_by_row(points).items(), styles, strict=True):
         fitting = [point for point in line if point.fits]
@@ -310,7 +315,7 @@ def _named(arguments: argparse.Namespace, training: Training) -> ModelShape:
 
         if not is_foreign(arguments.path):
             return read_model(arguments.path)
-        from zeroshard.planner.modules.shapes import shape_of_path
+        from zeroshard.planner.modules import shape_of_path
 
         return shape_of_path(arguments.path, training)
     return _built(arguments.model, training)

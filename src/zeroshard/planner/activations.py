@@ -9,8 +9,8 @@ Parameters stand in the dtype in which they compute, and are not counted: where 
 engine's affair (planner/peak.py). Everything else is: saved and passing activations, gradients
 until the engine takes them, what checkpointing recomputes, logits and loss.
 
-FLOPs are counted of each operation, as those of the unit whose module runs, or
-whose outputs' gradients came last.
+The FLOPs of each operation count for one unit: the one that runs its module, or the last one that
+received gradients of its outputs.
 
 Invariant: the events come in the order in which runtime/loop.py meets them; the module, its
 parameters and the random generators are as they were. Cost: some 0.1 ms per operation. It does not
@@ -38,8 +38,7 @@ from torch.utils.flop_counter import (
 
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.errors import ConfigError
-from zeroshard.planner.model import ActivationTrace, Event, ModelShape, Moment
-from zeroshard.planner.training import Training
+from zeroshard.planner.model import ActivationTrace, Event, ModelShape, Moment, Training
 from zeroshard.runtime.build import compute_dtypes
 from zeroshard.runtime.guards import cast, casting_hooks
 from zeroshard.runtime.trees import tensors_in, tensors_within
@@ -57,15 +56,6 @@ from zeroshard.runtime.units import UnitPlan, holding_others, partition_units
 
 
 _aten = torch.ops.aten
-
-
-def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
-    """Return the FLOPs of ``func(*args, **kwargs)``, which has returned `out`."""
-    packet = getattr(func, "overloadpacket", None)
-    if packet in _OF_THE_CPU:
-        return float(_OF_THE_CPU[packet](args))
-    count = flop_registry.get(packet)
-    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
 
 
 def _recurrent(args: Sequence[Any]) -> float:
@@ -109,9 +99,9 @@ def trace_activations(
     """Return what one forward and backward of `model`, which is `shape` to the planner, holds.
 
     `inputs` are the arguments of its forward: a tuple, or a dict of keywords, of tensors of any
-    kind (real, fake, meta), of which shapes and dtypes count. `loss(output)` is a scalar; without
-    it, it is what the forward returns: ``output.loss``, or the sum of the first tensor. Raises
-    whatever the forward raises; ConfigError where there is no tensor to take a loss of.
+    kind (real, fake, meta); their shapes and dtypes count. `loss(output)` is a scalar; without it,
+    it is what the forward returns: ``output.loss``, or the sum of the first tensor. Raises whatever
+    the forward raises; ConfigError where there is no tensor to take a loss of.
     """
     plans = partition_units(model)
     counted = _Counted(shape.decoder.vocab if shape.decoder is not None else 0)
@@ -164,8 +154,8 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 class _TracedStep(nn.Module):
-    """A forward and a backward of `model`, as one forward: its parameters stand in for those of
-    the module as long as that lasts.
+    """A forward and a backward of `model`, as one forward: its parameters replace the module's as
+    long as that lasts.
     """
 
     def __init__(self, model: nn.Module, events: _Events, loss: Loss | None) -> None:
@@ -209,16 +199,20 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # by unit, and whether in the backward
         self.flops: defaultdict[tuple[int, bool], float] = defaultdict(float)
         self._at = (0, False)  # unit and pass that operations are of
-        self._inside: list[int] = []  # units of the modules whose forward is under way
+        self._inside: list[int] = []  # units with a forward under way
         self._vocab = vocab  # the last dimension of logits; 0: none
-        self._most = (0, 0)  # bytes, of them logits, when there were most
+        self.most = (0, 0)  # bytes, of them logits, when there were most
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.flops[self._at] += flops_of(func, args, kwargs or {}, out)
+        packet = getattr(func, "overloadpacket", None)
+        if packet in _OF_THE_CPU:
+            self.flops[self._at] += float(_OF_THE_CPU[packet](args))
+        elif (count := flop_registry.get(packet)) is not None:
+            self.flops[self._at] += float(count(*args, **(kwargs or {}), out_val=out))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and not getattr(func, "is_view", False):
                 self._add(tensor)
@@ -255,13 +249,8 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known[key] = weakref.ref(storage, died)
         self.live += num_bytes
         self.logits += of_logits
-        if self.live > self._most[0]:
-            self._most = (self.live, self.logits)
-
-    def take_most(self) -> tuple[int, int]:
-        """Return the most bytes, and how many of them were logits, since the last call."""
-        most, self._most = self._most, (self.live, self.logits)
-        return most
+        if self.live > self.most[0]:
+            self.most = (self.live, self.logits)
 
 
 class _Events:
@@ -278,8 +267,8 @@ class _Events:
         self._gathered: set[int] = set()  # units that are gathered
         self._used = [0] * len(plans)  # forwards under way
         self._idle: int | None = None  # forward over; another use may follow at once
-        self._backward: dict[int, None] = {}  # units whose backward is under way
-        self._finished: dict[int, None] = {}  # of these, whose gradients have all come
+        self._backward: dict[int, None] = {}  # units with a backward under way
+        self._finished: dict[int, None] = {}  # of these, units with all gradients
         self._pending = [0] * len(plans)
         self._groups: dict[int, tuple[int, int]] = {}  # parameter -> unit, group
         self._opened: set[tuple[int, int]] = set()
@@ -287,7 +276,8 @@ class _Events:
         self._last: tuple[Event, int, int] | None = None
 
     def _note(self, event: Event, unit: int = -1, group: int = 0) -> None:
-        most, logits = self._counted.take_most()
+        most, logits = self._counted.most
+        self._counted.most = (self._counted.live, self._counted.logits)
         if self._last is not None:
             self.moments.append(Moment(*self._last, most, logits))
         self._last = (event, unit, group)

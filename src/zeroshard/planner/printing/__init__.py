@@ -1,1 +1,0 @@
-"""``zeroshard plan``: the command, and the tables and pictures of a plan."""

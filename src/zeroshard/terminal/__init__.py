@@ -1,1 +1,0 @@
-"""The parts of commands: options as data (declared.py), and what is printed (console.py)."""
