@@ -315,8 +315,16 @@ class Backward:
         if not current.has_loss:
             self.accumulation.bring(of_another=_multiplying[-1:] not in ([], [self]))
         if self.leaves is None or not self.leaves.keep(trained, grad):
-            room, more = self.reductions.make_room, current.gathers and self.leaves is None
-            trained.bucket.add(trained.index, grad, sync=self.mode.sync, more=more, make_room=room)
+            more = current.gathers and self.leaves is None
+            once = not (current.gathers or current.nested or unit in current.recomputed)
+            trained.bucket.add(
+                trained.index,
+                grad,
+                sync=self.mode.sync,
+                more=more,
+                once=once and unit.index not in current.reduced,
+                make_room=self.reductions.make_room,
+            )
         if not current.brings:
             current.bring()
         unit.arrived[key] = torch._C._current_graph_task_id()

@@ -2,6 +2,7 @@
 
     cell of the gradient
     any, outside no_sync   param.grad --copy--> buffer --reduce--> accumulator
+    any, of one rank       param.grad --copy or add--> accumulator
     S, inside no_sync      the same
     P, inside no_sync      param.grad --add--> sum of micro-batches .. --cast--> buffer --reduce-->
     P of a node, inside    param.grad --copy--> buffer --reduce inside--> sum of the node .. ----->
@@ -123,9 +124,13 @@ class Bucket:
         self._request = ReduceRequest(flat.key, layout.ranges, wire, self._codec)
         self.num_bytes = layout.numel * wire.itemsize  # of a buffer
         self._leaves = context.leaves
-        # nothing to sum: the buffer is the resting gradient
+        # nothing to sum: the buffer is the resting gradient, where a buffer of the wire would hold
+        # each gradient as it comes
+        self._rounds = wire is not precision.accumulate
+        exact = wire is precision.compute and precision.accumulate is torch.float32
         alone = context.transport.size == 1 and context.leaves is None
-        self._direct = alone and precision.wire is precision.accumulate
+        self._direct = alone and (not self._rounds or (exact and self._codec is None))
+        self._adds = False  # whether the open buffer holds sums of earlier backwards, too
 
     @property
     def in_norm(self) -> Sequence[bool]:
@@ -166,21 +171,28 @@ class Bucket:
         *,
         sync: bool,
         more: bool = False,
+        once: bool = False,
         make_room: Callable[[int], None],
     ) -> None:
         """Take in the gradient of parameter `index`; `make_room(num_bytes)` is called before a
-        buffer is borrowed. `more` gradients of it may come before a reduce.
+        buffer is borrowed. `more` gradients of it may come before a reduce, from other
+        micro-batches; `once`: none does.
         """
         self.used[index] = True
         rests = self._own is not None or (self.sums_micro_batches and (self._sum.waits or not sync))
         # a sum in the dtype of the wire would be rounded after every micro-batch
-        if rests or (more and self.precision.wire is not self.precision.accumulate):
+        if rests or (more and self._rounds):
             self._sum.add(index, grad)
             return
         if self.buffer is None:
-            self._open(make_room)
+            self._open(make_room, adds=once)
         view = self.views[index]
-        (view.add_ if self.filled[index] else view.copy_)(grad)
+        if not self.filled[index]:
+            (view.add_ if self._adds else view.copy_)(grad)
+        elif view.dtype is self._request.dtype or self._adds:
+            view.add_(grad)
+        else:  # rounded as in a buffer
+            view.copy_(view.to(self._request.dtype).add_(grad))
         self.filled[index] = True
 
     def open_zeros(self, make_room: Callable[[int], None]) -> None:
@@ -188,23 +200,22 @@ class Bucket:
         if self.buffer is None and self._own is None:
             self._open(make_room)
 
-    def _open(self, make_room: Callable[[int], None]) -> None:
-        """Open a buffer."""
+    def _open(self, make_room: Callable[[int], None], *, adds: bool = False) -> None:
+        """Open a buffer: the resting gradient [numel] itself where nothing is to be summed and
+        nothing rests, or what comes may be added (`adds`) to what does; else memory of the
+        transport's, or with a codec of ours.
+        """
         accumulator = self.accumulator
-        if self._direct and not accumulator.tiered and accumulator.resting() is None:
-            self._open_at_rest()
-        else:
-            make_room(self.num_bytes)
-            self._borrow()
-
-    def _open_at_rest(self) -> None:
-        """Fill the resting gradient [numel] itself."""
-        resting = self.accumulator.open()[0].fetch(*self.accumulator.own)
-        self.buffer = resting
-        self.views = self.flat.buffer.views_of(resting)
-
-    def _borrow(self) -> None:
-        """Fill memory of the transport's, or with a codec of ours."""
+        # a sum that waits, and what a listener is given, is rounded to the dtype of the wire
+        rounds = self._rounds and (self._micro_batches.waits or bool(self.handed_over))
+        if self._direct and not (rounds or accumulator.tiered):
+            self._adds = accumulator.resting() is not None
+            if not self._adds or (adds and not self.handed_over):
+                self.buffer = accumulator.open()[0].fetch(*accumulator.own)
+                self.views = self.flat.buffer.views_of(self.buffer)
+                return
+        self._adds = False
+        make_room(self.num_bytes)
         numel, device = self.flat.layout.numel, self.flat.full.device
         wire = self._request.dtype
         if self._codec is None:
@@ -294,16 +305,19 @@ class Bucket:
         return self._node_sum
 
     def _zero_unfilled(self) -> None:
-        """Set to zero what has no gradient."""
-        if self.buffer is None:
-            return
+        """Set to zero what has no gradient, or add zero to the sum that rests there."""
         data, layout = self.buffer, self.flat.layout
-        empty = list(layout.gaps)
+        if data is None:
+            return
+        gaps = () if self._adds else layout.gaps
+        empty = [data[start:stop] for start, stop in gaps]
         if not all(self.filled):
             slots = zip(layout.slots, self.filled, strict=True)
-            empty += [(slot.offset, slot.stop) for slot, filled in slots if not filled]
-        if empty:  # one kernel on an accelerator
-            torch._foreach_zero_([data[start:stop] for start, stop in empty])
+            empty += [data[slot.offset : slot.stop] for slot, filled in slots if not filled]
+        if empty and self._adds:
+            torch._foreach_add_(empty, 0.0)
+        elif empty:  # one kernel on an accelerator
+            torch._foreach_zero_(empty)
 
     def _hops(
         self,
