@@ -29,6 +29,7 @@ class OneProcess:
         self.one_sided = True
         self.keyed = True
         self.traffic = Traffic() if traffic is None else traffic
+        self.device_sum: Callable[[torch.Tensor], None] | None = lambda tensor: None
         self.control = Ranks()
         self._pool = Pool(spec.pool_bytes)
 

@@ -71,6 +71,7 @@ class PairedTransport:
         self.one_sided = not control.far
         self.keyed = True
         self.traffic = control.traffic
+        self.device_sum: Callable[[torch.Tensor], None] | None = None
         self.windows = windows = Windows(control, alias=spec.alias)
         self.collectives = collectives = Collectives(control, pool_bytes=spec.pool_bytes)
         # the calls of the protocol are theirs
