@@ -61,6 +61,29 @@ def _waits() -> int:
     return sum(told.values()) - told.get("aten::_fused_sgd_", 0)
 
 
+def _ask(engine: zs.Engine, model: Any, step: int) -> list[torch.Tensor]:
+    """Ask in several orders for what a step looks at; return the norms."""
+    head = model.head.weight
+    if step % 3 == 1:  # averages are there before the norm is asked for
+        whole = engine.full_grad(head)
+        assert whole is not None
+        return [whole.norm(), engine.clip_grad_norm_(0.7), engine.clip_grad_norm_(0.6)]
+    if step % 3 == 2:  # and are set by hand
+        return [engine.clip_grad_norm_(math.inf), *_set(engine, head, step)]
+    return []
+
+
+def _set(engine: zs.Engine, head: nn.Parameter, step: int) -> list[torch.Tensor]:
+    """Set a gradient that is not finite, and mend it in one of two steps."""
+    state = zs.ParameterStates(engine, head)
+    numbers = torch.full(head.shape, 0.01, device=DEVICE)
+    state.set_grad(numbers * math.nan)
+    norm = engine.clip_grad_norm_(math.inf)
+    if step == 2:
+        state.set_grad(numbers)
+    return [norm]
+
+
 def _train(
     rank: int,
     world: int,
@@ -70,6 +93,7 @@ def _train(
     late: bool,
     options: dict[str, Any],
     weight: float | None = None,
+    asks: bool = False,
 ) -> Found:
     """Train for `STEPS` steps, of which those in `bad` have a loss that is NaN on the last rank."""
     set_schedule(FIFO)
@@ -81,9 +105,12 @@ def _train(
         engine = zs.shard(model, optimizer, policy=row, **options)
     data = [[tokens.to(DEVICE) for tokens in batch(rank, step)] for step in range(STEPS)]
     factors = [math.nan if s in bad and rank == world - 1 else 1.0 for s in range(STEPS)]
-    for (x, y), factor in zip(data, factors, strict=True):
+    extra = []
+    for step, ((x, y), factor) in enumerate(zip(data, factors, strict=True)):
         before = _waits()
         engine.backward(model(x, y) * factor, weight=weight)
+        if asks:
+            extra += _ask(engine, model, step)
         norms.append(engine.clip_grad_norm_(0.5))
         clipped = _waits()
         optimizer.step()
@@ -92,7 +119,7 @@ def _train(
     found = {
         "weights": engine.full_state_dict(rank0_only=False),
         "states": _states(optimizer),
-        "norms": torch.stack(norms).cpu(),
+        "norms": torch.stack([one.cpu() for one in (*norms, *extra)]),
         "skipped": engine.steps_skipped,
         "scale": engine.loss_scale,
         "waits": waits,
@@ -144,6 +171,15 @@ def test_every_row_has_them(row: str) -> None:
     for late, read in _both(2, row, "adamw", (2,), {"precision": "fp32"}):
         assert set(_waits_of(late)) == {(0, 0)} and set(_waits_of(read, (2,))) == {(1, 0)}
         assert late["skipped"] == 1 and _same(late, read)
+
+
+@pytest.mark.parametrize("shares", [None, [0.25, 0.75]])
+def test_norms_are_asked_for_anywhere_and_averages_are_set(shares: list[float] | None) -> None:
+    options = {"precision": "fp32"} | ({} if shares is None else {"shares": shares})
+    for late, read in _both(2, "zero3", "adamw", (1,), options, None, True):
+        assert late["skipped"] == 2  # the first, and one that is set and not mended
+        late.pop("waits"), read.pop("waits")
+        assert _same(late, read)
 
 
 def test_the_next_scale_of_fp16_is_one_read() -> None:
