@@ -443,6 +443,28 @@ def _rows() -> list[Case]:
     ]
 
 
+def _fused() -> list[Case]:
+    """Return cases in which the host reads nothing of a step."""
+    clipped: dict[str, Any] = {"fused": True, "clip": 0.1}
+    node: dict[str, Any] = {"comm": {"node_size": 1}, **clipped}
+    return [
+        *(Case(f"fused {row}", Program(row=row, **clipped), worlds=(1, 2, 4)) for row in ROWS),
+        *(Case(f"fused {row}", Program(row=row, **node), worlds=(2,)) for row in NODE_ROWS),
+        Case("fused, not clipped", Program(fused=True), is_plain=True),
+        Case("fused, fp32", Program(precision="fp32", **clipped)),
+        Case("fused, fp16", Program(precision="fp16", **clipped)),
+        Case("fused, no_sync", Program(row="zero2", no_sync=True, **TWO, **clipped)),
+        Case("fused, native, codecs", Program(comm={**NATIVE, **CODES}, **TWO, **clipped)),
+        Case("fused, ordered", Program(comm={"ordered": True}, **clipped)),
+        Case("fused, joined", Joined(**clipped), worlds=(2,)),
+        Case("fused, average", Program(after=average, **clipped)),
+        Case("fused, reset", Program(after=fail_and_reset, **clipped)),
+        Case("fused, repartition", Program(after=repartition, **clipped)),
+        Case("fused, save and load", Program(after=save_and_load, **clipped)),
+        Case("fused, off the device and back", Program(after=off_and_on, **clipped)),
+    ]
+
+
 def _nodes() -> list[Case]:
     made = []
     for row in NODE_ROWS:
@@ -635,6 +657,7 @@ def _tiers() -> list[Case]:
 
 _KINDS: dict[str, Callable[[], list[Case]]] = {
     "rows in fp32, bf16, fp16": _rows,
+    "fused optimizers, clips": _fused,
     "rows over nodes, two levels": _nodes,
     "pipelines, tensor parallelism": _meshes,
     "native and ordered sums, gloo": _transports,

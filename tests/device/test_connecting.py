@@ -74,7 +74,8 @@ def _reduces_apart(rank: int, world: int) -> list[dict[str, set[str]]]:
         zsim.take_collectives()
         engine.backward(model(torch.ones(2, 8, device="zsim")).sum())
         optimizer.step()
-        groups_of: dict[str, set[str]] = {"allgather": set(), "reduce_scatter": set()}
+        kinds = ("allgather", "reduce_scatter", "allreduce")
+        groups_of: dict[str, set[str]] = {kind: set() for kind in kinds}
         for call in zsim.take_collectives():
             _, group, size, kind, *_ = call.split("|")
             if int(size) > 1:
@@ -90,6 +91,7 @@ def test_reduces_have_a_communicator_of_their_own_where_asked() -> None:
             assert len(groups_of["allgather"]) == len(groups_of["reduce_scatter"]) == 1
             assert not groups_of["allgather"] & groups_of["reduce_scatter"]
         assert flat["allgather"] != deep["allgather"]
+        assert flat["allreduce"] == flat["reduce_scatter"]
 
 
 def _cannot_connect(rank: int, world: int, text: str) -> str:

@@ -1,4 +1,6 @@
-"""Where the host waits for the device in a step: never in forward and backward, once in a step."""
+"""Where the host waits for the device in a step: never in forward and backward, once in a step, and
+not there where the optimizer leaves out by itself what is not finite.
+"""
 
 from __future__ import annotations
 
@@ -73,9 +75,9 @@ def test_the_host_waits_once_in_a_step_and_never_before(world: int, precision: s
             assert sum(steps.values()) <= STEPS, (row, steps)
 
 
-def test_a_fused_optimizer_waits_for_nothing_but_the_norm() -> None:
+def test_a_fused_optimizer_waits_for_nothing() -> None:
     (ranks,) = run_ranks(
         1, _count, ("zero1", "zero3"), True, {"precision": "bf16"}, device="tests.device.zsim"
     )
     for row, waits in ranks.items():
-        assert waits == ({}, {"copy to host": STEPS}), (row, waits)
+        assert waits == ({}, {}), (row, waits)

@@ -24,7 +24,8 @@ OPTIONS = (
     "checkpointed on the host", "accumulate on the host", "off the device and back", "reset",
     "average", "repartition", "save and load", "everything on the host", "states on the host",
     "everything late, fp32", "a fraction, fp32", "everything on disk", "inference, from the host",
-    "to the host and back", "one curve, zero3", "decode, all on the host",
+    "to the host and back", "one curve, zero3", "decode, all on the host", "fused zero1",
+    "fused, average", "fused, reset",
 )  # fmt: skip
 # the others are slow: about 75 runs here, of which each has two or three
 ROWS_OFTEN = [

@@ -487,7 +487,7 @@ def lost_leaf(engine: zs.Engine, unit_name: str, lost: int) -> Iterator[None]:
 
 def squares(engine: zs.Engine) -> ExactSum:
     """Return the sum of squares of the averaged gradients of all ranks, not rounded. Collective."""
-    return engine._finalizer._squares()
+    return engine._finalizer._squares_of_group()
 
 
 # --------------------------------------------------------------------------------------- optimizer

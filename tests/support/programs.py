@@ -73,6 +73,7 @@ class Program:
     micro_batches: int = 1
     no_sync: bool = False
     clip: float | None = None
+    fused: bool = False  # the optimizer, which a step then waits for nothing with
     comm: dict[str, Any] = field(default_factory=dict)
     offload: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # others of shard()
@@ -82,7 +83,7 @@ class Program:
     def train(self, device: str, *, rank: int = 0, transport: str = "auto") -> Run:
         """Train in the row."""
         model = self._model(device)
-        optimizer = two_groups(model)
+        optimizer = two_groups(model, **self._way)
         engine = zs.shard(
             model,
             optimizer,
@@ -97,6 +98,10 @@ class Program:
         losses = self.take(trained)
         losses += [number.item() for number in trained.extra]
         return Run(losses, _on_host(self.end(trained)), row=self.row)
+
+    @property
+    def _way(self) -> dict[str, Any]:
+        return {"fused": True} if self.fused else {}
 
     def take(self, run: Trained) -> list[float]:
         """Take all steps; return the losses."""
@@ -123,7 +128,7 @@ class Program:
         masters = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
         model.to(DTYPES[self.precision])
         shapes = nn.ParameterList(masters)
-        optimizer = two_groups(shapes)
+        optimizer = two_groups(shapes, **self._way)
         scale = FP16_SCALE if self.precision == "fp16" else 1.0
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         data, losses = self._data(device, rank), []

@@ -122,6 +122,9 @@ class NativeTransport:
         self._device = device
         # whether the host waits for collectives; else the current stream orders them
         self._async_op = host_waits(device)
+        self.device_sum: Callable[[torch.Tensor], None] | None = None
+        if not self._async_op:
+            self.device_sum = self._add_up
         self._to_gather, self._to_sum = AllgatherOptions(), ReduceScatterOptions()
         self._to_gather.asyncOp = self._to_sum.asyncOp = self._async_op
         self._mesh = spec.mesh
@@ -271,6 +274,14 @@ class NativeTransport:
             work = dist.all_to_all_single(rows, data, *sizes, group=group, async_op=asynchronous)
         self._num_started += 1
         return work
+
+    def _add_up(self, tensor: torch.Tensor) -> None:
+        try:
+            dist.all_reduce(tensor, group=self._reduce_group)
+            self._num_started += 1
+        except RuntimeError as error:
+            explain(error, "sum on the device", self.control)
+            raise
 
     def _send_share(self, share: torch.Tensor, owner: int) -> Any:
         share = share.view(torch.uint8)

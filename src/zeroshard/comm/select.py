@@ -52,6 +52,7 @@ class OneProcess:
         self.one_sided = True
         self.keyed = True
         self.traffic = Traffic() if traffic is None else traffic
+        self.device_sum: Callable[[torch.Tensor], None] | None = lambda tensor: None
         self.control = Ranks()
         self._pool = Pool(spec.pool_bytes)
 
@@ -159,6 +160,7 @@ class PairedTransport:
         self.one_sided = not control.far
         self.keyed = True
         self.traffic = control.traffic
+        self.device_sum: Callable[[torch.Tensor], None] | None = None
         self.collectives = collectives = Collectives(control, pool_bytes=spec.pool_bytes)
         sums = collectives.matching.pending
         self.windows = windows = Windows(control, alias=spec.alias, sums=sums)

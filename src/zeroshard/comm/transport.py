@@ -183,6 +183,9 @@ class Transport(Protocol):
     one_sided: bool
     keyed: bool  # operations meet by key; else all of them meet in the order in which they begin
     traffic: Traffic
+    # adds up a tensor of the device over all ranks, in place, as an operation of the current
+    # stream; None where the host waits for collectives
+    device_sum: Callable[[torch.Tensor], None] | None
 
     @property
     def control(self) -> Ranks:

@@ -33,6 +33,7 @@ from zeroshard.runtime.events import StepEvents
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.guards import Watch
 from zeroshard.runtime.hooks import Hooks
+from zeroshard.runtime.late_finalize import LateFinalizer, serves
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.recovery import Recovery, verify_replicas
 from zeroshard.runtime.rest import Rest
@@ -282,7 +283,8 @@ class Assembly:
             units, context, digest, prefetch_bytes=prefetch_bytes
         )
         self._weights, self._backward = weights, backward
-        self._finalizer = Finalizer(backward, context, digest, self._scaler)
+        kind = LateFinalizer if serves(backward, context) else Finalizer
+        self._finalizer = kind(backward, context, digest, self._scaler)
         rest = Rest(weights, transports=transports, faults=faults)
         self._recovery = Recovery(weights, rest, digest, context)
         self._watch = Watch(self.module, units)

@@ -14,10 +14,15 @@ at every option of every group per step; options are encoded again only where on
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+from zeroshard.comm.ranks import Ranks
+from zeroshard.core.digest import Digest, describe_unlike, holders
+from zeroshard.errors import PlanMismatch
 
 _NOT_OURS = ("params", "param_names")
 _PLAIN = frozenset((type(None), bool, int, float, str))  # equal as long as they are
@@ -102,6 +107,45 @@ class Decisions:
             )
             self._seen = seen  # last: an exception may come to any line before
         return self._digest
+
+
+def refuse(
+    control: Ranks,
+    digest: Digest,
+    held: tuple[Sequence[Any], Sequence[tuple[int, ...]]],
+    decisions: Decisions,
+    micro_batches: str,
+) -> NoReturn:
+    """Send what the digests stand for, and raise PlanMismatch about the first difference.
+    Collective. `micro_batches`: their number, or "unknown".
+    """
+    groups, members = held
+    mine = [digest.step, micro_batches, decisions.items(), list(map(digest.log, members))]
+    answers = control.share(mine, "the comparison of steps")
+    steps, counts, decided, logs = zip(*answers, strict=True)
+    if len(set(steps)) > 1:  # a fault let some ranks step and others not
+        shown = holders([f"step {step}" for step in steps])
+        raise PlanMismatch(
+            f"the ranks are in different steps ({shown}): some have taken a step that others"
+            " have not; load a checkpoint"
+        )
+    if len(set(counts) - {"unknown"}) > 1:
+        raise PlanMismatch(
+            "the ranks have run different numbers of backwards since zero_grad() in step"
+            f" {digest.step} ({holders(counts)}): accumulate as many micro-batches and call"
+            " zero_grad() at the same places on every rank, or use engine.join() where data is"
+            " uneven"
+        )
+    for name in dict.fromkeys(name for one in decided for name in one):
+        values = [one.get(name, "nothing") for one in decided]
+        if len(set(values)) > 1:
+            raise PlanMismatch(
+                f"{name} differs between ranks in step {digest.step} ({holders(values)}): set it"
+                " alike on every rank; a scheduler or condition that looks at the loss needs the"
+                " same loss on every rank (average it first)"
+            )
+    difference = describe_unlike(groups, logs)
+    raise PlanMismatch(f"the ranks did different things in step {digest.step}; {difference}")
 
 
 def _look(value: Any) -> Any:

@@ -166,7 +166,9 @@ class Engine(Assembly):
 
     @property
     def steps_skipped(self) -> int:
-        """Steps that were not taken because a gradient was not finite."""
+        """Steps that were not taken because a gradient was not finite: waits for the device where
+        it has yet to tell.
+        """
         return self._finalizer.skipped
 
     @property
@@ -422,8 +424,9 @@ class Engine(Assembly):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients so that their 2-norm over all ranks is at most `max_norm`.
 
-        Returns the norm before, a 0-d fp32 tensor, the same number on every rank and in every row.
-        Raises StateError without a gradient.
+        Returns the norm before, a 0-d fp32 tensor, the same number on every rank and in every row;
+        on an accelerator mostly one of the device, which is not waited for. Raises StateError
+        without a gradient.
         """
         self._states.check_open(trained=True)
         return self._listeners.clip(float(max_norm))

@@ -17,8 +17,7 @@ rank, its masters and moments untouched.
 Where the mesh has other axes, each data parallel group agrees so and then tells the others, who add
 its sum of squares to theirs and skip what it has to skip (comm/ranks.py).
 
-Averages that were set by hand since (``ParameterStates.set_grad``) are looked at once more by the
-norm or the step, and the ranks agree again upon whether all are finite.
+Averages that were set by hand since are looked at once more by the norm or the step.
 
 Invariant: idempotent until the next backward. Cost: one small exchange per step, one more for a
 norm, one more after steps whose backwards all ran inside ``no_sync``; the first two once more along
@@ -37,21 +36,28 @@ import torch
 from torch import nn
 
 from zeroshard.comm.ranks import Meeting
-from zeroshard.core.digest import Digest, describe_unlike, first_unlike, holders
-from zeroshard.errors import PlanMismatch, StateError
+from zeroshard.core.digest import Digest, first_unlike
+from zeroshard.errors import StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import UNKNOWN, Weight, total_weight
 from zeroshard.runtime.context import Context
+from zeroshard.runtime.decisions import refuse
 from zeroshard.runtime.trainable import AssignedGradients, names_of
+from zeroshard.state.gradient import Gradient
 from zeroshard.state.norms import ExactSum, SquaresRequest, SquaresSum, read_squares
 
 _log = logging.getLogger("zeroshard")
 _STEP = "optimizer.step() or clip_grad_norm_()"
 _NORM = "the norm of the gradient"
 _BAD = "the search for a gradient that is not finite"
-# digest of the decisions, micro-batches, begun, unreduced, kinds of backwards, their weight
-_HEAD = struct.Struct("<QII?B3d")
+DIVERGED = (
+    "{} steps in a row had gradients that are not finite, first in {}: lower the learning rate,"
+    " clip with engine.clip_grad_norm_(), or look for a division by zero:"
+    " zs.detect_anomaly(engine) names the module"
+)
+# digest of the decisions, micro-batches, begun, known, unreduced, kinds of backwards, their weight
+_HEAD = struct.Struct("<QIIi?B3d")
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class _Answer:
     decisions: int  # digest of what it has decided
     micro_batches: int
     begun: int  # forwards, and reads of weights outside of them (`Digest.num_begun`)
+    known: int  # verdicts of the device upon steps before (late_finalize.py)
     used: int  # a bit per trainable parameter: whether it has a gradient
     unreduced: bool  # gradients rest there that no reduce over all ranks has taken
     kinds: int  # of backwards, with a weight or without
@@ -70,14 +77,8 @@ class _Answer:
 
     def pack(self, width: int) -> bytes:
         """Return it as bytes, `used` in `width` of them."""
-        head = _HEAD.pack(
-            self.decisions,
-            self.micro_batches,
-            self.begun,
-            self.unreduced,
-            self.kinds,
-            *self.weight,
-        )
+        counts = self.decisions, self.micro_batches, self.begun, self.known
+        head = _HEAD.pack(*counts, self.unreduced, self.kinds, *self.weight)
         digests = struct.pack(f"<{len(self.digests)}Q", *self.digests)
         return digests + head + self.used.to_bytes(width, "little") + self.bad.encode()
 
@@ -85,11 +86,11 @@ class _Answer:
     def unpack(cls, payload: bytes, width: int, num_digests: int) -> _Answer:
         digests = struct.unpack_from(f"<{num_digests}Q", payload)
         head = _HEAD.unpack_from(payload, 8 * num_digests)
-        decisions, count, begun, unreduced, kinds, *parts = head
+        decisions, count, begun, known, unreduced, kinds, *parts = head
         start = 8 * num_digests + _HEAD.size
         used = int.from_bytes(payload[start : start + width], "little")
         bad, weight = payload[start + width :].decode(), (parts[0], parts[1], parts[2])
-        return cls(digests, decisions, count, begun, used, unreduced, kinds, weight, bad)
+        return cls(digests, decisions, count, begun, known, used, unreduced, kinds, weight, bad)
 
 
 class Finalizer:
@@ -104,13 +105,13 @@ class Finalizer:
         *,
         bad_steps: int = 3,
     ) -> None:
-        self.skipped = 0  # steps skipped since the beginning
+        self._skipped = 0  # as the ranks have agreed
         self.clipped = False  # since the last step
         self._backward = backward
         self._transport = context.transport
         self._axes = context.axes
         self._everyone = context.everyone
-        self._held, self._members = context.held
+        self._held = context.held
         self._probe = context.streams.probe
         self._digest = digest
         self._scaler = scaler
@@ -130,12 +131,18 @@ class Finalizer:
         self._faults = context.faults
         self._bad_steps = bad_steps
         self._bad_in_a_row = 0
+        self._known = 0  # verdicts of the device upon steps before
         # whether all averages are finite, as the ranks have agreed; None: not yet
         self._finite: bool | None = None
         self._set = False  # whether averages were set by hand since
         self._assigned = AssignedGradients(
             backward.parameters, backward.decisions, context.transport.control
         )
+
+    @property
+    def skipped(self) -> int:
+        """Steps skipped since the beginning."""
+        return self._skipped
 
     @property
     def pending(self) -> bool:
@@ -194,10 +201,10 @@ class Finalizer:
                 gradient.divide(weight)
         if self._assigned.store():
             backward.seal()
-        self._count_bad(culprits)
+        self._judge(culprits, answers, norm)
         backward.accumulation.finalized()
-        self._finite, self._set = not culprits, False
-        return self._finite
+        self._set = False
+        return not culprits
 
     def averages_set(self) -> None:
         """Called on every rank when averages were set by hand."""
@@ -207,16 +214,23 @@ class Finalizer:
         """Agree again upon whether all averages are finite: some were set since."""
         self._set = False
         if not self._finite:  # it counts once, if it is one still
-            self.skipped -= 1
+            self._skipped -= 1
             self._bad_in_a_row -= 1
         gradients = self._backward.gradients
-        bad = [one.key for one in gradients if not one.average(1.0)]  # divided already
+        bad = self._average(gradients, 1.0)  # divided already
         if self._read(squares=False):
-            bad += [one.key for one in gradients if not one.average(1.0)]
-        with self._axes.together(_STEP) as meeting:
-            found = next(filter(None, self._transport.control.share((bad or [""])[0], _STEP)), "")
+            bad += self._average(gradients, 1.0)
+        self._judge(self._agree((bad or [""])[0], _STEP), (), False)
+
+    def _agree(self, bad: str, call: str) -> list[str]:
+        """Return what any group says is not finite, this one the first `bad` of its ranks."""
+        with self._axes.together(call) as meeting:
+            found = next(filter(None, self._transport.control.share(bad, call)), "")
             meeting.give(self._axes.name(found) if found else "")
-        culprits = [bad for bad in meeting.answers if bad]
+        return [bad for bad in meeting.answers if bad]
+
+    def _judge(self, culprits: Sequence[str], answers: Sequence[_Answer], norm: bool) -> None:
+        """Count `culprits`, which are not finite, after what the ranks know of steps before."""
         self._count_bad(culprits)
         self._finite = not culprits
 
@@ -237,14 +251,18 @@ class Finalizer:
         unreduced = backward.has_unreduced
         backward.reductions.wait()
         averaged = [] if unreduced else backward.gradients
-        bad = [gradient.key for gradient in averaged if not gradient.average(divisor)]
+        bad = self._average(averaged, divisor)
         accumulators = [bucket.accumulator for bucket in backward.buckets]
         backward.reductions.gather_averages([one for one in accumulators if one.gathers_averages])
         if not unreduced and self._read(squares=norm):
-            bad += [gradient.key for gradient in averaged if not gradient.average(divisor)]
+            bad += self._average(averaged, divisor)
         bad.append(backward.saved.read_released or self._assigned.first_bad() or "")
         self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step
         return self._compare(unreduced, bad[0])
+
+    def _average(self, gradients: Sequence[Gradient], divisor: float) -> list[str]:
+        """Divide the sums; return the keys of `gradients` that are known not to be finite."""
+        return [gradient.key for gradient in gradients if not gradient.average(divisor)]
 
     def _read(self, *, squares: bool) -> bool:
         """Read once what is to be known of averages on an accelerator: their `squares`, or whether
@@ -264,10 +282,11 @@ class Finalizer:
         bits = sum([1 << index for index, flag in enumerate(used) if flag])
         decisions, here = self._backward.decisions, self._backward.accumulation
         mine = _Answer(
-            tuple(map(self._digest.value, self._members)),
+            tuple(map(self._digest.value, self._held[1])),
             decisions.digest(),
             here.micro_batches,
             self._digest.num_begun,
+            self._known,
             bits,
             unreduced,
             here.kinds,
@@ -277,7 +296,7 @@ class Finalizer:
         width = (len(used) + 7) // 8
         with self._probe.waiting("reduce"):
             payloads = self._transport.control.exchange(mine.pack(width), _STEP)
-        count = len(self._held)
+        count = len(self._held[1])
         read = {one: _Answer.unpack(one, width, count) for one in set(payloads)}  # mostly one
         answers = [read[payload] for payload in payloads]
         known = {answer.micro_batches for answer in answers} - {UNKNOWN}
@@ -285,9 +304,10 @@ class Finalizer:
         if len({(answer.digests, answer.decisions) for answer in answers}) > 1:
             decided = {answer.decisions for answer in answers}
             done = [answer.digests for answer in answers]
-            differs = differs or len(decided) > 1 or bool(first_unlike(self._held, done))
+            differs = differs or len(decided) > 1 or bool(first_unlike(self._held[0], done))
         if differs:
-            self._refuse()
+            told = "unknown" if here.micro_batches == UNKNOWN else str(here.micro_batches)
+            refuse(self._transport.control, self._digest, self._held, decisions, told)
         decisions.compared()
         begun = [answer.begun for answer in answers]
         if self._may_run_ahead and len(set(begun)) > 1:
@@ -361,43 +381,10 @@ class Finalizer:
         }
         meeting.compare(alike, self._axes.replicas)
 
-    def _refuse(self) -> None:
-        """Send what the digests stand for, and raise PlanMismatch about the first difference.
-        Collective.
-        """
-        step, count = self._digest.step, self._backward.accumulation.micro_batches
-        done = list(map(self._digest.log, self._members))
-        mine = [step, count, self._backward.decisions.items(), done]
-        answers = self._transport.control.share(mine, "the comparison of steps")
-        steps, micro_batches, decided, logs = zip(*answers, strict=True)
-        if len(set(steps)) > 1:  # a fault let some ranks step and others not
-            shown = holders([f"step {step}" for step in steps])
-            raise PlanMismatch(
-                f"the ranks are in different steps ({shown}): some have taken a step that others"
-                " have not; load a checkpoint"
-            )
-        if len(set(micro_batches) - {UNKNOWN}) > 1:
-            shown = holders(["unknown" if one == UNKNOWN else str(one) for one in micro_batches])
-            raise PlanMismatch(
-                "the ranks have run different numbers of backwards since zero_grad() in step"
-                f" {step} ({shown}): accumulate as many micro-batches and call zero_grad() at the"
-                " same places on every rank, or use engine.join() where data is uneven"
-            )
-        for name in dict.fromkeys(name for one in decided for name in one):
-            values = [one.get(name, "nothing") for one in decided]
-            if len(set(values)) > 1:
-                raise PlanMismatch(
-                    f"{name} differs between ranks in step {step} ({holders(values)}): set it alike"
-                    " on every rank; a scheduler or condition that looks at the loss needs the same"
-                    " loss on every rank (average it first)"
-                )
-        difference = describe_unlike(self._held, logs)
-        raise PlanMismatch(f"the ranks did different things in step {step}; {difference}")
-
     def _count_bad(self, culprits: Sequence[str]) -> None:
         if not culprits:
             return
-        self.skipped += 1
+        self._skipped += 1
         self._bad_in_a_row += 1
         # the first parameter on any rank that is not finite, or that was used while it was released
         found = (one.accumulator.first_bad() for one in self._backward.buckets)
@@ -421,27 +408,27 @@ class Finalizer:
                 "step %d skipped: the gradient of %s is not finite", self._digest.step, name
             )
         if self._bad_in_a_row >= self._bad_steps:
-            raise StateError(
-                f"{self._bad_in_a_row} steps in a row had gradients that are not finite, first in"
-                f" parameter {name!r}: lower the learning rate, clip with engine.clip_grad_norm_(),"
-                " or look for a division by zero: zs.detect_anomaly(engine) names the module"
-            )
+            raise StateError(DIVERGED.format(self._bad_in_a_row, f"parameter {name!r}"))
 
     def norm(self, max_norm: float = math.inf) -> torch.Tensor:
         """Return the 2-norm of the averaged gradient over all parameters, 0-d fp32, the same
         number on every rank, which will be clipped to `max_norm`.
         """
         self.finalize(norm=True)
+        return self._squares(max_norm).sqrt().to(torch.float32)
+
+    def _squares(self, max_norm: float) -> torch.Tensor:
+        """Return the sum of squares of all averages, 0-d fp64."""
         with self._axes.together(_NORM) as meeting:
             # on an accelerator, of averages that have been scaled since they were read
             self._read(squares=True)
-            meeting.give(self._squares().pack().hex())
+            meeting.give(self._squares_of_group().pack().hex())
             meeting.compare({"max_norm of clip_grad_norm_()": repr(max_norm)})
         payloads = map(bytes.fromhex, meeting.answers)  # replicas count in one group
         total = float(sum(map(ExactSum.unpack, payloads), ExactSum()))
-        return torch.tensor(total, dtype=torch.float64).sqrt().to(torch.float32)
+        return torch.tensor(total, dtype=torch.float64)
 
-    def _squares(self) -> ExactSum:
+    def _squares_of_group(self) -> ExactSum:
         """Return the sum of squares of all ranks' averages."""
         size, buckets = self._transport.size, self._backward.buckets
         # whether every rank holds all averages
@@ -468,13 +455,20 @@ class Finalizer:
         for listener in listeners:
             listener(total)
         self.clipped = self.clipped or math.isfinite(max_norm)  # else it is only read
-        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        if math.isfinite(max_norm):
+            self._scale(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        return total
+
+    def _scale(self, coefficient: torch.Tensor) -> None:
+        """Multiply the averages by `coefficient` (0-d), where that is less than 1."""
         factor = float(coefficient)
         if factor < 1.0:
-            self._backward.parameters.scale_assigned(factor)
-            for gradient in self._backward.gradients:
-                gradient.scale(factor)
-        return total
+            self._scale_by(factor)
+
+    def _scale_by(self, factor: float | torch.Tensor) -> None:
+        self._backward.parameters.scale_assigned(factor)
+        for gradient in self._backward.gradients:
+            gradient.scale(factor)
 
     def before_step(self) -> bool:
         """The optimizer is about to step: see `finalize`."""
@@ -506,7 +500,7 @@ class Finalizer:
 
     def continue_from(self, step: int, skipped: int) -> None:
         """Count steps from `step` on, of which `skipped` were not taken."""
-        self.skipped = skipped
+        self._skipped = skipped
         self._digest.advance(step)
 
     def abandon(self) -> None:

@@ -351,12 +351,20 @@ class Accumulator:
         resting = self.resting()
         if resting is None:
             return
-        ranks = self.members if of_all else [self.rank]
+        resting.add_squares(self._chosen(used, self.members if of_all else [self.rank]), to)
+
+    def own_averages(self, used: Sequence[bool]) -> list[torch.Tensor]:
+        """Return this rank's averages of parameters that are `used`, which rest on the device: one
+        slice where all are.
+        """
+        resting, groups = self.resting(), self._chosen(used, [self.rank])
+        return [] if resting is None else [resting.fetch(one[0][0], one[-1][1]) for one in groups]
+
+    def _chosen(self, used: Sequence[bool], ranks: Sequence[int]) -> list[tuple[Range, ...]]:
+        """Return the groups of ranges in which the averages of `ranks` lie, of what is `used`."""
         if all(used):
-            groups = [self._groups[rank] for rank in ranks if rank in self._groups]
-        else:
-            groups = [(span,) for rank, index, span in self._spans if used[index] and rank in ranks]
-        resting.add_squares(groups, to)
+            return [self._groups[rank] for rank in ranks if rank in self._groups]
+        return [(span,) for rank, index, span in self._spans if used[index] and rank in ranks]
 
     @cached_property
     def _groups(self) -> dict[int, tuple[Range, ...]]:

@@ -156,9 +156,9 @@ class TrainableParameters(list[Trained]):
         with torch._C.DisableTorchFunctionSubclass():
             return [one for one in self if not one.parameter.requires_grad]
 
-    def scale_assigned(self, factor: float) -> None:
+    def scale_assigned(self, factor: float | torch.Tensor) -> None:
         """Multiply the gradients that the user has assigned by `factor`, in place."""
-        if factor != 1.0:
+        if not isinstance(factor, float) or factor != 1.0:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 for one in self.assigned():
                     assert one.parameter.grad is not None, one.name

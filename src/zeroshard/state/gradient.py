@@ -80,7 +80,7 @@ class Gradient:
         # whether all of it is one device tensor
         self.on_device = numbers.on_device
         self.lost: StorageError | None = None
-        self.pending: list[tuple[str, float]] = []  # ("div", 2.0), ("mul", 0.3)
+        self.pending: list[tuple[str, float | torch.Tensor]] = []  # ("div", 2.0), ("mul", 0.3)
         self._passed = RunningSum()  # of a rest on another tier: all that has arrived
         self._own = own
         self._memory = memory
@@ -199,13 +199,19 @@ class Gradient:
 
     # ------------------------------------------------------------------ what is done to it
 
-    def average(self, divisor: float) -> bool:
-        """Divide range `own` of the sum by `divisor`, once; return whether all of it is finite, as
-        far as the host knows: of numbers on an accelerator once it has read what is `asked` for.
+    @property
+    def own_sum(self) -> torch.Tensor | None:
+        """Range `own` of a sum on the device; None of an average."""
+        return None if self._divided_by else self.fetch(*self._own)
+
+    def average(self, divisor: float, *, is_divided: bool = False) -> bool:
+        """Divide range `own` of the sum by `divisor`, once (`is_divided`: the caller has); return
+        whether all of it is finite, as far as the host knows: of numbers on an accelerator once it
+        has read what is `asked` for.
         """
         if not self._divided_by:
             self._divided_by = divisor
-            if divisor != 1.0:
+            if divisor != 1.0 and not is_divided:
                 self.pending.append(("div", divisor))
         try:
             known = [one.is_finite for one in self._squares.values()] if self._squares else []
@@ -224,7 +230,7 @@ class Gradient:
             self._divided_by *= weight
             self._change("div", weight)
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply the average by `factor`."""
         self._begin_change()
         self._change("mul", factor)
@@ -255,7 +261,7 @@ class Gradient:
         for what, by in self.pending:
             tensor.div_(by) if what == "div" else tensor.mul_(by)
 
-    def _change(self, what: str, by: float) -> None:
+    def _change(self, what: str, by: float | torch.Tensor) -> None:
         """Divide ("div") or multiply ("mul") all of it, now or when it is read."""
         self.pending.append((what, by))
         if self.on_device:

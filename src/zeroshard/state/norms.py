@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from zeroshard.comm.compat import kernels_for
 from zeroshard.core.layout import ALIGN
@@ -149,6 +150,45 @@ def read_squares(requests: Sequence[SquaresRequest], *, exactly: bool = True) ->
     rows = squares_of([one.numbers for one in requests]).tolist()
     for one, row in zip(requests, rows, strict=True):
         one.learn(_exact(row))
+
+
+def digits_of(table: torch.Tensor) -> torch.Tensor:
+    """Return the sums that rows of a `table` hold as digits to the base of 2^_WIDTH that may be
+    added, int64 [rows, digits + 2]: an entry takes 2^55 sums of any size. Nothing is read.
+    """
+    return torch.cat((_spread(table[:, :-2]), table[:, -2:]), 1)
+
+
+def total_of(digits: torch.Tensor) -> torch.Tensor:
+    """Return the sum that is there in `digits` [digits + 2], rounded once to fp64, 0-d: what
+    ``float(ExactSum)`` is. Nothing is read.
+    """
+    infinite, nan = digits[-2:].unbind()
+    parts = _spread(_spread(digits[None, :-2]))[0]  # none above 2 * 15
+    place = torch.arange(len(parts), device=parts.device)
+    # a carry goes through places of 15: the last other one before says whether there is one
+    ends = (2 * place + (parts > 15)) * (parts != 15)
+    carries = (ends * (place <= place[:, None])).amax(1) & 1
+    parts = (parts + pad(carries, (1, -1))) & 15
+    top = (place * (parts > 0)).max()
+    kept = pad(parts, (14, 0))[top + 14 - torch.arange(15, device=parts.device)]
+    rest = ((place < top - 14) & (parts > 0)).any()  # where there is more, no tie is one
+    # 57 bits at least, and one for the rest: the cast rounds to 53, and the power is exact
+    number = ((kept << torch.arange(56, -1, -_WIDTH, device=parts.device)).sum() << 1) + rest
+    power = (_WIDTH * top + _LEAST - _MANTISSA - 57) << _MANTISSA
+    total = number.double() * power.view(torch.float64)
+    return total.masked_fill(infinite > 0, math.inf).masked_fill(nan > 0, math.nan)
+
+
+def _spread(sums: torch.Tensor) -> torch.Tensor:
+    """Return sums [rows, digits] with each cut into 16 digits that are added in their places,
+    [rows, digits + 15].
+    """
+    rows, width = sums.shape
+    cut = (sums[..., None] >> torch.arange(0, 64, _WIDTH, device=sums.device)) & 15
+    # a row longer by one than it is read moves each digit one place on
+    sheared = pad(cut, (0, width)).flatten(1)[:, : width * (width + 15)]
+    return sheared.view(rows, width, width + 15).sum(1)
 
 
 class SquaresSum:

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from zeroshard.core.layout import ALIGN
 from zeroshard.state import norms
-from zeroshard.state.norms import ExactSum, SquaresRequest, SquaresSum, read_squares
+from zeroshard.state.norms import (
+    ExactSum,
+    SquaresRequest,
+    SquaresSum,
+    digits_of,
+    read_squares,
+    squares_of,
+    total_of,
+)
 
 NUMBERS = st.one_of(
     st.floats(width=32, allow_nan=False, allow_infinity=False),
@@ -120,3 +128,56 @@ def test_numbers_that_are_not_finite_show_in_their_own_sum_alone(odd: float) -> 
     bad[3] = math.nan
     bad[70] = math.inf
     assert math.isnan(float(read(bad)[0])) and math.isnan(float(summed(bad)))
+
+
+# ------------------------------------------------------------------------ a total on the device
+
+
+def told(*ranks: torch.Tensor) -> tuple[float, float]:
+    """Return the total of the tables of `ranks` as a device forms it, and as the host does."""
+    digits = [digits_of(table).sum(0) for table in ranks]
+    exact = [norms._exact(row) for table in ranks for row in table.tolist()]
+    return total_of(sum(digits[1:], digits[0])).item(), float(sum(exact, ExactSum()))
+
+
+def same(device: float, host: float) -> bool:
+    return device == host or (math.isnan(device) and math.isnan(host))
+
+
+@given(st.lists(st.lists(NUMBERS, min_size=1, max_size=90), min_size=1, max_size=4))
+def test_a_device_rounds_the_sum_of_all_ranks_as_the_host_does(ranks: list[list[float]]) -> None:
+    assert same(*told(*(squares_of([torch.tensor(values)]) for values in ranks)))
+
+
+BINS = st.tuples(
+    st.integers(0, norms._BINS - 1),
+    st.one_of(st.integers(0, (1 << 62) - 1), st.sampled_from([0, 1, 15, 16, 255, (1 << 62) - 1])),
+)
+
+
+@given(st.lists(st.lists(BINS, max_size=norms._BINS), min_size=1, max_size=4), st.booleans())
+def test_so_it_does_any_table_with_every_carry(
+    ranks: list[list[tuple[int, int]]], full: bool
+) -> None:
+    tables = [torch.full((2, norms._BINS + 2), 15 * full) for _ in ranks]
+    for table, bins in zip(tables, ranks, strict=True):
+        table[:, -2:] = 0
+        for index, (place, count) in enumerate(bins):
+            table[index % 2, place] = count
+    assert same(*told(*tables))
+
+
+def test_ties_are_rounded_to_even_and_what_lies_far_below_decides_them() -> None:
+    table = torch.zeros(1, norms._BINS + 2, dtype=torch.int64)
+    for last in (0, 1):  # 53 bits and a half of the last one
+        for below in (0, 1):
+            table[0, 60] = ((1 << 52) + last << 1) + 1
+            table[0, 0] = below
+            assert same(*told(table))
+
+
+@pytest.mark.parametrize("odd", [(1, 0), (0, 1), (1, 1)])
+def test_infinity_and_nan_of_any_rank_are_the_sum(odd: tuple[int, int]) -> None:
+    finite, other = squares_of([torch.ones(3)]), squares_of([torch.ones(3)])
+    other[0, -2:] = torch.tensor(odd)
+    assert same(*told(finite, other))
