@@ -205,11 +205,10 @@ class Commands:
             (Unit, "reshard", lambda unit: f"release {unit.name}", lambda _: None),
             (Unit, "mark_idle", lambda unit: f"keep {unit.name}", lambda _: None),
             (Unit, "resume", lambda unit: f"wake {unit.name}", lambda _: None),
-            (Bucket, "_borrow", lambda one: f"bucket {one.key}", lambda one: one.num_bytes),
             (
                 Bucket,
-                "_open_at_rest",
-                lambda one: f"bucket at rest {one.key}",
+                "_open",
+                lambda one: f"bucket {one.key}" if one.loan else f"bucket at rest {one.key}",
                 lambda one: one.num_bytes,
             ),
             (MicroBatchSum, "_open", lambda one: f"partial {one._flat.key}", lambda _: None),
