@@ -393,13 +393,10 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
         progress.global_steps += 1
-        batch = self.batch
-        if batch.leaves is not None:
-            forwards = batch.leaves
-        elif self.managed_gradient_accumulation():
-            forwards = batch.ranks * batch.steps
-        else:
-            forwards = batch.ranks * progress.backwards
+        batch, forwards = self.batch, self.batch.leaves
+        if forwards is None:
+            managed = self.managed_gradient_accumulation()
+            forwards = batch.ranks * (batch.steps if managed else progress.backwards)
         progress.global_samples += batch.micro * forwards
         progress.backwards = 0
         every: Any = self.config.get("steps_per_print")
