@@ -244,8 +244,8 @@ _HOMES = {  # our modules and the names that they make; "theirs=ours" where ours
     " _get_data_parallel_group=data_parallel_group",
     "answers": "DeepSpeedConfigError=ConfigError",
     "torch": "_orig_torch_arange=arange",
-    "shim": "DEEPSPEED_ENVIRONMENT_NAME",
-    "names": "__version__=VERSION version=VERSION __version_major__=VERSION_MAJOR"
+    "shim": "DEEPSPEED_ENVIRONMENT_NAME __version__=VERSION version=VERSION"
+    " __version_major__=VERSION_MAJOR"
     " __version_minor__=VERSION_MINOR __version_patch__=VERSION_PATCH",
 }
 _PLACES = {  # DeepSpeed's modules and their names
