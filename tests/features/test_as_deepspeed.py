@@ -19,7 +19,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.harness import ROOT, spawn_ranks
-from zeroshard.deepspeed import names, shim
+from zeroshard.deepspeed import shim
 
 SCRIPT = str(ROOT / "tests" / "support" / "deepspeed_runs.py")
 FAMILIES, STAGES, DEVICES = ("llama", "t5"), ("1", "2", "3"), ("none", "cpu")
@@ -185,9 +185,9 @@ def test_what_the_stand_in_lacks_is_named_with_what_to_use() -> None:
 
 def test_every_name_of_the_table_is_there() -> None:
     """Each is imported from its home, without the stand-in in place."""
-    for module, held in names.MODULES.items():
+    for module, held in shim.MODULES.items():
         parent = module.rpartition(".")[0]
-        assert parent in names.MODULES, f"{module} has no parent"
+        assert parent in shim.MODULES, f"{module} has no parent"
         for name, home in held.items():
             place, _, attribute = home.partition(":")
             source = place if place == "torch" else f"zeroshard.deepspeed.{place}"
@@ -203,7 +203,7 @@ def test_another_launcher_runs_a_script_through_the_module(tmp_path: Path) -> No
     )
     line = [sys.executable, "-m", "zeroshard.integrations.deepspeed", str(script), "--deepspeed"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout == f"__main__ ['--deepspeed'] {names.VERSION}\n", done.stderr
+    assert done.stdout == f"__main__ ['--deepspeed'] {shim.VERSION}\n", done.stderr
 
 
 _CHILDREN = """
@@ -238,6 +238,6 @@ def test_every_python_process_of_a_command_finds_the_stand_in(tmp_path: Path, ho
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said = [names.VERSION, "deepspeed.comm Init", "deepspeed", ".deepspeed_env"]
+    said = [shim.VERSION, "deepspeed.comm Init", "deepspeed", ".deepspeed_env"]
     assert done.stdout.splitlines() == said
     assert "nothing was sharded" not in done.stderr

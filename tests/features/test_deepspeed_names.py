@@ -22,8 +22,8 @@ from tests.support.training import batch, make_model
 from zeroshard.deepspeed import (
     fp32_weights,
     helpers,
-    names,
     optimizers,
+    shim,
     start,
     zero,
 )
@@ -120,10 +120,10 @@ def _attributes(rank: int, world: int) -> None:
         _ = engine.tput_timer.step_elapsed_time
     loader = engine.deepspeed_io([1.0, 2.0, 3.0, 4.0], num_local_io_workers=0)
     assert loader.batch_size == 2 and len(loader) == 1
-    for name in (*names.REFUSED, "nothing"):
+    for name in (*shim.REFUSED, "nothing"):
         with pytest.raises(AttributeError, match=rf"the engine has no '{name}'.*: "):
             getattr(engine, name)
-    for name in (*names.OPTIMIZER_REFUSED, "nothing"):
+    for name in (*shim.OPTIMIZER_REFUSED, "nothing"):
         with pytest.raises(AttributeError, match=rf"the optimizer has no '{name}'.*: "):
             getattr(optimizer, name)
         assert not hasattr(optimizer, name)

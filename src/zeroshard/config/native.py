@@ -470,12 +470,10 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
         _tell(file.without_effect(), file.unknown())
     data = dict(data)
     given = {key: value for key, value in overrides.items() if value is not None}
-    if "stage" in given:
-        data.pop("policy", None)
-    if "policy" in given:
-        data.pop("stage", None)
-    data.update(given)
-    return _config_of(data)
+    for name, other in (("stage", "policy"), ("policy", "stage")):
+        if name in given:
+            data.pop(other, None)
+    return _config_of(data | given)
 
 
 def _is_deepspeed(data: Mapping[str, Any]) -> bool:

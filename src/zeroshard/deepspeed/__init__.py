@@ -9,7 +9,7 @@ optimizers.py       optimizers by name, DeepSpeed's classes, the wrapper; lr_sch
 zero.py             whole parameters; held_parameters.py: their masters, gradients, states
 comm.py helpers.py  torch.distributed, the logger, the accelerator, ...
 file.py keys/       its configuration, key by key
-shim.py names.py    ``import deepspeed``, and which names there are (docs/design/deepspeed.md)
+shim.py             ``import deepspeed``, and which names there are (docs/design/deepspeed.md)
 
 Names are looked up when they are first used: the shim is put in place before torch is imported.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from zeroshard.deepspeed.names import MODULES
+from zeroshard.deepspeed.shim import MODULES
 
 __all__ = ["DeepSpeedEngine", "add_config_arguments", "initialize"]
 

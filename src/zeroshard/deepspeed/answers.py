@@ -16,7 +16,7 @@ from torch import nn
 from zeroshard import Config, ConfigError
 from zeroshard.deepspeed.comm import data_parallel_group, get_local_rank
 from zeroshard.deepspeed.keys.table import key_of
-from zeroshard.deepspeed.names import ENGINE_FIXED, OF_KEYS
+from zeroshard.deepspeed.shim import ENGINE_FIXED, OF_KEYS
 
 
 @dataclass

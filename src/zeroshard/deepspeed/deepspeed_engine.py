@@ -7,7 +7,7 @@
 Invariant: at a boundary the weights equal DistributedDataParallel's with the same accumulation,
 clipping and schedule. A skipped step (fp16's overflow, or any gradient that is not finite) moves
 neither weights nor schedule. What it does not do: pipelines, tensor parallelism and inference
-(names.py says what to use).
+(shim.py says what to use).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from zeroshard.deepspeed.checkpoint_tags import TaggedCheckpoints
 from zeroshard.deepspeed.helpers import logger as _log
 from zeroshard.deepspeed.helpers import make_loader
 from zeroshard.deepspeed.monitors import StepWatch
-from zeroshard.deepspeed.names import REFUSED, remedy
 from zeroshard.deepspeed.optimizers import ZeROOptimizer
+from zeroshard.deepspeed.shim import REFUSED, remedy
 
 # ----------------------------------------------------------------------------------- plain backward
 # A plain ``loss.backward()`` with gradient accumulation: the gradients of the model's parameters
@@ -393,13 +393,10 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
         progress.global_steps += 1
-        batch = self.batch
-        if batch.leaves is not None:
-            forwards = batch.leaves
-        elif self.managed_gradient_accumulation():
-            forwards = batch.ranks * batch.steps
-        else:
-            forwards = batch.ranks * progress.backwards
+        batch, forwards = self.batch, self.batch.leaves
+        if forwards is None:
+            managed = self.managed_gradient_accumulation()
+            forwards = batch.ranks * (batch.steps if managed else progress.backwards)
         progress.global_samples += batch.micro * forwards
         progress.backwards = 0
         every: Any = self.config.get("steps_per_print")

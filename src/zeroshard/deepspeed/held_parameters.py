@@ -31,7 +31,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 import zeroshard as zs
 from zeroshard.deepspeed.helpers import logger as _log
-from zeroshard.deepspeed.names import SAFE, remedy
+from zeroshard.deepspeed.shim import SAFE, remedy
 
 # by id of the parameter: its place in the module
 _owners: weakref.WeakKeyDictionary[zs.Engine, dict[int, int]] = weakref.WeakKeyDictionary()

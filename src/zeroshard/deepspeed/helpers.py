@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import zeroshard as zs
 from zeroshard.deepspeed import comm
-from zeroshard.deepspeed.names import remedy
+from zeroshard.deepspeed.shim import remedy
 
 # ------------------------------------------------------------------------------------------ loaders
 # The data loader of ``initialize(training_data=)`` and of ``engine.deepspeed_io()``.

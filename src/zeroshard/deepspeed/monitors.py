@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zeroshard as zs
 from zeroshard.deepspeed.helpers import logger as _log
-from zeroshard.deepspeed.names import remedy
+from zeroshard.deepspeed.shim import remedy
 
 Event = tuple[str, Any, int]  # a name, a number, and the samples so far
 Write = Callable[[list[Event], bool], None]  # events, and whether they are on disk then

@@ -18,7 +18,7 @@ import torch
 import zeroshard as zs
 from zeroshard.deepspeed.answers import as_config_error, attribute, call
 from zeroshard.deepspeed.comm import data_parallel_group
-from zeroshard.deepspeed.names import OPTIMIZER_REFUSED, remedy
+from zeroshard.deepspeed.shim import OPTIMIZER_REFUSED, remedy
 
 _REFUSED = {  # by types in lower case
     "onebitadam zerooneadam onebitlamb":

@@ -35,8 +35,8 @@ from zeroshard.deepspeed.helpers import default_git, log_dist, make_loader
 from zeroshard.deepspeed.helpers import logger as _log
 from zeroshard.deepspeed.keys.table import key_of
 from zeroshard.deepspeed.lr_schedules import make_schedule
-from zeroshard.deepspeed.names import VERSION
 from zeroshard.deepspeed.optimizers import make_optimizer
+from zeroshard.deepspeed.shim import VERSION
 from zeroshard.deepspeed.zero import end_init_blocks
 
 # ---------------------------------------------------------------- the verdict about a configuration

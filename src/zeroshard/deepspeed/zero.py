@@ -36,7 +36,7 @@ from zeroshard.deepspeed.held_parameters import (
     name_of,
 )
 from zeroshard.deepspeed.helpers import logger as _log
-from zeroshard.deepspeed.names import remedy
+from zeroshard.deepspeed.shim import remedy
 
 __all__ = [
     "GatheredParameters", "Init", "MiCS_Init", "OnDevice", "TiledLinear", "ZeroParamStatus",

@@ -242,19 +242,17 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
     """
     if path.is_file() and path.suffix == ".safetensors":
         return [path], {}
-    if (path / _INDEX).is_file():
+    index = path / _INDEX
+    if index.is_file():
         try:
-            weight_map = dict(read_json(path / _INDEX)["weight_map"])
+            weight_map = dict(read_json(index)["weight_map"])
             names = sorted(set(weight_map.values()))
             outside = [name for name in names if Path(name).name != name]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(
-                f"{path / _INDEX} is not an index of safetensors files: {error!r}"
-            ) from error
+            what = f"{index} is not an index of safetensors files"
+            raise CheckpointError(f"{what}: {error!r}") from error
         if outside:
-            raise CheckpointError(
-                f"{path / _INDEX} names a file outside its directory: {outside[0]!r}"
-            )
+            raise CheckpointError(f"{index} names a file outside its directory: {outside[0]!r}")
         return [path / name for name in names], weight_map
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"], {}

@@ -350,24 +350,20 @@ def _long(name: str) -> str:
 def _split(argv: list[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
     """Split the line into (option, value) pairs and everything from the script on."""
     options: list[tuple[str, str | None]] = []
-    index = 0
-    while index < len(argv):
-        token = argv[index]
-        index += 1
+    rest = list(argv)
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        token = rest.pop(0)
         if token == "--":
-            return options, argv[index:]
-        if not token.startswith("-") or token == "-":
-            return options, argv[index - 1 :]
+            break
         written, joined, value = token.partition("=")
         name = _long(written)
         if name == ELASTIC:
             options.append((name, value if joined else "1"))
         elif name in TORCHRUN_VALUES or _TAKES_VALUE.get(name):
             if not joined:
-                if index == len(argv):
+                if not rest:
                     raise UsageError(f"{written} needs a value")
-                value = argv[index]
-                index += 1
+                value = rest.pop(0)
             options.append((name, value))
         elif name not in TORCHRUN_FLAGS and name not in _TAKES_VALUE:
             raise UsageError(_unknown(written, name))
@@ -375,7 +371,7 @@ def _split(argv: list[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
             raise UsageError(f"{written} takes no value")
         else:
             options.append((name, None))
-    return options, []
+    return options, rest
 
 
 def _unknown(written: str, name: str) -> str:

@@ -103,10 +103,10 @@ def _on_cpu() -> None:
 
 
 def _install() -> None:
-    from zeroshard.deepspeed import names, shim
+    from zeroshard.deepspeed import shim
 
     shim.install()
-    sys.meta_path.insert(0, _Finder(names.MODULES))
+    sys.meta_path.insert(0, _Finder(shim.MODULES))
     multiprocessing.pool.starmapstar = starmapstar  # type: ignore[attr-defined]
     _on_cpu()
     # ranks are forked from a process that has imported these: seconds a test otherwise

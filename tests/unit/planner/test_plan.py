@@ -468,7 +468,7 @@ def test_layers_that_are_taken_as_one_change_no_peak(
     model, machine = shape_of_config(LLAMA, "config"), Machine.of(gpus=8)
     training = Training(batch=32, micro_batches=micro_batches)  # activations decide
     folded = Search(model, candidates).rows(machine, training)
-    monkeypatch.setattr("zeroshard.planner.model._SHOWN", 1000)
+    monkeypatch.setattr("zeroshard.planner.peak._SHOWN", 1000)
     assert folded == Search(model, candidates).rows(machine, training)
 
 

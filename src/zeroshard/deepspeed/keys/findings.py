@@ -187,14 +187,17 @@ def _complaint(name: str, value: Any) -> str:
         return an_object(value)
     key = key_of(name)
     if key is None:
-        prefix = name[: -len(last)] if (last := name.rpartition(".")[2]) else f"{name}."
-        inside = [key[len(prefix) :] for key in KEYS if key.startswith(prefix)]
         if "." not in name or name.partition(".")[0] in _READ_BY_NAME:
             return ""  # see _judged()
-        choices = list(dict.fromkeys(key.partition(".")[0] for key in inside))
-        other = nearest(last, choices)
-        return f"is not a key of DeepSpeed's{other or _LEAVE_OUT}"
+        return f"is not a key of DeepSpeed's{_nearest_key(name) or _LEAVE_OUT}"
     return "" if value in (None, "auto") else key.kind(value)
+
+
+def _nearest_key(name: str) -> str:
+    """Return the end of a sentence that names the nearest key of the same section, if any."""
+    section, dot, last = name.rpartition(".")
+    inside = (key.removeprefix(section + dot) for key in KEYS if key.startswith(section + dot))
+    return nearest(last, list(dict.fromkeys(key.partition(".")[0] for key in inside)))
 
 
 def _judged(
@@ -205,12 +208,7 @@ def _judged(
     if key is None and name in SECTIONS:
         return "ignored", "an empty section"
     if key is None:
-        section = name.rpartition(".")[0]
-        prefix = f"{section}." if section else ""
-        inside = (key[len(prefix) :] for key in KEYS if key.startswith(prefix))
-        choices = list(dict.fromkeys(key.partition(".")[0] for key in inside))
-        last = name.rpartition(".")[2]
-        return "ignored", f"is not a key of DeepSpeed's, which drops it{nearest(last, choices)}"
+        return "ignored", f"is not a key of DeepSpeed's, which drops it{_nearest_key(name)}"
     if is_auto and key.lower is not None:
         return "ignored", _FILLED_IN
     if _is_off(name, values):
