@@ -505,7 +505,7 @@ class Finalizer:
         return self._digest.step
 
     def continue_from(self, step: int, skipped: int) -> None:
-        """Count steps from `step` on; `skipped` of them were not taken."""
+        """Count steps from `step` on, of which `skipped` were not taken."""
         self.skipped = skipped
         self._digest.advance(step)
 

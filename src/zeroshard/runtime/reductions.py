@@ -41,7 +41,7 @@ class Reductions:
             for unit in units
             for number, bucket in enumerate(unit.buckets)
         }
-        self._flushing: list[Bucket] = []  # with sums that go to another tier, oldest first
+        self._flushing: list[Bucket] = []  # whose sums go to another tier, oldest first
 
     def start(self, unit: Unit, *, sync: bool, with_earlier: bool) -> bool:
         """Start the reduces of `unit`; see Bucket.reduce. Return whether there was any:
