@@ -80,10 +80,12 @@ def test_sparse_gradients_and_sparse_parameters() -> None:
     model.weight = nn.Parameter(torch.eye(3).to_sparse())
     _refused("parameter 'weight' is sparse", model)
     model = nn.Module()
-    model.table = nn.Parameter(torch.ones(5, 3))
-    # not to be known from the modules
-    model.forward = lambda x: nn.functional.embedding(x, model.table, sparse=True).sum()
-    engine = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.table, model.scale = nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(3))
+    # not to be known from the modules; the gradient of the scale comes first
+    model.forward = lambda x: (
+        nn.functional.embedding(x, model.table, sparse=True) * model.scale
+    ).sum()
+    engine = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), units=[nn.Module])
     with pytest.raises(
         ConfigError, match=r"parameter 'table' has a sparse gradient, .*sparse=False"
     ):

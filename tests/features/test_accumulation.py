@@ -5,12 +5,14 @@ stay unseen: micro-batches and tiers, parts of a unit and zero_grad, kernels and
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.support import inside
@@ -366,3 +368,103 @@ def test_accumulated_micro_batches_add_up_in_the_classes_the_design_names(
         for name, value in runs["zero3"].state.items():
             apart = (value - runs["ddp"].state[name]).float().norm() / value.float().norm()
             assert apart < (1e-3 if precision == "fp32" else 5e-2), f"{name}: {float(apart):.2e}"
+
+
+# ------------------------------------------------------------- sums that gradients are added to
+
+
+class _Gated(Net):
+    """A net with a part that few micro-batches use, whose gradient is -0.0, and one that is used
+    inside a reentrant checkpoint and outside of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.quiet = nn.Parameter(torch.ones(7))
+        self.twice = nn.Linear(19, 19)
+
+    def forward(self, x: torch.Tensor, number: int = 0, again: bool = False) -> torch.Tensor:
+        hidden = self.embed(x)
+        if again:
+            hidden = self.twice(checkpoint(self.twice, hidden, use_reentrant=True))
+        for block in self.blocks:
+            hidden = block(hidden)
+        loss = self.head(self.norm(hidden)).float().pow(2).mean()
+        return loss if number % 2 else loss + (self.quiet * -0.0).sum()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "backwards": {},
+    "held back": {"holds": True},
+    "again in checkpoints": {"again": True},
+    "set to zero": {"to_none": False},
+    "not cleared": {"clears": False},
+    "clipped between": {"clips": True},
+    "together": {"together": True},
+}
+DTYPES: dict[str, Any] = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "sums in bf16": zs.Precision("bf16", accumulate="bf16"),
+    "bf16 sent in fp32": zs.Precision("bf16", reduce="fp32"),
+    "fp32 sent in bf16": zs.Precision("fp32", reduce="bf16"),
+}
+
+
+def _bits(
+    options: dict[str, Any],
+    *,
+    sends: bool = False,
+    holds: bool = False,
+    again: bool = False,
+    to_none: bool = True,
+    clears: bool = True,
+    clips: bool = False,
+    together: bool = False,
+) -> tuple[list[bytes], set[str]]:
+    """Train three steps of three micro-batches in one process; return the bits of what is stepped
+    and of the weights, and the collectives that were called. `sends`: as several processes do.
+    """
+    torch.manual_seed(0)
+    model, seen = _Gated(), list[torch.Tensor]()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    engine = zs.shard(model, optimizer, units=[type(model.blocks[0])], **options)
+    if sends:
+        inside.send_all_gradients(engine)
+    for step in range(3):
+        inputs = [(batch(0, 3 * step + micro)[0], micro + step, again) for micro in range(3)]
+        if together:
+            engine.accumulate(inputs, lambda one: model(*one))
+        for micro, one in enumerate(() if together else inputs):
+            with engine.no_sync() if holds and micro < 2 else nullcontext():
+                engine.backward(model(*one))
+            if clips and micro == 1:
+                engine.clip_grad_norm_(0.1)
+        grads = [engine.full_grad(parameter) for parameter in model.parameters()]
+        seen += [torch.zeros(0) if grad is None else grad.clone() for grad in grads]
+        optimizer.step()
+        if clears or step == 1:
+            optimizer.zero_grad(set_to_none=to_none)
+    seen += engine.full_state_dict().values()
+    calls = set(engine.traffic().calls)
+    engine.close()
+    return [one.flatten().contiguous().view(torch.uint8).numpy().tobytes() for one in seen], calls
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_one_process_adds_gradients_where_they_rest_with_the_bits_of_a_reduce(
+    row: str, way: str, dtypes: str
+) -> None:
+    options = {"policy": row, "precision": DTYPES[dtypes]}
+    if dtypes == "fp16":
+        options["loss_scale"] = zs.LossScale(initial=64.0)  # nothing overflows
+    (here, calls), (sent, of_sent) = (
+        _bits(options, sends=one, **WAYS[way]) for one in (False, True)
+    )
+    assert here == sent
+    assert "reduce_scatter" in of_sent
+    if way == "backwards" and dtypes != "fp32 sent in bf16":
+        assert "reduce_scatter" not in calls

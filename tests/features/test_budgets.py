@@ -20,11 +20,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import zeroshard as zs
 from benchmarks.fake_world import fake_world
 from tests.support.lane_sanitizer import LaneSanitizer
 from tests.support.python_calls import count_calls
+from zeroshard.core.precision import parse_dtype
 from zeroshard.core.schedule import Reduces, Schedule
 from zeroshard.runtime.engine import states_of
 
@@ -45,7 +48,7 @@ MOST_LAUNCHES = {"forward": 1.0, "backward": 12.0, "step": 1.5}
 if torch.__version__ < (2, 13):
     MOST_LAUNCHES["backward"] += 1
 # Calls of Python functions per unit and step, zero3 less plain PyTorch (FSDP2: 1,500).
-MOST_CALLS = 405
+MOST_CALLS = 369
 
 
 class _Block(nn.Module):
@@ -237,6 +240,54 @@ def test_a_unit_takes_no_more_operations_than_today_and_a_forward_fewer_than_fsd
     own = per_unit["zero3"]
     assert all(own[part] <= most for part, most in MOST_LAUNCHES.items()), (per_unit, counts)
     assert own["forward"] < per_unit["fsdp2"]["forward"]
+
+
+class _Operands(TorchDispatchMode):
+    """Counts operations, and the bytes of the tensors that they are given."""
+
+    count = num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not func.is_view and "empty" not in str(func):
+            self.count += 1
+            given = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
+            self.num_bytes += sum(one.nbytes for one in given)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("precision", "operand_bytes"), [("fp32", 8), ("bf16", 6), ("fp16", 6)])
+def test_one_process_copies_or_adds_each_gradient_once_to_where_it_rests(
+    precision: str, operand_bytes: int
+) -> None:
+    seen = {}
+    for policy in (None, "ddp", "zero3"):
+        torch.manual_seed(0)
+        model, data = nn.Sequential(*(_Block() for _ in range(UNITS))), torch.randn(4, WIDTH)
+        if policy is None:
+            dtype = parse_dtype(precision)
+            model, data = model.to(dtype), data.to(dtype)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            engine = zs.shard(model, optimizer, policy=policy, units=[_Block], precision=precision)
+        for micro in range(2):  # the first rests, the second is added to it
+            loss = model(data).float().pow(2).mean()
+            with _Operands() as operands:
+                loss.backward()
+            seen[policy, micro] = operands.count, operands.num_bytes
+            if policy is None:
+                model.zero_grad()
+        if policy is not None:
+            assert "reduce_scatter" not in engine.traffic().calls
+            engine.close()
+    sizes = [parameter.numel() for parameter in _Block().parameters()]
+    count, num_bytes = seen[None, 1]
+    for row in ("ddp", "zero3"):
+        (first, _), (second, of_second) = seen[row, 0], seen[row, 1]
+        assert (first - count) / UNITS == len(sizes) + 1, seen  # padding is set to zero
+        assert (second - count) / UNITS == len(sizes), seen
+        assert (of_second - num_bytes) / UNITS / sum(sizes) == operand_bytes, seen
 
 
 # -------------------------------------------------------------------------------- calls of Python

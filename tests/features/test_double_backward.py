@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -283,3 +285,15 @@ def test_modules_that_return_one_tensor_train_as_under_ddp(
 ) -> None:
     options = {"transport": "gloo", "offload": offload or None}
     assert run_ranks(2, _passed_on, rows, options, timeout=60) == [[], []]
+
+
+def test_gradients_that_rest_keep_no_graph() -> None:
+    model = _critic()
+    engine = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), units=[Block])
+    hidden = model[1](model[0](torch.randn(2, WIDTH)))
+    graph = weakref.ref(hidden)
+    model[4](model[3](model[2](hidden))).sum().backward(create_graph=True)
+    del hidden
+    gc.collect()
+    assert graph() is None
+    engine.close()

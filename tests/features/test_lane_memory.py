@@ -28,7 +28,6 @@ from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.transport import CommSpec, ReduceRequest
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.streams import NoStreams
 from zeroshard.runtime.weights import Weights
 from zeroshard.sharding import api
@@ -216,15 +215,15 @@ def test_the_buffer_of_the_next_unit_is_borrowed_while_a_reduce_is_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     under_way: list[int] = []
-    borrow = Bucket._borrow
+    borrow = NativeTransport.grad_buffer
     with fake_world(WORLD):
         engine, model, optimizer = _train(monkeypatch, "zero3")
 
-        def spy(self: Bucket) -> None:
+        def spy(self: NativeTransport, *args: Any) -> torch.Tensor:
             under_way.append(len(inside.reducing(engine)))
-            borrow(self)
+            return borrow(self, *args)
 
-        monkeypatch.setattr(Bucket, "_borrow", spy)
+        monkeypatch.setattr(NativeTransport, "grad_buffer", spy)
         for _ in range(2):  # the first pass gathers nothing ahead
             under_way.clear()
             model(torch.randn(2, 64)).square().mean().backward()

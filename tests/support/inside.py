@@ -443,6 +443,12 @@ def idle_gradient_bytes(engine: zs.Engine) -> dict[str, int]:
     return idle
 
 
+def send_all_gradients(engine: zs.Engine) -> None:
+    """Let one process reduce its gradients as several do, from buffers of the wire."""
+    for bucket in engine._backward.buckets:
+        bucket._direct = False
+
+
 def gradient_norm(engine: zs.Engine) -> torch.Tensor:
     """Return the 2-norm of the averaged gradients over all ranks, before any clipping."""
     return engine._finalizer.norm()

@@ -379,7 +379,8 @@ class MemoryCounter:
             self._twice += before.num_bytes
         self._loans[loan.at] = loan
         self._lent.add(loan)
-        self.add(num_bytes)
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live - self._twice)
         return loan
 
     def end_loan(self, loan: Loan | None) -> None:
@@ -391,7 +392,7 @@ class MemoryCounter:
             self._twice -= loan.num_bytes
         else:
             del self._loans[loan.at]
-        self.remove(loan.num_bytes)
+        self.live -= loan.num_bytes
 
 
 # ------------------------------------------------------------------------------------- placeholders

@@ -13,7 +13,7 @@ from zeroshard.core.placement import Cells, Scope, Tier
 from zeroshard.core.residency import Residency, UnitTraits
 from zeroshard.core.route import Axis, Hop, Kind, routes
 from zeroshard.core.schedule import Meter, Op, Rules, Schedule, grad_pool_bytes, is_ordered
-from zeroshard.core.wire import Formats
+from zeroshard.core.wire import Formats, Wire
 from zeroshard.planner.exact import Placed, made_once
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape, Training
@@ -155,8 +155,12 @@ def group_bytes(
     column_bytes = formats.gather.bytes_per_element * (column[1] - column[0])
     own = layout.ranges[0][1] - layout.ranges[0][0]
     on_device = cut.grad == one.held(cells.optim, 0)
-    # one rank, and gradients rest as they come: there is nothing to sum
-    direct = exchange.alone and formats.reduce == formats.grad and on_device
+    # one rank, and gradients rest as they come: there is nothing to sum; a sum of micro-batches is
+    # rounded as it would be on the wire
+    comes_exact = formats.reduce == formats.weight.plain and formats.grad == Wire.of("fp32")
+    rounds = training.leaves is not None or (cells.grad.is_partial and training.micro_batches > 1)
+    as_it_comes = formats.reduce == formats.grad or (comes_exact and not rounds)
+    direct = exchange.alone and as_it_comes and on_device
     is_summed = trained and not direct
     is_encoded = is_summed and formats.reduce.codec is not None
     # a sum that waits is never cut, and of a node's ranks it stays on the device

@@ -503,7 +503,7 @@ class LeafTurns:
         reductions = self._backward.reductions
         for unit in self._ending:
             for trained, grad in self._take(unit):
-                trained.bucket.add(trained.index, grad, sync=True, make_room=reductions.make_room)
+                trained.bucket.add(trained.index, grad, sync=True)
             if self._leaves.is_last:
                 self._backward.complete(unit, has_all=True)
             else:

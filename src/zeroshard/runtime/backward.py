@@ -43,6 +43,7 @@ from zeroshard.runtime.backward_pass import (
     BackwardPass,
     SavedTensors,
     checkpoint_around,
+    gets_gradient,
     when_over,
 )
 from zeroshard.runtime.decisions import Decisions
@@ -132,7 +133,10 @@ class Backward:
         yield
         with torch._C.DisableTorchFunctionSubclass():
             for one in self.parameters.assigned(units):
-                if self._add(one, one.take()):
+                self._bring(-1)
+                self._add(one, one.take())
+                one.unit.arrived[id(one.parameter)] = -1
+                if one.unit.has_all:
                     self.complete(one.unit)
         self._end()
 
@@ -168,7 +172,7 @@ class Backward:
         if not current.tasks:
             if checkpoint is None and current.recomputed:  # nested ones cannot ask
                 current.outer.update(
-                    id(one.parameter) for one in self.parameters if _gets_gradient(one.parameter)
+                    id(one.parameter) for one in self.parameters if gets_gradient(one.parameter)
                 )
             elif checkpoint is not None:
                 when_over(checkpoint, self.enter)  # which the backward around it has to
@@ -204,7 +208,8 @@ class Backward:
         task, weights = torch._C._current_graph_task_id(), self._weights
         again = torch.is_grad_enabled()
         for unit in units:
-            self.enter()
+            if task not in self._pass.tasks:
+                self.enter()
             current = self._pass
             if epoch != weights.epoch:
                 raise StateError(
@@ -256,7 +261,7 @@ class Backward:
 
         `before_others`: other nodes of the unit may still have to run.
         """
-        if unit.residency.has(Use.BACKWARD) and self.running:
+        if unit.residency.counts[Use.BACKWARD] and (self._pass.tasks or self.running):
             if unit.arrived:
                 self.complete(unit)
             # an output of this unit may be the input: its backward needs the weights now, or soon
@@ -271,62 +276,73 @@ class Backward:
     def taker(self, number: int, hooks: Mapping[int, int]) -> Callable[[torch.Tensor], None]:
         """Return the hook for when autograd has finished the gradient of `parameters[number]`;
         `hooks` are the ids of these, by number of the parameter.
+
+        It is the only frame of most gradients: the buffer that the first one opens says what takes
+        the others of its unit (`Bucket.takes`).
         """
-        backward = weakref.ref(self)  # [Note: weak hooks]
+        backward, running = weakref.ref(self), torch._C._current_graph_task_id  # [Note: weak hooks]
+        key = id(self.parameters[number].parameter)
+        plain = torch.Tensor if self.parameters[number].to_local is None else None  # of no DTensor
 
         def take_grad(parameter: torch.Tensor) -> None:
             alive = backward()
             if alive is None:
                 return
-            one, grad = alive.parameters[number], parameter.grad
+            one, grad, task = alive.parameters[number], parameter.grad, running()
             if isinstance(grad, SealedGrad):  # no hook came before this one
                 grad = grad.accumulated()
                 alive.enter()
-                parameter.grad = None
-            else:
-                # before the pass begins: it was None before autograd came, which tells what the
-                # user has cleared
-                parameter.grad = None
-                if torch._C._current_graph_task_id() not in alive._pass.tasks:
-                    alive.enter()
+            # before the pass begins: it was None before autograd came, which tells what the user
+            # has cleared
+            parameter.grad = None
+            if task not in alive._pass.tasks:
+                alive.enter()
             if grad is None:
                 raise StateError(
                     f"a hook on parameter {one.name!r}, set before shard(), has taken its gradient"
                     " away inside the backward, before the ranks' gradients met: let the optimizer"
                     " of shard() step and clear it, after the backward"
                 )
+            current, unit, bucket = alive._pass, one.unit, one.bucket
             # else torch has only looked for the shapes of gradients
-            if alive._pass.units is None or one.unit in alive._pass.units:
-                has_all = alive._add(one, grad)
-                del grad  # it would live until its unit's sum has been started
-                if has_all and alive._is_due(one.unit):
-                    alive._hand_over(one.unit)
+            if current.units is None or unit in current.units:
+                if task != current.brought:
+                    alive._bring(task)
+                take = bucket.takes[one.index]
+                is_plain = type(grad) is plain and grad.layout is torch.strided
+                if take is None or grad.requires_grad or not is_plain:
+                    alive._add(one, grad)
+                else:
+                    bucket.takes[one.index] = None
+                    bucket.used[one.index] = bucket.filled[one.index] = True
+                    take(grad)
+                del grad, take  # they would live until the sum of the unit has been started
+                unit.arrived[key] = task
+                if current.outer and len(current.tasks) == 1:
+                    current.outer.discard(key)
+                if len(unit.arrived) >= unit.expected:
+                    if not unit.has_frozen:
+                        alive._finish(unit)
+                    if alive._is_due(unit):
+                        alive._hand_over(unit)
             has_next = next(reversed(parameter._post_accumulate_grad_hooks)) != hooks[number]
             if has_next and not alive.parameters.hides:
                 seal([one], alive, None)  # for the hook after this one
 
         return take_grad
 
-    def _add(self, trained: Trained, grad: torch.Tensor) -> bool:
-        """Take in a gradient; return whether all that its unit expects have come."""
-        if grad.requires_grad or trained.to_local is not None or grad.layout is not torch.strided:
-            grad = trained.local(grad)
-        current, unit, key = self._pass, trained.unit, id(trained.parameter)
-        if not current.has_loss:
+    def _bring(self, task: int) -> None:
+        """Graph task `task`, or a schedule (-1), brings gradients; before, none or another did."""
+        if not self._pass.has_loss:
             self.accumulation.bring(of_another=_multiplying[-1:] not in ([], [self]))
+        self._pass.bring(task)
+
+    def _add(self, trained: Trained, grad: torch.Tensor) -> None:
+        """Take in a gradient of any kind."""
+        grad, current, sync = trained.local(grad), self._pass, self.mode.sync
         if self.leaves is None or not self.leaves.keep(trained, grad):
-            room, more = self.reductions.make_room, current.gathers and self.leaves is None
-            trained.bucket.add(trained.index, grad, sync=self.mode.sync, more=more, make_room=room)
-        if not current.brings:
-            current.bring()
-        unit.arrived[key] = torch._C._current_graph_task_id()
-        if len(current.tasks) == 1:
-            current.outer.discard(key)
-        if len(unit.arrived) < unit.expected:
-            return False
-        if not unit.has_frozen:
-            self._finish(unit)
-        return True
+            more, once = current.gathers, current.brings_once(trained.unit)
+            trained.bucket.add(trained.index, grad, sync=sync, more=more, once=once)
 
     def _finish(self, unit: Unit) -> None:
         """All gradients of `unit` have come: it is released when the backward goes on."""
@@ -347,7 +363,7 @@ class Backward:
         inputs_alone = (
             availability.is_swapped
             and not (brings or units is not None)
-            and not any(_gets_gradient(one.parameter) for one in self.parameters)
+            and not any(gets_gradient(one.parameter) for one in self.parameters)
         )
         availability.check_gather() if inputs_alone else availability.check_trained()
         self.collect_dropped()
@@ -368,6 +384,7 @@ class Backward:
             self.accumulation.add(scaled=mode.scaled, divisor=mode.divisor)
             if mode.has_loss:
                 self.accumulation.weigh(mode.weight)
+        repeated = {unit: unit.residency.counts[Use.REPEATED] for unit in self._trainable}
         self._pass = BackwardPass(
             retains=retains,
             brings=brings,
@@ -375,7 +392,7 @@ class Backward:
             units=units,
             has_loss=mode.has_loss,
             assigned=assigned,
-            recomputed=_recomputed(self._trainable),
+            recomputed={unit: count for unit, count in repeated.items() if count},
         )
         self._weights.begin("backward")
         self.parameters.clear_gradients(assigned=False)
@@ -418,23 +435,23 @@ class Backward:
             self._hand_over(unit)
 
     def _is_due(self, unit: Unit, *, has_all: bool = False) -> bool:
-        if unit.index in self._pass.reduced or not unit.trainable:
+        """Whether to hand `unit` over: not yet in this pass, and no gradient of it is to come."""
+        current, expected = self._pass, unit.residency.counts
+        if unit.index in current.reduced or not unit.trainable:
             return False
-        return has_all or not (self._pass.gathers or self._may_get_more(unit))
-
-    def _may_get_more(self, unit: Unit) -> bool:
+        if has_all or current.gathers:
+            return has_all
         # see [Note: nested backwards]
-        expected = unit.residency.has
-        if expected(Use.REPEATED) or (len(self._pass.tasks) > 1 and expected(Use.FOLLOWED)):
-            return True
-        nested = self._pass.nested
-        if nested and self._pass.in_checkpoint and unit not in self._pass.recomputed:
-            return True  # read there, and none of its modules called
-        if unit.has_all and not nested:
+        if expected[Use.REPEATED] or (len(current.tasks) > 1 and expected[Use.FOLLOWED]):
             return False
+        if not current.nested:
+            if len(unit.arrived) >= unit.expected:
+                return True
+        elif current.in_checkpoint and unit not in current.recomputed:
+            return False  # read there, and none of its modules called
         task = torch._C._current_graph_task_id()
-        return any(
-            id(p) in self._pass.outer or (unit.arrived.get(id(p)) != task and _gets_gradient(p))
+        return not any(
+            id(p) in current.outer or (unit.arrived.get(id(p)) != task and gets_gradient(p))
             for segment in unit.trainable
             for p in segment.parameters
         )
@@ -595,23 +612,6 @@ class Backward:
 
 # engines that have multiplied the loss of the backward under way, which may reach others
 _multiplying: list[Backward] = []
-
-
-def _recomputed(units: Iterable[Unit]) -> dict[Unit, int]:
-    """Return how often each of `units` runs again inside reentrant checkpoints, where it does."""
-    counts = {unit: unit.residency.counts[Use.REPEATED] for unit in units}
-    return {unit: count for unit, count in counts.items() if count}
-
-
-def _gets_gradient(parameter: torch.Tensor) -> bool:
-    """Whether the graph task that is running accumulates a gradient in `parameter`, or has done
-    so.
-    """
-    if not parameter.requires_grad:
-        return False
-    with torch._C.DisableTorchFunctionSubclass():
-        node = torch.autograd.graph.get_gradient_edge(parameter).node
-    return bool(torch._C._will_engine_execute_node(node))
 
 
 def retains_graph() -> bool:

@@ -86,6 +86,17 @@ def checkpoint_around() -> Any:
     return None if around is None else around.f_locals["ctx"]
 
 
+def gets_gradient(parameter: torch.Tensor) -> bool:
+    """Whether the graph task that is running accumulates a gradient in `parameter`, or has done
+    so.
+    """
+    if not parameter.requires_grad:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return bool(torch._C._will_engine_execute_node(node))
+
+
 def when_over(node: Any, call: Callable[[], None]) -> None:
     """Call `call` once, in the backward of `node`, right after the node itself has run."""
 
@@ -223,6 +234,7 @@ class BackwardPass:
     # with gradients that the user has assigned; autograd adds to them
     assigned: Sequence[Trained] = ()
     brings: bool = False  # gradients have come: one by torch.autograd.grad brings none
+    brought: int | None = None  # the graph task that brought the last one
     retains: bool = False  # its graph may be walked again
     nested: bool = False  # a backward has run inside this one
     # a backward around this one has not been entered yet
@@ -245,9 +257,14 @@ class BackwardPass:
         """Whether a schedule runs it, now."""
         return self.units is not None and not self.ended
 
-    def bring(self) -> None:
-        """A gradient has come."""
-        self.brings = True
+    def bring(self, task: int) -> None:
+        """A gradient comes, brought by graph task `task`."""
+        self.brings, self.brought = True, task
+
+    def brings_once(self, unit: Unit) -> bool:
+        """Whether no parameter of `unit` gets a second gradient before the next reduce of it."""
+        again = self.gathers or self.nested or unit in self.recomputed
+        return not (again or unit.index in self.reduced)
 
     def end(self) -> None:
         """No gradient comes any more."""

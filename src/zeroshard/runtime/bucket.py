@@ -2,6 +2,7 @@
 
     cell of the gradient
     any, outside no_sync   param.grad --copy--> buffer --reduce--> accumulator
+    any, of one rank       param.grad --copy or add--> accumulator
     S, inside no_sync      the same
     P, inside no_sync      param.grad --add--> sum of micro-batches .. --cast--> buffer --reduce-->
     P of a node, inside    param.grad --copy--> buffer --reduce inside--> sum of the node .. ----->
@@ -27,6 +28,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +37,7 @@ from zeroshard.comm.levels import ReadyHop
 from zeroshard.comm.transport import ReduceRequest, Work
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Scope, Tier
+from zeroshard.core.precision import dtype_name
 from zeroshard.core.route import Axis, Kind
 from zeroshard.core.work import Operation
 from zeroshard.errors import StateError
@@ -48,6 +51,9 @@ from zeroshard.state.gradient import Gradient
 
 if TYPE_CHECKING:  # made in build.py
     from zeroshard.runtime.own_sums import MicroBatchSum, OwnLeaves
+
+
+_COPY, _ADD = attrgetter("copy_"), attrgetter("add_")
 
 
 @dataclass
@@ -92,17 +98,13 @@ class Bucket:
         self.key = flat.key  # the segment's key in collectives
         self.accumulator = accumulator
         self.precision = precision = plan.precision(context)
+        self.wire = dtype_name(precision.wire)  # of gradients on it
         # elements of the whole parameters: parts differ in size along 'tp', so ranks compare this
         self.whole_numel = sum(prod(part.shape) for part in plan.parts)
         # the parameters that count in a norm, where not all do (docs/design/mesh.md)
         self.counted = plan.counted(context)
-        none = [False] * len(layout.slots)  # a flag for each parameter
-        self.used = none.copy()  # has a gradient since the last drop
-        # the buffer that is open, its part of each parameter, and which of them have a gradient
-        self.buffer: torch.Tensor | None = None
-        self.views: list[torch.Tensor] = []
-        self.filled = none.copy()
-        self.loan: Loan | None = None  # None where the gradient is summed where it rests
+        # of each parameter: whether it has a gradient since the last drop
+        self.used = [False] * len(layout.slots)
         self._lender = flat.lender  # of the buffer that is open
         self.reduction: Reduction | None = None
         # called before a reduce with `key` and what returns this rank's gradient, None without one
@@ -123,9 +125,29 @@ class Bucket:
         self._request = ReduceRequest(flat.key, layout.ranges, wire, self._codec)
         self.num_bytes = layout.numel * wire.itemsize  # of a buffer
         self._leaves = context.leaves
-        # nothing to sum: the buffer is the resting gradient
+        self._rounds = context.leaves is None and wire is not precision.accumulate
+        # nothing to sum, and nothing that a buffer would round: it is the resting gradient
+        exact = wire is precision.compute and precision.accumulate is torch.float32
         alone = context.transport.size == 1 and context.leaves is None
-        self._direct = alone and precision.wire is precision.accumulate
+        self._direct = alone and (not self._rounds or (exact and self._codec is None))
+        self._gaps = [slice(*gap) for gap in layout.gaps]
+        self._make_room: Callable[[int], None] = lambda num_bytes: None
+        self._close()
+
+    def _close(self) -> None:
+        """Let the next gradient open another buffer."""
+        self.buffer: torch.Tensor | None = None
+        self.loan: Loan | None = None  # None where the buffer is the resting gradient
+        self._adds = False  # whether that holds sums of earlier backwards, too
+        # of each parameter: its part of the buffer, whether it has a gradient there, and what takes
+        # its next one as it is; None where `add` does
+        self.views: list[torch.Tensor] = []
+        self.filled = [False] * len(self.used)
+        self.takes: list[Callable[[torch.Tensor], object] | None] = [None] * len(self.used)
+
+    def follow(self, make_room: Callable[[int], None]) -> None:
+        """Call `make_room(num_bytes)` before a buffer is borrowed, from now on."""
+        self._make_room = make_room
 
     @property
     def in_norm(self) -> Sequence[bool]:
@@ -160,73 +182,64 @@ class Bucket:
     # ------------------------------------------------------------------ what autograd brings
 
     def add(
-        self,
-        index: int,
-        grad: torch.Tensor,
-        *,
-        sync: bool,
-        more: bool = False,
-        make_room: Callable[[int], None],
+        self, index: int, grad: torch.Tensor, *, sync: bool, more: bool = False, once: bool = False
     ) -> None:
-        """Take in the gradient of parameter `index`; `make_room(num_bytes)` is called before a
-        buffer is borrowed. `more` gradients of it may come before a reduce.
+        """Take in the gradient of parameter `index`. `more` gradients of it may come before a
+        reduce, from other micro-batches; `once`: of no parameter does a second one, and `takes`
+        may take the others.
         """
         self.used[index] = True
         rests = self._own is not None or (self.sums_micro_batches and (self._sum.waits or not sync))
         # a sum in the dtype of the wire would be rounded after every micro-batch
-        if rests or (more and self.precision.wire is not self.precision.accumulate):
+        if rests or (more and self._rounds):
             self._sum.add(index, grad)
             return
         if self.buffer is None:
-            self._open(make_room)
-        view = self.views[index]
-        (view.add_ if self.filled[index] else view.copy_)(grad)
+            self._open(adds=once)
+            if once:
+                self.takes = list(map(_ADD if self._adds else _COPY, self.views))
+        view, self.takes[index] = self.views[index], None
+        if not self.filled[index]:
+            (view.add_ if self._adds else view.copy_)(grad)
+        elif view.dtype is self._request.dtype or self._adds:
+            view.add_(grad)
+        else:  # rounded as in a buffer
+            view.copy_(view.to(self._request.dtype).add_(grad))
         self.filled[index] = True
 
-    def open_zeros(self, make_room: Callable[[int], None]) -> None:
+    def open_zeros(self) -> None:
         """Have a buffer open, without a gradient, where gradients would have opened one."""
         if self.buffer is None and self._own is None:
-            self._open(make_room)
+            self._open()
 
-    def _open(self, make_room: Callable[[int], None]) -> None:
-        """Open a buffer."""
-        accumulator = self.accumulator
-        if self._direct and not accumulator.tiered and accumulator.resting() is None:
-            self._open_at_rest()
+    def _open(self, *, adds: bool = False) -> None:
+        """Open a buffer: the resting gradient [numel] itself where nothing is to be summed and
+        nothing rests, or what comes may be added (`adds`) to what does; else memory of the
+        transport's, or with a codec of ours.
+        """
+        accumulator, flat, wire = self.accumulator, self.flat, self._request.dtype
+        # a sum that waits, and what a listener is given, is rounded to the dtype of the wire
+        rounds = self._rounds and (self._micro_batches.waits or bool(self.handed_over))
+        is_direct = self._direct and not (rounds or accumulator.tiered)
+        rests = is_direct and accumulator.resting() is not None
+        if is_direct and (not rests or (adds and not self.handed_over)):
+            self._adds = rests
+            buffer = accumulator.open()[0].fetch(*accumulator.own)
         else:
-            make_room(self.num_bytes)
-            self._borrow()
-
-    def _open_at_rest(self) -> None:
-        """Fill the resting gradient [numel] itself."""
-        resting = self.accumulator.open()[0].fetch(*self.accumulator.own)
-        self.buffer = resting
-        self.views = self.flat.buffer.views_of(resting)
-
-    def _borrow(self) -> None:
-        """Fill memory of the transport's, or with a codec of ours."""
-        numel, device = self.flat.layout.numel, self.flat.full.device
-        wire = self._request.dtype
-        if self._codec is None:
-            if self._leaves is not None:  # a leaf's sums may go flat where others go in two levels
-                flat = self._context.levels.flat
-                self._lender = flat if self._leaves.sums else self.flat.lender
-            self.buffer = self._lender.grad_buffer(self.key, numel, wire, device)
-        else:
-            self.buffer = self._memory.empty(numel, wire)
-        self.loan = self._meter.lend(self.buffer, self.buffer.nbytes)
-        self.views = self.flat.buffer.views_of(self.buffer)
-
-    def _close(self) -> None:
-        """Let the next gradient open another buffer."""
-        self.buffer, self.loan, self.views = None, None, []
-        self.filled = [False] * len(self.filled)
+            self._make_room(self.num_bytes)
+            if self._codec is not None:
+                buffer = self._memory.empty(flat.layout.numel, wire)
+            else:
+                if self._leaves is not None:  # a leaf's sums may go flat, others in two levels
+                    self._lender = self._context.levels.flat if self._leaves.sums else flat.lender
+                device, numel = flat.full.device, flat.layout.numel
+                buffer = self._lender.grad_buffer(self.key, numel, wire, device)
+            self.loan = self._meter.lend(buffer, buffer.nbytes)
+        self.buffer, self.views = buffer, flat.buffer.views_of(buffer)
 
     # ------------------------------------------------------------------ reduces
 
-    def reduce(
-        self, *, make_room: Callable[[int], None], with_earlier: bool = True
-    ) -> Flight | None:
+    def reduce(self, *, with_earlier: bool = True) -> Flight | None:
         """Return a flight, to be started, that sums what is here over all ranks (nothing here:
         zeros) and adds it to the resting gradient; None where it is that already.
 
@@ -235,7 +248,7 @@ class Bucket:
         if self.reduction is not None:
             self.wait()
         if with_earlier and self._micro_batches.waits:
-            self._move_sum(make_room)
+            self._move_sum()
         self._zero_unfilled()
         leaves, request, own = self._leaves, self._request, self._own
         for listener in self.handed_over if own is not None or True in self.filled else ():
@@ -243,7 +256,7 @@ class Bucket:
         if leaves is not None:
             if own is not None:  # the sum of this rank's own leaves is reduced, after the last
                 if leaves.is_last:
-                    self._open(make_room)
+                    self._open()
                 own.end_leaf(leaves.own, self.buffer)
                 if not leaves.is_last:
                     return None
@@ -252,40 +265,49 @@ class Bucket:
         if self.buffer is not None and self.loan is None:
             self._close()
             return None
+        levels, held, apart, to_rest = self._context.levels, None, None, list[ReadyHop]()
+        accumulate = resting.on_device and not fresh
         if leaves is not None and not accumulator.takes(leaves.spans):
             out = self._memory.empty(len(leaves.spans) * (accumulator.own[1] - accumulator.own[0]))
-            hops = self._hops(request, out, None, accumulate=False)
-            return self._hand_over(hops, out, apart=(leaves.spans, out))
-        held = None
-        if with_earlier:
-            held, self._node_sum = self._node_sum, None
-        if resting.on_device:
-            out = resting.fetch(*accumulator.own)
-            return self._hand_over(self._hops(request, out, held, accumulate=not fresh), held, out)
-        out = accumulator.room()
-        to_rest = ReadyHop(partial(_take, weakref.ref(resting), out, fresh), "here")
-        hops = self._hops(request, out, held, accumulate=False)
-        return self._hand_over([*hops, to_rest], held, out)
+            apart, accumulate = (leaves.spans, out), False
+        else:
+            if with_earlier:
+                held, self._node_sum = self._node_sum, None
+            if resting.on_device:
+                out = resting.fetch(*accumulator.own)
+            else:
+                out = accumulator.room()
+                take = partial(_take, weakref.ref(resting), out, fresh)
+                to_rest = [ReadyHop(take, "here")]
+        if request.sums or not self.flat.sums_nodes_first:
+            reduce = partial(levels.flat.reduce, request, out=out, accumulate=accumulate)
+            hops = (self._first(reduce, Axis.FLAT), *to_rest)
+        else:
+            both = levels.node_sum(request, out, accumulate=accumulate, held=held)
+            describe = partial(self._operation, Axis.NODE)
+            second = ReadyHop(both.between, describe=describe, unused=both.unused, between=True)
+            hops = (self._first(both.inside, Axis.LOCAL), second, *to_rest)
+        return self._hand_over(hops, held, out, apart=apart)
 
-    def _move_sum(self, make_room: Callable[[int], None]) -> None:
+    def _move_sum(self) -> None:
         """Add the sum of micro-batches to the buffer."""
         if self.buffer is None:
-            self._open(make_room)
+            self._open()
         self._micro_batches.move_to(self.views, self.filled)
 
-    def reduce_inside(self, *, make_room: Callable[[int], None]) -> Flight:
+    def reduce_inside(self) -> Flight:
         """Return a flight, to be started, that sums what is here over the ranks of this node; the
         sum waits here for the reduce that goes on between nodes.
         """
         self.wait()
-        self._move_sum(make_room)
+        self._move_sum()
         self._zero_unfilled()
         is_there = self._node_sum is not None
         out = self._open_node_sum() if self._node_sum is None else self._node_sum
         levels = self._context.levels
         reduce = partial(levels.inside.reduce, levels.reduce_inside(self._request))
         started = partial(reduce, out=out, accumulate=is_there)
-        return self._hand_over([self._first(started, Axis.LOCAL)])
+        return self._hand_over((self._first(started, Axis.LOCAL),))
 
     def _open_node_sum(self) -> torch.Tensor:
         """Make the sum of this node's ranks [column], its contents undefined."""
@@ -294,36 +316,18 @@ class Bucket:
         return self._node_sum
 
     def _zero_unfilled(self) -> None:
-        """Set to zero what has no gradient."""
-        if self.buffer is None:
-            return
+        """Set to zero what has no gradient, or add zero to the sum that rests there."""
         data, layout = self.buffer, self.flat.layout
-        empty = list(layout.gaps)
-        if not all(self.filled):
+        if data is None:
+            return
+        empty = [] if self._adds else list(map(data.__getitem__, self._gaps))
+        if False in self.filled:
             slots = zip(layout.slots, self.filled, strict=True)
-            empty += [(slot.offset, slot.stop) for slot, filled in slots if not filled]
-        if empty:  # one kernel on an accelerator
-            torch._foreach_zero_([data[start:stop] for start, stop in empty])
-
-    def _hops(
-        self,
-        request: ReduceRequest,
-        out: torch.Tensor,
-        held: torch.Tensor | None,
-        *,
-        accumulate: bool,
-    ) -> Sequence[ReadyHop]:
-        """Return the sum over all ranks to `out`, hop by hop; `held`: earlier sums of this
-        node's ranks.
-        """
-        levels = self._context.levels
-        if request.sums or not self.flat.sums_nodes_first:
-            reduce = partial(levels.flat.reduce, request, out=out, accumulate=accumulate)
-            return [self._first(reduce, Axis.FLAT)]
-        both = levels.node_sum(request, out, accumulate=accumulate, held=held)
-        describe = partial(self._operation, Axis.NODE)
-        second = ReadyHop(both.between, describe=describe, unused=both.unused, between=True)
-        return [self._first(both.inside, Axis.LOCAL), second]
+            empty += [data[slot.offset : slot.stop] for slot, filled in slots if not filled]
+        if empty and self._adds:
+            torch._foreach_add_(empty, 0.0)
+        elif empty:  # one kernel on an accelerator
+            torch._foreach_zero_(empty)
 
     def _first(self, reduce: Callable[..., Work], axis: Axis) -> ReadyHop:
         """Return the hop in which `reduce` takes what is in the buffer."""
@@ -333,33 +337,23 @@ class Bucket:
         return ReadyHop(start, describe=partial(self._operation, axis))
 
     def _encode(self, reduce: Callable[..., Work]) -> Work:
-        """Start `reduce` of what has been handed over, encoded. Our memory of it goes at once where
-        nothing that was enqueued still reads it: whoever is slow to wait for sums would hold a
-        second gradient of the whole model.
+        """Start `reduce` of what has been handed over, encoded in the transport's buffer, the
+        residual added first. Our memory of it goes at once where nothing that was enqueued still
+        reads it: whoever is slow to wait for sums would hold a second gradient of the whole model.
         """
-        going = self.reduction
-        assert going is not None, self.key
-        coded = self._encoding(going.buffer)
+        going, codec, coded = self.reduction, self._codec, None
+        assert going is not None and codec is not None, self.key
+        if going.buffer is not None:
+            num_bytes, device = codec.encoded_bytes(going.buffer.numel()), going.buffer.device
+            coded = self.flat.lender.grad_buffer(self.key, num_bytes, torch.uint8, device)
+            if self._residual is None:
+                codec.encode(going.buffer, coded)
+            else:
+                self._residual.encode(codec, going.buffer, coded)
         if not self._streams.enqueues:
             self._meter.end_loan(going.loan)
             going.release_buffer()
         return reduce(buffer=coded)
-
-    def _encoding(self, buffer: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the transport's buffer with the encoding of `buffer`, which has been handed over,
-        with the residual added first.
-        """
-        codec = self._codec
-        assert codec is not None
-        if buffer is None:
-            return None
-        num_bytes, device = codec.encoded_bytes(buffer.numel()), buffer.device
-        coded = self.flat.lender.grad_buffer(self.key, num_bytes, torch.uint8, device)
-        if self._residual is None:
-            codec.encode(buffer, coded)
-        else:
-            self._residual.encode(codec, buffer, coded)
-        return coded
 
     def _operation(self, axis: Axis) -> Operation:
         """Return what to say of one level of a reduce."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -165,6 +165,7 @@ class Accumulator:
         self._streams = context.streams
         self._memory, self._note = context.memory, context.faults.note
         self._numel, self._split, self._store = plan.num_stepped, split, store
+        self.tiered = split < self._numel  # whether it rests, in part or as a whole, elsewhere
         self._dtype = plan.precision(context).accumulate
         # memory of the other tier that came back, and whether it may serve again: no lost one
         self._idle: list[tuple[Storage, bool]] = []
@@ -178,13 +179,8 @@ class Accumulator:
     def reset(self) -> None:
         """Forget them: there is no gradient."""
         self._held: Gradient | None = None
-        self._alive: weakref.ref[Gradient] | None = None
-
-    def resting(self) -> Gradient | None:
-        """Return the numbers at rest, if there is a gradient."""
-        if self._held is not None:
-            return self._held
-        return None if self._alive is None else self._alive()
+        # returns the numbers at rest, if there is a gradient; a weak reference, no call of Python
+        self.resting: Callable[[], Gradient | None] = type(None)
 
     def open(self) -> tuple[Gradient, bool]:
         """Return the sum to which more is added, and whether it was made just now."""
@@ -194,7 +190,7 @@ class Accumulator:
             if self.partial_sums is not None:
                 self.partial_sums.reset()
             resting = self._allocate()
-            self._alive = weakref.ref(resting)
+            self.resting = weakref.ref(resting)
         else:  # an average, where no zero_grad() came since the last step
             resting.reopen()
         self._held = resting
@@ -210,14 +206,10 @@ class Accumulator:
         """Stop holding the numbers: the sealed gradients do."""
         self._held = None
 
-    @property
-    def tiered(self) -> bool:
-        """Whether it rests, in part or as a whole, on another tier."""
-        return self._split < self._numel
-
     def move(self, split: int) -> None:
         """Let the gradients to come rest on the device up to element `split`."""
         self._split = split
+        self.tiered = split < self._numel
         self.release_idle()
 
     def release_idle(self) -> None:
@@ -226,36 +218,33 @@ class Accumulator:
             self._idle.pop()[0].close()
 
     def _allocate(self) -> Gradient:
-        """Return memory for a gradient, its contents undefined."""
-        away, lost = None, None
+        """Return memory for a gradient, its contents undefined; of another tier what is kept, or
+        new memory.
+        """
+        rest, lost, numel = None, None, self._numel - self._split
         try:
-            away = self._away()
+            while self._idle and rest is None:
+                storage, usable = self._idle.pop()
+                if usable and storage.numel == numel:  # another size: it came back after a move
+                    rest = storage
+                else:
+                    storage.close()
+            if numel and rest is None:
+                assert self._store is not None, self.key
+                rest = self._store.allocate(f"{self.key} gradient", numel, self._dtype)
         except StorageError as error:
             lost = error
             self._note(error)
         near = None
-        if self._split or away is None:
+        if self._split or rest is None:
             near = self._memory.empty(self._split, self._dtype)
-        numbers = State.of(near, away, link=self._memory.link)
+        numbers = State.of(near, rest, link=self._memory.link)
         made = Gradient(
             self.key, numbers, own=self.own, memory=self._memory, idle=self._idle, note=self._note
         )
         if lost is not None:
             made.lose(lost)
         return made
-
-    def _away(self) -> Storage | None:
-        """Return memory of the other tier, if any rests there: kept, or new."""
-        numel = self._numel - self._split
-        while self._idle:
-            storage, usable = self._idle.pop()
-            if usable and storage.numel == numel:  # another size: it came back after a move
-                return storage
-            storage.close()
-        if not numel:
-            return None
-        assert self._store is not None, self.key
-        return self._store.allocate(f"{self.key} gradient", numel, self._dtype)
 
     # ------------------------------------------------------------------ sums on their way here
 

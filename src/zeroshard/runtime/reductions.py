@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from zeroshard.comm.levels import Transports
 from zeroshard.core.digest import Digest
-from zeroshard.core.precision import dtype_name
 from zeroshard.core.schedule import MAX_FLUSHING, Command, Op, Reduces
 from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.flight import Flight
@@ -41,6 +40,8 @@ class Reductions:
             for unit in units
             for number, bucket in enumerate(unit.buckets)
         }
+        for bucket in self._buckets.values():
+            bucket.follow(self.make_room)
         self._flushing: list[Bucket] = []  # whose sums go to another tier, oldest first
 
     def start(self, unit: Unit, *, sync: bool, with_earlier: bool) -> bool:
@@ -56,22 +57,21 @@ class Reductions:
             self._digest.fold(
                 "reduce",
                 unit.name,
-                dtype_name(bucket.precision.wire),
+                bucket.wire,
                 bucket.whole_numel,
                 bucket.flat.context.holders.members,
                 ordered=not bucket.flat.context.levels.keyed,
             )
             key = (unit.index, number)
-            for command in self._reduces.before(key):
-                self.finish(command)
+            if key in self._reduces.under_way:
+                for command in self._reduces.before(key):
+                    self.finish(command)
             flight: Flight | None
             if bucket.sums_nodes and not sync:
-                flight = bucket.reduce_inside(make_room=self.make_room)
+                flight = bucket.reduce_inside()
             else:
-                flight = bucket.reduce(make_room=self.make_room, with_earlier=with_earlier)
-            if flight is None:
-                self._reduces.over(key)
-            else:
+                flight = bucket.reduce(with_earlier=with_earlier)
+            if flight is not None:
                 flight.go(fork=True)
                 self._reduces.start(key, off_device=bucket.accumulator.off_device)
             if bucket.accumulator.tiered:
@@ -82,14 +82,15 @@ class Reductions:
         """Lend buffers as ranks with gradients do: that decides which units are gathered ahead."""
         for bucket in unit.buckets:
             if sync or not bucket.sums_micro_batches:
-                bucket.open_zeros(self.make_room)
+                bucket.open_zeros()
 
     def finish(self, command: Command) -> None:
         """Execute WAIT_REDUCE or POLL_REDUCE."""
         key = (command.unit, command.segment)
         bucket = self._buckets[key]
-        bucket.wait(block=command.op is Op.WAIT_REDUCE)
-        if bucket.reduction is None:
+        waits = command.op is Op.WAIT_REDUCE
+        bucket.wait(block=waits)
+        if bucket.reduction is None and not waits:  # which is over for the schedule
             self._reduces.over(key)
 
     def advance(self) -> None:
@@ -115,6 +116,8 @@ class Reductions:
 
     def make_room(self, num_bytes: int) -> None:
         """Wait for reduces under way until `num_bytes` fit the budget."""
+        if not self._reduces.under_way:
+            return
         for command in self._reduces.make_room(num_bytes):
             self.finish(command)
 

@@ -266,14 +266,15 @@ class Gradient:
         """Bring range `own` to rest: on the device with everything pending applied, elsewhere with
         all that has arrived. Return whether it is finite, as far as the host knows.
         """
-        if not self.on_device:
+        whole = self.numbers.tensor
+        if not self.on_device or whole is None:
             # whether everything could be written must be known before a step begins
             self.wait_writes()
             if self.lost is not None:
                 return False
             # the sum of all numbers may have overflowed by itself
             return self._passed.is_finite() or self.is_finite(*self._own)
-        mine = self.numbers.whole[slice(*self._own)]
+        mine = whole[slice(*self._own)]
         if reads_wait(mine):
             self.apply_to(mine)
             self.pending.clear()
@@ -337,13 +338,14 @@ class Gradient:
         `squares` of each group of ranges, or whether they are finite; nothing of the CPU. Between
         the ranges of a group lie zeros.
         """
-        if not self.on_device or not reads_wait(self.numbers.whole):
+        whole = self.numbers.tensor
+        if not self.on_device or whole is None:
             return self._passed.unread()
+        if not reads_wait(whole):
+            return []
         known: Any = self._squares if squares else self._finite
         return [
-            SquaresRequest(
-                self.numbers.whole[group[0][0] : group[-1][1]], partial(known.__setitem__, group)
-            )
+            SquaresRequest(whole[group[0][0] : group[-1][1]], partial(known.__setitem__, group))
             for group in groups
             if group not in known and group not in self._squares
         ]
@@ -377,6 +379,6 @@ class Gradient:
             return False
 
     def __del__(self) -> None:
-        away = self.numbers.away
+        away = None if self.numbers.on_device else self.numbers.away
         if away is not None:  # never closed here, perhaps in the garbage collector: that waits
             self._idle.append((away, self.lost is None))

@@ -217,10 +217,9 @@ class Links:
             for level, what, data in ancillary:
                 if level == socket.SOL_SOCKET and what == socket.SCM_RIGHTS:
                     fd = int.from_bytes(data[:4], sys.byteorder)
-            kind, *numbers = _HEADER.unpack_from(record)
-            self._inbox.append(
-                Message(peer, _KINDS[kind], *numbers, tail=record[_HEADER.size :], fd=fd)
-            )
+            kind, generation, a, b, c, d = _HEADER.unpack_from(record)
+            tail = record[_HEADER.size :]
+            self._inbox.append(Message(peer, _KINDS[kind], generation, a, b, c, d, tail, fd))
 
     def _lose(self, peer: int) -> None:
         if peer not in self.lost:

@@ -71,7 +71,9 @@ class Windows(Plane):
     `alias` lets sharded windows of one host be one mapping, which is the full buffer.
     """
 
-    def __init__(self, control: PeerControl, *, alias: bool, sums: Mapping[object, object]) -> None:
+    def __init__(
+        self, control: PeerControl, *, alias: bool, sums: Mapping[tuple[str, int], object]
+    ) -> None:
         """`sums`: the reduces under way, which go on where a gather begins."""
         self.control = control
         self.sums = sums

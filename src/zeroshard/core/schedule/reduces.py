@@ -21,12 +21,7 @@ class Reduces:
     def make_room(self, num_bytes: int) -> Commands:
         """Wait for reduces under way, oldest first, until `num_bytes` fit the budget."""
         rules = self._rules
-        if self.under_way and rules.waits_for_room and rules.budget_bytes:
-            return self._oldest_until_fits(num_bytes)
-        return ()
-
-    def _oldest_until_fits(self, num_bytes: int) -> Commands:
-        for key in list(self.under_way):
+        for key in list(self.under_way) if rules.waits_for_room and rules.budget_bytes else ():
             if num_bytes <= self._room.left:
                 return
             yield Command(Op.WAIT_REDUCE, *key)
@@ -58,6 +53,8 @@ class Reduces:
                 yield Command(Op.POLL_REDUCE, *key)
             return
         op = Op.WAIT_REDUCE if self._rules.waits_for_room else Op.POLL_REDUCE
+        if True not in self.under_way.values():
+            return
         leaving = [key for key, off_device in self.under_way.items() if off_device]
         for key in leaving[:-MAX_FLUSHING]:
             yield Command(op, *key)
