@@ -467,7 +467,7 @@ def _disagreeing(rank: int, world: int, row: str, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "line"),
     [
-        ("one rank", "the parameters whose .grad was assigned by hand differs between ranks"),
+        ("one rank", "the parameters with a .grad that was assigned by hand differs between ranks"),
         ("values", "the .grad that was assigned to 'head.weight' differs between ranks (rank 0: "),
         ("late", "the .grad that was assigned to 'head.weight' differs between ranks (rank 0: "),
     ],

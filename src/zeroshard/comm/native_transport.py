@@ -22,8 +22,8 @@ Invariant: every rank makes the same calls in the same order (the engine's ident
 not). On accelerators a collective is one operation of the stream that is current when it starts
 (``async_op=False``, as FSDP2 calls it): no stream of the backend's own, and no wait of the host,
 which a timeout would make a poll of milliseconds. Small messages go over the control plane, beside
-the device and its streams. A hang on the device is told by ``control.py``; on CPU backends, whose
-collectives the host waits for, it ends in StallError.
+the device and its streams. A hang on the device is told by ``control.py``; on CPU backends, where
+the host waits for collectives, it ends in StallError.
 
 Cost per rank, N equal shares, buffer of B bytes: gather and reduce receive ``B (N-1)/N`` each; a
 temporary slice per reduce, N of them when ordered, which one kernel sums where Triton is installed.

@@ -67,7 +67,7 @@ class Header:
     every: int
     units: tuple[str, ...]
     groups: Mapping[str, int]  # by unit: ranks of one number hold slices of one whole
-    cut: str  # a hash of which rank holds which slice
+    cut: str  # a hash of the slices that each rank holds
     curve: Mapping[str, str]
     # by parameter, the elements that the rank steps, and the elements that it sums
     stepped: Mapping[str, Range] = field(default_factory=dict)

@@ -9,7 +9,7 @@ changed once per step, by the user's own call.
 
 ``state_after_trial``: whether an optimizer can go on from state that was read from somewhere, found
 out before anything of its own changes. A copy steps a few elements of our own twice: the state that
-it keeps then says which keys it needs and of which kind each is.
+it keeps then says which keys it needs and the kind of each.
 
 Invariant: the user's optimizer, its parameters, options, state and hooks, and torch's random number
 generators are as they were. Cost: a copy of each group's dictionary per tile; two steps of a few
@@ -161,7 +161,7 @@ def fitted_state(state: Mapping[str, Any], trial: Mapping[str, Any]) -> dict[str
     """Return `state` in the dtypes and on the devices of `trial`, the state of another
     parameter; empty state stays empty.
 
-    Raises ValueError saying which key is missing, or of which kind it is and should be.
+    Raises ValueError saying which key is missing, or what kind it is and should be.
     """
     missing = [key for key in trial if key not in state]
     if state and missing:

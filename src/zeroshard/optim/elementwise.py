@@ -103,7 +103,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """Raise ConfigError for a class whose ``step()`` is not one step with one gradient."""
+    """Raise ConfigError for a class with a ``step()`` that is not one step with one gradient."""
     for key, inner in vars(optimizer).items():
         if isinstance(inner, torch.optim.Optimizer):
             kind = type(inner).__qualname__

@@ -1,8 +1,8 @@
 """Dynamic loss scaling for fp16: when to grow the scale and when to back off.
 
 Mixed precision training (Micikevicius et al., 2018, section 3.2): the loss is multiplied by
-``scale`` so that small gradients survive fp16; a step whose gradients overflowed is skipped and the
-scale shrinks; after many good steps in a row it grows::
+``scale`` so that small gradients survive fp16; a step with gradients that overflowed is skipped and
+the scale shrinks; after many good steps in a row it grows::
 
     interval = 3    step      ok    ok    ok    over  ok    ok    ok
                     scale     8     8     8     16    8     8     8     16
@@ -99,7 +99,7 @@ class LossScaler:
         """Take over what `state_dict` returned, or returned when it held all numbers. A scale that
         does not move stays.
 
-        Raises ConfigError, and changes nothing, when keys or numbers are not those of a scaler.
+        Raises ConfigError, and changes nothing, when keys or numbers are not a scaler's.
         """
         known = {item.name for item in fields(self)}
         odd = (state.keys() - known) | (set(_MOVES) - {"overflows"} - state.keys())

@@ -103,7 +103,7 @@ SET_DATA = getattr(torch.Tensor, "data").__set__  # noqa: B009 (mypy knows no su
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """Return the name of a torch function; that of the attribute where it reads or sets one."""
+    """Return the name of a torch function, or of the attribute that it reads or sets."""
     name = getattr(func, "__name__", str(func))
     return (
         getattr(getattr(func, "__self__", None), "__name__", name)
@@ -116,8 +116,8 @@ class GradientOwner(Protocol):
     """The holder of the resting gradient."""
 
     def zero_gradient(self, parameter: nn.Parameter | None) -> None:
-        """Set the resting gradient of `parameter` to zero; None: of a param group of which
-        nothing rests here.
+        """Set the resting gradient of `parameter` to zero; None: of a param group that has nothing
+        here.
         """
 
 
@@ -133,13 +133,13 @@ class SealedShards(Protocol):
         """Take the sealed gradients off."""
 
     def dropped(self) -> list[nn.Parameter]:
-        """Return the model's parameters whose gradient the user has cleared on the optimizer's
-        side.
+        """Return the model's parameters with a gradient that the user has cleared on the
+        optimizer's side.
         """
 
 
 class SealedGrad(torch.Tensor):
-    """A gradient of the right shape, dtype and device, whose numbers are not to be read."""
+    """A gradient of the right shape, dtype and device; its numbers are not to be read."""
 
     _name: str
     _owner: weakref.ref[GradientOwner]  # a gradient must not keep the engine alive
@@ -157,7 +157,7 @@ class SealedGrad(torch.Tensor):
         parameter: nn.Parameter | None,
         holds: object = None,
     ) -> SealedGrad:
-        """`parameter`: the model's own, of which `like` is a shard or which it is. It keeps `holds`
+        """`parameter`: the model's own; `like` is a shard of it, or it itself. It keeps `holds`
         alive as long as it is somebody's ``.grad``.
         """
         sealed = torch.Tensor._make_wrapper_subclass(

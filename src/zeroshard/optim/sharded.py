@@ -51,7 +51,7 @@ class AroundStep(GradientOwner, Protocol):
         """
 
     def noted(self) -> AbstractContextManager[None]:
-        """Return a context whose StorageError, of a tier that could not be read or written, is
+        """Return a context; its StorageError, of a tier that could not be read or written, is
         raised by `after_step`.
         """
 
@@ -185,8 +185,8 @@ class ShardedOptimizer:
     def attach(self, tiles: Sequence[Tile]) -> None:
         """Replace every group's parameters by this rank's shards of them, which `tiles` hold.
 
-        Raises ConfigError for an optimizer whose step is not elementwise, and for state that cannot
-        be cut.
+        Raises ConfigError for an optimizer with a step that is not elementwise, and for state that
+        cannot be cut.
         """
         optimizer = self.optimizer
         check_elementwise(optimizer)
@@ -269,8 +269,8 @@ class ShardedOptimizer:
             group["params"] = entries
 
     def retile(self, tiles: Sequence[Tile]) -> None:
-        """Take other tiles of the same parameters, whose state is in the optimizer already. No
-        step is under way.
+        """Take other tiles of the same parameters; their state is in the optimizer already. No step
+        is under way.
         """
         self._take(tiles)
         self._point()
@@ -284,7 +284,7 @@ class ShardedOptimizer:
         part: PartialState,
         options: StepOptions,
     ) -> None:
-        """Step `tiles` of an engine that is laid out anew, whose state is in the optimizer and at
+        """Step `tiles` of an engine that is laid out anew; its state is in the optimizer and at
         rest already. No gradient rests.
         """
         num_finished, num_steps = self.num_finished, self.runner.num_steps
@@ -299,7 +299,7 @@ class ShardedOptimizer:
         self.clear()
 
     def continue_from(self, num_finished: int, num_steps: int) -> None:
-        """Count steps from `num_finished` on, and those of the tiles from `num_steps`."""
+        """Count steps from `num_finished` on, and the tiles' steps from `num_steps`."""
         self.num_finished = num_finished
         self.runner.count_from(num_steps)
 
@@ -412,8 +412,8 @@ class ShardedOptimizer:
         self.sealed = False
 
     def dropped(self) -> list[nn.Parameter]:
-        """Return the model's parameters whose gradient the user has cleared on the optimizer's
-        side since `seal`.
+        """Return the model's parameters with a gradient that the user has cleared on the
+        optimizer's side since `seal`.
         """
         if not self.sealed:
             return []
@@ -495,7 +495,8 @@ class ShardedOptimizer:
         """Unseal: hand the averaged gradients to the shards of the user's step, or None to all of
         them when the step is to be skipped.
 
-        Once per step: a subclass whose ``step`` calls its parent's runs torch's hooks for both.
+        Once per step: a subclass with a ``step`` that calls its parent's runs torch's hooks for
+        both.
         """
         if self._step.has_begun:
             return

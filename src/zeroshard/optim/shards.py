@@ -46,7 +46,7 @@ class SteppedSegment:
     """One segment in a step. Ranges count the elements that this rank steps of it."""
 
     key: str
-    split: int  # the first elements, whose optimizer state rests on the device
+    split: int  # the first elements; their optimizer state rests on the device
     master: State
     store: Store | None  # where the state of the others rests; None: there are no others
     gradient: Callable[[], Gradient | None]
@@ -149,13 +149,13 @@ class ParamShard:
         resting.store_range(self.start, self.stop, numbers)
 
     def leave_memory(self) -> None:
-        """Let go of its master on the device, whose memory is about to be released."""
+        """Let go of its master on the device: its memory is about to be released."""
         tensor = self.tensor
         if not self.method.off_device:
             tensor.data = placeholder(tensor.shape, tensor.dtype, tensor.device)
 
     def repoint(self) -> None:
-        """Point it at its master on the device, whose memory has come back."""
+        """Point it at its master on the device: its memory has come back."""
         master = self.segment.master.tensor
         if master is not None and not self.method.off_device:
             self.tensor.data = master[self.start : self.stop]

@@ -156,8 +156,8 @@ class TileStates:
         return out
 
     def _trial(self, shard: ParamShard, group: int) -> dict[str, Any]:
-        """Return the state that the optimizer keeps of a tensor like that of a `shard` that rests
-        on the device.
+        """Return the state that the optimizer keeps of a tensor like the tensor of a `shard` that
+        rests on the device.
         """
         tensor = shard.tensor
         key = (group, tensor.dtype)

@@ -69,8 +69,8 @@ class Backward:
         leaves: Leaves | None = None,
         sums_ranks: bool = False,
     ) -> None:
-        """`share`: what the loss of this rank counts where it has no weight (None: as all
-        others). `leaves`: of which each backward is one. `sums_ranks`: they are not averaged.
+        """`share`: what the loss of this rank counts where it has no weight (None: as all others).
+        `leaves`: each backward is one of them. `sums_ranks`: they are not averaged.
         """
         self.share, self.leaves, self.sums_ranks = share, leaves, sums_ranks
         self.optimizer: SealedShards | None = None
@@ -125,7 +125,7 @@ class Backward:
         """Run one computation of a pipeline's schedule inside: a backward that brings the gradients
         of `units` alone (none: no gradient, as of a backward for the inputs), by hooks or as the
         ``.grad`` of parameters. `retains`: another one follows on the same graph. `gathers`: any
-        number of backwards, whose gradients of a unit are added until `complete` is told so.
+        number of backwards; their gradients of a unit are added until `complete` is told so.
 
         After an exception it stays open, until engine.reset().
         """
@@ -228,13 +228,13 @@ class Backward:
 
     def _go_on(self, left: Iterable[Unit], to: Sequence[Unit]) -> None:
         """The backward has come from units `left` to units `to`: hand `left` over, and release the
-        others whose gradients have all come.
+        others that have all their gradients.
 
         Not when they come: autograd hands a gradient over before it runs the other nodes of the
         module, which may read ``weight.detach()``. It runs the nodes that were made last first, so
         all nodes of a unit have run when it comes to another unit, but for units around others. By
-        then a unit of which some parameters are unused here is handed over, too: other ranks, which
-        use them, have done so, and collectives meet in the order in which they begin.
+        then a unit with some parameters that are unused here is handed over, too: other ranks,
+        which use them, have done so, and collectives meet in the order in which they begin.
         """
         finished = self._pass.finished
         for unit in left:
@@ -247,7 +247,7 @@ class Backward:
                 self._weights.after_backward(finished.pop(unit.index))
 
     def _leave_behind(self, unit: Unit) -> None:
-        """All nodes of `unit` have run, but for those of units inside it."""
+        """All nodes of `unit` have run, but for nodes of units inside it."""
         own = self._pass.units
         if (own is None or unit in own) and not unit.holds_others and self._is_due(unit):
             self.reductions.open_zeros(unit, sync=self.mode.sync)
@@ -403,8 +403,8 @@ class Backward:
         return self._pass
 
     def _replaced(self, units: Sequence[Unit] | None) -> list[Trained]:
-        """Return those in `units` to whose assigned gradients the backward that begins adds:
-        what rests of these is no longer theirs.
+        """Return the parameters in `units` that have assigned gradients to which the backward that
+        begins adds: what rests of these is no longer theirs.
         """
         assigned, mode = self.parameters.assigned(units), self.mode
         if not assigned:
@@ -418,8 +418,8 @@ class Backward:
         weighed = mode.weight is not None or self.share is not None
         if units is not None and (mode.scaled or weighed):
             raise StateError(
-                f"the gradient assigned to {assigned[0].name!r} cannot be added to those of losses"
-                " that a schedule or engine.accumulate() scales or weighs: assign it after them"
+                f"the gradient assigned to {assigned[0].name!r} cannot be added where a"
+                " schedule or engine.accumulate() scales or weighs the losses: assign it after them"
             )
         if self.accumulation.has_gradient:
             self.decisions.note(f"{ASSIGNED}, before a backward", names_of(assigned))

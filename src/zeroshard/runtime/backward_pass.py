@@ -77,8 +77,8 @@ def is_recomputed() -> bool:
 
 
 def checkpoint_around() -> Any:
-    """Return the autograd node of the reentrant checkpoint inside whose backward this runs, None
-    outside of one.
+    """Return the autograd node of the reentrant checkpoint that has this running in its backward,
+    None outside of one.
     """
     inside = _frame_of(_RUN_BACKWARD)
     code = CheckpointFunction.backward.__code__
@@ -98,7 +98,7 @@ def gets_gradient(parameter: torch.Tensor) -> bool:
 
 
 def when_over(node: Any, call: Callable[[], None]) -> None:
-    """Call `call` once, in the backward of `node`, right after that of the node itself."""
+    """Call `call` once, in the backward of `node`, right after the node itself has run."""
 
     def over(*grads: Any) -> None:
         handle.remove()
@@ -172,7 +172,7 @@ class SavedTensors:
             self._watched = None
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Unit | None, str]:
-        """Note of which unit a tensor is that autograd saves, and of which parameter."""
+        """Note the unit and the parameter of a tensor that autograd saves."""
         address = local_of(tensor).data_ptr()
         for unit in self._weights.units:
             for segment in unit.segments if unit.residency.state is UnitState.FULL else ():
@@ -218,20 +218,20 @@ class _Task:
     """One graph task."""
 
     in_checkpoint: bool  # a reentrant one runs it, inside another task
-    entered: list[Unit] = field(default_factory=list)  # at whose outputs a gradient has arrived
+    entered: list[Unit] = field(default_factory=list)  # that have had a gradient at their outputs
 
 
 @dataclass(eq=False)
 class BackwardPass:
     """One backward, from its first graph task to the end of its last."""
 
-    # set by a pipeline schedule: the units whose gradients this backward produces. The schedule
+    # set by a pipeline schedule: this backward produces the gradients of these units. The schedule
     # ends it, not the last graph task
     units: Sequence[Unit] | None = None
     ended: bool = False
     has_loss: bool = False  # see BackwardMode
     gathers: bool = False  # gradients of several micro-batches: units are handed over when told
-    # whose gradients the user has assigned; autograd adds to them
+    # with gradients that the user has assigned; autograd adds to them
     assigned: Sequence[Trained] = ()
     brings: bool = False  # gradients have come: one by torch.autograd.grad brings none
     brought: int | None = None  # the graph task that brought the last one
@@ -245,7 +245,7 @@ class BackwardPass:
     outer: set[int] = field(default_factory=set)
     # units that run again in it, inside reentrant checkpoints, and how often
     recomputed: dict[Unit, int] = field(default_factory=dict)
-    # whose gradients have all come; released when the backward goes on to another unit
+    # with all their gradients; released when the backward goes on to another unit
     finished: dict[int, Unit] = field(default_factory=dict)
     # units handed over, in order, and how many gathers each of them followed
     reduced: dict[int, int] = field(default_factory=dict)
@@ -271,8 +271,8 @@ class BackwardPass:
         self.ended = True
 
     def left(self, unit: Unit) -> list[Trained]:
-        """Return those in `unit` to whose assigned gradients autograd has added none; none in
-        a pass that brings no gradients.
+        """Return the parameters in `unit` with assigned gradients that autograd has added nothing
+        to; none in a pass that brings no gradients.
         """
         if not (self.assigned and self.brings):
             return []
@@ -281,12 +281,12 @@ class BackwardPass:
 
     @property
     def in_checkpoint(self) -> bool:
-        """Whether the backward that runs now is that of a reentrant checkpoint."""
+        """Whether the backward that runs now belongs to a reentrant checkpoint."""
         return any(task.in_checkpoint for task in self.tasks.values())
 
     def push(self, task: int, *, checkpoint: bool, retains: bool) -> None:
-        """A graph task begins, the first or one inside another; `checkpoint`: that of a reentrant
-        one, inside another task.
+        """A graph task begins, the first or one inside another; `checkpoint`: of a reentrant
+        checkpoint, inside another task.
         """
         if not self.tasks:
             self.awaits_outer = checkpoint
@@ -300,9 +300,9 @@ class BackwardPass:
         return self.tasks.pop(task).entered
 
     def reach(self, unit: Unit, task: int) -> Sequence[Unit]:
-        """A gradient has arrived at `unit`'s outputs.
-        Return the units that this task came to before and whose nodes have run since: what two
-        modules return, one around the other or one that passes it on, is one node's output.
+        """A gradient has arrived at `unit`'s outputs. Return the units that this task came to
+        before and that have run their nodes since: what two modules return, one around the other or
+        one that passes it on, is one node's output.
         """
         entered, node = self.tasks[task].entered, torch._C._current_autograd_node()
         last, first = self.nodes.get(task, (None, 0))
@@ -333,7 +333,7 @@ class Accumulation:
 
     def check(self, *, scaled: bool, divisor: int = 1) -> None:
         """Raise StateError where a backward of a `scaled` loss, or of another, cannot be added, or
-        one whose gradients are to be divided by another `divisor`.
+        one with gradients that are to be divided by another `divisor`.
         """
         if self.has_gradient and self.scaled != scaled:
             raise StateError(
@@ -354,14 +354,16 @@ class Accumulation:
         self.scaled, self.divisor = scaled, divisor
 
     def assign(self, *, scaled: bool) -> None:
-        """Gradients rest that no backward has brought, divided as those of `scaled` losses are."""
+        """Gradients rest that no backward has brought, divided as the gradients of `scaled` losses
+        are.
+        """
         if not self.has_gradient:
             self.has_gradient, self.scaled = True, scaled
 
     @property
     def weight(self) -> Weight:
-        """The sum of their weights: so that those of ranks add up to the same number, however
-        backwards are dealt out. NaN where a weight is negative or not finite.
+        """The sum of their weights: so that the ranks' add up to the same number, however backwards
+        are dealt out. NaN where a weight is negative or not finite.
         """
         if not self._weighs or not self._weight:
             return 0.0 if self._weighs else math.nan, 0.0, 0.0
@@ -443,7 +445,7 @@ def total_weight(
     if not math.isfinite(total):
         raise StateError(
             f"a weight of engine.backward() on rank {', '.join(wrong) or 'all'} is negative or not"
-            " finite: give the number of samples or tokens of which the loss is the mean"
+            " finite: give the number of samples or tokens that the loss is the mean over"
         )
     if not total:
         raise StateError(

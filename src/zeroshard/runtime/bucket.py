@@ -9,7 +9,7 @@
     P, own leaves          param.grad --add--> binary counter ...... --add--> buffer --reduce-->
 
 The buffer [numel] has the dtype of the wire; the sums have that in which gradients rest. Sums of
-micro-batches (runtime/own_sums.py) lie on the tier of the cell, that of the node's ranks
+micro-batches (runtime/own_sums.py) lie on the tier of the cell, the sum of the node's ranks
 [column] on the device.
 
 Invariants: a buffer is handed over whole (parameters without a gradient and padding are zeros); at
@@ -65,7 +65,7 @@ class Reduction:
     loan: Loan | None
     # other memory of it: an accelerator's allocator would give it away while the lane still uses it
     uses: Sequence[object]
-    # sums of leaves that it forms beside the gradient, one after another, and of which ones
+    # sums of leaves that it forms beside the gradient, one after another, and the leaves of each
     apart: tuple[Sequence[Range], torch.Tensor] | None
 
     def release_buffer(self) -> None:
@@ -91,7 +91,7 @@ class Bucket:
         """
         cell, layout = plan.cells.grad, flat.layout
         # inside no_sync: micro-batches before ranks, or the ranks of a node before nodes (where one
-        # node's sum is not that of all ranks)
+        # node's sum is not the sum of all ranks)
         self.sums_micro_batches = plan.sums_micro_batches
         self.sums_nodes = cell.is_partial and layout.scope(cell) is Scope.NODE_SHARD
         self.flat = flat
@@ -151,8 +151,8 @@ class Bucket:
 
     @property
     def in_norm(self) -> Sequence[bool]:
-        """Of which parameters the elements count in a norm here: used ones, and of those that
-        other ranks along the mesh have alike, the first rank's.
+        """For each parameter whether its elements count in a norm here: used ones do, and of
+        parameters that other ranks along the mesh have alike, the first rank's.
         """
         if self.counted is None:
             return self.used

@@ -354,7 +354,9 @@ def make_master(
 
 
 def _form_of_weights(plan: SegmentPlan, numel: int, context: Context) -> tuple[int, torch.dtype]:
-    """Return as how many elements, and of which dtype, `numel` weights rest: encoded as bytes."""
+    """Return the number of elements and the dtype that `numel` weights have at rest: encoded as
+    bytes.
+    """
     codec = plan.rest_codec(context)
     return (numel, plan.dtype) if codec is None else (codec.encoded_bytes(numel), torch.uint8)
 

@@ -20,8 +20,8 @@ its sum of squares to theirs and skip what it has to skip (comm/ranks.py).
 Averages that were set by hand since are looked at once more by the norm or the step.
 
 Invariant: idempotent until the next backward. Cost: one small exchange per step, one more for a
-norm, one more after steps whose backwards all ran inside ``no_sync``; the first two once more along
-the other axes.
+norm, one more after steps with all backwards inside ``no_sync``; the first two once more along the
+other axes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Answer:
     unreduced: bool  # gradients rest there that no reduce over all ranks has taken
     kinds: int  # of backwards, with a weight or without
     weight: Weight  # the sum of their weights
-    bad: str  # the first segment whose average is not finite, or ""
+    bad: str  # the first segment with an average that is not finite, or ""
 
     def pack(self, width: int) -> bytes:
         """Return it as bytes, `used` in `width` of them."""
@@ -277,7 +277,7 @@ class Finalizer:
         return bool(unread)
 
     def _compare(self, unreduced: bool, bad: str) -> list[_Answer]:
-        """Exchange answers, of whose digests and decisions none may differ."""
+        """Exchange answers: none of their digests and decisions may differ."""
         used = [flag for bucket in self._backward.buckets for flag in bucket.used]
         bits = sum([1 << index for index, flag in enumerate(used) if flag])
         decisions, here = self._backward.decisions, self._backward.accumulation
@@ -365,9 +365,9 @@ class Finalizer:
     def _tell(
         self, meeting: Meeting, answers: Sequence[_Answer], united: int, weight: float | None
     ) -> None:
-        """Tell the other groups of a segment whose average is not finite, where this one has any.
-        PlanMismatch at the end where groups are in different steps, and where replicas have done
-        different things or have gradients of different parameters, or weights.
+        """Tell the other groups of a segment with an average that is not finite, where this one has
+        any. PlanMismatch at the end where groups are in different steps, and where replicas have
+        done different things or have gradients of different parameters, or weights.
         """
         scale = 1.0 if self._scaler is None else self._scaler.scale
         bad = next((answer.bad for answer in answers if answer.bad), "")

@@ -138,7 +138,7 @@ class FlatWeights:
         self._arrived: torch.Tensor | None = None  # the encoded column of what is gathered now
         self.context = context  # of the ranks that have these parameters
         is_stepped = plan.trainable and context.options.trains
-        # whether what rests here is a column of which this rank writes its own slice alone
+        # whether what rests here is a column, and this rank writes its own slice of it alone
         self.awaits_nodes = (
             self.window is not None
             and self.scope is Scope.NODE_SHARD

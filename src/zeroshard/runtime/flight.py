@@ -8,10 +8,10 @@ the results.
     wait          to the end of every route; compute then waits for the lane's event
 
 Reads of a tier may end in any order; collectives start in the same order on every rank. A route
-whose first operation is this rank's alone therefore goes on only in ADVANCE, which comes at the
-same places of the program on every rank, and never because its read has ended. The levels of one
-collective meet by key: each starts as soon as the one before is over, whatever this rank waits for
-then (comm/levels.py); where operations meet in the order in which they begin, at once.
+that begins with an operation of this rank alone therefore goes on only in ADVANCE, which comes at
+the same places of the program on every rank, and never because its read has ended. The levels of
+one collective meet by key: each starts as soon as the one before is over, whatever this rank waits
+for then (comm/levels.py); where operations meet in the order in which they begin, at once.
 
 A hop between nodes has a lane of its own, as it has a wire: it follows the hops before it on the
 flight's lane, and those after it follow it.

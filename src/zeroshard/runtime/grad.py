@@ -49,7 +49,7 @@ from zeroshard.tier.store import Storage, Store
 
 
 class BinaryCounter:
-    """Sums of neighbouring leaves, of which the tree adds no two."""
+    """Sums of neighbouring leaves; the tree adds no two of them."""
 
     def __init__(self, tree: Tree, key: str, store: Store | None) -> None:
         """They rest in `store` (None: on the device)."""
@@ -63,7 +63,7 @@ class BinaryCounter:
 
     def merge(self, span: Range, total: torch.Tensor) -> Range:
         """Add to `total` (fp32, on the device), the sum of leaves `span` that come next, every sum
-        before it that the tree adds to it. Return whose sum it is then.
+        before it that the tree adds to it. Return the leaves of the sum it is then.
         """
         while self._held and self._tree.merges(self._held[-1][0], span):
             before, held = self._held.pop()
@@ -91,9 +91,9 @@ class BinaryCounter:
 
 
 class PartialSums(BinaryCounter):
-    """The sums of one segment's slice, of which the gradient holds the first."""
+    """The sums of one segment's slice; the gradient holds the first."""
 
-    _first: Range | None = None  # the leaves whose sum rests in the gradient
+    _first: Range | None = None  # the leaves with their sum in the gradient
 
     def reset(self) -> None:
         """Forget them."""
@@ -158,7 +158,7 @@ class Accumulator:
         (low, high), (first, _) = flat.own_span, flat.stepped
         # where this rank's slice lies in what rests here
         self.own = (low - first, high - first)
-        # ranks whose sums come here
+        # ranks that bring their sums here
         self.members = layout.members(rank, layout.scope(plan.cells.optim))
         self.rank = rank  # among the ranks that have these parameters
         self._flat = flat
@@ -376,8 +376,8 @@ class Accumulator:
 
     @cached_property
     def _spans(self) -> list[tuple[int, int, Range]]:
-        """The ranks of which averages rest here, the parameters of which each averages a part, and
-        where that is.
+        """The ranks with averages that rest here, the parameters that each averages a part of, and
+        where that part is.
         """
         spans = []
         for rank in self.members:
@@ -388,7 +388,7 @@ class Accumulator:
         return spans
 
     def first_bad(self) -> str | None:
-        """Return the name of the first parameter here whose averaged gradient is not finite."""
+        """Return the name of the first parameter here with a non-finite averaged gradient."""
         resting = self.resting()
         if resting is None:
             return None
@@ -398,7 +398,7 @@ class Accumulator:
         return None
 
     def store(self, index: int, average: torch.Tensor) -> None:
-        """Let `average` [numel, as the buffer holds it] be that of parameter `index`."""
+        """Let `average` [numel, as the buffer holds it] be the average of parameter `index`."""
         resting = self.resting()
         assert resting is not None, self.key
         for piece in self._flat.layout.pieces_in(self._flat.stepped):

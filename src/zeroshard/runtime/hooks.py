@@ -1,7 +1,7 @@
 """Everything that is hung on the user's modules and tensors, in one file, and taken off again by
 ``remove``.
 
-    module.forward  pre: gather the unit(s) whose parameters it needs
+    module.forward  pre: gather the unit(s) of the parameters it needs
                     post: hook the outputs, release
     output tensor   grad: gather for backward
     input tensors   grad: the unit's backward is over
@@ -15,8 +15,8 @@ auxiliary loss on an inner output) still finds the weights there.
 
 [Note: compiled forwards] Dynamo runs the hooks as they are where it does not trace a module's call:
 around ``torch.compile(model)``, ``module.compile()`` and a compiled ``module.forward``. Inside a
-graph, hooks of modules that span a unit end it. The others do nothing there, and neither do those
-of a whole model whose weights rest whole: all of them are waited for before it.
+graph, hooks of modules that span a unit end it. The others do nothing there, nor do the hooks of a
+whole model with weights that rest whole: all of them are waited for before it.
 
 Nothing of torch is patched. The hooks hold the engine's parts, the user's tensors hold nothing.
 """
@@ -380,7 +380,7 @@ class Hooks:
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_within(output):
             for unit in units:
                 unit.leave_views(tensor)
-            # held, else torch 2.13 crashes in register_hook on a view whose base was written to
+            # held, else torch 2.13 crashes in register_hook on a view after a write to its base
             node = tensor.grad_fn
             # a leaf needs no weights, and would keep the hook
             if node is not None and (not since or node._sequence_nr() >= since):
@@ -425,7 +425,7 @@ class Hooks:
                 for hook in on_leaves:
                     hook.remove()
 
-        # not torch's multi-grad hook, whose closure holds the graph that holds it
+        # not torch's multi-grad hook: its closure holds the graph that holds it
         for tensor in inputs:
             hook = tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
             if tensor.grad_fn is None:
@@ -488,8 +488,8 @@ class Hooks:
 def _needed(
     plans: Sequence[UnitPlan], units: Sequence[Unit]
 ) -> tuple[set[tuple[int, int]], dict[int, tuple[nn.Module, list[Unit]]]]:
-    """Return which modules span which units, by id and index, and by id of each module whose
-    forward needs units, the module and these.
+    """Return which modules span which units, by id and index; and by id each module that needs
+    units in its forward, with these units.
     """
     pairs = list(zip(plans, units, strict=True))
     spans = [(module, unit) for plan, unit in pairs for _, module in plan.roots]

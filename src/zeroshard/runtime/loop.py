@@ -12,7 +12,7 @@
 
 (ZeRO, section 5; FSDP, arXiv 2304.11277, section 3.2.) runtime/hooks.py turns what torch does into
 these events. Which of them move anything, the cells say: `Weights` knows what is gathered and for
-whom, `Backward` whose gradients are complete, `Finalizer` what the ranks agree on. Whatever else
+whom, `Backward` which gradients are complete, `Finalizer` what the ranks agree on. Whatever else
 happens at an event listens to it (events.py).
 
 Invariant: every event is the same call on every rank that runs the same program, or is found out
@@ -70,7 +70,7 @@ class Loop:
         # all weights are here for a forward of the whole model that is compiled
         self.compiled = False
         self._saved = backward.saved
-        self._thread = threading.get_ident()  # that of the last forward of the model
+        self._thread = threading.get_ident()  # of the last forward of the model
 
     @contextmanager
     def outside_sections(self) -> Iterator[None]:
@@ -136,8 +136,8 @@ class Loop:
     # ------------------------------------------------------------------ one module's forward
 
     def begin_module(self, units: Sequence[Unit]) -> None:
-        """A module's forward begins, which needs `units`, not all of which one around it has; in a
-        backward it is a recomputation.
+        """A module's forward begins, which needs `units`; a module around it does not have all of
+        them. In a backward it is a recomputation.
         """
         in_backward = torch._C._current_graph_task_id() >= 0
         phase: Phase = "backward" if in_backward else "forward"

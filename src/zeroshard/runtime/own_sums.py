@@ -43,7 +43,7 @@ class MicroBatchSum:
         if self._state is not None:
             self._state.close()
         self._state = None
-        self._has = [False] * len(self._flat.layout.slots)  # of which parameters
+        self._has = [False] * len(self._flat.layout.slots)  # by parameter
         self.waits = self._is_lost = False  # waits: gradients are here that no reduce has taken
 
     def forget(self, indices: Collection[int]) -> None:
@@ -167,8 +167,8 @@ class OwnLeaves(BinaryCounter):
                 out[start:stop].zero_()
 
     def end_leaf(self, span: Range | None, out: torch.Tensor | None) -> None:
-        """Add the gradients that have come, those of leaf `span` (None: this rank has none), as the
-        tree does; after its last leaf move the sum to `out` [numel].
+        """Add the gradients that have come, of leaf `span` (None: this rank has none), as the tree
+        does; after its last leaf move the sum to `out` [numel].
         """
         try:
             if span is not None:

@@ -9,10 +9,10 @@ and compute waits for the lane's event before it touches or frees the buffer (``
     compute:  alloc(full) . fork ............... join . read(full) ... free(full)
     gather:                  \\_ write(full) _ mark _/
 
-Invariant: any two accesses of one buffer, one of which writes (allocation and freeing count as
-writes), are ordered by a chain of program order and events. NoStreams does nothing;
-AcceleratorStreams enqueues for real; tests prove the invariant on CPU, with vector clocks
-(tests/support/lane_sanitizer.py) and by value (tests/device).
+Invariant: two accesses of one buffer, if one writes (allocation and freeing count as writes), are
+ordered by a chain of program order and events. NoStreams does nothing; AcceleratorStreams enqueues
+for real; tests prove the invariant on CPU, with vector clocks (tests/support/lane_sanitizer.py) and
+by value (tests/device).
 
 What it does not do: it never makes the host wait, but in `drain`, and it knows nothing of what
 collectives do on streams of their own (a transport's ``Work.wait()`` orders those with the lane it
@@ -34,7 +34,7 @@ Lane = Literal["compute", "gather", "reduce", "gather between", "reduce between"
 Event = Any  # opaque to the engine
 
 LANES: tuple[Lane, ...] = get_args(Lane)
-# the lane of hops between nodes, which use another wire than those of the lane beside it
+# the lane of hops between nodes, on another wire than the lane beside it
 BETWEEN: Mapping[Lane, Lane] = {"gather": "gather between", "reduce": "reduce between"}
 
 

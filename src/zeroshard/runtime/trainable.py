@@ -38,7 +38,7 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.state.local import gradient_taker
 
-ASSIGNED = "the parameters whose .grad was assigned by hand"
+ASSIGNED = "the parameters with a .grad that was assigned by hand"
 
 
 @dataclass(eq=False, slots=True)
@@ -184,7 +184,7 @@ class TrainableParameters(list[Trained]):
 
     def take_cleared(self, cleared: Collection[int]) -> list[Trained]:
         """Forget the gradients that the user has cleared, there or at the optimizer (`cleared`: ids
-        of parameters), and return whose they were.
+        of parameters), and return their parameters.
         """
         with torch._C.DisableTorchFunctionSubclass():
             gone = [
@@ -240,7 +240,7 @@ class AssignedGradients:
         self._digests: dict[str, str] = {}  # not yet compared, by name of the parameter
 
     def take(self, only: nn.Parameter | None = None) -> bool:
-        """Record the gradients that the user has assigned (only that of `only`, if given); return
+        """Record the gradients that the user has assigned (for `only` alone, if given); return
         whether there are any.
         """
         assigned = self._parameters.assigned()

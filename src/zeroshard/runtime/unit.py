@@ -53,8 +53,8 @@ class Unit:
         self.residency = Residency(index, self._traits(spans_one_module))
         # other units' modules lie inside its own, so that its backward goes on around theirs
         self.holds_others = holds_others
-        # parameters whose gradient has come in this backward, by id, and the last graph task that
-        # brought it
+        # parameters with a gradient that has come in this backward, by id, and the last graph task
+        # that brought it
         self.arrived: dict[int, int] = {}
         self.expected = 0  # how many parameters get a gradient in this backward
         self._flight: Flight | None = None
@@ -80,7 +80,7 @@ class Unit:
 
     @cached_property
     def trainable(self) -> list[Segment]:
-        """The segments whose parameters have gradients."""
+        """The segments with parameters that have gradients."""
         return [segment for segment in self.segments if segment.grad is not None]
 
     @cached_property
@@ -127,7 +127,7 @@ class Unit:
 
     @property
     def gathered_segments(self) -> Sequence[Segment]:
-        """The segments whose weights a gather moves; all, unless it `may_have_no_news`."""
+        """The segments with weights that a gather moves; all, unless it `may_have_no_news`."""
         return [segment for segment in self.segments if segment.has_news]
 
     @cached_property

@@ -61,8 +61,8 @@ class Weights:
         self._trimmer = trimmer
         self._streams = streams
         self.digest = digest
-        # the units, as a hook names them, whose backward is under way in a graph task, with none to
-        # be released: another gradient at an output of theirs needs nothing
+        # the units, as a hook names them, with a backward under way in a graph task, and none to be
+        # released: another gradient at an output of theirs needs nothing
         self.served: Sequence[Unit] | None = None
         self.served_in = -1
         self._ordered = schedule.rules.ordered
@@ -319,7 +319,7 @@ class Weights:
 
     @property
     def segments(self) -> Iterator[Segment]:
-        """Those of every unit."""
+        """The segments of every unit."""
         return (segment for unit in self.units for segment in unit.segments)
 
     def abandon(self) -> None:

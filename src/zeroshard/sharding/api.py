@@ -89,14 +89,14 @@ def shard(
     Policy, or "auto": the fastest row that the planner finds to fit here) says where each state
     rests (default: stage 3); `config` is a Config, a dict or a path to JSON, of our form or
     DeepSpeed's, and keywords go before it; `units` are module classes, qualified names or a
-    callable(name, module) -> bool (default: found automatically); `mesh` a DeviceMesh whose data
-    parallel dimensions are sharded over (default: all ranks): what `dp` names, else the only one,
-    or "dp", or "dp_replicate" x "dp_shard", the nodes and local ranks of hpz, mics and hfsdp, and
-    "cp". Beside them "pp" (other parameters) and "tp" (plain parameters are the same, DTensors are
-    parts) may be there: norm, clip and steps count for the whole mesh (docs/composition.md).
-    `mesh_of` gives modules with names that match a pattern a mesh of their own; its "dp" or "cp"
-    runs over the ranks with the same parameters: ``{"*.experts": mesh}``. All ranks take the
-    weights and buffers of the data parallel rank `sync_from` (default: they are compared). See
+    callable(name, module) -> bool (default: found automatically); `mesh` a DeviceMesh (default: all
+    ranks), sharded over its data parallel dimensions: what `dp` names, else the only one, or "dp",
+    or "dp_replicate" x "dp_shard", the nodes and local ranks of hpz, mics and hfsdp, and "cp".
+    Beside them "pp" (other parameters) and "tp" (plain parameters are the same, DTensors are parts)
+    may be there: norm, clip and steps count for the whole mesh (docs/composition.md). `mesh_of`
+    gives modules with names that match a pattern a mesh of their own; its "dp" or "cp" runs over
+    the ranks with the same parameters: ``{"*.experts": mesh}``. All ranks take the weights and
+    buffers of the data parallel rank `sync_from` (default: they are compared). See
     ``help(zs.Config)``.
 
     Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every

@@ -18,9 +18,9 @@ It is a *sum* until ``average`` divides it, once, and one again from ``reopen`` 
 without ``zero_grad()``. One that could not be made, read or written is *lost*: it says so once
 (runtime/context.py), reads as NaN from then on, and takes what comes without a word.
 
-Invariants: the memory lasts as long as somebody holds it; that of another tier then serves the next
-gradient. The numbers do not change before a step that reads them has read them. What it does not
-do: it knows no parameter and no rank; runtime/grad.py does.
+Invariants: the memory lasts as long as somebody holds it; memory of another tier then serves the
+next gradient. The numbers do not change before a step that reads them has read them. What it does
+not do: it knows no parameter and no rank; runtime/grad.py does.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class ExactSum:
 
 _CHUNK = 1 << 17  # elements of fp32 that stay in a core's own cache
 _BLOCKS = 1 << 18  # that are halved together on an accelerator without Triton: few kernels
-_BATCH = 16  # chunks whose blocks are added to the bins together
+_BATCH = 16  # chunks; their blocks are added to the bins together
 
 _MANTISSA = 52  # stored bits, of fp64
 _INFINITY = 2047 << _MANTISSA  # as an integer; NaN is larger
@@ -117,12 +117,12 @@ _WIDTH = 4  # exponents of one bin that the host reads; divides _LOW
 _LEAST = 725  # the biased exponent of 2^-298, the square of the smallest number of fp32
 _PLACES = 560  # exponents from there on, up to 2^262
 _ODD = _WIDTH + _PLACES  # place of infinity; below _WIDTH: nothing, after it: NaN
-_BINS = (_PLACES + _LOW) // _WIDTH  # those of both parts
+_BINS = (_PLACES + _LOW) // _WIDTH  # of both parts
 
 
 @dataclass(frozen=True)
 class SquaresRequest:
-    """A slice of which the host has yet to learn the sum of squares, or whether it is finite."""
+    """A slice with a sum of squares that the host has yet to learn, or whether it is finite."""
 
     numbers: torch.Tensor  # [n], on the device of all others that are asked for with it
     learn: Callable[[ExactSum | bool], None]
@@ -252,7 +252,7 @@ class _BlockSums:
         self._rows = torch.zeros_like(self._sums, dtype=torch.int64) if num_sums > 1 else None
 
     def add(self, numbers: torch.Tensor, row: int = 0) -> None:
-        """Add the squares of `numbers` [n] to those of `row`."""
+        """Add the squares of `numbers` [n] to the squares of `row`."""
         assert numbers.dtype is not torch.float64, "its squares are not exact"
         if self._kernels:
             bins, least = self._bins[:, :, row], _LEAST - _WIDTH

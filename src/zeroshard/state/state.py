@@ -280,10 +280,10 @@ def move(source: State, target: State, start: int = 0) -> None:
 # ``.numpy()`` and ``share_memory_()`` of any view do that, for as long as the storage lives.
 #
 # [Note: pages of a gather] Without gradients nobody will look for the numbers in that storage
-# later. A gather that reads a disk then takes pages that are used again, and whose address the disk
-# accepts, so that it writes into them straight; the parameters are views of these pages, and the
-# storage waits without memory. It takes the storage itself where anything refers to that: a graph
-# before its backward.
+# later. A gather that reads a disk then takes pages that are used again, at an address that the
+# disk accepts, so that it writes into them straight; the parameters are views of these pages, and
+# the storage waits without memory. It takes the storage itself where anything refers to that: a
+# graph before its backward.
 #
 # Where the transport maps the peers' memory (or there is no peer), and where every rank keeps the
 # whole, the buffer *is* the weights at rest: taking and releasing it does nothing.

@@ -14,7 +14,7 @@
 returns commands. Whoever iterates executes them, at once: the engine moves bytes
 (runtime/weights.py, reductions.py), the planner adds bytes (planner/peak.py) or times jobs
 (planner/simulate.py), and ``python -m zeroshard.core.schedule zero3`` prints them. A gather or a
-wait whose execution raises leaves the schedule as it was before.
+wait that raises leaves the schedule as it was before.
 
 The last pass says which unit comes next (core/order.py). Units are gathered ahead up to
 ``prefetch_bytes``, and no more than the budget leaves (rules.py). Weights make room by releasing,
@@ -121,7 +121,7 @@ class Schedule:
         return self._order.last_uses(phase)
 
     def expect(self, phase: Phase, units: Sequence[int]) -> None:
-        """Take `units` for those of the last pass."""
+        """Take `units` for the units of the last pass."""
         self._order.seed(phase, units)
 
     # ------------------------------------------------------------------ passes

@@ -4,7 +4,7 @@
     python -m zeroshard.core.schedule zero3 --units 2 --micro-batches 4 --pipeline 1f1b --stages 2
 
 Units are of one size. The step is one of a run that goes on: the order of units is known. Bytes are
-those of one rank after each command: of gathered weights, and of buckets whose reduce is under way.
+counted on one rank after each command: of gathered weights, and of buckets with a reduce under way.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WrittenStep:
     def __init__(self, schedule: Schedule, routes: Routes, meter: Count) -> None:
         self.lines: list[WrittenLine] = []
         self._schedule, self._routes, self._meter = schedule, routes, meter
-        self._kept: set[int] = set()  # units of which a part is kept for their backward
+        self._kept: set[int] = set()  # units with a part that is kept for their backward
         self._buckets = 0
 
     def micro_batch(self, number: int, units: Sequence[int], *, sync: bool) -> None:

@@ -105,7 +105,7 @@ class Allowance:
 
 def is_ordered(*, one_sided: bool, leave: bool, coded: bool) -> bool:
     """Whether gathers need every rank, so that all gather the same units in the same order: unless
-    the memory of peers is mapped (`one_sided`) and holds the weights, of which none `leave` the
+    the memory of peers is mapped (`one_sided`) and holds the weights, and none of these `leave` the
     device, on any rank, or are `coded`.
     """
     return not one_sided or leave or coded
