@@ -222,7 +222,7 @@ class Bucket:
         rounds = self._rounds and (self._micro_batches.waits or bool(self.handed_over))
         is_direct = self._direct and not (rounds or accumulator.tiered)
         rests = is_direct and accumulator.resting() is not None
-        if is_direct and (not rests or (adds and not self.handed_over)):
+        if is_direct and not (rests and (self.handed_over or self._codec is not None or not adds)):
             self._adds = rests
             buffer = accumulator.open()[0].fetch(*accumulator.own)
         else:
