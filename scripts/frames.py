@@ -87,7 +87,8 @@ class Counts:
     frames: Mapping[str, int]  # by kind
     deepest: Mapping[str, int]
     step: tuple[str, ...]  # files
-    whole: Mapping[str, int]  # lines, functions and files of a step with its forward and backward
+    # lines, functions, files and calls of a step with its forward and backward
+    whole: Mapping[str, int]
 
     def value(self, what: str) -> int:
         """Return one count: of a kind, of a whole step, or the files."""
@@ -100,6 +101,7 @@ class Lines:
     def __init__(self) -> None:
         self.lines: set[tuple[str, int]] = set()
         self.functions: set[tuple[str, int]] = set()  # by their first line
+        self.calls = 0
 
     def __enter__(self) -> Lines:
         self._before = sys.gettrace()
@@ -113,6 +115,7 @@ class Lines:
         if not frame.f_code.co_filename.startswith(SOURCE):
             return None
         if event == "call":
+            self.calls += 1
             self.functions.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
         elif event == "line":
             self.lines.add((frame.f_code.co_filename, frame.f_lineno))
@@ -217,7 +220,8 @@ def count(rank: int, world_size: int, options: Mapping[str, Any]) -> Counts:
         set.intersection(*(getattr(one, what) for one in whole)) for what in ("lines", "functions")
     )
     sizes = {
-        "lines": len(lines), "functions": len(functions), "ring": len({file for file, _ in lines})
+        "lines": len(lines), "functions": len(functions), "ring": len({file for file, _ in lines}),
+        "calls": min(one.calls for one in whole),
     }  # fmt: skip
     return Counts(passes.frames, passes.deepest, step_files, sizes)
 
@@ -274,6 +278,8 @@ def main(say: Callable[[str], None] = print) -> int:
             aim, deepest = AIMS[name].get(what, ""), counts.deepest.get(what, "")
             line = f"{name:<14} {what:<7} {counts.value(what):>6} {limit:>6} {aim:>4} {deepest:>8}"
             say(line.rstrip())
+        # of one step, the least of several: a wait for a late rank calls more
+        say(f"{name:<14} {'calls':<7} {counts.value('calls'):>6}")
     return 0
 
 
