@@ -54,21 +54,21 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "two levels": (4, {"transport": "gloo", "node_size": 2, "hierarchical": True}),
 }
 LIMITS = {
-    "nccl": {"gather": 5, "reduce": 5, "files": 39, "lines": 1650, "functions": 420, "ring": 55},
+    "nccl": {"gather": 5, "reduce": 5, "files": 38, "lines": 1650, "functions": 405, "ring": 53},
     "shared memory": {
         "gather": 6,
         "reduce": 8,
-        "files": 39,
+        "files": 38,
         "lines": 1800,
-        "functions": 490,
+        "functions": 470,
         "ring": 55,
     },
     "two levels": {
         "gather": 8,
         "reduce": 7,
-        "files": 44,
+        "files": 42,
         "lines": 1950,
-        "functions": 535,
+        "functions": 520,
         "ring": 60,
     },
 }
