@@ -343,13 +343,15 @@ class Bucket:
         """
         going, codec, coded = self.reduction, self._codec, None
         assert going is not None and codec is not None, self.key
-        if going.buffer is not None:
-            num_bytes, device = codec.encoded_bytes(going.buffer.numel()), going.buffer.device
+        buffer = going.buffer
+        if buffer is not None:
+            num_bytes, device = codec.encoded_bytes(buffer.numel()), buffer.device
             coded = self.flat.lender.grad_buffer(self.key, num_bytes, torch.uint8, device)
             if self._residual is None:
-                codec.encode(going.buffer, coded)
+                codec.encode(buffer, coded)
             else:
-                self._residual.encode(codec, going.buffer, coded)
+                self._residual.encode(codec, buffer, coded)
+        del buffer
         if not self._streams.enqueues:
             self._meter.end_loan(going.loan)
             going.release_buffer()
