@@ -158,11 +158,6 @@ class _Buffer:
         home = Device.of(device).current_stream() if has_streams(device) else None
         return cls(data, num_bytes, home)
 
-    @property
-    def is_free(self) -> bool:
-        """Whether its last use is over."""
-        return self.last_use is None or self.last_use.done()
-
 
 class Pool:
     """Flat tensors that are lent and come back. Temporaries are reused, since the first touch of
@@ -202,7 +197,8 @@ class Pool:
             buffer = _Buffer.make(num_bytes, device)
         else:
             buffer = self._idle.pop(best)
-            order_after(buffer.last_use)
+            if buffer.last_use is not None:
+                order_after(buffer.last_use)
         self._lent[buffer.data.data_ptr()] = buffer
         self._lent_bytes += buffer.num_bytes
         return buffer.data[:wanted].view(dtype)
@@ -215,7 +211,7 @@ class Pool:
         for index, buffer in enumerate(self._idle):
             if buffer.num_bytes < num_bytes or buffer.data.device != device:
                 continue
-            if not buffer.is_free:
+            if not (buffer.last_use is None or buffer.last_use.done()):
                 pending = index if pending < 0 else pending  # the oldest
             elif best < 0 or buffer.num_bytes < self._idle[best].num_bytes:
                 best = index
@@ -476,6 +472,7 @@ class Trimmer:
 
     def __init__(self, every_bytes: int | None) -> None:
         self._every_bytes = every_bytes
+        self.is_on = every_bytes is not None
         self._passed = self._unseen = self._most_used = 0
 
     def passed(self, num_bytes: int) -> None:

@@ -29,6 +29,8 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit
 
+# what a release keeps for a backward; see FlatWeights.release
+_FOR_BACKWARD = {Op.RELEASE_ALL: False, Op.RELEASE_FOR_BACKWARD: True, Op.RELEASE_GATHERED: None}
 _SAME_UNITS = (
     "; where weights are encoded (comm.weight_codec), go over sockets or rest off the device, every"
     " rank gathers the same units: if ranks run other modules (experts), let the module that holds"
@@ -113,12 +115,10 @@ class Weights:
                 unit.attach()
             elif op is Op.USE:
                 self._use(unit)
-            elif op is Op.RELEASE_ALL:
-                self._trimmer.passed(unit.reshard())
-            elif op is Op.RELEASE_FOR_BACKWARD:
-                self._trimmer.passed(unit.reshard(for_backward=True))
-            elif op is Op.RELEASE_GATHERED:
-                self._trimmer.passed(unit.reshard(for_backward=None))
+            elif op in _FOR_BACKWARD:
+                num_bytes = unit.reshard(for_backward=_FOR_BACKWARD[op])
+                if self._trimmer.is_on:
+                    self._trimmer.passed(num_bytes)
             elif op is Op.IDLE:
                 unit.mark_idle()
             elif op is Op.RESUME:
