@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard as zs
+from tests.support import inside
 from tests.support.training import Net, Run, batch, final_state, take_steps, two_groups
 
 __all__ = ["DTYPES", "PROGRAMS", "Program", "Trained"]
@@ -93,6 +94,8 @@ class Program:
             offload=zs.Offload(**self.offload),
             **self.options,
         )
+        if self.comm.get("transport") == "nccl":  # in one process, too
+            inside.send_all_gradients(engine)
         data = self._data(device, rank)
         trained = Trained(model, optimizer, engine, rank, data)
         losses = self.take(trained)
