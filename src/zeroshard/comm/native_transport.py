@@ -442,10 +442,7 @@ class NativeWork:
             if self._after is not None:
                 self._after()
             self._is_finished = True
-            # what the collectives used; they have ended
-            self._works, self._alive, self._after = [], [], None
-            if self in self._under_way:
-                self._under_way.remove(self)
+            self.release()
 
     def done(self) -> bool:
         return self._is_finished or all(work.is_completed() for work in self._works)
@@ -455,6 +452,10 @@ class NativeWork:
         for work in self._works:
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=self._control.stall_timeout_s))
+        self.release()
+
+    def release(self) -> None:
+        """Release what the collectives used; they have ended."""
         self._works, self._alive, self._after = [], [], None
         if self in self._under_way:
             self._under_way.remove(self)
