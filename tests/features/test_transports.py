@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tests.support.harness import run_ranks
 from tests.support.inside import patient_pools
 from tests.support.transport_cases import CASES, fill
-from tests.support.transports import SPECS, Spec, opened
+from tests.support.transports import CPU, SPECS, Spec, opened
 from zeroshard.comm.transport import ReduceRequest
 
 
@@ -64,3 +65,36 @@ def test_what_a_backend_refuses_is_raised_as_it_is_with_the_unit() -> None:
     """No peer is said to have ended."""
     spec = Spec("native2", 2, "nccl")
     assert run_ranks(2, _refused_dtype, spec, timeout=30) == ["in the reduce of layer.7"] * 2
+
+
+def _sums_go_on(rank: int, world: int, spec: Spec) -> bool:
+    """Begin a gather of mapped memory again and again while a sum is under way; return whether it
+    has ended so, without a wait.
+    """
+    ranges, out = spec.cut(*[64] * world), torch.empty(64)
+    with opened(spec, rank) as transport:
+        window = transport.window("w", ranges, torch.float32, CPU, replicated=False)
+        transport.begin_write()
+        window.publish()
+        window.gather().wait()
+        request = ReduceRequest("a", ranges, torch.float32)
+        if rank:
+            transport.control.exchange(b"")  # rank 0 has begun
+        buffer = fill(transport, "a", 0, 64 * world, torch.float32)
+        work = transport.reduce(request, buffer, out, accumulate=False)
+        if not rank:
+            transport.control.exchange(b"")
+        deadline = time.monotonic() + 20
+        while not work._pending.done and time.monotonic() < deadline:  # type: ignore[attr-defined]
+            window.gather()
+            time.sleep(0.01)
+        ended: bool = work._pending.done  # type: ignore[attr-defined]
+        work.wait()
+        transport.control.exchange(b"")
+    return ended
+
+
+def test_sums_go_on_where_a_gather_of_mapped_memory_begins() -> None:
+    """A peer may need the buffer that it waits for."""
+    spec = next(one for one in SPECS if one.label == "shm2")
+    assert run_ranks(2, _sums_go_on, spec, timeout=60) == [True, True]

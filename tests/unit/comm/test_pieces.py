@@ -222,3 +222,39 @@ def test_what_fails_in_another_transport_is_not_the_error_of_who_waits() -> None
 
     serve([Broken(), Fine()])
     assert served == ["broken", "fine"]
+
+
+def _part() -> Contribution:
+    return Contribution(torch.zeros(4, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("first", ["parts", "operation"])
+def test_an_operation_ends_once_all_its_parts_are_here_whatever_came_first(first: str) -> None:
+    matching, ended = Matching(), list[str]()
+    if first == "parts":
+        for rank in (0, 1):
+            matching.contribute("unit", 0, rank, _part())
+    pending = matching.begin("unit", 0, (0, 1), lambda parts: ended.append("unit"))
+    if first == "operation":
+        for rank in (0, 1):
+            assert not matching.advance()
+            assert matching.missing("unit", 0) == matching.awaited() == {0, 1} - {*range(rank)}
+            matching.contribute("unit", 0, rank, _part())
+    assert not (pending.done or ended) and matching.missing("unit", 0) == set()
+    assert matching.advance() and pending.done
+    assert not matching.advance() and ended == ["unit"] and not matching.contributions
+
+
+def test_operations_end_oldest_first_and_one_that_raises_keeps_none_of_the_others() -> None:
+    matching, ended = Matching(), list[str]()
+
+    def fails(parts: object) -> None:
+        raise ZeroDivisionError
+
+    for name in ("a", "b", "c"):
+        matching.begin(name, 0, (0,), fails if name == "b" else lambda _, n=name: ended.append(n))  # type: ignore[misc]
+    for name in ("c", "b", "a"):
+        matching.contribute(name, 0, 0, _part())
+    with pytest.raises(ZeroDivisionError):
+        matching.advance()
+    assert ended == ["a"] and matching.advance() and ended == ["a", "c"]
