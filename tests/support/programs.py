@@ -94,7 +94,7 @@ class Program:
             offload=zs.Offload(**self.offload),
             **self.options,
         )
-        if self.comm.get("transport") == "nccl":  # in one process, too
+        if "nccl" in (transport, self.comm.get("transport")):  # in one process, too
             inside.send_all_gradients(engine)
         data = self._data(device, rank)
         trained = Trained(model, optimizer, engine, rank, data)
