@@ -74,7 +74,7 @@ class SlotPool:
         self._largest_bytes = max(self._largest_bytes, num_bytes)
         slot, smallest = None, 0
         for one in self.slots.values():
-            if one.loan is None and not one.readers and one.memory.device == device:
+            if one.idle and one.memory.device == device:
                 size = one.memory.numel()
                 if size >= num_bytes and (slot is None or size < smallest):
                     slot, smallest = one, size
@@ -130,15 +130,13 @@ class SlotPool:
     def submit(self, slot: PoolSlot, readers: set[int]) -> None:
         """End the loan of `slot`; it is idle again once each of `readers` has been released."""
         slot.loan, slot.readers = None, set(readers)
-        if slot.spilled:
-            self._drop_spilled(slot)
+        self._drop_spilled(slot)
 
     def release(self, number: int, reader: int) -> None:
         """Note that `reader` has finished with slot `number`."""
         slot = self.slots[number]
         slot.readers.remove(reader)
-        if slot.spilled:
-            self._drop_spilled(slot)
+        self._drop_spilled(slot)
 
     def give(self, buffer: torch.Tensor) -> None:
         """End the loan of a buffer that nobody will read. Buffers from before `reset` are
@@ -147,18 +145,16 @@ class SlotPool:
         slot = self.lent(buffer)
         if slot is not None:
             slot.loan = None
-            if slot.spilled:
-                self._drop_spilled(slot)
+            self._drop_spilled(slot)
 
     def reset(self) -> None:
         """Make every slot idle: nobody reads any longer, and loans are void."""
         for slot in list(self.slots.values()):
             slot.loan, slot.readers = None, set()
-            if slot.spilled:
-                self._drop_spilled(slot)
+            self._drop_spilled(slot)
 
     def _drop_spilled(self, slot: PoolSlot) -> None:
-        if slot.idle:
+        if slot.spilled and slot.idle:
             self._drop(slot)
 
     def _drop(self, slot: PoolSlot) -> None:
@@ -246,7 +242,6 @@ class Matching:
     contributions: dict[tuple[str, int], Parts] = field(default_factory=dict)
     pending: dict[tuple[str, int], Pending] = field(default_factory=dict)
     sequences: dict[str, int] = field(default_factory=dict)
-    is_ripe: bool = False  # a pending operation lacks nothing
 
     def next_sequence(self, key: str) -> int:
         """Return the number of this rank's next operation of `key`."""
@@ -261,7 +256,6 @@ class Matching:
         parts[rank] = contribution
         if (pending := self.pending.get((key, sequence))) is not None:
             pending.lacks.discard(rank)
-            self.is_ripe = self.is_ripe or not pending.lacks
 
     def begin(
         self, key: str, sequence: int, contributors: Iterable[int], consume: Callable[[Parts], None]
@@ -269,7 +263,6 @@ class Matching:
         """Have `consume` called, inside `advance`, once all `contributors` have contributed."""
         lacks = {*contributors}.difference(self.contributions.get((key, sequence), ()))
         pending = self.pending[key, sequence] = Pending(lacks, consume)
-        self.is_ripe = self.is_ripe or not lacks
         return pending
 
     def missing(self, key: str, sequence: int) -> set[int]:
@@ -285,22 +278,18 @@ class Matching:
         """Finish every operation that has become possible, oldest first; return whether there
         was one.
         """
-        if not self.is_ripe:
+        if not self.pending:
             return False
         ripe = [name for name, pending in self.pending.items() if not pending.lacks]
         for name in ripe:
             pending, parts = self.pending.pop(name), self.contributions.pop(name, {})
             pending.consume(parts)
             # any stream may be current, and others will use the result and the slots
-            drained = set()
-            for part in parts.values():
-                if part.data is not None and part.data.device not in drained:
-                    drain(part.data.device)
-                    drained.add(part.data.device)
+            for device in {part.data.device for part in parts.values() if part.data is not None}:
+                drain(device)
             for part in parts.values():
                 part.close()
             pending.done = True
-        self.is_ripe = False
         return bool(ripe)
 
     def relieve(self, rank: int) -> None:
@@ -314,7 +303,6 @@ class Matching:
         self.contributions.clear()
         self.pending.clear()
         self.sequences.clear()
-        self.is_ripe = False
 
 
 def checked_parts(
