@@ -127,7 +127,9 @@ class Order(Generic[U]):
 
     def record(self, phase: Hashable, unit: U) -> None:
         """Say that `unit` runs now. The first call for a phase starts its first pass."""
-        current = self._passes.setdefault(phase, _Pass())
+        current = self._passes.get(phase)
+        if current is None:
+            current = self._passes[phase] = _Pass()
         current.so_far.append(unit)
         current.uses.append(unit)
         trace, following = current.trace, current.position + 1

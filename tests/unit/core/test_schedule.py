@@ -389,6 +389,13 @@ def test_a_step_is_printed(row: str, how: list[str], capsys: pytest.CaptureFixtu
     assert told["commands"][-1]["gathered_bytes"] == told["commands"][-1]["bucket_bytes"] == 0
     starts = sum(one["command"] == "START" for one in told["commands"])
     assert (row == "ddp") == (starts == 0)
+    assert main([*options, "--tape"]) == 0
+    words = " ".join(capsys.readouterr().out.replace(",", "").split())
+    for one in told["commands"]:
+        where = f"{one['event']} " if one["event"] else ""
+        assert one["command"] in words and where in words
+    assert words.count("START ") == starts
+    assert ("need " in words) == (row != "ddp")
 
 
 @pytest.mark.parametrize("wrong", [["zero9"], ["zero3", "--units=0"], ["zero3", "--budget=7"]])

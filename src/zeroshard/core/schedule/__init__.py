@@ -279,8 +279,8 @@ class Schedule:
         when another one is needed. `keeps`: gradients are enabled, so that a backward may follow;
         `recomputed`: it does follow, at once.
         """
-        traits = unit.traits
-        if unit.is_held:
+        traits, counts = unit.traits, unit.counts
+        if counts[Use.FORWARD] or any(counts[Use.DIRECT : Use.EARLY]):
             return ()
         if recomputed:
             unit.acquire(Use.BACKWARD)
@@ -301,7 +301,7 @@ class Schedule:
 
     def after_backward(self, unit: Residency) -> Commands:
         """The backward of `unit` is over."""
-        unit.release(Use.BACKWARD)
+        unit.counts[Use.BACKWARD] = 0
         return self.release_unused(unit)
 
     def release_idle(self, keeps: bool) -> Commands:
@@ -318,7 +318,7 @@ class Schedule:
         """Release a unit that rests sharded, where neither a forward, a backward nor the user
         has it in use.
         """
-        if unit.state is not FULL or not unit.traits.is_sharded or unit.in_use:
+        if unit.state is not FULL or not unit.traits.is_sharded or any(unit.counts[: Use.EARLY]):
             return ()
         return self._release(unit, op)
 

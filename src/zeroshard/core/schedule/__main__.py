@@ -1,10 +1,12 @@
 """Print the commands of a step: what is gathered, waited for, released and reduced, in order.
 
     python -m zeroshard.core.schedule zero3 --units 4 --micro-batches 2
+    python -m zeroshard.core.schedule zero3 --tape
     python -m zeroshard.core.schedule zero3 --units 2 --micro-batches 4 --pipeline 1f1b --stages 2
 
 Units are of one size. The step is one of a run that goes on: the order of units is known. Bytes are
 counted on one rank after each command: of gathered weights, and of buckets with a reduce under way.
+``--tape`` prints an event a line, with the commands that it returns.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 
 from zeroshard.core.pipeline_orders import RESHARD, SCHEDULES, UNSHARD, PipelineOrder, place
 from zeroshard.core.placement import Mesh
@@ -35,6 +39,7 @@ class WrittenLine:
     route: str = ""
     gathered: int = 0
     buckets: int = 0
+    event: str = ""  # of the schedule, which returned it
 
 
 class WrittenStep:
@@ -45,6 +50,7 @@ class WrittenStep:
         self._schedule, self._routes, self._meter = schedule, routes, meter
         self._kept: set[int] = set()  # units with a part that is kept for their backward
         self._buckets = 0
+        self._at = ""  # the schedule's event that is being executed
 
     def micro_batch(self, number: int, units: Sequence[int], *, sync: bool) -> None:
         """Run one forward and backward over `units`; not `sync`: inside ``no_sync()``."""
@@ -55,16 +61,17 @@ class WrittenStep:
         """Run one forward over `units`."""
         schedule = self._schedule
         self._event(f"forward of micro-batch {number}")
-        self._run(schedule.begin("forward"))
+        self._run("begin forward", schedule.begin("forward"))
         for unit in units:
             self._need(unit, "forward")
-            self._run(schedule.after_forward(schedule.units[unit], keeps=True))
+            after = schedule.after_forward(schedule.units[unit], keeps=True)
+            self._run(f"after_forward {unit}", after)
 
     def backward(self, number: int, units: Sequence[int], *, sync: bool) -> None:
         """Run its backward."""
         schedule, routes = self._schedule, self._routes
         self._event(f"backward of micro-batch {number}")
-        self._run(schedule.begin("backward"))
+        self._run("begin backward", schedule.begin("backward"))
         route = routes.reduce if sync else routes.reduce_partial
         route_now = route.for_pass(held=sync and routes.holds and number > 0)
         crosses = any(hop.axis is not None for hop in route_now)
@@ -72,35 +79,42 @@ class WrittenStep:
             self._need(unit, "backward")
             size = schedule.units[unit].traits.nominal_bytes
             if crosses:
-                self._run(schedule.reduces.make_room(size))
+                self._run(f"make_room {unit}", schedule.reduces.make_room(size))
                 self._meter.live += size
                 self._buckets += size
-            self._run(schedule.after_backward(schedule.units[unit]))
+            after = schedule.after_backward(schedule.units[unit])
+            self._run(f"after_backward {unit}", after)
             if crosses:
-                self._run(schedule.reduces.before((unit, 0)))
+                self._run(f"reduce {unit}", schedule.reduces.before((unit, 0)))
                 schedule.reduces.start((unit, 0))
+            self._at = f"reduce {unit}"
             self._line("REDUCE" if crosses else "ADD", unit, str(route_now))
-            self._run(schedule.reduces.handed_over())
+            self._run(f"handed_over {unit}", schedule.reduces.handed_over())
 
     def optimizer_step(self) -> None:
         """Run the optimizer's step, and publish what it has written."""
         self._event("optimizer.step()")
-        self._run(self._schedule.reduces.finish())
+        self._run("finish", self._schedule.reduces.finish())
         for unit in range(len(self._schedule.units)):
+            self._at = "step"
             self._line("STEP", unit)
-        self._run(self._schedule.publish())
+        self._run("publish", self._schedule.publish())
 
     def hold(self, units: Sequence[int], *, held: bool) -> None:
         """A stage's units are held from here on, or no longer."""
         schedule, residencies = self._schedule, [self._schedule.units[unit] for unit in units]
         self._event("UNSHARD stage" if held else "RESHARD stage")
-        change = schedule.hold_stage if held else schedule.release_stage
-        self._run(change(residencies))
+        if held:
+            self._run("hold_stage", schedule.hold_stage(residencies))
+        else:
+            self._run("release_stage", schedule.release_stage(residencies))
 
     def _need(self, unit: int, phase: Phase) -> None:
-        self._run(self._schedule.need(self._schedule.units[unit], phase, keeps=True))
+        commands = self._schedule.need(self._schedule.units[unit], phase, keeps=True)
+        self._run(f"need {unit}", commands)
 
-    def _run(self, commands: Commands) -> None:
+    def _run(self, event: str, commands: Commands) -> None:
+        self._at = event
         for command in commands:
             op, unit = command.op, command.unit
             traits = self._schedule.units[unit].traits
@@ -135,7 +149,7 @@ class WrittenStep:
 
     def _line(self, text: str, unit: int, route: str = "") -> None:
         gathered = self._meter.live - self._buckets
-        self.lines.append(WrittenLine(text, unit, route, gathered, self._buckets))
+        self.lines.append(WrittenLine(text, unit, route, gathered, self._buckets, self._at))
 
     def _event(self, text: str) -> None:
         self.lines.append(WrittenLine(text))
@@ -168,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pipeline", choices=SCHEDULES, help="the order of a pipeline's schedule")
     parser.add_argument("--stages", type=int, default=2, help="ranks of the pipeline; default: 2")
     parser.add_argument("--stage", type=int, default=0, help="which of them; default: 0")
+    parser.add_argument("--tape", action="store_true", help="one line per event of the schedule")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     return parser
 
@@ -247,6 +262,14 @@ def _table(lines: Sequence[WrittenLine]) -> Iterator[str]:
             yield text.rstrip()
 
 
+def _tape(lines: Sequence[WrittenLine]) -> Iterator[str]:
+    for event, group in groupby(lines, attrgetter("event")):
+        commands = [
+            line.text if line.unit is None else f"{line.text} {line.unit}" for line in group
+        ]
+        yield f"  {event:<18}{', '.join(commands)}" if event else "\n".join(commands)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the commands; return 2, with one line on stderr, where there are none."""
     args = _parser().parse_args(argv)
@@ -263,6 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "route": line.route,
                 "gathered_bytes": line.gathered,
                 "bucket_bytes": line.buckets,
+                "event": line.event,
             }
             for line in lines
         ]
@@ -272,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{args.row}: {args.units} units on {args.nodes} x {args.local} ranks, a budget of"
         f" {rules.budget_bytes / 1e6:.1f} MB, {rules.prefetch_bytes / 1e6:.1f} MB of it ahead"
     )
-    print("\n".join(_table(lines)))
+    print("\n".join((_tape if args.tape else _table)(lines)))
     return 0
 
 
