@@ -293,6 +293,38 @@ def test_an_assigned_gradient_is_stepped_or_reduced_as_ddp_does(how: str) -> Non
         assert not any(differences.values()), differences
 
 
+def _frozen_with_gradient(rank: int, world: int, row: str, everywhere: bool) -> list[str]:
+    model = make_model(layers=2)
+    frozen = model.blocks[1].up.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = []
+    engine = zs.shard(model, optimizer, policy=row)
+    for step in range(2):
+        engine.backward(model(*batch(rank, step)))
+        if everywhere or rank == 0:
+            frozen.grad = torch.ones_like(frozen)
+        try:
+            optimizer.step()
+        except (StateError, PlanMismatch) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        frozen.grad = None
+        engine.reset()
+        engine.backward(model(*batch(rank, step)))  # and the run goes on
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+    return told
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+def test_a_gradient_of_a_frozen_parameter_is_refused_by_name(row: str, everywhere: bool) -> None:
+    kind = "StateError" if everywhere else "PlanMismatch"
+    for told in run_ranks(2, _frozen_with_gradient, row, everywhere):
+        assert len(told) == 2
+        assert all(text.startswith(kind) and "blocks.1.up.weight" in text for text in told), told
+
+
 HOST = zs.Offload(grad="host", optimizer="host")
 
 

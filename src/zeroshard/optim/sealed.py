@@ -125,6 +125,7 @@ class SealedShards(Protocol):
     """The optimizer's side of the resting gradients: its shards carry sealed ones."""
 
     optimizer: torch.optim.Optimizer
+    parameters: list[list[nn.Parameter]]  # the model's own, per param group
 
     def seal(self) -> None:
         """Let every shard without a gradient carry a sealed one."""

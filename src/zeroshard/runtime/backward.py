@@ -86,6 +86,7 @@ class Backward:
         self._begun_at: tuple[Sequence[Unit], Any] = ((), None)
         self.zeroed: set[int] = set()  # parameters, by id, since the last backward
         self._trainable = [unit for unit in weights.units if unit.trainable]
+        self._frozen: list[tuple[str, nn.Parameter]] = []  # that the optimizer was given
         # in unit order
         self.buckets = [bucket for unit in self._trainable for bucket in unit.buckets]
         self.parameters = TrainableParameters(self._trainable)
@@ -94,6 +95,13 @@ class Backward:
         """Let the gradients rest for `optimizer` alone, which seals its shards of them."""
         self.optimizer = optimizer
         self.decisions.attach(optimizer.optimizer)
+        stepped = set(map(id, chain(*optimizer.parameters)))
+        self._frozen = [
+            (name, parameter)
+            for segment in self._weights.segments
+            for name, parameter in zip(segment.names, segment.parameters, strict=True)
+            if segment.grad is None and id(parameter) in stepped
+        ]
 
     # ------------------------------------------------------------------ how a backward is run
 
@@ -518,6 +526,16 @@ class Backward:
         else:
             self._weights.end_backward()
         self.seal()
+
+    def note_ignored(self) -> str:
+        """Return the names of frozen parameters that carry a gradient, which the optimizer would
+        step without an engine, and let the ranks compare them.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            names = ", ".join(name for name, one in self._frozen if one.grad is not None)
+        if names:
+            self.decisions.note("the frozen parameters with a .grad", names)
+        return names
 
     @property
     def gradients(self) -> list[Gradient]:

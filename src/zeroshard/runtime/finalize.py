@@ -181,7 +181,7 @@ class Finalizer:
             backward.accumulation.assign(scaled=self._scaler is not None)
         if frozen := backward.parameters.frozen():
             backward.decisions.note_once("parameters frozen after shard()", names_of(frozen))
-        divisor = self._divisor()
+        ignored, divisor = backward.note_ignored(), self._divisor()
         with self._axes.together(_STEP) as meeting:
             answers = self._average_and_compare(divisor, norm)
             if True in {answer.unreduced for answer in answers}:
@@ -195,6 +195,11 @@ class Finalizer:
                 shared=backward.share is not None,
             )
             self._tell(meeting, answers, united, weight)
+        if ignored:
+            raise StateError(
+                f"{ignored}: frozen, and with a .grad, which the optimizer would step without an"
+                " engine: set requires_grad=True before shard(), or take the gradient off"
+            )
         culprits = [bad for bad in meeting.answers if bad]
         if weight is not None:
             for gradient in backward.gradients:
