@@ -21,6 +21,16 @@ reading) and ``window.publish()`` (all ranks may read again). Payload bytes are 
 
 Cost per rank, N equal shares, buffer of B bytes: ``gather`` and ``reduce`` receive (and send)
 ``B (N-1)/N`` each.
+
+    call           CPU ranks of one host and of several    NCCL (native_transport.py)
+    window.gather  cpu/windows.py PairedWindow.gather      none: the engine calls all_gather
+    all_gather     cpu/collectives.py Collectives          NativeTransport.all_gather
+    reduce         cpu/collectives.py Collectives          NativeTransport.reduce
+    grad_buffer    cpu/collectives.py, slots.py SlotPool   NativeTransport.grad_buffer
+    begin_write    cpu/windows.py Windows.begin_write      NativeTransport.begin_write
+    progress       cpu/control.py PeerControl.progress     nothing to do
+
+One process alone: select.py OneProcess.
 """
 
 from __future__ import annotations

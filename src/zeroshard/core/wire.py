@@ -330,6 +330,6 @@ class Formats:
 
     @property
     def wires(self) -> Wires:
-        """The bytes per element that ``cost.step_bytes`` takes."""
+        """The bytes per element that ``step_bytes`` takes."""
         wires = (self.gather, self.reduce, self.node_sum, self.grad)
         return Wires(*(wire.bytes_per_element for wire in wires))

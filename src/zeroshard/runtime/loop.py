@@ -5,8 +5,9 @@
                        ends        release
     a gradient at its outputs      all-gather
     a parameter's gradient                                      into the bucket
-    the gradients of its inputs    release                      reduce-scatter, add
-    optimizer.step() begins                                     average, agree, clip
+    its last parameter's gradient                               reduce-scatter, add
+    another unit's gradient        release
+    optimizer.step() begins                                     average, agree, clip (unless done)
     the user's optimizer           steps this rank's shards
     optimizer.step() ends          publish
 

@@ -6,7 +6,8 @@
 
 Units are of one size. The step is one of a run that goes on: the order of units is known. Bytes are
 counted on one rank after each command: of gathered weights, and of buckets with a reduce under way.
-``--tape`` prints an event a line, with the commands that it returns.
+``--tape`` prints an event a line, with the commands that it returns. REDUCE, ADD and STEP are no
+commands: they are what the executor does by itself.
 """
 
 from __future__ import annotations
@@ -82,14 +83,14 @@ class WrittenStep:
                 self._run(f"make_room {unit}", schedule.reduces.make_room(size))
                 self._meter.live += size
                 self._buckets += size
-            after = schedule.after_backward(schedule.units[unit])
-            self._run(f"after_backward {unit}", after)
             if crosses:
                 self._run(f"reduce {unit}", schedule.reduces.before((unit, 0)))
                 schedule.reduces.start((unit, 0))
             self._at = f"reduce {unit}"
             self._line("REDUCE" if crosses else "ADD", unit, str(route_now))
             self._run(f"handed_over {unit}", schedule.reduces.handed_over())
+            after = schedule.after_backward(schedule.units[unit])
+            self._run(f"after_backward {unit}", after)
 
     def optimizer_step(self) -> None:
         """Run the optimizer's step, and publish what it has written."""
