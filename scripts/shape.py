@@ -233,7 +233,7 @@ def line_rows(lines: int, num_files: int, code: int) -> Iterator[Row]:
     yield Row("files of the package", num_files, aim=180)
     yield Row(f"lines over {COLUMNS} columns", sum(wide.values()), ", ".join(wide), limit=0)
     yield Row(
-        "lines that README and tour ask to read", read, f"{len(files)} files", limit=7570, aim=5000
+        "lines that README and tour ask to read", read, f"{len(files)} files", limit=9450, aim=5000
     )
 
 

@@ -24,14 +24,14 @@ def _names(path: Path) -> set[str]:
 
 def test_the_tour_names_what_is_there() -> None:
     references = REFERENCE.findall(TOUR)
-    assert len(references) > 25
+    assert len(references) > 40 and len({file for file, _ in references}) >= 20
     for file, name in references:
         assert name in _names(ROOT / "src" / "zeroshard" / file), (file, name)
 
 
 def test_the_tours_files_are_there() -> None:
     files = set(re.findall(r"`([a-z_/]+\.py)`", TOUR))
-    assert len(files) >= 6
+    assert files
     for file in files:
         assert any((place / file).is_file() for place in (ROOT / "src" / "zeroshard", ROOT)), file
 
