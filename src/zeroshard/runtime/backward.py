@@ -433,7 +433,8 @@ class Backward:
 
     def complete(self, unit: Unit, *, has_all: bool = False, was_left: bool = False) -> bool:
         """Hand `unit` over, once in this pass, unless gradients of it are still to come; return
-        whether it was. `has_all`: the caller knows that none are; `was_left`: some may have none.
+        whether it was. `has_all`: the caller knows that none are; `was_left`: the backward has gone
+        on, and some parameters may have none.
         """
         current, expected = self._pass, unit.residency.counts
         if unit.index in current.reduced or not unit.trainable:
@@ -504,10 +505,11 @@ class Backward:
         self._pass.end()
         own = self._trainable if self._pass.units is None else self._pass.units
         for unit in reversed(own):
-            self.complete(unit, has_all=True)
+            if unit.index not in self._pass.reduced:
+                self.complete(unit, has_all=True)
         self.reductions.start_all()
         for unit in self._weights.units:
-            if unit.residency.has(Use.BACKWARD):
+            if unit.residency.counts[Use.BACKWARD]:
                 self._weights.after_backward(unit)
         self._pass.finished.clear()
         self._weights.end_pass()

@@ -15,8 +15,9 @@ auxiliary loss on an inner output) still finds the weights there.
 
 [Note: compiled forwards] Dynamo runs the hooks as they are where it does not trace a module's call:
 around ``torch.compile(model)``, ``module.compile()`` and a compiled ``module.forward``. Inside a
-graph, hooks of modules that span a unit end it. The others do nothing there, nor do the hooks of a
-whole model with weights that rest whole: all of them are waited for before it.
+graph it traces another function in their place (``_torchdynamo_inline``): hooks of modules that
+span a unit end the graph. The others do nothing there, nor do the hooks of a whole model with
+weights that rest whole: all of them are waited for before it.
 
 Nothing of torch is patched. The hooks hold the engine's parts, the user's tensors hold nothing.
 """
@@ -27,7 +28,7 @@ import itertools
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,6 @@ from zeroshard.runtime.units import UnitPlan, roots_of
 from zeroshard.state.local import local_of, part_within
 
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)  # what every module has
-_PLAIN = frozenset((torch.Tensor,))
 _HOOK_NUMBERS = itertools.count(-1, -1)  # torch's own are positive
 
 
@@ -320,13 +320,13 @@ class Hooks:
                 self._watch_inputs(ends, args, kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            nonlocal known, own_names
             if loop.between_sections or (weights.shown and weights.nothing_to_do):
                 return
             first = begun.pop() if begun else 0
             if output is not None and has_grad() and peek_stack() is None:
                 watch(output)
                 if reads_parameters:
-                    nonlocal known, own_names
                     held = module.__dict__
                     if len(held) != known or not own_names <= held.keys():
                         known, own_names = len(held), held.keys() - self._own_attributes
@@ -409,13 +409,10 @@ class Hooks:
         return watch
 
     def _watch_inputs(self, units: list[Unit], args: Any, kwargs: Any) -> None:
-        is_plain = _PLAIN.issuperset(map(type, args)) and not kwargs  # the usual case
-        given: Iterable[torch.Tensor] = args if is_plain else tensors_in((args, kwargs))
         inputs: list[torch.Tensor] = []
-        for tensor in given:
-            if tensor.requires_grad and (
-                type(tensor) is torch.Tensor or not isinstance(tensor, nn.Parameter)
-            ):
+        for tensor in tensors_in([*args, *kwargs.values()]):
+            is_plain = type(tensor) is torch.Tensor
+            if tensor.requires_grad and (is_plain or not isinstance(tensor, nn.Parameter)):
                 inputs.append(tensor)
         if not inputs:
             return
@@ -445,6 +442,10 @@ class Hooks:
 
         # not torch's multi-grad hook: its closure holds the graph that holds it
         for tensor in inputs:
+            hooks = tensor._backward_hooks  # most are outputs of a module of ours
+            if hooks is not None and tensor.grad_fn is not None:
+                hooks[next(_HOOK_NUMBERS)] = arrived  # register_hook would make a handle
+                continue
             hook = tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
             if tensor.grad_fn is None:
                 on_leaves.append(hook)
