@@ -46,8 +46,8 @@ WIRE = (group_all_gather, group_reduce_scatter)
 BESIDE = ("mesh.py", "transport.py")  # arithmetic and counting, not on the way
 SERVING = ("progress", "serve")  # of comm/: functions that go on with whatever has begun
 # by a function on the way: of Loop, of Backward
-KINDS = {"gather": ("begin_module", "begin_backward"), "reduce": ("_hand_over",)}
-HOOKED = (["begin_backward"], ["take_grad"])  # hooks themselves
+KINDS = {"gather": ("begin_module", "begin_units"), "reduce": ("complete",)}
+HOOKED = (["begin_units"], ["take_grad"])  # hooks themselves
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "nccl": (2, {"transport": "nccl"}),
     "shared memory": (2, {"transport": "shared_memory"}),

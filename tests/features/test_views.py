@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
+from benchmarks.fake_world import fake_world
 from tests.support.harness import run_ranks
 from tests.support.training import ROWS, TRANSPORTS, train_row
 from zeroshard import StateError
@@ -386,3 +387,33 @@ def test_a_result_that_left_unseen_is_named_in_the_step_after_the_first_bad_one(
     transport: str,
 ) -> None:
     run_ranks(2, _hidden, transport)
+
+
+class Renaming(nn.Module):
+    """Keeps a part of what it computes as an attribute `name`, and takes away what it has kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.name = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in ("first", "second"):
+            self.__dict__.pop(name, None)
+        result = x * self.scale
+        if self.name:
+            setattr(self, self.name, (result * self.scale).sum())
+        return result
+
+
+def test_attributes_are_watched_that_a_later_forward_adds_or_renames() -> None:
+    model = nn.Sequential(Renaming(), nn.Linear(WIDTH, WIDTH))
+    with fake_world(2):
+        comm = zs.Comm(transport="nccl")
+        engine = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=3, comm=comm)
+        for name in ("", "first", "second"):
+            model[0].name = name
+            model(torch.randn(5, WIDTH)).sum().backward()
+            if name:
+                assert vars(model[0])[name]._backward_hooks, name
+        engine.close()

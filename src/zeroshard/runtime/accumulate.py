@@ -564,7 +564,7 @@ class Accumulate:
         """`place` is where the inputs of visits rest."""
         self._loop = hooks.loop
         self._weights, self._backward = hooks.loop.weights, hooks.loop.backward
-        self._watch = hooks.watch_outputs
+        self._watcher = hooks.watcher
         self._device = context.device
         self._scaler = scaler
         self._place = place
@@ -772,7 +772,7 @@ class Accumulate:
         """Run the backward of micro-batch `index` in one section."""
         weight = self._counts[index]
         counts = self._backward.share if weight is None else weight
-        watch = partial(self._watch, visit.section.units)
+        watch = self._watcher(visit.section.units)
         scaled = self._scaler is not None
         mode = {"has_loss": True, "scaled": scaled, "weight": weight}
         with self._turn(index), self._backward.running_as(**mode):

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _get_current_graph_task_keep_graph as retains_graph
 
 from zeroshard.core.residency import Use
 from zeroshard.core.schedule import Until
@@ -47,6 +48,7 @@ from zeroshard.runtime.backward_pass import (
     when_over,
 )
 from zeroshard.runtime.decisions import Decisions
+from zeroshard.runtime.events import StepEvents
 from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.trainable import ASSIGNED, TrainableParameters, Trained, names_of, seal
@@ -193,93 +195,93 @@ class Backward:
         """Whether a backward is under way."""
         return bool(self._pass.tasks) or self._pass.driven or self._pass.awaits_outer
 
-    def arrival(
-        self, units: Sequence[Unit], epoch: int, begin: Callable[[Sequence[Unit], int], None]
-    ) -> Callable[[torch.Tensor], None]:
-        """Return the hook of an output of a module of `units` that runs under `epoch`: it calls
-        `begin` with both, unless their weights are known to be here.
-        """
-        weights = self._weights
-        task, node = torch._C._current_graph_task_id, torch._C._current_autograd_node
+    def begin_units(
+        self, units: Sequence[Unit], epoch: int, events: StepEvents, grad: torch.Tensor
+    ) -> None:
+        """A gradient has come to an output of a module of `units`, which are one object for all of
+        its modules: their weights are needed as they were in the forward under `epoch`.
 
-        def arrived(grad: torch.Tensor) -> None:
-            self._begun_at = units, node()
-            if weights.served is not units or weights.served_in != task():
-                begin(units, epoch)
-
-        return arrived
-
-    def before_units(self, units: Sequence[Unit], epoch: int) -> None:
-        """A gradient arrives at the outputs of a module of `units`: their weights are needed as
-        they were in the forward under `epoch`.
-        """
-        task, weights = torch._C._current_graph_task_id(), self._weights
-        again = torch.is_grad_enabled()
-        for unit in units:
-            if task not in self._pass.tasks:
-                self.enter()
-            current = self._pass
-            if epoch != weights.epoch:
-                raise StateError(
-                    f"backward through unit {unit.name!r} of a forward that ran before the last"
-                    " optimizer.step(), load or writeback: its weights have changed since; run the"
-                    " forward again (or step after the backward)"
-                )
-            unit.residency.acquire(Use.BACKWARD)
-            self._go_on(current.reach(unit, task), units)
-            if again:  # create_graph=True: another backward may go through this one
-                weights.hold(unit, "backward", Until.STEP)
-            elif commands := weights.need(unit, "backward"):
-                weights.run(commands)
-        if not (again or self._pass.finished):
-            weights.serve(units, task)
-
-    def _go_on(self, left: Iterable[Unit], to: Sequence[Unit]) -> None:
-        """The backward has come from units `left` to units `to`: hand `left` over, and release the
-        others that have all their gradients.
-
-        Not when they come: autograd hands a gradient over before it runs the other nodes of the
+        What the backward leaves is handed over now, and released if it has all its gradients. Not
+        when they come: autograd hands a gradient over before it runs the other nodes of the
         module, which may read ``weight.detach()``. It runs the nodes that were made last first, so
         all nodes of a unit have run when it comes to another unit, but for units around others. By
         then a unit with some parameters that are unused here is handed over, too: other ranks,
         which use them, have done so, and collectives meet in the order in which they begin.
         """
-        finished = self._pass.finished
+        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
+        self._begun_at, weights, finished = (units, node), self._weights, self._pass.finished
+        if weights.served is units and weights.served_in == task and not finished:
+            return
+        for listener in events.before_backward:
+            listener(units)
+        if task not in self._pass.tasks:
+            self.enter()
+        if epoch != weights.epoch:
+            raise StateError(
+                f"backward through unit {units[0].name!r} of a forward that ran before the last"
+                " optimizer.step(), load or writeback: its weights have changed since; run the"
+                " forward again (or step after the backward)"
+            )
+        current = self._pass
+        finished, entered = current.finished, current.tasks[task].entered
+        # what two modules return, one around the other or one that passes it on, is one node's
+        # output
+        last, first = current.nodes.get(task, (None, 0))
+        left = () if node is last else entered[first:]
+        if node is not last:
+            current.nodes[task] = node, len(entered)
+        entered.extend(units)
         for unit in left:
-            if unit.index not in self._pass.reduced and unit not in to:
+            if unit.index not in current.reduced and unit not in units:
                 self._leave_behind(unit)
-        for unit in to:
+        for unit in units:
             finished.pop(unit.index, None)
-        for unit in list(finished.values()):
+        for unit in [*finished.values()]:
             if not unit.holds_others:
-                self._weights.after_backward(finished.pop(unit.index))
+                weights.after_backward(finished.pop(unit.index))
+        again = torch.is_grad_enabled()
+        for unit in units:
+            unit.residency.acquire(Use.BACKWARD)
+            if again:  # create_graph=True: another backward may go through this one
+                weights.hold(unit, "backward", Until.STEP)
+            elif commands := weights.need(unit, "backward"):
+                weights.run(commands)
+        weights.serve(None if again else units, task)
+        for ends_now in events.after_backward:
+            ends_now()
 
     def _leave_behind(self, unit: Unit) -> None:
         """All nodes of `unit` have run, but for nodes of units inside it."""
         own = self._pass.units
-        if (own is None or unit in own) and not unit.holds_others and self._is_due(unit):
-            self.reductions.open_zeros(unit, sync=self.mode.sync)
-            self._hand_over(unit)
-            if not unit.has_frozen:
-                self._finish(unit)
+        if (own is None or unit in own) and not unit.holds_others:
+            is_over = self.complete(unit, was_left=True)
+            if is_over and not unit.has_frozen:
+                self._pass.finished[unit.index] = unit
 
-    def after_inputs(self, unit: Unit, *, before_others: bool = False) -> None:
-        """The gradients of `unit`'s inputs are there: whatever did not get one by now gets none
-        in this backward.
+    def after_inputs(self, units: Sequence[Unit], *, counted: bool, before_others: bool) -> None:
+        """The gradients of the inputs of `units` are there: whatever did not get one by now gets
+        none in this backward.
 
-        `before_others`: other nodes of the unit may still have to run.
+        `counted`: their forward is one of those that a backward follows; `before_others`: other
+        nodes of the units may still have to run.
         """
-        if unit.residency.counts[Use.BACKWARD] and (self._pass.tasks or self.running):
-            if unit.arrived:
-                self.complete(unit)
-            # an output of this unit may be the input: its backward needs the weights now, or soon
-            units, node = self._begun_at
-            begins = unit in units and node is torch._C._current_autograd_node()
-            if before_others or begins or unit.residency.has(Use.FOLLOWED):
-                self._finish(unit)
-                return
-            self._pass.finished.pop(unit.index, None)
-            self._weights.after_backward(unit)
+        done = counted and not retains_graph()  # else this graph's backward may follow once more
+        current, (begun, node) = self._pass, self._begun_at
+        for unit in units:
+            if done:
+                unit.residency.release(Use.FOLLOWED)
+            counts = unit.residency.counts
+            if counts[Use.BACKWARD] and (current.tasks or self.running):
+                if unit.arrived:
+                    self.complete(unit)
+                # an output of this unit may be the input: its backward needs the weights now, or
+                # soon
+                begins = unit in begun and node is torch._C._current_autograd_node()
+                if before_others or begins or counts[Use.FOLLOWED]:
+                    current.finished[unit.index] = unit
+                else:
+                    current.finished.pop(unit.index, None)
+                    self._weights.after_backward(unit)
 
     def taker(self, number: int, hooks: Mapping[int, int]) -> Callable[[torch.Tensor], None]:
         """Return the hook for when autograd has finished the gradient of `parameters[number]`;
@@ -297,7 +299,7 @@ class Backward:
             if alive is None:
                 return
             one, grad, task = alive.parameters[number], parameter.grad, running()
-            if isinstance(grad, SealedGrad):  # no hook came before this one
+            if type(grad) is not plain and isinstance(grad, SealedGrad):  # no hook came before
                 grad = grad.accumulated()
                 alive.enter()
             # before the pass begins: it was None before autograd came, which tells what the user
@@ -330,10 +332,10 @@ class Backward:
                     current.outer.discard(key)
                 if len(unit.arrived) >= unit.expected:
                     if not unit.has_frozen:
-                        alive._finish(unit)
-                    if alive._is_due(unit):
-                        alive._hand_over(unit)
-            has_next = next(reversed(parameter._post_accumulate_grad_hooks)) != hooks[number]
+                        current.finished[unit.index] = unit
+                    alive.complete(unit)
+            every = parameter._post_accumulate_grad_hooks
+            has_next = len(every) > 1 and next(reversed(every)) != hooks[number]
             if has_next and not alive.parameters.hides:
                 seal([one], alive, None)  # for the hook after this one
 
@@ -347,15 +349,17 @@ class Backward:
 
     def _add(self, trained: Trained, grad: torch.Tensor) -> None:
         """Take in a gradient of any kind."""
-        grad, current, sync = trained.local(grad), self._pass, self.mode.sync
+        grad, unit, current = trained.local(grad), trained.unit, self._pass
         if self.leaves is None or not self.leaves.keep(trained, grad):
-            more, once = current.gathers, current.brings_once(trained.unit)
-            trained.bucket.add(trained.index, grad, sync=sync, more=more, once=once)
-
-    def _finish(self, unit: Unit) -> None:
-        """All gradients of `unit` have come: it is released when the backward goes on."""
-        self._pass.finished[unit.index] = unit
-        self._weights.serve(None)
+            again = current.gathers or current.nested or unit in current.recomputed
+            trained.bucket.add(
+                trained.index,
+                grad,
+                sync=self.mode.sync,
+                more=current.gathers,
+                # no second gradient of a parameter comes before the next reduce of its unit
+                once=not (again or unit.index in current.reduced),
+            )
 
     # ------------------------------------------------------------------ a pass
 
@@ -435,43 +439,40 @@ class Backward:
                 one.bucket.zero([one.index])
         return assigned
 
-    def complete(self, unit: Unit, *, has_all: bool = False) -> None:
-        """Hand `unit` over, once in this pass, unless gradients of it are still to come. `has_all`:
-        the caller knows that none are.
+    def complete(self, unit: Unit, *, has_all: bool = False, was_left: bool = False) -> bool:
+        """Hand `unit` over, once in this pass, unless gradients of it are still to come; return
+        whether it was. `has_all`: the caller knows that none are; `was_left`: the backward has gone
+        on, and some parameters may have none.
         """
-        if self._is_due(unit, has_all=has_all):
-            self._hand_over(unit)
-
-    def _is_due(self, unit: Unit, *, has_all: bool = False) -> bool:
-        """Whether to hand `unit` over: not yet in this pass, and no gradient of it is to come."""
         current, expected = self._pass, unit.residency.counts
         if unit.index in current.reduced or not unit.trainable:
             return False
-        if has_all or current.gathers:
-            return has_all
-        # see [Note: nested backwards]
-        if expected[Use.REPEATED] or (len(current.tasks) > 1 and expected[Use.FOLLOWED]):
-            return False
-        if not current.nested:
-            if len(unit.arrived) >= unit.expected:
-                return True
-        elif current.in_checkpoint and unit not in current.recomputed:
-            return False  # read there, and none of its modules called
-        task = torch._C._current_graph_task_id()
-        return not any(
-            id(p) in current.outer or (unit.arrived.get(id(p)) != task and gets_gradient(p))
-            for segment in unit.trainable
-            for p in segment.parameters
-        )
-
-    def _hand_over(self, unit: Unit) -> None:
-        if self._pass.assigned:
-            for one in self._pass.left(unit):
-                self._add(one, one.take())
+        if not has_all:
+            if current.gathers:
+                return False
+            # see [Note: nested backwards]
+            if expected[Use.REPEATED] or (len(current.tasks) > 1 and expected[Use.FOLLOWED]):
+                return False
+            if current.nested or len(unit.arrived) < unit.expected:
+                # read there, and none of its modules called
+                if current.nested and current.in_checkpoint and unit not in current.recomputed:
+                    return False
+                task = torch._C._current_graph_task_id()
+                if any(
+                    id(p) in current.outer or (unit.arrived.get(id(p)) != task and gets_gradient(p))
+                    for segment in unit.trainable
+                    for p in segment.parameters
+                ):
+                    return False
+        if was_left:
+            self.reductions.open_zeros(unit, sync=self.mode.sync)
+        for one in current.left(unit) if current.assigned else ():
+            self._add(one, one.take())
         unit.expect_no_more()
-        if self.reductions.start(unit, sync=self.mode.sync, with_earlier=self._pass.brings):
-            self._pass.reduced[unit.index] = self._weights.schedule.num_gathered
+        if self.reductions.start(unit, sync=self.mode.sync, with_earlier=current.brings):
+            current.reduced[unit.index] = self._weights.schedule.num_gathered
         self.reductions.advance()
+        return True
 
     def shadow(
         self, order: Iterable[int] | None, *, sync: bool, scaled: bool, weighted: bool
@@ -488,11 +489,11 @@ class Backward:
                 if unit is not None and unit.index not in self._pass.reduced:
                     self.reductions.open_zeros(unit, sync=sync)
                     if unit.index not in last:
-                        self._hand_over(unit)
+                        self.complete(unit, has_all=True)
                 while due and due[0][1] <= self._weights.schedule.num_gathered:
-                    self._hand_over(units[due.popleft()[0]])
+                    self.complete(units[due.popleft()[0]], has_all=True)
             for index, _ in due:
-                self._hand_over(units[index])
+                self.complete(units[index], has_all=True)
             self._end()
 
     def _leave(self, task: int) -> None:
@@ -512,11 +513,11 @@ class Backward:
         self._pass.end()
         own = self._trainable if self._pass.units is None else self._pass.units
         for unit in reversed(own):
-            if unit.trainable and unit.index not in self._pass.reduced:
-                self._hand_over(unit)
+            if unit.index not in self._pass.reduced:
+                self.complete(unit, has_all=True)
         self.reductions.start_all()
         for unit in self._weights.units:
-            if unit.residency.has(Use.BACKWARD):
+            if unit.residency.counts[Use.BACKWARD]:
                 self._weights.after_backward(unit)
         self._pass.finished.clear()
         self._weights.end_pass()
@@ -630,10 +631,3 @@ class Backward:
 
 # engines that have multiplied the loss of the backward under way, which may reach others
 _multiplying: list[Backward] = []
-
-
-def retains_graph() -> bool:
-    """Whether the backward that is running keeps its graph (``retain_graph=True`` or
-    ``create_graph=True``).
-    """
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -261,11 +261,6 @@ class BackwardPass:
         """A gradient comes, brought by graph task `task`."""
         self.brings, self.brought = True, task
 
-    def brings_once(self, unit: Unit) -> bool:
-        """Whether no parameter of `unit` gets a second gradient before the next reduce of it."""
-        again = self.gathers or self.nested or unit in self.recomputed
-        return not (again or unit.index in self.reduced)
-
     def end(self) -> None:
         """No gradient comes any more."""
         self.ended = True
@@ -298,19 +293,6 @@ class BackwardPass:
         """A graph task is over; return the units that it has come to."""
         self.nodes.pop(task, None)
         return self.tasks.pop(task).entered
-
-    def reach(self, unit: Unit, task: int) -> Sequence[Unit]:
-        """A gradient has arrived at `unit`'s outputs. Return the units that this task came to
-        before and that have run their nodes since: what two modules return, one around the other or
-        one that passes it on, is one node's output.
-        """
-        entered, node = self.tasks[task].entered, torch._C._current_autograd_node()
-        last, first = self.nodes.get(task, (None, 0))
-        left = () if node is last else entered[first:]
-        if node is not last:
-            self.nodes[task] = node, len(entered)
-        entered.append(unit)
-        return left
 
 
 class Accumulation:

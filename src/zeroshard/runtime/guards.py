@@ -261,9 +261,9 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 OWNED = "_zeroshard_engine"  # in the instance dictionary of a model that an engine has sharded
 
 
-def guard(model: nn.Module) -> list[Any]:
+def guard(model: nn.Module) -> list[_Attribute]:
     """Mark `model` as sharded and refuse what must not be done to it and its submodules; return
-    handles with ``remove()``.
+    the entries.
     """
     wrap = _Unwrappable(type(model).__name__)
     handles = [
@@ -288,11 +288,11 @@ class _Attribute:
     """
 
     def __init__(self, module: nn.Module, name: str, value: Any) -> None:
-        self._module, self._name = module, name
+        self._module, self.name = module, name
         module.__dict__[name] = value
 
     def remove(self) -> None:
-        self._module.__dict__.pop(self._name, None)
+        self._module.__dict__.pop(self.name, None)
 
 
 class _Unwrappable:
@@ -339,10 +339,16 @@ def _refusing_parts(module: nn.Module, prefix: str) -> Callable[..., None]:
     return register
 
 
-def leave_alone(hook: Callable[..., Any], *, callees: bool = True) -> None:
-    """Have Dynamo run `hook` as it is, and its `callees`: see [Note: compiled forwards]."""
+def leave_alone(
+    hook: Callable[..., Any], *, callees: bool = True, in_graph: Callable[..., Any] | None = None
+) -> None:
+    """Have Dynamo run `hook` as it is, and its `callees`, and trace `in_graph` in its place inside
+    a graph: see [Note: compiled forwards].
+    """
     then = _FrameAction.SKIP if callees else _FrameAction.DEFAULT
     set_code_exec_strategy(hook.__code__, _FrameExecStrategy(_FrameAction.SKIP, then))
+    if in_graph is not None:
+        hook.__dict__["_torchdynamo_inline"] = in_graph
 
 
 def between_graphs(hook: _Hook) -> _Hook:

@@ -15,8 +15,9 @@ auxiliary loss on an inner output) still finds the weights there.
 
 [Note: compiled forwards] Dynamo runs the hooks as they are where it does not trace a module's call:
 around ``torch.compile(model)``, ``module.compile()`` and a compiled ``module.forward``. Inside a
-graph, hooks of modules that span a unit end it. The others do nothing there, nor do the hooks of a
-whole model with weights that rest whole: all of them are waited for before it.
+graph it traces another function in their place (``_torchdynamo_inline``): hooks of modules that
+span a unit end the graph. The others do nothing there, nor do the hooks of a whole model with
+weights that rest whole: all of them are waited for before it.
 
 Nothing of torch is patched. The hooks hold the engine's parts, the user's tensors hold nothing.
 """
@@ -27,7 +28,8 @@ import itertools
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,10 +57,9 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.trees import tensors_in, tensors_within
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, roots_of
-from zeroshard.state.local import part_within
+from zeroshard.state.local import local_of, part_within
 
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)  # what every module has
-_PLAIN = frozenset((torch.Tensor,))
 _HOOK_NUMBERS = itertools.count(-1, -1)  # torch's own are positive
 
 
@@ -99,7 +100,7 @@ class _ParameterTie:
     def watch(self, result: Any) -> None:
         hooks, unit = self._hooks(), self._unit()
         if hooks is not None and unit is not None and torch.is_grad_enabled():
-            hooks.watch_outputs([unit], result)
+            hooks.watcher((unit,))(result)
             # p.float() is p itself, and what follows is not seen
             hooks.loop.hold_parameters(result)
 
@@ -183,11 +184,13 @@ class Hooks:
         self._hook_id = 0  # of the hook after each module's forward
         # load_state_dict under way: per unit its context, its copies, modules still to load
         self._loads: dict[int, list[Any]] = {}
-        # the hooks of outputs, by units, and the epoch that they belong to
-        self._arrivals: dict[tuple[Unit, ...], tuple[int, Callable[[torch.Tensor], None]]] = {}
+        self._watchers: dict[tuple[Unit, ...], Callable[..., None]] = {}
         units = loop.weights.units
         spans, needed = _needed(plans, units)
-        self._handles += guard(model)
+        guards = guard(model)
+        self._handles += guards
+        # attributes of modules in which no forward leaves a tensor
+        self._own_attributes = _OWN_ATTRIBUTES.union(entry.name for entry in guards)
         for module, held in needed.values():
             ends = [unit for unit in held if (id(module), unit.index) in spans]
             alone = [unit for unit in held if not plans[unit.index].roots]  # no module spans them
@@ -290,20 +293,17 @@ class Hooks:
         reads_parameters = bool(module._parameters) and not type(module).__module__.startswith(
             "torch.nn."
         )
+        # entries of such a module's dictionary, and names of those that may lead to tensors
+        known, own_names = 0, set[str]()
         # of forwards under way, the number of the first autograd node that they can make
         begun: list[int] = []
         # of the same, whether one around it has all units, as most modules' have
         within: list[bool] = []
         residencies = [unit.residency for unit in units]
+        watch, has_grad = self.watcher(units), torch.is_grad_enabled
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if loop.between_sections:
-                return
-            if is_dynamo_compiling():  # inside a forward, around which other units are gathered
-                if computed and not loop.compiled:
-                    before_between(module, args, kwargs)
-                return
-            if weights.shown and weights.nothing_to_do:
+            if loop.between_sections or (weights.shown and weights.nothing_to_do):
                 return
             if reads_parameters:
                 begun.append(torch._C._autograd._get_sequence_nr())
@@ -311,30 +311,27 @@ class Hooks:
                 begins(units)
             within.append(
                 schedule.inside.issuperset(residencies)
-                and (torch.is_grad_enabled() or schedule.evaluates)
+                and (has_grad() or schedule.evaluates)
                 and task() < 0
             )
             if not within[-1]:
                 loop.begin_module(units)
-            if ends and torch.is_grad_enabled() and peek_stack() is None:
+            if ends and has_grad() and peek_stack() is None:
                 self._watch_inputs(ends, args, kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if loop.between_sections:
-                return
-            if is_dynamo_compiling():
-                if computed and not loop.compiled:
-                    after_between(module, args, kwargs, output)
-                return
-            if weights.shown and weights.nothing_to_do:
+            nonlocal known, own_names
+            if loop.between_sections or (weights.shown and weights.nothing_to_do):
                 return
             first = begun.pop() if begun else 0
-            if output is not None and torch.is_grad_enabled() and peek_stack() is None:
-                self.watch_outputs(units, output)
+            if output is not None and has_grad() and peek_stack() is None:
+                watch(output)
                 if reads_parameters:
-                    held = vars(module).items()
-                    own = [value for name, value in held if name not in _OWN_ATTRIBUTES]
-                    self.watch_outputs(units, (args, kwargs, own), since=first)
+                    held = module.__dict__
+                    if len(held) != known or not own_names <= held.keys():
+                        known, own_names = len(held), held.keys() - self._own_attributes
+                    own = map(held.__getitem__, own_names)
+                    watch([*args, *kwargs.values(), *own], first)
             for listener in events.computed if computed else ():
                 listener(computed, output)
             if not (within and within.pop()):
@@ -342,10 +339,17 @@ class Hooks:
             for ends_now in events.after_module:
                 ends_now()
 
-        before_between: Callable[..., None] = between_graphs(lambda *given: before(*given))
-        after_between: Callable[..., None] = between_graphs(lambda *given: after(*given))
-        leave_alone(before)
-        leave_alone(after)
+        def in_graph(hook: Callable[..., None]) -> Callable[..., None]:
+            between: Callable[..., None] = between_graphs(lambda *given: hook(*given))
+
+            def traced_hook(*given: Any) -> None:  # in a forward, around which others are gathered
+                if computed and not (loop.compiled or loop.between_sections):
+                    between(*given)
+
+            return traced_hook
+
+        leave_alone(before, in_graph=in_graph(before))
+        leave_alone(after, in_graph=in_graph(after))
         self._handles.append(
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         )
@@ -368,37 +372,48 @@ class Hooks:
         handle.id = self._hook_id
         return handle
 
-    def watch_outputs(self, units: Sequence[Unit], output: Any, *, since: int = 0) -> None:
-        """Have `units` gathered when a gradient arrives at a tensor of `output` that autograd
-        has made `since`; leave views their memory.
+    def watcher(self, units: Sequence[Unit]) -> Callable[..., None]:
+        """Return a function that has `units` gathered when a gradient arrives at a tensor in its
+        argument that autograd has made `since`; it leaves views their memory, see
+        [Note: views that leave] in state/state.py.
         """
-        key, now = tuple(units), self.loop.weights.epoch
-        epoch, arrived = self._arrivals.get(key, (-1, None))
-        if arrived is None or epoch != now:
-            arrived = self.loop.backward.arrival(key, now, self.loop.begin_backward)
-            self._arrivals[key] = (now, arrived)
-        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_within(output):
-            for unit in units:
-                unit.leave_views(tensor)
-            # held, else torch 2.13 crashes in register_hook on a view after a write to its base
-            node = tensor.grad_fn
-            # a leaf needs no weights, and would keep the hook
-            if node is not None and (not since or node._sequence_nr() >= since):
-                hooks = tensor._backward_hooks  # as Tensor.register_hook does, without a handle
-                if hooks is None:
-                    tensor._backward_hooks = hooks = OrderedDict()
-                    node._register_hook_dict(tensor)
-                hooks[next(_HOOK_NUMBERS)] = arrived
-            del node
+        key = tuple(units)
+        if key in self._watchers:
+            return self._watchers[key]
+        weights, events = self.loop.weights, self.loop.events
+        begin = self.loop.backward.begin_units
+        flats = [segment.flat for unit in units for segment in unit.segments]
+        buffers = [flat.buffer for flat in flats if flat.full_bytes]
+
+        def watch(value: Any, since: int = 0) -> None:
+            for tensor in (value,) if isinstance(value, torch.Tensor) else tensors_within(value):
+                is_plain = type(tensor) is torch.Tensor
+                # parameters are guarded themselves
+                if buffers and (is_plain or not isinstance(tensor, nn.Parameter)):
+                    address = (tensor if is_plain else local_of(tensor)).data_ptr()
+                    for buffer in buffers:
+                        if 0 <= address - buffer.tensor.data_ptr() < buffer.num_bytes:
+                            buffer.leave()
+                # held, else torch 2.13 crashes in register_hook on a view after a write to its base
+                node = tensor.grad_fn
+                # a leaf needs no weights, and would keep the hook
+                if node is not None and (not since or node._sequence_nr() >= since):
+                    hooks = tensor._backward_hooks  # as Tensor.register_hook does, without a handle
+                    if hooks is None:
+                        tensor._backward_hooks = hooks = OrderedDict()
+                        node._register_hook_dict(tensor)
+                    hooks[next(_HOOK_NUMBERS)] = partial(begin, key, weights.epoch, events)
+                del node
+
+        self._watchers[key] = watch
+        return watch
 
     def _watch_inputs(self, units: list[Unit], args: Any, kwargs: Any) -> None:
-        is_plain = _PLAIN.issuperset(map(type, args)) and not kwargs  # the usual case
-        given: Iterable[torch.Tensor] = args if is_plain else tensors_in((args, kwargs))
-        inputs = [
-            tensor
-            for tensor in given
-            if tensor.requires_grad and not isinstance(tensor, nn.Parameter)
-        ]
+        inputs: list[torch.Tensor] = []
+        for tensor in tensors_in([*args, *kwargs.values()]):
+            is_plain = type(tensor) is torch.Tensor
+            if tensor.requires_grad and (is_plain or not isinstance(tensor, nn.Parameter)):
+                inputs.append(tensor)
         if not inputs:
             return
         loop = self.loop
@@ -414,19 +429,23 @@ class Hooks:
 
         def arrived(grad: torch.Tensor) -> None:
             if grad.grad_fn is not None:  # create_graph=True
-                self.watch_outputs(units, grad)
+                self.watcher(units)(grad)
             for listener in loop.events.returned:
                 listener(units, grad)
             task = torch._C._current_graph_task_id()
             waiting[task] = waiting.get(task, num_inputs) - 1
             if not waiting[task]:
                 del waiting[task]
-                loop.end_backward(units, counted=counts, before_others=bool(on_leaves))
+                loop.backward.after_inputs(units, counted=counts, before_others=bool(on_leaves))
                 for hook in on_leaves:
                     hook.remove()
 
         # not torch's multi-grad hook: its closure holds the graph that holds it
         for tensor in inputs:
+            hooks = tensor._backward_hooks  # most are outputs of a module of ours
+            if hooks is not None and tensor.grad_fn is not None:
+                hooks[next(_HOOK_NUMBERS)] = arrived  # register_hook would make a handle
+                continue
             hook = tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
             if tensor.grad_fn is None:
                 on_leaves.append(hook)

@@ -1,4 +1,5 @@
-"""The loop of the papers: what happens at every event of a training step, in one file.
+"""The loop of the papers: what happens at every event of a training step. Those of a backward, the
+three in the middle, are in runtime/backward.py.
 
     event                          weights of a unit            its gradients
     a module's forward begins      all-gather
@@ -34,7 +35,7 @@ from torch import nn
 from zeroshard.core.residency import Use
 from zeroshard.core.schedule import Phase, Until
 from zeroshard.errors import StateError
-from zeroshard.runtime.backward import Backward, retains_graph
+from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import count_recomputations, is_checkpointed
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import Finalizer
@@ -168,26 +169,6 @@ class Loop:
         if self.weights.schedule.running == 1 and not in_backward:
             self.hold_parameters(output)
         self.weights.leave()
-
-    # ------------------------------------------------------------------ its backward
-
-    def begin_backward(self, units: Sequence[Unit], epoch: int) -> None:
-        """A gradient has come to an output of a module that ran under `epoch`."""
-        for arrived in self.events.before_backward:
-            arrived(units)
-        self.backward.before_units(units, epoch)
-        for listener in self.events.after_backward:
-            listener()
-
-    def end_backward(self, units: Sequence[Unit], *, counted: bool, before_others: bool) -> None:
-        """The gradients of its inputs have come. `counted`: its forward is one of those that a
-        backward follows; `before_others`: other nodes of the module may still have to run.
-        """
-        done = counted and not retains_graph()  # else this graph's backward may follow once more
-        for unit in units:
-            if done:
-                unit.residency.release(Use.FOLLOWED)
-            self.backward.after_inputs(unit, before_others=before_others)
 
     # ------------------------------------------------------------------ parameters used elsewhere
 

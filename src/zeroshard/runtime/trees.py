@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 from types import CellType
 from typing import Any
 
@@ -11,20 +11,8 @@ import torch
 from torch import nn
 
 _MOST_OBJECTS = 1000  # that `tensors_within` looks into: an object may lead to all there is
-_ATOMS = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    bool,
-    type(None),
-    type,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    nn.Module,
-)
+_PLAIN_ATOMS: frozenset[type] = frozenset((str, bytes, int, float, complex, bool, type(None)))
+_ATOMS: tuple[type, ...] = (*_PLAIN_ATOMS, type, torch.dtype, torch.device, torch.Size, nn.Module)
 
 
 def is_cache(value: Any) -> bool:
@@ -32,47 +20,53 @@ def is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in `value`: a tensor, or nested lists, tuples, dicts (Transformers'
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return every tensor in `value`: a tensor, or nested lists, tuples, dicts (Transformers'
     outputs among them), dataclasses.
     """
+    found: list[torch.Tensor] = []
+    parts: Iterable[Any] = ()
     if isinstance(value, torch.Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+        parts = value.values()
     elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
+        parts = value
     elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from tensors_in(getattr(value, name, None))
+        parts = [getattr(value, name, None) for name in value.__dataclass_fields__]
+    for part in parts:
+        if type(part) is torch.Tensor:
+            found.append(part)
+        elif type(part) not in _PLAIN_ATOMS:
+            found += tensors_in(part)
+    return found
 
 
-def tensors_within(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor that `tensors_in` finds, and those in attributes of objects of any
+def tensors_within(value: Any) -> list[torch.Tensor]:
+    """Return every tensor that `tensors_in` finds, and those in attributes of objects of any
     class (torch's distributions), in sets and closures.
 
     Modules are not looked into. Each object is visited once, and not more than a thousand of them.
     """
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    waiting, seen = [value], set[int]()
+    found, waiting, seen = list[torch.Tensor](), [value], set[int]()
     while waiting and len(seen) < _MOST_OBJECTS:
         item = waiting.pop()
+        if type(item) in _PLAIN_ATOMS:
+            continue
         if isinstance(item, torch.Tensor):
-            yield item
+            found.append(item)
         elif not isinstance(item, _ATOMS) and id(item) not in seen:
             seen.add(id(item))
-            waiting.extend(_parts_of(item))
+            if isinstance(item, dict):
+                waiting.extend(item.values())
+            elif isinstance(item, (list, tuple, set, frozenset, deque)):
+                waiting.extend(item)
+            else:
+                waiting.extend(_attributes_of(item))
+    return found
 
 
-def _parts_of(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return list(value)
+def _attributes_of(value: Any) -> list[Any]:
     if callable(value) and getattr(value, "__closure__", None):
         return [cell.cell_contents for cell in value.__closure__ if cell != CellType()]
     parts = list(getattr(value, "__dict__", {}).values())

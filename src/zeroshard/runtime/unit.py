@@ -17,7 +17,6 @@ from functools import cached_property
 from operator import attrgetter
 
 import torch
-from torch import nn
 
 from zeroshard.core.placement import Cells
 from zeroshard.core.residency import Residency, UnitState, UnitTraits, Use
@@ -27,7 +26,6 @@ from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.released import release_classes, restore_classes
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Lane, Streams
-from zeroshard.state.local import local_of
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -216,22 +214,6 @@ class Unit:
         if name is not None:
             raise _lost(name, "while it was gathered for computing")
         return num_bytes
-
-    def leave_views(self, tensor: torch.Tensor) -> None:
-        """If `tensor` is a view of the gathered weights, let it keep their memory; see
-        [Note: views that leave] in state/state.py.
-        """
-        if not self.full_bytes:
-            return
-        if type(tensor) is not torch.Tensor:
-            if isinstance(tensor, nn.Parameter):
-                return  # those are guarded themselves
-            tensor = local_of(tensor)
-        address = tensor.data_ptr()
-        for segment in self.segments:
-            buffer = segment.flat.buffer
-            if 0 <= address - buffer.tensor.data_ptr() < buffer.num_bytes:
-                buffer.leave()
 
     def mark_idle(self) -> None:
         """Let the parameters of a FULL unit that no module is using answer as released ones:
