@@ -16,9 +16,10 @@ returns commands. Whoever iterates executes them, at once: the engine moves byte
 (planner/simulate.py), and ``python -m zeroshard.core.schedule zero3`` prints them. A gather or a
 wait that raises leaves the schedule as it was before.
 
-The last pass says which unit comes next (core/order.py). Units are gathered ahead up to
-``prefetch_bytes``, and no more than the budget leaves (rules.py). Weights make room by releasing,
-reduces by waiting (reduces.py); the executor counts what both hold in one `Meter`.
+The last pass says which unit comes next (`Order`). Units are gathered ahead up to
+``prefetch_bytes``, and no more than the budget leaves (`Rules`, `Allowance`). Weights make room by
+releasing, reduces by waiting (`Reduces`); the executor counts what both hold in one `Meter`.
+rules.py has these parts.
 
 Invariants (tests/unit/core/test_schedule.py): where `Rules.ordered`, decisions depend on the order
 of events and on sizes alone, never on timing, so that the ranks' collectives meet; what is gathered
@@ -32,20 +33,26 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import chain
 
-from zeroshard.core.order import Order, to_evict
 from zeroshard.core.residency import Residency, UnitState, Use
-from zeroshard.core.schedule.commands import RELEASES, Command, Commands, Op, Phase, Until
-from zeroshard.core.schedule.reduces import Reduces
 from zeroshard.core.schedule.rules import (
     MAX_FLUSHING,
+    RELEASES,
     STAGING_BYTES,
     TILE_BUFFERS,
     TILES_AHEAD,
     Allowance,
+    Command,
+    Commands,
     Meter,
+    Op,
+    Order,
+    Phase,
+    Reduces,
     Rules,
+    Until,
     grad_pool_bytes,
     is_ordered,
+    to_evict,
 )
 
 __all__ = [
