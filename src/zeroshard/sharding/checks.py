@@ -17,7 +17,7 @@ from zeroshard.core.dims import Dims
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.errors import ConfigError
-from zeroshard.optim.elementwise import check_elementwise
+from zeroshard.optim.copies import check_elementwise
 from zeroshard.optim.sharded import check_parameters
 from zeroshard.runtime.context import Dtypes
 from zeroshard.runtime.guards import OWNED
