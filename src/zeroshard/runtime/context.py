@@ -40,7 +40,7 @@ from zeroshard.state.state import DeviceMemory, State, memory_stride
 from zeroshard.tier.store import Direct, Link, Store
 
 if TYPE_CHECKING:  # made in sharding/, and only handed on by this room
-    from zeroshard.core.dims import Holders
+    from zeroshard.comm.device_mesh import Holders
     from zeroshard.core.shares import Shares
 
 

@@ -11,9 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.codec import DTYPES as CODED
-from zeroshard.comm.device_mesh import MeshAxes
+from zeroshard.comm.device_mesh import Dims, MeshAxes
 from zeroshard.config import Config
-from zeroshard.core.dims import Dims
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.errors import ConfigError
