@@ -35,7 +35,7 @@ from zeroshard.config import Config, ShardOptions, build_config
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import dtype_name
-from zeroshard.core.schedule import grad_pool_bytes
+from zeroshard.core.schedule.rules import grad_pool_bytes
 from zeroshard.core.tree import Deal, Tree
 from zeroshard.errors import StorageError
 from zeroshard.memory import MemoryCounter, Pages

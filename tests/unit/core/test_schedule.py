@@ -20,18 +20,9 @@ from hypothesis import strategies as st
 
 from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.core.residency import Residency, UnitState, UnitTraits, Use
-from zeroshard.core.schedule import (
-    RELEASES,
-    Command,
-    Commands,
-    Op,
-    Phase,
-    Rules,
-    Schedule,
-    Until,
-    is_ordered,
-)
+from zeroshard.core.schedule import RELEASES, Command, Commands, Op, Phase, Rules, Schedule, Until
 from zeroshard.core.schedule.__main__ import main
+from zeroshard.core.schedule.rules import is_ordered
 
 SOURCE = Path(__file__).parents[3] / "src" / "zeroshard"
 

@@ -16,10 +16,9 @@ returns commands. Whoever iterates executes them, at once: the engine moves byte
 (planner/simulate.py), and ``python -m zeroshard.core.schedule zero3`` prints them. A gather or a
 wait that raises leaves the schedule as it was before.
 
-The last pass says which unit comes next (`Order`). Units are gathered ahead up to
-``prefetch_bytes``, and no more than the budget leaves (`Rules`, `Allowance`). Weights make room by
-releasing, reduces by waiting (`Reduces`); the executor counts what both hold in one `Meter`.
-rules.py has these parts.
+The last pass says which unit comes next (`Order`, which is in rules.py with the other parts). Units
+are gathered ahead up to ``prefetch_bytes``, and no more than the budget leaves (`Allowance`).
+Weights make room by releasing, reduces by waiting; the executor counts both in one `Meter`.
 
 Invariants (tests/unit/core/test_schedule.py): where `Rules.ordered`, decisions depend on the order
 of events and on sizes alone, never on timing, so that the ranks' collectives meet; what is gathered
@@ -50,8 +49,6 @@ from zeroshard.core.schedule.rules import (
     Reduces,
     Rules,
     Until,
-    grad_pool_bytes,
-    is_ordered,
     to_evict,
 )
 
@@ -70,8 +67,6 @@ __all__ = [
     "Rules",
     "Schedule",
     "Until",
-    "grad_pool_bytes",
-    "is_ordered",
 ]
 
 RESTING, GATHERING, FULL = UnitState.RESTING, UnitState.GATHERING, UnitState.FULL
