@@ -34,7 +34,7 @@ from benchmarks.results import machine_facts
 from benchmarks.stats import Interval, bootstrap_median
 from benchmarks.tables import grid, publish
 from zeroshard.comm import select
-from zeroshard.comm.compat import group_reduce_scatter
+from zeroshard.comm.groups import group_reduce_scatter
 from zeroshard.comm.ranks import Ranks
 from zeroshard.comm.transport import Traffic
 from zeroshard.errors import ConfigError

@@ -38,7 +38,7 @@ from torch import multiprocessing as mp
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.comm.compat import group_all_gather, group_reduce_scatter
+from zeroshard.comm.groups import group_all_gather, group_reduce_scatter
 
 SOURCE = str(Path(zs.__file__).parent)
 BACKEND = str(Path(dist.__file__).parent)

@@ -18,8 +18,8 @@ from tests.support.mesh_checkpoints import Layout, begin, exported
 from tests.support.tensor_parallel import CASES, mesh_of
 from tests.support.training import Block, two_groups
 from zeroshard import CheckpointError, PeerLostError, PlanMismatch, StallError
+from zeroshard.checkpoint.step_reader import verify
 from zeroshard.checkpoint.steps import list_steps, read_manifest, step_path
-from zeroshard.checkpoint.verify import verify
 
 SEQUENCE = "sequence and loss"  # matrices cut by rows and by columns, norms replicated
 

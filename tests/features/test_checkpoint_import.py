@@ -33,8 +33,8 @@ from tests.support.deepspeed_tree import Tree
 from tests.support.harness import run_ranks
 from tests.support.training import Net, make_model, take_steps, two_groups
 from zeroshard import CheckpointError, ConfigError
+from zeroshard.checkpoint.step_reader import verify
 from zeroshard.checkpoint.steps import list_steps, read_manifest
-from zeroshard.checkpoint.verify import verify
 from zeroshard.formats import Imported, import_checkpoint
 from zeroshard.formats.export import export
 from zeroshard.formats.importer import read_restricted

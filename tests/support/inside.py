@@ -22,10 +22,10 @@ from zeroshard.comm.cpu import collectives
 from zeroshard.comm.levels import Levels
 from zeroshard.comm.transport import Transport
 from zeroshard.core.placement import Tier
+from zeroshard.core.precision import LossScaler
 from zeroshard.core.residency import Residency, UnitState, Use
 from zeroshard.core.schedule import Schedule
 from zeroshard.memory import MemoryCounter
-from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.context import Context

@@ -40,7 +40,7 @@ from zeroshard.core.boxes import Box, box_of, overlap
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Part
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.optim.elementwise import KEPT_STATES
+from zeroshard.optim.copies import KEPT_STATES
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.access import curve_of
 from zeroshard.runtime.ema import EMA

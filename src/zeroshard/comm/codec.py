@@ -33,7 +33,7 @@ from typing import ClassVar
 
 import torch
 
-from zeroshard.comm.compat import kernels_for
+from zeroshard.comm import kernels_for
 from zeroshard.core.layout import ALIGN, Range
 from zeroshard.errors import ConfigError
 from zeroshard.memory import reads_wait

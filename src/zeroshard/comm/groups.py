@@ -24,18 +24,43 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from math import prod
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from zeroshard.comm.compat import all_gather_single, has_timed_out
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.boxes import sends
 from zeroshard.core.layout import Range
 from zeroshard.errors import ConfigError, StallError, StateError
 from zeroshard.system.device import Device
+
+# ------------------------------------------------------------------------------ torch's collectives
+# The two collectives that torch 2.13 renamed, under their new names on every torch, without a
+# warning on any. Of a step's own gathers and sums the process group's methods are called: the
+# functions of torch.distributed around them check their arguments first, in a dozen Python calls
+# each. Everything else in torch.distributed is called where it is used. No patching.
+
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _method(name: str, older: str) -> Any:
+    return getattr(dist.ProcessGroup, name, None) or getattr(dist.ProcessGroup, older)
+
+
+# (group, out, own, AllgatherOptions) and (group, out, data, ReduceScatterOptions) -> Work | None
+group_all_gather = _method("all_gather_single", "_allgather_base")
+group_reduce_scatter = _method("reduce_scatter_single", "_reduce_scatter_base")
+
+
+def has_timed_out(error: RuntimeError) -> bool:
+    """Return whether a backend says, in its own words, that its limit of time has passed."""
+    return any(words in str(error) for words in ("imed out", "timeout"))
+
+
+# ------------------------------------------------------------------------------------------- groups
 
 # bytes of device memory that connecting took; None: the device does not say what is free
 _taken: WeakKeyDictionary[dist.ProcessGroup, int | None] = WeakKeyDictionary()

@@ -17,7 +17,7 @@ elements, and adds the integers of all blocks with one exponent at once. Element
 bits, and rows by moving the pointer. Under ``TRITON_INTERPRET=1`` the kernels run on the CPU:
 tests/unit/comm/test_codec_kernels.py, test_sum_kernel.py, state/test_squares_kernel.py. Importing
 this file needs Triton; comm/codec.py, comm/ordered.py and state/norms.py do without
-(comm/compat.py).
+(`kernels_for`).
 """
 
 from __future__ import annotations

@@ -44,9 +44,8 @@ import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from zeroshard.comm.compat import group_all_gather, group_reduce_scatter, has_timed_out
 from zeroshard.comm.cpu.control import PeerControl, StallWatch
-from zeroshard.comm.groups import make_group
+from zeroshard.comm.groups import group_all_gather, group_reduce_scatter, has_timed_out, make_group
 from zeroshard.comm.levels import PrivateWindow
 from zeroshard.comm.ordered import sum_parts
 from zeroshard.comm.transport import CommSpec, ReduceRequest, Work

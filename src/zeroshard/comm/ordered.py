@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zeroshard.comm.compat import kernels_for
+from zeroshard.comm import kernels_for
 from zeroshard.core.tree import Expression, balanced
 from zeroshard.core.wire import BlockCodec
 

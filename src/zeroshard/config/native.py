@@ -22,13 +22,12 @@ from zeroshard.config.option_sections import Comm, LossScale, Offload, State, St
 from zeroshard.config.strict_json import nearest, parse_json, read_json
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
-from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
+from zeroshard.core.precision import PRECISIONS, LossScaler, Precision, dtype_name
 from zeroshard.core.shares import check_batch_shares, check_shares, split_batch, unequal
 from zeroshard.core.sizes import any_of, budget_bytes
 from zeroshard.core.tree import Tree, deal
 from zeroshard.core.wire import CODEC_BITS
 from zeroshard.errors import ConfigError
-from zeroshard.optim.scaler import LossScaler
 
 if TYPE_CHECKING:
     from zeroshard.deepspeed.keys.findings import FileFindings

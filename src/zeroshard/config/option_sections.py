@@ -16,10 +16,10 @@ from zeroshard.comm.codec import Codec, codec
 from zeroshard.comm.quantized import Codecs, Feedback
 from zeroshard.config.strict_json import nearest
 from zeroshard.core.placement import Tier, TierName
+from zeroshard.core.precision import LossScaler
 from zeroshard.core.sizes import any_of
 from zeroshard.core.wire import CODEC_BITS
 from zeroshard.errors import ConfigError
-from zeroshard.optim.scaler import LossScaler
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -160,8 +160,8 @@ class ErrorFeedback(Strict):
 
 
 class LossScale(Strict):
-    """The scaling of losses in fp16 (``optim/scaler.py``). A checkpoint holds the scale itself, and
-    not these numbers.
+    """The scaling of losses in fp16 (``core/precision.py``). A checkpoint holds the scale itself,
+    and not these numbers.
     """
 
     section = "loss_scale"

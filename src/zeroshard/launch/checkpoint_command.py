@@ -163,8 +163,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _verify_step(path: Path) -> dict[str, Any]:
+    from zeroshard.checkpoint.step_reader import verify
     from zeroshard.checkpoint.steps import read_manifest
-    from zeroshard.checkpoint.verify import verify
 
     try:
         num_bytes, num_files = (manifest := read_manifest(path)).total_bytes(), len(manifest.files)

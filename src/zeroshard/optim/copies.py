@@ -1,5 +1,5 @@
-"""Copies of the user's optimizer, to step parameters of our own or some of the user's, and its
-modes.
+"""Copies of the user's optimizer, to step parameters of our own or some of the user's; its modes;
+and the check, on a copy, that it may step a parameter in pieces.
 
 ``TileOptimizer``: the user's ``optimizer.step()`` walks all param groups at once; state that rests
 on another tier can only be stepped a tile at a time. This is the same optimizer (class, attributes)
@@ -19,6 +19,7 @@ elements per param group for a trial.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,10 +28,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.errors import ConfigError
 from zeroshard.system.device import undisturbed
 
-_NUMEL = 64
-_NUM_STEPS = 2  # some rules make a buffer at the second step only
+_TRIAL_NUMEL = 64
+_TRIAL_STEPS = 2  # some rules make a buffer at the second step only
 
 
 class TileOptimizer:
@@ -143,7 +145,7 @@ def state_after_trial(
 
     Raises whatever a step with these options raises.
     """
-    parameter = nn.Parameter(torch.ones(_NUMEL, dtype=dtype, device=device))
+    parameter = nn.Parameter(torch.ones(_TRIAL_NUMEL, dtype=dtype, device=device))
     clone = bare_copy(optimizer)
     own = copy.deepcopy(_options(options, off_device=device.type != home.type))
     clone.param_groups = [{**own, "params": [parameter]}]
@@ -151,7 +153,7 @@ def state_after_trial(
     set_training(clone)
     step = unhooked_step(type(clone))
     with undisturbed(device), torch.enable_grad():
-        for _ in range(_NUM_STEPS):
+        for _ in range(_TRIAL_STEPS):
             parameter.grad = torch.ones_like(parameter)
             step(clone)
     return dict(clone.state[parameter])
@@ -237,3 +239,286 @@ class Mode:
         del vars(self._optimizer)[self._name]
         if self._own is not None:
             vars(self._optimizer)[self._name] = self._own
+
+
+# -------------------------------------------------------------------------------- elementwise rules
+# ZeRO, section 5.1, partitions the optimizer: each rank steps flat slices of parameters and sees
+# nothing else. That is the same training only if the rule is *elementwise*: a new element depends
+# on the old element, its gradient and its moments, never on the shape, the norm or the other
+# elements of its parameter. Known classes are looked up; any other is probed on a few thousand
+# numbers. State that is older than the sharding is cut into the same slices.
+#
+# Cost: nothing for the known classes; under a tenth of a second per distinct param group for the
+# others. A probe proves nothing: eight steps do not show a rule that looks at norms from its
+# hundredth step on.
+
+ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+
+_REFUSED: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.Adafactor: (
+        "it keeps second moments per row and column and scales by norms of whole parameters"
+    ),
+    torch.optim.LBFGS: "its history and line search take dot products over all parameters",
+    torch.optim.Muon: "it orthogonalises whole matrices",
+    torch.optim.SparseAdam: (
+        "it reads sparse gradients, and gradients here rest in dense flat buffers"
+    ),
+}
+
+# of a state of another shape
+KEPT_STATES = (
+    "let the optimizer keep tensors of the parameter's shape, tensors without dimensions such as"
+    " torch.tensor(0.0), and numbers, or take torch.optim.AdamW"
+)
+_REMEDY = "use an elementwise optimizer, for example torch.optim.AdamW"
+
+# The probe's parameter, as one matrix, one convolution kernel and one vector, and cut as a layout
+# cuts it: on multiples of 64, unevenly (so that the blocks of a blockwise rule do not happen to
+# match), with a tail that is no multiple of anything.
+_SHAPES: tuple[tuple[int, ...], ...] = ((135, 243), (5, 27, 27, 9), (32805,))
+_CUTS = ((0, 192), (192, 19264), (19264, 32805))
+# values and gradients of each piece: norms of pieces must differ from the norm of the whole
+_SCALES = (1.0, 0.01, 30.0)
+_NUM_STEPS = 8  # RAdam begins at its sixth
+_MIN_LR = 1e-3  # a schedule that warms up from 0 would hide everything
+
+# 0-d state of torch.optim that belongs to the whole parameter
+_SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError unless `optimizer` gives the same bits on pieces of a parameter as on
+    the whole.
+
+    Classes of torch.optim are known by name. Any other class, subclasses of the known ones
+    included, is probed with the options of each param group: eight steps on one parameter whole,
+    and on its pieces by optimizers that do not see each other, as on three ranks.
+    """
+    name = type(optimizer).__qualname__
+    for refused, reason in _REFUSED.items():
+        if isinstance(optimizer, refused):
+            raise ConfigError(f"optimizer {name} cannot be sharded: {reason}; {_REMEDY}")
+    if type(optimizer) in ELEMENTWISE:
+        return
+    _check_step(optimizer, name)
+    probed: list[str] = []
+    for index, group in enumerate(optimizer.param_groups):
+        options = repr(
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        )
+        if options not in probed:
+            probed.append(options)
+            _probe(optimizer, index, f"optimizer {name} (param group {index})")
+
+
+def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Raise ConfigError for a class with a ``step()`` that is not one step with one gradient."""
+    for key, inner in vars(optimizer).items():
+        if isinstance(inner, torch.optim.Optimizer):
+            kind = type(inner).__qualname__
+            raise ConfigError(
+                f"optimizer {name} cannot be sharded: it drives another optimizer, its {key!r}"
+                f" ({kind}), which would go on with whole parameters; {_REMEDY}, or that {kind}"
+                " alone"
+            )
+    if unhooked_step(type(optimizer)) is unhooked_step(torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer {name} cannot be sharded: it has no step() of its own, and other methods in"
+            f" its place (SAM's first_step() and second_step()) go by norms of all parameters;"
+            f" {_REMEDY}"
+        )
+    needed = [
+        one.name
+        for one in inspect.signature(type(optimizer).step).parameters.values()
+        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+    ][1:]
+    if needed:
+        raise ConfigError(
+            f"optimizer {name} cannot be sharded: its step() needs {needed[0]!r}, for gradients"
+            f" at other weights than the model's; {_REMEDY}"
+        )
+
+
+def shard_state(
+    state: dict[str, Any],
+    param_shape: Sequence[int],
+    piece_start: int,
+    piece_stop: int,
+    *,
+    stride: Sequence[int] | None = None,
+    name: str = "",
+) -> dict[str, Any]:
+    """Return the part of one parameter's optimizer state that belongs to elements
+    ``[piece_start, piece_stop)`` of it.
+
+    Tensors of the parameter's shape are flattened in the order of the parameter's dense `stride`
+    (default: row-major) and sliced, bf16 and fp16 ones lifted to fp32 as the master is; tensors of
+    one element, numbers and None are copied. The result shares no memory with `state`. Raises
+    ConfigError naming the key (and the parameter `name`) for anything else.
+    """
+    shape = torch.Size(param_shape)
+    piece: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            if value.shape == shape and not (value.dim() == 0 and key in _SCALARS):
+                flat = _flatten(value.detach(), stride)[piece_start:piece_stop]
+                is_half = value.dtype in (torch.bfloat16, torch.float16)
+                piece[key] = flat.to(torch.float32) if is_half else flat.clone()
+                continue
+            if value.numel() == 1:
+                piece[key] = value.detach().clone()
+                continue
+        elif value is None or isinstance(value, bool | int | float | complex):
+            piece[key] = value
+            continue
+        what = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else f"a {type(value).__name__}"
+        )
+        raise ConfigError(
+            f"optimizer state {key!r} of parameter {name!r} is {what}, and only tensors of the"
+            f" parameter's shape {tuple(shape)}, one-element tensors and numbers can be cut: call"
+            " shard() before the first optimizer.step()"
+        )
+    return piece
+
+
+def _flatten(tensor: torch.Tensor, stride: Sequence[int] | None) -> torch.Tensor:
+    if stride is None:
+        return tensor.reshape(-1)
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -stride[dim])).reshape(-1)
+
+
+def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
+    """Raise ConfigError unless whole and pieces end with the same bits under the options of
+    param group `index`.
+    """
+    params = optimizer.param_groups[index]["params"]
+    device = torch.device("cpu") if not params or params[0].is_meta else params[0].device
+    values, grads = _numbers(device)
+    with undisturbed(device):
+        try:
+            pieces = [
+                _Run(optimizer, index, (stop - start,)).steps(
+                    values[start:stop], grads[:, start:stop]
+                )
+                for start, stop in _CUTS
+            ]
+            wholes = {
+                shape: _Run(optimizer, index, shape).steps(values, grads) for shape in _SHAPES
+            }
+        except Exception as error:
+            said = f": {error}" if str(error) else ""
+            raise ConfigError(
+                f"{name} is not known to be elementwise, and a trial step raised"
+                f" {type(error).__name__}{said}; {_REMEDY}"
+            ) from error
+    cut = torch.cat(pieces)
+    if torch.equal(cut, values):
+        raise ConfigError(
+            f"{name} is not known to be elementwise, and a trial step changed nothing; {_REMEDY}"
+        )
+    for shape, whole in wholes.items():
+        if not torch.isfinite(whole).all():
+            raise ConfigError(
+                f"{name} is not known to be elementwise, and a trial step gave numbers that are not"
+                f" finite; {_REMEDY}"
+            )
+        differ = int((whole.view(torch.int32) != cut.view(torch.int32)).sum())
+        if differ:
+            raise ConfigError(
+                f"{name} is not elementwise: in {_NUM_STEPS} trial steps {differ} of {cut.numel()}"
+                f" elements of a parameter of shape {shape} came out differently when it was"
+                f" stepped in pieces, as ZeRO does; {_REMEDY}"
+            )
+
+
+def _numbers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values [numel] and gradients [steps, numel], the same every time."""
+    generator = torch.Generator().manual_seed(0)
+    numel = _CUTS[-1][1]
+    scale = torch.cat(
+        [
+            torch.full((stop - start,), size)
+            for (start, stop), size in zip(_CUTS, _SCALES, strict=True)
+        ]
+    )
+    values = torch.randn(numel, generator=generator) * scale
+    grads = torch.randn(_NUM_STEPS, numel, generator=generator) * scale
+    return values.to(device), grads.to(device)
+
+
+class _Run:
+    """A copy of the user's optimizer, on one parameter of our own."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...]
+    ) -> None:
+        group = optimizer.param_groups[index]
+        model = group["params"][0] if group["params"] else None
+        device = model.device if model is not None and not model.is_meta else torch.device("cpu")
+        self.param = nn.Parameter(torch.zeros(shape, device=device))
+        self.optimizer = bare_copy(optimizer)
+        self.optimizer.param_groups = [_probe_group(group, self.param)]
+        self.optimizer.state = defaultdict(dict)
+        if model is not None and optimizer.state.get(model):
+            self.optimizer.state[self.param] = _resized_state(
+                optimizer.state[model], model, self.param
+            )
+
+    def steps(self, values: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
+        """Return `values` [numel] after a step with each of `grads` [steps, numel]."""
+        with torch.no_grad():
+            self.param.copy_(values.view(self.param.shape))
+        step = unhooked_step(type(self.optimizer))
+        set_training(self.optimizer)
+        for grad in grads:
+            self.param.grad = grad.view(self.param.shape).clone()
+            step(self.optimizer)
+        return self.param.detach().reshape(-1)
+
+
+def _probe_group(group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
+    options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    if "param_names" in options:
+        options["param_names"] = ["probe"]
+    lr = options.get("lr")
+    if lr is not None and float(lr) < _MIN_LR:
+        options["lr"] = torch.full_like(lr, _MIN_LR) if isinstance(lr, torch.Tensor) else _MIN_LR
+    return {"params": [param], **options}
+
+
+def _resized_state(
+    state: dict[str, Any], model: torch.Tensor, param: torch.Tensor
+) -> dict[str, Any]:
+    """Return state that the constructor made for `model`, for `param` instead: tensors of its
+    shape are filled with their first value.
+    """
+    resized: dict[str, Any] = {}
+    for key, value in state.items():
+        if (
+            isinstance(value, torch.Tensor)
+            and value.shape == model.shape
+            and value.numel() > 0
+            and value.dim() > 0
+        ):
+            first = value.detach().reshape(-1)[0].item()
+            resized[key] = torch.full(param.shape, first, dtype=value.dtype, device=param.device)
+        else:
+            resized[key] = copy.deepcopy(value)
+    return resized

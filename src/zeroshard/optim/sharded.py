@@ -29,8 +29,7 @@ from torch import nn
 
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.optim.copies import hide_modes
-from zeroshard.optim.elementwise import check_elementwise, shard_state
+from zeroshard.optim.copies import check_elementwise, hide_modes, shard_state
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
 from zeroshard.optim.shards import ParamShard, StepMethod, Tile

@@ -11,7 +11,7 @@ exact.py        bytes at rest and on the wire, as the engine's: from core/
 peak.py         peaks: a model, said in docs/planner.md; activations in closed form; buckets.py:
                 the buffers of a unit
 simulate.py     one step, simulated: durations.py says how long its parts take (and a checkpoint),
-                lanes.py when they run; pipeline_time.py: of a pipeline
+                core/timeline.py when they run; pipeline_time.py: of a pipeline
 rows.py         one line: a row, its tiers, bytes and seconds; ranks that are not alike
 grid.py         ... on one grid of tp x pp x dp ranks
 plan.py         every row and tier mix, the recommendation, JSON, a configuration; a sweep

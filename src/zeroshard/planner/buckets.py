@@ -12,7 +12,8 @@ from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Cells, Scope, Tier
 from zeroshard.core.residency import Residency, UnitTraits
 from zeroshard.core.route import Axis, Hop, Kind, routes
-from zeroshard.core.schedule import Meter, Op, Rules, Schedule, grad_pool_bytes, is_ordered
+from zeroshard.core.schedule import Meter, Op, Rules, Schedule
+from zeroshard.core.schedule.rules import grad_pool_bytes, is_ordered
 from zeroshard.core.wire import Formats, Wire
 from zeroshard.planner.exact import Placed, made_once
 from zeroshard.planner.machine import Machine

@@ -31,9 +31,9 @@ from functools import cached_property
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.route import Axis, Hop, Kind, Lane
+from zeroshard.core.timeline import COMPUTE, LaneTask
 from zeroshard.core.wire import Formats
 from zeroshard.planner.exact import LaidOut, LaidOutGroup
-from zeroshard.planner.lanes import COMPUTE, LaneTask
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape, Training
 

@@ -1,6 +1,6 @@
 """One step of a pipeline, predicted: an event-driven simulation of all of its stages.
 
-Each rank has lanes (lanes.py): compute runs its schedule's computations in order; gathers,
+Each rank has lanes (core/timeline.py): compute runs its schedule's computations in order; gathers,
 releases and reduces stand where the engine places them (core/pipeline_orders.py); outputs and
 their gradients leave on lanes of their own, one in each direction, and a computation starts when
 its input is there. Weights stay gathered over consecutive micro-batches within `room`.
@@ -24,9 +24,9 @@ from functools import partial
 
 from zeroshard.core.pipeline_orders import RESHARD, UNSHARD, Action, PipelineOrder, place
 from zeroshard.core.policy import Policy
+from zeroshard.core.timeline import COMPUTE, AnyLane, JobTimes, LaneJob, LaneTask, longest, run_jobs
 from zeroshard.planner.durations import TENSOR, Durations
 from zeroshard.planner.exact import made_once
-from zeroshard.planner.lanes import COMPUTE, AnyLane, JobTimes, LaneJob, LaneTask, longest, run
 from zeroshard.planner.simulate import Program, UnitWork
 
 # ------------------------------------------------------------------------------------------ a stage
@@ -90,7 +90,7 @@ def stage_work(durations: Durations, policy: Policy) -> StageWork:
         lambda unit: program.tasks(unit.trained, (one.routes.regather for one in unit.trained)),
     )
     program.build_tail()
-    tail_s = run(program.jobs).total
+    tail_s = run_jobs(program.jobs).total
     return StageWork(
         compute={
             kind: LaneTask("compute", names[kind], seconds[kind], takes=cores) for kind in seconds
@@ -135,7 +135,7 @@ def _together(lane: AnyLane, name: str, units: Sequence[Sequence[LaneTask]]) -> 
         for tasks in units:
             for at, task in enumerate(tasks):
                 jobs.append(LaneJob(task, name, (len(jobs) - 1,) if at else ()))
-        seconds = run(jobs).total
+        seconds = run_jobs(jobs).total
     slowest = max(every, key=lambda task: task.duration)
     takes = tuple(dict.fromkeys(link for task in every for link in task.takes))
     moved = sum(task.num_bytes for task in every)
@@ -245,7 +245,7 @@ class Pipeline:
         for rank in range(self.ranks):
             jobs.add_rank(rank)
         jobs.connect()
-        done = run(jobs.jobs)
+        done = run_jobs(jobs.jobs)
         tensor = [
             micro_batches * sum(stage.tensor_s for stage in self.stages[rank :: self.ranks])
             for rank in range(self.ranks)

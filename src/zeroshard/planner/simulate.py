@@ -4,8 +4,8 @@
     simulate(...)   the events and levels of one rank, as a trace measures them (core/timeline.py)
     step_time(...)  how long the step takes, and what bounds it
 
-lanes.py runs the jobs for as long as durations.py says. Many micro-batches are alike: `step_time`
-runs four and adds the time of the others.
+core/timeline.py runs the jobs for as long as durations.py says. Many micro-batches are alike:
+`step_time` runs four and adds the time of the others.
 
 Invariant: each hop of ``exact.step_routes`` is one task, once. The host's own time, the exchange
 before a step, and clipping are left out.
@@ -29,7 +29,18 @@ from zeroshard.core.schedule import (
     Op,
     Phase,
 )
-from zeroshard.core.timeline import WAIT, Event, Level, Timeline
+from zeroshard.core.timeline import (
+    COMPUTE,
+    WAIT,
+    Event,
+    JobTimes,
+    LaneJob,
+    LaneTask,
+    Level,
+    Timeline,
+    longest,
+    run_jobs,
+)
 from zeroshard.core.wire import Formats
 from zeroshard.planner.buckets import (
     GroupBytes,
@@ -48,7 +59,6 @@ from zeroshard.planner.exact import (
     made_once,
     rest_bytes,
 )
-from zeroshard.planner.lanes import COMPUTE, JobTimes, LaneJob, LaneTask, longest, run
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import Training
 
@@ -482,7 +492,7 @@ def simulate(laid_out: LaidOut, policy: Policy, machine: Machine, training: Trai
     """
     program = Program(Durations(laid_out, machine, training), policy)
     program.build()
-    schedule = run(program.jobs)
+    schedule = run_jobs(program.jobs)
     events = [
         Event(
             cast(Lane, job.task.lane),  # of one rank: nothing is sent to other stages
@@ -529,7 +539,7 @@ def step_time(
 def _step_time(durations: Durations, policy: Policy) -> StepTime:
     program = Program(durations, policy)
     program.build()
-    schedule = run(program.jobs)
+    schedule = run_jobs(program.jobs)
     tensor_s = durations.tensor_s()
     shares = {COMPUTE: -tensor_s, TENSOR: tensor_s} if tensor_s else {COMPUTE: 0.0}
 

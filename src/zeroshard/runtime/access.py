@@ -20,10 +20,10 @@ from torch import nn
 
 from zeroshard.comm.ranks import MeshRanks, Ranks
 from zeroshard.core.placement import Part, Tier
+from zeroshard.core.precision import LossScaler
 from zeroshard.core.tree import Tree
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.memory import Trimmer
-from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.backward import Backward

@@ -36,10 +36,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from zeroshard.core.precision import LossScaler
 from zeroshard.core.residency import Use
 from zeroshard.core.schedule import Phase
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import is_checkpointed
 from zeroshard.runtime.context import Context

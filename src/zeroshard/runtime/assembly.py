@@ -20,9 +20,8 @@ from zeroshard.comm.cpu.control import PeerControl
 from zeroshard.comm.job import heartbeat
 from zeroshard.core.digest import Digest, describe_unlike, first_unlike
 from zeroshard.core.policy import Policy
-from zeroshard.core.precision import Precision
+from zeroshard.core.precision import LossScaler, Precision
 from zeroshard.errors import PlanMismatch
-from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import Tile
 from zeroshard.runtime.access import StateAccess

@@ -21,7 +21,8 @@ from zeroshard.core.digest import Digest
 from zeroshard.core.placement import Cell, Cells, Mesh, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.core.resting import AtRest, is_weight
-from zeroshard.core.schedule import Rules, Schedule, is_ordered
+from zeroshard.core.schedule import Rules, Schedule
+from zeroshard.core.schedule.rules import is_ordered
 from zeroshard.core.shares import Dealer
 from zeroshard.core.sizes import UnitGradient
 from zeroshard.errors import StateError

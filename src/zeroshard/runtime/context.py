@@ -25,14 +25,13 @@ from zeroshard.comm.transport import Transport
 from zeroshard.core.layout import ALIGN, Layout
 from zeroshard.core.placement import Cell, Cells, Mesh, Part, Scope, Tier
 from zeroshard.core.policy import Policy
-from zeroshard.core.precision import Precision
+from zeroshard.core.precision import LossScaler, Precision
 from zeroshard.core.resting import splits
 from zeroshard.core.route import Routes, routes
 from zeroshard.core.schedule import STAGING_BYTES
 from zeroshard.core.wire import BlockCodec, Formats, Wire
 from zeroshard.errors import PlanMismatch, StateError, StorageError
 from zeroshard.memory import MemoryCounter, Trimmer
-from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.streams import Streams
 from zeroshard.state.local import local_of, part_of
@@ -40,7 +39,7 @@ from zeroshard.state.state import DeviceMemory, State, memory_stride
 from zeroshard.tier.store import Direct, Link, Store
 
 if TYPE_CHECKING:  # made in sharding/, and only handed on by this room
-    from zeroshard.core.dims import Holders
+    from zeroshard.comm.device_mesh import Holders
     from zeroshard.core.shares import Shares
 
 

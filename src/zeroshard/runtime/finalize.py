@@ -37,8 +37,8 @@ from torch import nn
 
 from zeroshard.comm.ranks import Meeting
 from zeroshard.core.digest import Digest, first_unlike
+from zeroshard.core.precision import LossScaler
 from zeroshard.errors import StateError
-from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import UNKNOWN, Weight, total_weight
 from zeroshard.runtime.context import Context

@@ -37,9 +37,9 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import holders
+from zeroshard.core.precision import LossScaler
 from zeroshard.core.schedule import Phase
 from zeroshard.errors import ConfigError, PlanMismatch, StateError
-from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import WEIGHTED, is_checkpointed

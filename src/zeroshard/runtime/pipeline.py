@@ -36,8 +36,8 @@ from zeroshard.core.pipeline_orders import (
     place,
 )
 from zeroshard.core.placement import OtherAxis
+from zeroshard.core.precision import LossScaler
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import BackwardMode
 from zeroshard.runtime.join import weighed

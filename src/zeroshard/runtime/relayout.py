@@ -36,7 +36,7 @@ from zeroshard.core.layout import Range
 from zeroshard.core.placement import Cells
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.memory import placeholder, placeholder_value, return_freed_memory
-from zeroshard.optim.elementwise import KEPT_STATES
+from zeroshard.optim.copies import KEPT_STATES
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import Tile
 from zeroshard.runtime.build import Parts, PlannedUnits

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroshard.comm.compat import all_gather_single
+from zeroshard.comm.groups import all_gather_single
 from zeroshard.comm.levels import ReadyHop
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.cpu.control import PeerControl
-from zeroshard.comm.device_mesh import MeshAxes, OwnMesh, mesh_axes_of
+from zeroshard.comm.device_mesh import Holders, MeshAxes, OwnMesh, mesh_axes_of
 from zeroshard.comm.job import init_distributed
 from zeroshard.comm.ranks import MeshRanks, Ranks
 from zeroshard.comm.select import (
@@ -32,11 +32,10 @@ from zeroshard.comm.select import (
 )
 from zeroshard.comm.transport import CommSpec, Transport
 from zeroshard.config import Config, ShardOptions, build_config
-from zeroshard.core.dims import Holders
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import dtype_name
-from zeroshard.core.schedule import grad_pool_bytes
+from zeroshard.core.schedule.rules import grad_pool_bytes
 from zeroshard.core.tree import Deal, Tree
 from zeroshard.errors import StorageError
 from zeroshard.memory import MemoryCounter, Pages

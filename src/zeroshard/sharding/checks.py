@@ -11,13 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.codec import DTYPES as CODED
-from zeroshard.comm.device_mesh import MeshAxes
+from zeroshard.comm.device_mesh import Dims, MeshAxes
 from zeroshard.config import Config
-from zeroshard.core.dims import Dims
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.errors import ConfigError
-from zeroshard.optim.elementwise import check_elementwise
+from zeroshard.optim.copies import check_elementwise
 from zeroshard.optim.sharded import check_parameters
 from zeroshard.runtime.context import Dtypes
 from zeroshard.runtime.guards import OWNED

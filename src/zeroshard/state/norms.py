@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from zeroshard.comm.compat import kernels_for
+from zeroshard.comm import kernels_for
 from zeroshard.core.layout import ALIGN
 from zeroshard.memory import reads_wait
 

@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from tests.support.triton_process import run_here
+from zeroshard import comm
 from zeroshard.comm import codec as codecs
-from zeroshard.comm import compat
 from zeroshard.comm.codec import CODECS, Codec, codec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -127,12 +127,12 @@ def test_without_triton_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "triton", None)  # importing it raises ImportError
     monkeypatch.delitem(sys.modules, "zeroshard.comm.kernels", raising=False)
     monkeypatch.delattr("zeroshard.comm.kernels", raising=False)
-    compat._kernels.cache_clear()
+    comm._kernels.cache_clear()
     try:
         there = SimpleNamespace(device=torch.device("cuda"))
-        assert compat.kernels_for(cast(torch.Tensor, there)) is None
+        assert comm.kernels_for(cast(torch.Tensor, there)) is None
     finally:
-        compat._kernels.cache_clear()
+        comm._kernels.cache_clear()
 
 
 if find_spec("triton") is not None:

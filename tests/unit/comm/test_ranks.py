@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import pytest
 
+from zeroshard.comm.device_mesh import Dims
 from zeroshard.comm.ranks import AlongAxes, Exchange, Ranks
-from zeroshard.core.dims import Dims
 from zeroshard.errors import (
     CheckpointError,
     ConfigError,

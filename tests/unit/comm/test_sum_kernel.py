@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.support.triton_process import run_here
 from tests.unit.comm.test_ordered import bits, contribution
-from zeroshard.comm import compat, ordered
+from zeroshard.comm import kernels_for, ordered
 from zeroshard.comm.ordered import ordered_sum
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -188,7 +188,7 @@ def test_a_gpu_sums_more_than_two_to_the_31_elements() -> None:
     numel = 2**31 + 64
     rows = torch.zeros(2, numel, dtype=torch.bfloat16, device="cuda")
     rows[0, -2:], rows[1, -2:] = 1.0, 2.0
-    assert compat.kernels_for(rows) is not None
+    assert kernels_for(rows) is not None
     out = torch.full((numel,), 7.0, dtype=torch.bfloat16, device="cuda")
     ordered_sum(rows, out)
     assert out[:2].tolist() == [0.0, 0.0] and out[-3:].tolist() == [0.0, 3.0, 3.0]

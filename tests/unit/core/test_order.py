@@ -7,7 +7,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.core.order import Order, advance, fitting, to_evict
+from zeroshard.core.schedule.rules import Order, advance, fitting, to_evict
 
 UNITS = "abcdef"
 TRACES = st.lists(st.sampled_from(UNITS), min_size=1, max_size=20)

@@ -20,18 +20,9 @@ from hypothesis import strategies as st
 
 from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.core.residency import Residency, UnitState, UnitTraits, Use
-from zeroshard.core.schedule import (
-    RELEASES,
-    Command,
-    Commands,
-    Op,
-    Phase,
-    Rules,
-    Schedule,
-    Until,
-    is_ordered,
-)
+from zeroshard.core.schedule import RELEASES, Command, Commands, Op, Phase, Rules, Schedule, Until
 from zeroshard.core.schedule.__main__ import main
+from zeroshard.core.schedule.rules import is_ordered
 
 SOURCE = Path(__file__).parents[3] / "src" / "zeroshard"
 
@@ -432,6 +423,7 @@ def test_no_number_of_the_schedule_stands_twice() -> None:
         if isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Name)
         and node.targets[0].id.isupper()
+        and not isinstance(node.value, ast.Call)
     }
     assert len(constants) == 4
     for path in SOURCE.rglob("*.py"):

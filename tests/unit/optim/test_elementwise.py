@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zeroshard.core.layout import ALIGN, Layout
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
-from zeroshard.optim.elementwise import ELEMENTWISE, check_elementwise, shard_state
+from zeroshard.optim.copies import ELEMENTWISE, check_elementwise, shard_state
 
 # -- whole parameters against pieces
 # --------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 
 from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.core.policy import ROWS
+from zeroshard.core.timeline import LaneTask
 from zeroshard.errors import ConfigError
 from zeroshard.planner import Axes, Machine, ModelShape, Training, describe, make_plan
 from zeroshard.planner.axes import Grid, cut_stages, cut_tensors, grids
@@ -16,7 +17,6 @@ from zeroshard.planner.durations import TensorParallel, activation_bytes
 from zeroshard.planner.exact import LaidOut, staged_routes
 from zeroshard.planner.families import FAMILIES, shape_of_config
 from zeroshard.planner.grid import GridPlan
-from zeroshard.planner.lanes import LaneTask
 from zeroshard.planner.peak import layer_bytes
 from zeroshard.planner.pipeline_time import Pipeline, PipelineTime, StageWork
 

@@ -16,9 +16,9 @@ returns commands. Whoever iterates executes them, at once: the engine moves byte
 (planner/simulate.py), and ``python -m zeroshard.core.schedule zero3`` prints them. A gather or a
 wait that raises leaves the schedule as it was before.
 
-The last pass says which unit comes next (core/order.py). Units are gathered ahead up to
-``prefetch_bytes``, and no more than the budget leaves (rules.py). Weights make room by releasing,
-reduces by waiting (reduces.py); the executor counts what both hold in one `Meter`.
+The last pass says which unit comes next (`Order`, which is in rules.py with the other parts). Units
+are gathered ahead up to ``prefetch_bytes``, and no more than the budget leaves (`Allowance`).
+Weights make room by releasing, reduces by waiting; the executor counts both in one `Meter`.
 
 Invariants (tests/unit/core/test_schedule.py): where `Rules.ordered`, decisions depend on the order
 of events and on sizes alone, never on timing, so that the ranks' collectives meet; what is gathered
@@ -32,20 +32,24 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import chain
 
-from zeroshard.core.order import Order, to_evict
 from zeroshard.core.residency import Residency, UnitState, Use
-from zeroshard.core.schedule.commands import RELEASES, Command, Commands, Op, Phase, Until
-from zeroshard.core.schedule.reduces import Reduces
 from zeroshard.core.schedule.rules import (
     MAX_FLUSHING,
+    RELEASES,
     STAGING_BYTES,
     TILE_BUFFERS,
     TILES_AHEAD,
     Allowance,
+    Command,
+    Commands,
     Meter,
+    Op,
+    Order,
+    Phase,
+    Reduces,
     Rules,
-    grad_pool_bytes,
-    is_ordered,
+    Until,
+    to_evict,
 )
 
 __all__ = [
@@ -63,8 +67,6 @@ __all__ = [
     "Rules",
     "Schedule",
     "Until",
-    "grad_pool_bytes",
-    "is_ordered",
 ]
 
 RESTING, GATHERING, FULL = UnitState.RESTING, UnitState.GATHERING, UnitState.FULL

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeroshard.core.precision import LossScaler
 from zeroshard.errors import ConfigError
-from zeroshard.optim.scaler import LossScaler
 
 
 def scales(scaler: LossScaler, overflows: str) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroshard.core.dims import Holders, shared_dims
+from zeroshard.comm.device_mesh import Holders, shared_dims
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 

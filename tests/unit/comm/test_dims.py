@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroshard.core.dims import Dims
+from zeroshard.comm.device_mesh import Dims
 from zeroshard.core.placement import Mesh, MeshPlace, OtherAxis
 from zeroshard.errors import ConfigError
 
