@@ -44,7 +44,7 @@ from zeroshard.runtime.backward_pass import UNKNOWN, Weight, total_weight
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.decisions import refuse
 from zeroshard.runtime.trainable import AssignedGradients, names_of
-from zeroshard.state.gradient import Gradient
+from zeroshard.state.gradient import average
 from zeroshard.state.norms import ExactSum, SquaresRequest, SquaresSum, read_squares
 
 _log = logging.getLogger("zeroshard")
@@ -217,9 +217,9 @@ class Finalizer:
             self._skipped -= 1
             self._bad_in_a_row -= 1
         gradients = self._backward.gradients
-        bad = self._average(gradients, 1.0)  # divided already
+        bad = average(gradients, 1.0)  # divided already
         if self._read(squares=False):
-            bad += self._average(gradients, 1.0)
+            bad += average(gradients, 1.0)
         self._judge(self._agree((bad or [""])[0], _STEP), (), False)
 
     def _agree(self, bad: str, call: str) -> list[str]:
@@ -251,18 +251,14 @@ class Finalizer:
         unreduced = backward.has_unreduced
         backward.reductions.wait()
         averaged = [] if unreduced else backward.gradients
-        bad = self._average(averaged, divisor)
+        bad = average(averaged, divisor)
         accumulators = [bucket.accumulator for bucket in backward.buckets]
         backward.reductions.gather_averages([one for one in accumulators if one.gathers_averages])
         if not unreduced and self._read(squares=norm):
-            bad += self._average(averaged, divisor)
+            bad += average(averaged, divisor)
         bad.append(backward.saved.read_released or self._assigned.first_bad() or "")
         self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step
         return self._compare(unreduced, bad[0])
-
-    def _average(self, gradients: Sequence[Gradient], divisor: float) -> list[str]:
-        """Divide the sums; return the keys of `gradients` that are known not to be finite."""
-        return [gradient.key for gradient in gradients if not gradient.average(divisor)]
 
     def _read(self, *, squares: bool) -> bool:
         """Read once what is to be known of averages on an accelerator: their `squares`, or whether

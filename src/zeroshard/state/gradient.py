@@ -26,7 +26,7 @@ not do: it knows no parameter and no rank; runtime/grad.py does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -44,7 +44,7 @@ from zeroshard.state.norms import (
     SquaresRequest,
     SquaresSum,
     chunks,
-    is_finite,
+    passes,
 )
 from zeroshard.state.state import DeviceMemory, State
 from zeroshard.tier.store import Direct, Storage
@@ -199,27 +199,6 @@ class Gradient:
 
     # ------------------------------------------------------------------ what is done to it
 
-    @property
-    def own_sum(self) -> torch.Tensor | None:
-        """Range `own` of a sum on the device; None of an average."""
-        return None if self._divided_by else self.fetch(*self._own)
-
-    def average(self, divisor: float, *, is_divided: bool = False) -> bool:
-        """Divide range `own` of the sum by `divisor`, once (`is_divided`: the caller has); return
-        whether all of it is finite, as far as the host knows: of numbers on an accelerator once it
-        has read what is `asked` for.
-        """
-        if not self._divided_by:
-            self._divided_by = divisor
-            if divisor != 1.0 and not is_divided:
-                self.pending.append(("div", divisor))
-        try:
-            known = [one.is_finite for one in self._squares.values()] if self._squares else []
-            return self._settle() and False not in known and False not in self._finite.values()
-        except StorageError as error:
-            self._fail(error)
-            return False
-
     def divide(self, weight: float) -> None:
         """Divide all that rests here by the sum of weights, after the averages of other ranks have
         come, once.
@@ -268,31 +247,16 @@ class Gradient:
             self.apply_to(self.numbers.whole)
             self.pending.clear()
 
-    def _settle(self) -> bool:
-        """Bring range `own` to rest: on the device with everything pending applied, elsewhere with
-        all that has arrived. Return whether it is finite, as far as the host knows.
+    def is_written(self) -> bool:
+        """Bring what has arrived to its tier; return whether it is finite, as far as the host
+        knows. Whether everything could be written must be known before a step begins.
         """
-        whole = self.numbers.tensor
-        if not self.on_device or whole is None:
-            # whether everything could be written must be known before a step begins
+        with self.losing():
             self.wait_writes()
-            if self.lost is not None:
-                return False
-            # the sum of all numbers may have overflowed by itself
-            return self._passed.is_finite() or self.is_finite(*self._own)
-        mine = whole[slice(*self._own)]
-        if reads_wait(mine):
-            self.apply_to(mine)
-            self.pending.clear()
-            return True
-        if not self.pending:
-            return is_finite(mine, mine.sum(dtype=torch.float32))
-        total = torch.zeros((), dtype=torch.float32, device=mine.device)
-        for chunk in chunks(mine):
-            self.apply_to(chunk)
-            total += chunk.sum(dtype=torch.float32)
-        self.pending.clear()
-        return is_finite(mine, total)
+        if self.lost is not None:
+            return False
+        # the sum of all numbers may have overflowed by itself
+        return self._passed.is_finite() or self.is_finite(*self._own)
 
     # ------------------------------------------------------------------ who reads and writes it
 
@@ -372,6 +336,12 @@ class Gradient:
             self._fail(error)
             to.add_known(ExactSum.of(math.nan))
 
+    @property
+    def is_known_bad(self) -> bool:
+        """Whether the host has read that some of it is not finite."""
+        known = [one.is_finite for one in self._squares.values()]
+        return False in known or False in self._finite.values()
+
     def is_finite(self, start: int, stop: int) -> bool:
         """Whether a range holds neither NaN nor infinity."""
         known = {group: one.is_finite for group, one in self._squares.items()} | self._finite
@@ -388,3 +358,41 @@ class Gradient:
         away = None if self.numbers.on_device else self.numbers.away
         if away is not None:  # never closed here, perhaps in the garbage collector: that waits
             self._idle.append((away, self.lost is None))
+
+
+def average(gradients: Sequence[Gradient], divisor: float) -> list[str]:
+    """Divide range `own` of those of `gradients` that are sums by `divisor`; return the keys of all
+    that are not finite, as far as the host knows: of numbers on an accelerator once it has read
+    what is `unread`.
+    """
+    bad = set[Gradient]()
+    here = [one for one in gradients if one.on_device]
+    sums, averages, norms = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+    for one in gradients:
+        is_sum = not one._divided_by
+        if is_sum:
+            one._divided_by = divisor
+        whole, (start, stop) = one.numbers.tensor, one._own
+        if one.on_device and whole is not None:
+            mine = whole if stop - start == one.numbers.numel else whole[start:stop]
+            (sums if is_sum else averages).append(mine)
+            continue
+        if is_sum and divisor != 1.0:
+            one.pending.append(("div", divisor))
+        if not one.is_written():
+            bad.add(one)
+    waits = any(map(reads_wait, sums[:1] or averages[:1]))
+    for tensors, by in (sums, divisor), (averages, 1.0):
+        for part in passes(tensors):
+            if by != 1.0 and waits and math.frexp(by)[0] != 0.5:
+                # a device multiplies by 1 / by: of a power of two alone that has the same bits
+                for mine in part:
+                    mine.div_(by)
+            elif by != 1.0:
+                torch._foreach_div_(part, by)
+            norms += [] if waits else torch._foreach_norm(part, 2, dtype=torch.float32)
+    if waits:
+        bad.update(one for one in here if one.is_known_bad)
+    elif norms and not math.isfinite(torch.stack(norms).sum()):  # which may overflow by itself
+        bad.update(one for one in here if not one.is_finite(*one._own))
+    return [one.key for one in gradients if one in bad]

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -337,12 +337,21 @@ def chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (tensor,) if reads_wait(tensor) else torch.split(tensor, _chunk())
 
 
-def is_finite(tensor: torch.Tensor, total: torch.Tensor) -> bool:
-    """Whether all of `tensor` is finite, given the sum of its elements."""
-    if math.isfinite(total.item()):
-        return True
-    # the sum itself may have overflowed
-    return all(bool(torch.isfinite(chunk).all()) for chunk in chunks(tensor))
+def passes(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Group `tensors`, cut like `chunks`, so that what is done to a group, one operation after
+    another, stays in a cache; other devices take all at once.
+    """
+    group, left = list[torch.Tensor](), 0
+    size = sum(map(torch.Tensor.numel, tensors)) if any(map(reads_wait, tensors[:1])) else _chunk()
+    for tensor in tensors:
+        for part in torch.split(tensor, size) if tensor.numel() > size else (tensor,):
+            if part.numel() > left and group:
+                yield group
+                group = []
+            left = (left if group else size) - part.numel()
+            group.append(part)
+    if group:
+        yield group
 
 
 class RunningSum:
