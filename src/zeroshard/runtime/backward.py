@@ -89,6 +89,12 @@ class Backward:
         # in unit order
         self.buckets = [bucket for unit in self._trainable for bucket in unit.buckets]
         self.parameters = TrainableParameters(self._trainable)
+        # of padding alone, which nothing steps: no shard of it carries a sealed gradient
+        self._unheld = [
+            bucket.accumulator
+            for bucket in self.buckets
+            if not bucket.flat.layout.pieces_in(bucket.flat.stepped)
+        ]
 
     def attach(self, optimizer: SealedShards) -> None:
         """Let the gradients rest for `optimizer` alone, which seals its shards of them."""
@@ -327,7 +333,7 @@ class Backward:
                         alive._hand_over(unit)
             has_next = next(reversed(parameter._post_accumulate_grad_hooks)) != hooks[number]
             if has_next and not alive.parameters.hides:
-                seal([one], alive, None)  # for the hook after this one
+                seal([one], alive)  # for the hook after this one
 
         return take_grad
 
@@ -544,12 +550,11 @@ class Backward:
 
     def seal(self) -> None:
         """Put sealed gradients where autograd or the step has left none."""
-        self.parameters.seal(self, holds=self.optimizer is None)
+        self.parameters.seal(self)
         if self.optimizer is not None:
             self.optimizer.seal()
-            for bucket in self.buckets:
-                if bucket.flat.stepped[0] < bucket.flat.stepped[1]:
-                    bucket.accumulator.release()
+            for accumulator in self._unheld:
+                accumulator.release()
 
     def collect_dropped(self) -> None:
         """Forget the gradients that the user has cleared, on the model's side or the
