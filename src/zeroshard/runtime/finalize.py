@@ -38,6 +38,7 @@ from torch import nn
 from zeroshard.comm.ranks import Meeting
 from zeroshard.core.digest import Digest, first_unlike
 from zeroshard.errors import StateError
+from zeroshard.memory import reads_wait
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import UNKNOWN, Weight, total_weight
@@ -58,6 +59,7 @@ DIVERGED = (
 )
 # digest of the decisions, micro-batches, begun, known, unreduced, kinds of backwards, their weight
 _HEAD = struct.Struct("<QIIi?B3d")
+_DIGITS = b"01" + bytes(254)  # of 0 and 1
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,10 @@ class Finalizer:
             and backward.leaves is None
             and any(cells.weight.is_sharded for cells in context.policy.all_cells)
         )
+        # accumulators to which averages of other ranks come
+        accumulators = [bucket.accumulator for bucket in backward.buckets]
+        self._gathering = [one for one in accumulators if len(one.members) > 1]
+        self._on_device = torch.empty(0, device=context.device)
         self._faults = context.faults
         self._bad_steps = bad_steps
         self._bad_in_a_row = 0
@@ -252,8 +258,9 @@ class Finalizer:
         backward.reductions.wait()
         averaged = [] if unreduced else backward.gradients
         bad = average(averaged, divisor)
-        accumulators = [bucket.accumulator for bucket in backward.buckets]
-        backward.reductions.gather_averages([one for one in accumulators if one.gathers_averages])
+        backward.reductions.gather_averages(
+            [one for one in self._gathering if one.resting() is not None]
+        )
         if not unreduced and self._read(squares=norm):
             bad += average(averaged, divisor)
         bad.append(backward.saved.read_released or self._assigned.first_bad() or "")
@@ -265,7 +272,7 @@ class Finalizer:
         they are finite. Return whether there was anything.
         """
         unread: list[SquaresRequest] = []
-        for bucket in self._backward.buckets:
+        for bucket in self._backward.buckets if reads_wait(self._on_device) else ():
             used = bucket.used if bucket.counted is None else bucket.in_norm
             unread += bucket.accumulator.unread(used, squares=squares)
         if unread:
@@ -275,7 +282,8 @@ class Finalizer:
     def _compare(self, unreduced: bool, bad: str) -> list[_Answer]:
         """Exchange answers: none of their digests and decisions may differ."""
         used = [flag for bucket in self._backward.buckets for flag in bucket.used]
-        bits = sum([1 << index for index, flag in enumerate(used) if flag])
+        digits = bytes(used[::-1]).translate(_DIGITS)  # the first parameter has the lowest bit
+        bits = int(digits or b"0", 2)
         decisions, here = self._backward.decisions, self._backward.accumulation
         mine = _Answer(
             tuple(map(self._digest.value, self._held[1])),
@@ -342,6 +350,8 @@ class Finalizer:
                 "nothing to clip or to step, without a gradient on any rank: call loss.backward()"
                 " first (and zero_grad() before it, not after)"
             )
+        if {answer.used for answer in answers} == {united}:
+            return united
         position, others_used = 0, False
         unions: dict[tuple[int, ...], int] = {}  # by the ranks that have the same parameters
         for bucket in self._backward.buckets:
@@ -469,8 +479,10 @@ class Finalizer:
     def before_step(self) -> bool:
         """The optimizer is about to step: see `finalize`."""
         self._backward.tell("step")
+        was_agreed = self._finite is not None  # by a clip, say, and options may be others since
         finite = self.finalize()
-        self._backward.decisions.note_late_options(self._digest.step)
+        if was_agreed:
+            self._backward.decisions.note_late_options(self._digest.step)
         return finite
 
     def after_step(self) -> None:

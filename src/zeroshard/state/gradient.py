@@ -1,4 +1,4 @@
-"""The gradient of one segment at rest, which sealed gradients and steps hold: a sum, and then the
+"""The gradient of one segment at rest, which its accumulator and steps hold: a sum, and then the
 average that a step reads.
 
     take       += what a reduce brings                    range `own`, of what this rank steps
@@ -292,10 +292,11 @@ class Gradient:
         return self.numbers.read(start, stop, out)
 
     def fetch(self, start: int, stop: int) -> torch.Tensor:
-        """Return a range as it would be on the device: there a view, else a copy."""
+        """Return a range as it would be on the device: there the memory itself, else a copy."""
         if self.on_device:
-            assert self.numbers.tensor is not None
-            return self.numbers.tensor[start:stop]
+            whole = self.numbers.tensor
+            assert whole is not None
+            return whole if stop - start == self.numbers.numel else whole[start:stop]
         out = self._memory.empty(stop - start, self.dtype)
         for low, block in self.blocks(start, stop):
             out[low - start :][: block.numel()].copy_(block)
@@ -372,10 +373,8 @@ def average(gradients: Sequence[Gradient], divisor: float) -> list[str]:
         is_sum = not one._divided_by
         if is_sum:
             one._divided_by = divisor
-        whole, (start, stop) = one.numbers.tensor, one._own
-        if one.on_device and whole is not None:
-            mine = whole if stop - start == one.numbers.numel else whole[start:stop]
-            (sums if is_sum else averages).append(mine)
+        if one.on_device:
+            (sums if is_sum else averages).append(one.fetch(*one._own))
             continue
         if is_sum and divisor != 1.0:
             one.pending.append(("div", divisor))

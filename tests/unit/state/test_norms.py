@@ -22,6 +22,7 @@ from tests.support.gradients import one_accumulator
 from tests.support.harness import run_ranks
 from tests.support.training import batch, make_model
 from zeroshard.memory import Pages
+from zeroshard.runtime import finalize
 from zeroshard.runtime.grad import Accumulator
 from zeroshard.state import gradient, norms
 from zeroshard.state.gradient import Gradient, average
@@ -63,6 +64,7 @@ def on_an_accelerator() -> Iterator[Reads]:
         mock.patch.object(norms, "squares_of", reads.squares_of),
         mock.patch.object(norms, "reads_wait", waits),
         mock.patch.object(gradient, "reads_wait", waits),
+        mock.patch.object(finalize, "reads_wait", waits),
         reads,
     ):
         yield reads
