@@ -402,8 +402,8 @@ class ShardedOptimizer:
         self.sealed = False
 
     def release_dropped(self) -> None:
-        """Release the gradients of which no shard carries a sealed one, since the user has dropped
-        them. Between steps: in one, real gradients may be dropped.
+        """Release the gradients of which no shard carries a sealed one, unless a step is under way:
+        those are real.
         """
         for segment, shards in () if self._step.has_begun else self._segments.items():
             if not [shard for shard in shards if shard.tensor.grad is not None]:

@@ -43,7 +43,7 @@ class StepMethod(Enum):
         return self in (StepMethod.ON_HOST, StepMethod.THROUGH_RING)
 
 
-class Sums(Protocol):
+class RestingSums(Protocol):
     """The holder of a segment's gradient."""
 
     resting: Callable[[], Gradient | None]  # returns the one that rests there now
@@ -60,7 +60,7 @@ class SteppedSegment:
     split: int  # the first elements; their optimizer state rests on the device
     master: State
     store: Store | None  # where the state of the others rests; None: there are no others
-    sums: Sums
+    sums: RestingSums
     used: Callable[[int], bool]  # whether any rank has a gradient of this parameter
     # start casting stepped masters into the weights; do they stay meanwhile?
     bring: Callable[[int, int, torch.Tensor, bool, object], list[Work]]

@@ -89,12 +89,6 @@ class Backward:
         # in unit order
         self.buckets = [bucket for unit in self._trainable for bucket in unit.buckets]
         self.parameters = TrainableParameters(self._trainable)
-        # of padding alone, which nothing steps: no shard of it carries a sealed gradient
-        self._unheld = [
-            bucket.accumulator
-            for bucket in self.buckets
-            if not bucket.flat.layout.pieces_in(bucket.flat.stepped)
-        ]
 
     def attach(self, optimizer: SealedShards) -> None:
         """Let the gradients rest for `optimizer` alone, which seals its shards of them."""
@@ -553,8 +547,9 @@ class Backward:
         self.parameters.seal(self)
         if self.optimizer is not None:
             self.optimizer.seal()
-            for accumulator in self._unheld:
-                accumulator.release()
+            for bucket in self.buckets:
+                if bucket.accumulator.pads:
+                    bucket.accumulator.release()
 
     def collect_dropped(self) -> None:
         """Forget the gradients that the user has cleared, on the model's side or the

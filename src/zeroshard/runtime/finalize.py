@@ -31,6 +31,8 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import nn
@@ -130,9 +132,8 @@ class Finalizer:
             and backward.leaves is None
             and any(cells.weight.is_sharded for cells in context.policy.all_cells)
         )
-        # accumulators to which averages of other ranks come
         accumulators = [bucket.accumulator for bucket in backward.buckets]
-        self._gathering = [one for one in accumulators if len(one.members) > 1]
+        self._gathering = [one for one in accumulators if len(one.members) > 1]  # of other ranks
         self._on_device = torch.empty(0, device=context.device)
         self._faults = context.faults
         self._bad_steps = bad_steps
@@ -258,9 +259,8 @@ class Finalizer:
         backward.reductions.wait()
         averaged = [] if unreduced else backward.gradients
         bad = average(averaged, divisor)
-        backward.reductions.gather_averages(
-            [one for one in self._gathering if one.resting() is not None]
-        )
+        gathering = [one for one in self._gathering if one.resting() is not None]
+        backward.reductions.gather_averages(gathering)
         if not unreduced and self._read(squares=norm):
             bad += average(averaged, divisor)
         bad.append(backward.saved.read_released or self._assigned.first_bad() or "")
@@ -282,8 +282,7 @@ class Finalizer:
     def _compare(self, unreduced: bool, bad: str) -> list[_Answer]:
         """Exchange answers: none of their digests and decisions may differ."""
         used = [flag for bucket in self._backward.buckets for flag in bucket.used]
-        digits = bytes(used[::-1]).translate(_DIGITS)  # the first parameter has the lowest bit
-        bits = int(digits or b"0", 2)
+        bits = int(bytes(used[::-1]).translate(_DIGITS) or b"0", 2)  # the lowest: the first
         decisions, here = self._backward.decisions, self._backward.accumulation
         mine = _Answer(
             tuple(map(self._digest.value, self._held[1])),
@@ -344,7 +343,7 @@ class Finalizer:
         """Unite the used parameters, and return a bit for each. Raises StateError when no rank
         has a gradient.
         """
-        united = _union(answers)
+        united = reduce(or_, [answer.used for answer in answers])
         if not united:
             raise StateError(
                 "nothing to clip or to step, without a gradient on any rank: call loss.backward()"
@@ -357,7 +356,7 @@ class Finalizer:
         for bucket in self._backward.buckets:
             members = bucket.flat.context.holders.members
             if members not in unions:
-                unions[members] = _union([answers[rank] for rank in members])
+                unions[members] = reduce(or_, [answers[rank].used for rank in members])
             for index in range(len(bucket.used)):
                 used = bool(unions[members] >> position & 1)
                 others_used = others_used or used != bucket.used[index]
@@ -518,11 +517,3 @@ class Finalizer:
         self._backward.decisions.reset()
         self._assigned.abandon()
         self._digest.advance(self._digest.step)  # a step that was not taken does not count
-
-
-def _union(answers: Sequence[_Answer]) -> int:
-    """Return the parameters that any rank has used, a bit for each."""
-    united = 0
-    for answer in answers:
-        united |= answer.used
-    return united

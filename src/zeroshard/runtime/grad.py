@@ -161,6 +161,8 @@ class Accumulator:
         # ranks that bring their sums here
         self.members = layout.members(rank, layout.scope(plan.cells.optim))
         self.rank = rank  # among the ranks that have these parameters
+        # whether all that rests here is padding: no shard of it carries a sealed gradient
+        self.pads = plan.num_stepped > 0 and not layout.pieces_in(flat.stepped)
         self._flat = flat
         self._streams = context.streams
         self._memory, self._note = context.memory, context.faults.note

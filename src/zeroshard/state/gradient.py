@@ -44,7 +44,7 @@ from zeroshard.state.norms import (
     SquaresRequest,
     SquaresSum,
     chunks,
-    passes,
+    divide,
 )
 from zeroshard.state.state import DeviceMemory, State
 from zeroshard.tier.store import Direct, Storage
@@ -247,16 +247,21 @@ class Gradient:
             self.apply_to(self.numbers.whole)
             self.pending.clear()
 
-    def is_written(self) -> bool:
-        """Bring what has arrived to its tier; return whether it is finite, as far as the host
-        knows. Whether everything could be written must be known before a step begins.
+    def seems_finite(self) -> bool:
+        """Whether range `own` is finite, as far as the host knows: of numbers on an accelerator
+        once it has read what is `unread`. What has arrived is written first: whether all of it
+        could be must be known before a step begins.
         """
+        if self.on_device and reads_wait(self.numbers.whole):
+            known = [one.is_finite for one in self._squares.values()]
+            return False not in known and False not in self._finite.values()
         with self.losing():
             self.wait_writes()
         if self.lost is not None:
             return False
         # the sum of all numbers may have overflowed by itself
-        return self._passed.is_finite() or self.is_finite(*self._own)
+        is_known = not self.on_device and self._passed.is_finite()
+        return is_known or self.is_finite(*self._own)
 
     # ------------------------------------------------------------------ who reads and writes it
 
@@ -337,12 +342,6 @@ class Gradient:
             self._fail(error)
             to.add_known(ExactSum.of(math.nan))
 
-    @property
-    def is_known_bad(self) -> bool:
-        """Whether the host has read that some of it is not finite."""
-        known = [one.is_finite for one in self._squares.values()]
-        return False in known or False in self._finite.values()
-
     def is_finite(self, start: int, stop: int) -> bool:
         """Whether a range holds neither NaN nor infinity."""
         known = {group: one.is_finite for group, one in self._squares.items()} | self._finite
@@ -363,35 +362,18 @@ class Gradient:
 
 def average(gradients: Sequence[Gradient], divisor: float) -> list[str]:
     """Divide range `own` of those of `gradients` that are sums by `divisor`; return the keys of all
-    that are not finite, as far as the host knows: of numbers on an accelerator once it has read
-    what is `unread`.
+    that are not finite, as far as the host knows (`Gradient.seems_finite`).
     """
-    bad = set[Gradient]()
-    here = [one for one in gradients if one.on_device]
-    sums, averages, norms = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+    sums, averages = list[torch.Tensor](), list[torch.Tensor]()
     for one in gradients:
         is_sum = not one._divided_by
         if is_sum:
             one._divided_by = divisor
         if one.on_device:
             (sums if is_sum else averages).append(one.fetch(*one._own))
-            continue
-        if is_sum and divisor != 1.0:
+        elif is_sum and divisor != 1.0:
             one.pending.append(("div", divisor))
-        if not one.is_written():
-            bad.add(one)
-    waits = any(map(reads_wait, sums[:1] or averages[:1]))
-    for tensors, by in (sums, divisor), (averages, 1.0):
-        for part in passes(tensors):
-            if by != 1.0 and waits and math.frexp(by)[0] != 0.5:
-                # a device multiplies by 1 / by: of a power of two alone that has the same bits
-                for mine in part:
-                    mine.div_(by)
-            elif by != 1.0:
-                torch._foreach_div_(part, by)
-            norms += [] if waits else torch._foreach_norm(part, 2, dtype=torch.float32)
-    if waits:
-        bad.update(one for one in here if one.is_known_bad)
-    elif norms and not math.isfinite(torch.stack(norms).sum()):  # which may overflow by itself
-        bad.update(one for one in here if not one.is_finite(*one._own))
-    return [one.key for one in gradients if one in bad]
+    are_finite = divide(sums, averages, divisor)
+    return [
+        one.key for one in gradients if not ((one.on_device and are_finite) or one.seems_finite())
+    ]

@@ -354,6 +354,24 @@ def passes(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield group
 
 
+def divide(sums: Sequence[torch.Tensor], averages: Sequence[torch.Tensor], divisor: float) -> bool:
+    """Divide `sums` by `divisor`, in place; return whether they and `averages` are known to be
+    finite: not where the host would wait for it, or where squares overflow.
+    """
+    waits = any(map(reads_wait, (*sums[:1], *averages[:1])))
+    norms: list[torch.Tensor] = []
+    for tensors, by in (sums, divisor), (averages, 1.0):
+        for group in passes(tensors):
+            if by != 1.0 and waits and math.frexp(by)[0] != 0.5:
+                # a device multiplies by 1 / by: of a power of two alone that has the same bits
+                for one in group:
+                    one.div_(by)
+            elif by != 1.0:
+                torch._foreach_div_(group, by)
+            norms += [] if waits else torch._foreach_norm(group, 2, dtype=torch.float32)
+    return not waits and (not norms or math.isfinite(torch.stack(norms).sum()))
+
+
 class RunningSum:
     """The sum of all numbers that have passed by, on the host and on a device: it is not finite
     where one of them is not.
