@@ -101,7 +101,7 @@ class LateFinalizer(Finalizer):
         optimizer = sharded.optimizer
         for group in optimizer.param_groups:
             # a first step of torch's fused SGD makes momenta, and leaves them undefined
-            held = [one for one in group["params"] if one.numel() and group.get("momentum")]
+            held = [one for one in group["params"] if group.get("momentum") and one.numel()]
             states = [optimizer.state.get(one, {}) for one in held]
             begun = [one for one in states if one.get("momentum_buffer") is not None]
             if not group.get("fused") or (held and not begun):
