@@ -206,3 +206,38 @@ def test_the_memory_of_a_gradient_is_given_back_when_it_is_dropped_and_no_sooner
         assert [one() for one in held] == [None, None]
         optimizer.zero_grad()
     engine.close()
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, which: tuple[int, ...]) -> torch.Tensor:
+        return torch.stack([self.layers[index](hidden) for index in which]).sum()
+
+
+def _cleared_on_the_optimizer(rank: int, world: int) -> list[State]:
+    """Drop gradients of a layer that only the other rank has used, and of one that this has."""
+    states = []
+    for by_hand in (False, True):
+        torch.manual_seed(0)
+        model = _Two()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = zs.shard(model, optimizer, policy="zero3", units=[nn.Linear])
+        model(torch.ones(2, 8), (rank,)).backward()
+        if by_hand:
+            for entry in optimizer.param_groups[0]["params"]:
+                entry.grad = None
+        else:
+            optimizer.zero_grad()
+        model(torch.ones(2, 8), (0, 1)).backward()
+        optimizer.step()
+        states.append(engine.full_state_dict(rank0_only=False))
+        engine.close()
+    return states
+
+
+def test_what_other_ranks_have_used_is_dropped_on_the_optimizers_side_by_hand_as_well() -> None:
+    for called, by_hand in run_ranks(2, _cleared_on_the_optimizer, timeout=30):
+        assert equal(by_hand, called)
