@@ -310,6 +310,22 @@ def test_a_unit_takes_no_more_calls_of_python_than_today() -> None:
     assert per_unit <= MOST_CALLS, f"{per_unit:.0f} calls per unit and step"
 
 
+@pytest.mark.parametrize(("row", "most"), [("zero3", 0), ("hfsdp", UNITS)])
+def test_a_step_brings_slices_of_other_nodes_where_a_column_rests_and_nothing_elsewhere(
+    row: str, most: int
+) -> None:
+    with fake_world(WORLD):
+        training = _Training(row, ROWS[row])
+        assert training.engine is not None
+        training.step()
+        training.backward(training.forward())
+        before = training.engine.traffic().calls
+        training.update()
+        after = training.engine.traffic().calls
+        assert after["all_gather"] - before["all_gather"] == most
+        training.engine.close()
+
+
 # -------------------------------------------------------------------------------- what is repeated
 
 

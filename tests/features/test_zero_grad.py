@@ -5,10 +5,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
+from tests.support import inside
 from tests.support.harness import run_ranks
 from tests.support.training import (
     ROWS,
@@ -158,3 +161,83 @@ def test_zeroing_a_part_of_a_unit_inside_no_sync_drops_that_part_alone() -> None
     another order than DDP's.
     """
     on_rows(_zeroed_between, rows=("zero1", "zero3", "mics", "hfsdp"), world=4)
+
+
+@pytest.mark.parametrize("how", ["zero_grad", "one unit", "by hand", "model"])
+@pytest.mark.parametrize("inside_step", [False, True], ids=["after", "inside"])
+def test_the_memory_of_a_gradient_is_given_back_when_it_is_dropped_and_no_sooner(
+    how: str, inside_step: bool
+) -> None:
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            if inside_step:
+                self.zero_grad()  # the step's own: those at rest stay until they are dropped
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = Optimizer(model.parameters(), lr=0.1)
+    engine = zs.shard(model, optimizer, policy="zero3", units=[nn.Linear])
+    sealed: list[Any] = []
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+        entries = optimizer.param_groups[0]["params"]
+        sealed = sealed or [entry.grad for entry in entries]
+        assert all(entry.grad is one for entry, one in zip(entries, sealed, strict=True))
+        held = inside.resting_gradients(engine)
+        optimizer.step()
+        assert engine.full_grad(model[0].weight).abs().sum() > 0
+        assert len(held) == 2 and None not in [one() for one in held]
+        match how:
+            case "zero_grad":
+                optimizer.zero_grad()
+                assert [one() for one in held] == [None, None], "at once"
+            case "one unit":
+                for number, left in ((0, 2), (1, 1)):  # its weight, and then its bias
+                    entries[number].grad = None
+                    assert engine.full_grad(model[1].weight).abs().sum() > 0
+                    assert len([one for one in held if one() is not None]) == left
+                optimizer.zero_grad()
+            case "by hand":
+                for entry in entries:
+                    entry.grad = None
+            case "model":
+                model.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        assert [one() for one in held] == [None, None]
+        optimizer.zero_grad()
+    engine.close()
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, which: tuple[int, ...]) -> torch.Tensor:
+        return torch.stack([self.layers[index](hidden) for index in which]).sum()
+
+
+def _cleared_on_the_optimizer(rank: int, world: int) -> list[State]:
+    """Drop gradients of a layer that only the other rank has used, and of one that this has."""
+    states = []
+    for by_hand in (False, True):
+        torch.manual_seed(0)
+        model = _Two()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = zs.shard(model, optimizer, policy="zero3", units=[nn.Linear])
+        model(torch.ones(2, 8), (rank,)).backward()
+        if by_hand:
+            for entry in optimizer.param_groups[0]["params"]:
+                entry.grad = None
+        else:
+            optimizer.zero_grad()
+        model(torch.ones(2, 8), (0, 1)).backward()
+        optimizer.step()
+        states.append(engine.full_state_dict(rank0_only=False))
+        engine.close()
+    return states
+
+
+def test_what_other_ranks_have_used_is_dropped_on_the_optimizers_side_by_hand_as_well() -> None:
+    for called, by_hand in run_ranks(2, _cleared_on_the_optimizer, timeout=30):
+        assert equal(by_hand, called)

@@ -426,6 +426,11 @@ def gradient_buffer_bytes(engine: zs.Engine) -> int:
     )
 
 
+def resting_gradients(engine: zs.Engine) -> list[Callable[[], object]]:
+    """Return weak references to the gradients at rest, by segment."""
+    return [segment.grad.accumulator.resting for segment in segments(engine) if segment.grad]
+
+
 def flush_gradients(engine: zs.Engine) -> None:
     """Wait for the sums that are on their way to another tier."""
     engine._backward.reductions.flush()

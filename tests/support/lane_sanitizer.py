@@ -44,7 +44,7 @@ from tests.support.pretended_device import PretendedDevice, Timeline, site_of_ca
 from zeroshard import memory
 from zeroshard.comm import codec, native_transport
 from zeroshard.optim import runner
-from zeroshard.runtime import segment, shelf
+from zeroshard.runtime import finalize, segment, shelf
 from zeroshard.runtime.streams import Event, Lane, NoStreams
 from zeroshard.sharding import api
 from zeroshard.state import gradient, norms
@@ -191,7 +191,7 @@ class LaneSanitizer(Timeline):
             patches.append((torch.Tensor, name, _method(stand_in, getattr(torch.Tensor, name))))
         for module in (memory, segment):
             patches.append((module, "mark", memory.Mark))
-        for module in (memory, gradient, norms, stores, codec):
+        for module in (memory, gradient, norms, stores, codec, finalize):
             patches.append((module, "reads_wait", lambda tensor: not self.is_on_host(tensor)))
         for module in (memory, gradient):
             patches.append((module, "bounce_buffer", self._bounce_buffer))

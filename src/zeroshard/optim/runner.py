@@ -258,7 +258,7 @@ class TileRunner:
                 continue
             used = [shard.is_used() for shard in tile.shards]
             if any(used):
-                gradient = tile.segment.gradient()
+                gradient = tile.segment.sums.resting()
                 assert gradient is not None, f"{tile.segment.key} is used and has no gradient"
                 steps.append(_TileStep(tile, gradient, used))
         if not steps:

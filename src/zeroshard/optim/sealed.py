@@ -9,8 +9,9 @@ what to call instead.
 
 It does answer what keeps ordinary code working: ``is None`` (it is not), metadata, ``zero_()``, and
 being thrown away (``zero_grad()``), which is how the engine learns that the user dropped the
-gradient: the sealed object of a piece holds the resting memory alive. And what autograd adds to it
-(where a backward begins with that parameter) is kept for the engine.
+gradient: it releases the resting memory of which no sealed gradient is left. One is made for each
+parameter and shard, and put back on after every backward. And what autograd adds to it (where a
+backward begins with that parameter) is kept for the engine.
 """
 
 from __future__ import annotations
@@ -145,8 +146,6 @@ class SealedGrad(torch.Tensor):
     _name: str
     _owner: weakref.ref[GradientOwner]  # a gradient must not keep the engine alive
     _parameter: weakref.ref[nn.Parameter] | None
-    # kept alive as long as this is somebody's ``.grad``: the resting gradient
-    holds: object = None
     _accumulated: torch.Tensor | None = None
 
     @staticmethod
@@ -156,23 +155,15 @@ class SealedGrad(torch.Tensor):
         name: str,
         owner: GradientOwner,
         parameter: nn.Parameter | None,
-        holds: object = None,
     ) -> SealedGrad:
-        """`parameter`: the model's own; `like` is a shard of it, or it itself. It keeps `holds`
-        alive as long as it is somebody's ``.grad``.
-        """
+        """`parameter`: the model's own; `like` is a shard of it, or it itself."""
         sealed = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device
         )
         sealed._name = name
         sealed._owner = weakref.ref(owner)
         sealed._parameter = None if parameter is None else weakref.ref(parameter)
-        sealed.holds = holds
         return sealed
-
-    def hold(self, what: object) -> None:
-        """Keep `what` alive from now on, and nothing else."""
-        self.holds = what
 
     def accumulated(self) -> torch.Tensor | None:
         """Return the gradient that autograd has just added to this one, once."""

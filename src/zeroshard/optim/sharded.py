@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.copies import check_elementwise, hide_modes, shard_state
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
-from zeroshard.optim.shards import ParamShard, StepMethod, Tile
+from zeroshard.optim.shards import ParamShard, StepMethod, SteppedSegment, Tile
 from zeroshard.optim.tiles import PartialState, TileStates, fill_in
 from zeroshard.state.local import local_of
 
@@ -106,13 +106,6 @@ class _OptimizerStep:
     has_begun: bool = False  # real gradients stand in the place of sealed ones
     is_broken: bool = False  # the tiles' part of it has raised
     in_closure: bool = False
-    # the sealed gradients, which hold the resting ones, by shard
-    sealed: list[SealedGrad | None] = field(default_factory=list)
-
-    def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """The step is agreed; it is broken until the tiles have started."""
-        self.has_begun = self.is_broken = True
-        self.sealed = [grad if isinstance(grad, SealedGrad) else None for grad in grads]
 
     def call(self, closure: Callable[[], Any]) -> Any:
         """Return what the user's closure does."""
@@ -141,12 +134,14 @@ class _ZeroGrad:
             for parameter in chain(*self._sharded.parameters):
                 if not set_to_none:
                     self._sharded._around_step.zero_gradient(parameter)
-                if parameter.grad is None or type(parameter.grad) is SealedGrad:
+                grad = parameter.grad
+                if grad is None or type(grad) is SealedGrad:
                     continue
                 if set_to_none:
                     parameter.grad = None
                 else:
-                    parameter.grad.zero_()
+                    grad.zero_()
+        self._sharded.release_dropped()
 
     def remove(self) -> None:
         del vars(self._optimizer)["zero_grad"]
@@ -174,7 +169,9 @@ class ShardedOptimizer:
         self.states = TileStates(optimizer)
         self.runner = TileRunner(optimizer, self.states, options)
         self._groups: list[list[ParamShard]] = []
+        self._segments: dict[SteppedSegment, list[ParamShard]] = {}
         self._empty: list[nn.Parameter | None] = []
+        self._entries: list[list[nn.Parameter]] = []  # what each param group holds
         self._around_step = around_step
         self._part = part
         self._device = options.device
@@ -238,8 +235,11 @@ class ShardedOptimizer:
     def _take(self, tiles: Sequence[Tile]) -> None:
         """Sort the shards of `tiles` into param groups."""
         shards: dict[int, list[ParamShard]] = {}
+        self._segments = {}
         for shard in (shard for tile in tiles for shard in tile.shards):
             shards.setdefault(id(shard.parameter), []).append(shard)
+            self._segments.setdefault(shard.segment, []).append(shard)
+            shard.sealed = SealedGrad(shard.tensor, shard.name, self._around_step, shard.parameter)
         self.tiles = list(tiles)
         self._groups = [
             [shard for parameter in originals for shard in shards.get(id(parameter), ())]
@@ -253,18 +253,17 @@ class ShardedOptimizer:
                 None if group else nn.Parameter(torch.empty(0, device=self._device))
                 for group in self._groups
             ]
-
-    def _entries(self) -> Iterable[list[nn.Parameter]]:
-        """Yield what each param group holds."""
-        for shards, empty in zip(self._groups, self._empty, strict=True):
-            yield [shard.tensor for shard in shards] if empty is None else [empty]
+        self._entries = [
+            [shard.tensor for shard in shards] if empty is None else [empty]
+            for shards, empty in zip(self._groups, self._empty, strict=True)
+        ]
 
     def _point(self) -> None:
         """Let the optimizer hold this rank's shards, and state of these alone."""
         held = {id(shard.tensor) for shard in self.pieces()}
         for tensor in [tensor for tensor in self.optimizer.state if id(tensor) not in held]:
             del self.optimizer.state[tensor]
-        for group, entries in zip(self.optimizer.param_groups, self._entries(), strict=True):
+        for group, entries in zip(self.optimizer.param_groups, self._entries, strict=True):
             group["params"] = entries
 
     def retile(self, tiles: Sequence[Tile]) -> None:
@@ -383,19 +382,10 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------ sealed gradients
 
     def seal(self) -> None:
-        """Let every shard without a gradient carry a sealed one, which keeps the resting
-        gradient alive.
-        """
+        """Let every shard carry its sealed gradient."""
         for tile in self.tiles:
-            held = tile.segment.gradient()
             for shard in tile.shards:
-                sealed = shard.tensor.grad
-                if not isinstance(sealed, SealedGrad):
-                    shard.tensor.grad = SealedGrad(
-                        shard.tensor, shard.name, self._around_step, shard.parameter, held
-                    )
-                elif sealed.holds is not held:
-                    sealed.hold(held)
+                shard.tensor.grad = shard.sealed
         for empty in self._empty:
             if empty is not None and empty.grad is None:
                 empty.grad = SealedGrad(
@@ -405,10 +395,18 @@ class ShardedOptimizer:
 
     def clear(self) -> None:
         """Take the sealed gradients off: no gradient rests."""
-        for entries in self._entries():
+        for entries in self._entries:
             for entry in entries:
                 entry.grad = None
         self.sealed = False
+
+    def release_dropped(self) -> None:
+        """Release the gradients of which no shard carries a sealed one, unless a step is under way:
+        those are real.
+        """
+        for segment, shards in () if self._step.has_begun else self._segments.items():
+            if not [shard for shard in shards if shard.tensor.grad is not None]:
+                segment.sums.release()
 
     def dropped(self) -> list[nn.Parameter]:
         """Return the model's parameters with a gradient that the user has cleared on the
@@ -418,12 +416,15 @@ class ShardedOptimizer:
             return []
         out: list[nn.Parameter] = []
         for shards, originals, entries in zip(
-            self._groups, self.parameters, self._entries(), strict=True
+            self._groups, self.parameters, self._entries, strict=True
         ):
-            if not [entry for entry in entries if entry.grad is not None]:
+            is_dropped = [entry.grad is None for entry in entries]
+            if False not in is_dropped:
                 out += originals
-            else:
+            elif True in is_dropped:
                 out += [shard.parameter for shard in shards if shard.tensor.grad is None]
+        if out:
+            self.release_dropped()
         return out
 
     # ------------------------------------------------------------------ a step
@@ -473,7 +474,7 @@ class ShardedOptimizer:
 
     def _check_entries(self) -> None:
         for index, (group, expected) in enumerate(
-            zip(self.optimizer.param_groups, self._entries(), strict=False)
+            zip(self.optimizer.param_groups, self._entries, strict=False)
         ):
             if len(group["params"]) != len(expected) or any(
                 map(operator.is_not, group["params"], expected)
@@ -501,7 +502,7 @@ class ShardedOptimizer:
             return
         take = self._around_step.before_step()
         self.is_cut_off = True
-        self._step.begin([shard.tensor.grad for shard in self.pieces()])
+        self._step.has_begun = self._step.is_broken = True  # until the tiles have started
         failed = not self._succeeds(self.join)  # the tiles' part of the step before ends first
         if self.runner.lags:
             self._around_step.publish_late()
@@ -534,11 +535,9 @@ class ShardedOptimizer:
     ) -> None:
         if not self._step.has_begun:  # the closure was never called: nothing was stepped
             return
-        step, self._step = self._step, _OptimizerStep()
+        self._step = _OptimizerStep()
         self.num_finished += 1
         self._succeeds(self.runner.end_own)
-        for piece, grad in zip(self.pieces(), step.sealed, strict=True):
-            piece.tensor.grad = grad
         self.seal()
         self._around_step.after_step(late=self.runner.was_late)
         self.is_cut_off = False

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from torch import nn
 from zeroshard.core.layout import Piece
 from zeroshard.core.work import Work
 from zeroshard.memory import placeholder
+from zeroshard.optim.sealed import SealedGrad
 from zeroshard.state.gradient import Gradient
 from zeroshard.state.state import State
 from zeroshard.tier.store import Storage, Store
@@ -41,6 +43,15 @@ class StepMethod(Enum):
         return self in (StepMethod.ON_HOST, StepMethod.THROUGH_RING)
 
 
+class RestingSums(Protocol):
+    """The holder of a segment's gradient."""
+
+    resting: Callable[[], Gradient | None]  # returns the one that rests there now
+
+    def release(self) -> None:
+        """Stop holding it: the user has dropped it."""
+
+
 @dataclass(eq=False)
 class SteppedSegment:
     """One segment in a step. Ranges count the elements that this rank steps of it."""
@@ -49,7 +60,7 @@ class SteppedSegment:
     split: int  # the first elements; their optimizer state rests on the device
     master: State
     store: Store | None  # where the state of the others rests; None: there are no others
-    gradient: Callable[[], Gradient | None]
+    sums: RestingSums
     used: Callable[[int], bool]  # whether any rank has a gradient of this parameter
     # start casting stepped masters into the weights; do they stay meanwhile?
     bring: Callable[[int, int, torch.Tensor, bool, object], list[Work]]
@@ -101,9 +112,10 @@ class Tile:
         used = [self.segment.used(shard.piece.index) for shard in self.shards]
         if True not in used:
             return [None] * len(used)
-        resting = self.segment.gradient()
+        resting = self.segment.sums.resting()
         assert resting is not None, f"{self.segment.key} is used and has no gradient"
-        grad = resting.fetch(self.start, self.stop).to(self.segment.master.dtype)
+        grad, dtype = resting.fetch(self.start, self.stop), self.segment.master.dtype
+        grad = grad if grad.dtype is dtype else grad.to(dtype)
         pairs = zip(self.shards, used, strict=True)
         return [grad[shard.span] if is_used else None for shard, is_used in pairs]
 
@@ -124,6 +136,7 @@ class ParamShard:
     start: int  # where it lies in what this rank steps of the segment
     stop: int
     group: int = 0  # the optimizer's param group
+    sealed: SealedGrad | None = None  # its ``.grad`` between steps
 
     @cached_property
     def span(self) -> slice:
@@ -138,13 +151,13 @@ class ParamShard:
         """Return its slice of the averaged gradient, or None where no rank used the parameter."""
         if not self.segment.used(self.piece.index):
             return None
-        resting = self.segment.gradient()
+        resting = self.segment.sums.resting()
         assert resting is not None, f"the gradient of {self.name} is used and not held"
         return resting.fetch(self.start, self.stop)
 
     def set_grad(self, numbers: torch.Tensor) -> None:
         """Set its slice of the averaged gradient, which some rank used, to `numbers`."""
-        resting = self.segment.gradient()
+        resting = self.segment.sums.resting()
         assert resting is not None, f"the gradient of {self.name} is used and not held"
         resting.store_range(self.start, self.stop, numbers)
 

@@ -337,7 +337,7 @@ class Backward:
             every = parameter._post_accumulate_grad_hooks
             has_next = len(every) > 1 and next(reversed(every)) != hooks[number]
             if has_next and not alive.parameters.hides:
-                seal([one], alive, None)  # for the hook after this one
+                seal([one], alive)  # for the hook after this one
 
         return take_grad
 
@@ -563,11 +563,11 @@ class Backward:
 
     def seal(self) -> None:
         """Put sealed gradients where autograd or the step has left none."""
-        self.parameters.seal(self, holds=self.optimizer is None)
+        self.parameters.seal(self)
         if self.optimizer is not None:
             self.optimizer.seal()
             for bucket in self.buckets:
-                if bucket.flat.stepped[0] < bucket.flat.stepped[1]:
+                if bucket.accumulator.pads:
                     bucket.accumulator.release()
 
     def collect_dropped(self) -> None:

@@ -31,6 +31,8 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import nn
@@ -39,12 +41,13 @@ from zeroshard.comm.ranks import Meeting
 from zeroshard.core.digest import Digest, first_unlike
 from zeroshard.core.precision import LossScaler
 from zeroshard.errors import StateError
+from zeroshard.memory import reads_wait
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import UNKNOWN, Weight, total_weight
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.decisions import refuse
 from zeroshard.runtime.trainable import AssignedGradients, names_of
-from zeroshard.state.gradient import Gradient
+from zeroshard.state.gradient import average
 from zeroshard.state.norms import ExactSum, SquaresRequest, SquaresSum, read_squares
 
 _log = logging.getLogger("zeroshard")
@@ -58,6 +61,7 @@ DIVERGED = (
 )
 # digest of the decisions, micro-batches, begun, known, unreduced, kinds of backwards, their weight
 _HEAD = struct.Struct("<QIIi?B3d")
+_DIGITS = b"01" + bytes(254)  # of 0 and 1
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,9 @@ class Finalizer:
             and backward.leaves is None
             and any(cells.weight.is_sharded for cells in context.policy.all_cells)
         )
+        accumulators = [bucket.accumulator for bucket in backward.buckets]
+        self._gathering = [one for one in accumulators if len(one.members) > 1]  # of other ranks
+        self._on_device = torch.empty(0, device=context.device)
         self._faults = context.faults
         self._bad_steps = bad_steps
         self._bad_in_a_row = 0
@@ -222,9 +229,9 @@ class Finalizer:
             self._skipped -= 1
             self._bad_in_a_row -= 1
         gradients = self._backward.gradients
-        bad = self._average(gradients, 1.0)  # divided already
+        bad = average(gradients, 1.0)  # divided already
         if self._read(squares=False):
-            bad += self._average(gradients, 1.0)
+            bad += average(gradients, 1.0)
         self._judge(self._agree((bad or [""])[0], _STEP), (), False)
 
     def _agree(self, bad: str, call: str) -> list[str]:
@@ -256,25 +263,21 @@ class Finalizer:
         unreduced = backward.has_unreduced
         backward.reductions.wait()
         averaged = [] if unreduced else backward.gradients
-        bad = self._average(averaged, divisor)
-        accumulators = [bucket.accumulator for bucket in backward.buckets]
-        backward.reductions.gather_averages([one for one in accumulators if one.gathers_averages])
+        bad = average(averaged, divisor)
+        gathering = [one for one in self._gathering if one.resting() is not None]
+        backward.reductions.gather_averages(gathering)
         if not unreduced and self._read(squares=norm):
-            bad += self._average(averaged, divisor)
+            bad += average(averaged, divisor)
         bad.append(backward.saved.read_released or self._assigned.first_bad() or "")
         self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step
         return self._compare(unreduced, bad[0])
-
-    def _average(self, gradients: Sequence[Gradient], divisor: float) -> list[str]:
-        """Divide the sums; return the keys of `gradients` that are known not to be finite."""
-        return [gradient.key for gradient in gradients if not gradient.average(divisor)]
 
     def _read(self, *, squares: bool) -> bool:
         """Read once what is to be known of averages on an accelerator: their `squares`, or whether
         they are finite. Return whether there was anything.
         """
         unread: list[SquaresRequest] = []
-        for bucket in self._backward.buckets:
+        for bucket in self._backward.buckets if reads_wait(self._on_device) else ():
             used = bucket.used if bucket.counted is None else bucket.in_norm
             unread += bucket.accumulator.unread(used, squares=squares)
         if unread:
@@ -284,7 +287,7 @@ class Finalizer:
     def _compare(self, unreduced: bool, bad: str) -> list[_Answer]:
         """Exchange answers: none of their digests and decisions may differ."""
         used = [flag for bucket in self._backward.buckets for flag in bucket.used]
-        bits = sum([1 << index for index, flag in enumerate(used) if flag])
+        bits = int(bytes(used[::-1]).translate(_DIGITS) or b"0", 2)  # the lowest: the first
         decisions, here = self._backward.decisions, self._backward.accumulation
         mine = _Answer(
             tuple(map(self._digest.value, self._held[1])),
@@ -345,18 +348,20 @@ class Finalizer:
         """Unite the used parameters, and return a bit for each. Raises StateError when no rank
         has a gradient.
         """
-        united = _union(answers)
+        united = reduce(or_, [answer.used for answer in answers])
         if not united:
             raise StateError(
                 "nothing to clip or to step, without a gradient on any rank: call loss.backward()"
                 " first (and zero_grad() before it, not after)"
             )
+        if {answer.used for answer in answers} == {united}:
+            return united
         position, others_used = 0, False
         unions: dict[tuple[int, ...], int] = {}  # by the ranks that have the same parameters
         for bucket in self._backward.buckets:
             members = bucket.flat.context.holders.members
             if members not in unions:
-                unions[members] = _union([answers[rank] for rank in members])
+                unions[members] = reduce(or_, [answers[rank].used for rank in members])
             for index in range(len(bucket.used)):
                 used = bool(unions[members] >> position & 1)
                 others_used = others_used or used != bucket.used[index]
@@ -478,8 +483,10 @@ class Finalizer:
     def before_step(self) -> bool:
         """The optimizer is about to step: see `finalize`."""
         self._backward.tell("step")
+        was_agreed = self._finite is not None  # by a clip, say, and options may be others since
         finite = self.finalize()
-        self._backward.decisions.note_late_options(self._digest.step)
+        if was_agreed:
+            self._backward.decisions.note_late_options(self._digest.step)
         return finite
 
     def after_step(self) -> None:
@@ -515,11 +522,3 @@ class Finalizer:
         self._backward.decisions.reset()
         self._assigned.abandon()
         self._digest.advance(self._digest.step)  # a step that was not taken does not count
-
-
-def _union(answers: Sequence[_Answer]) -> int:
-    """Return the parameters that any rank has used, a bit for each."""
-    united = 0
-    for answer in answers:
-        united |= answer.used
-    return united

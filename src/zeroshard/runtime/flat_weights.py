@@ -144,6 +144,9 @@ class FlatWeights:
             and self.scope is Scope.NODE_SHARD
             and not (is_stepped and layout.scope(cells.optim) is Scope.NODE_SHARD)
         )
+        # whether `publish` does anything: somebody else reads the window, or writes are watched for
+        is_mapped = not isinstance(self.window, (PrivateWindow, type(None)))
+        self.publishes = self.awaits_nodes or (is_mapped and not self._all_step_all)
         self._publishing: Flight | None = None  # slices of other nodes on their way here
         # a plain gather, with the buffer that it fills and the memory at rest
         self._built: tuple[torch.Tensor, torch.Tensor | None, Sequence[ReadyHop]] | None = None
@@ -335,7 +338,7 @@ class FlatWeights:
         memory = self.rest.whole[span[0] - base : span[1] - base]
         pieces, size = self.layout.pieces_in(span), memory.element_size()
         places = [(size * one.shard_start, size * one.shard_stop) for one in pieces]  # in bytes
-        self._watched = memory, pieces, places
+        self._watched, self.publishes = (memory, pieces, places), True
         self._published = self._digests()
 
     def _digests(self) -> list[str | int] | None:

@@ -7,9 +7,9 @@ The next gradient may begin before a step has read this one, so each sum is a Gr
 and what lasts is here: where they rest, which parameter lies where in them, which rank averages
 what, and memory of another tier, kept for the next one.
 
-Invariant: a Gradient is held here from the reduce that makes it until ``release``, then by its
-sealed gradients and by a step that reads it, and ends with the last of these. Cost: memory of
-another tier stays for the next gradient.
+Invariant: a Gradient is held here from the reduce that makes it until the user drops it
+(``release``, ``reset``), and by a step that reads it, and ends with the last of these. Cost: memory
+of another tier stays for the next gradient.
 """
 
 from __future__ import annotations
@@ -161,6 +161,8 @@ class Accumulator:
         # ranks that bring their sums here
         self.members = layout.members(rank, layout.scope(plan.cells.optim))
         self.rank = rank  # among the ranks that have these parameters
+        # whether all that rests here is padding: no shard of it carries a sealed gradient
+        self.pads = plan.num_stepped > 0 and not layout.pieces_in(flat.stepped)
         self._flat = flat
         self._streams = context.streams
         self._memory, self._note = context.memory, context.faults.note
@@ -203,7 +205,7 @@ class Accumulator:
             resting.zero_range(0, resting.numbers.numel)
 
     def release(self) -> None:
-        """Stop holding the numbers: the sealed gradients do."""
+        """Stop holding the numbers: the user has dropped them, and a step may still read them."""
         self._held = None
 
     def move(self, split: int) -> None:
@@ -279,14 +281,9 @@ class Accumulator:
 
     # ------------------------------------------------------------------ averages of other ranks
 
-    @property
-    def gathers_averages(self) -> bool:
-        """Whether the other ranks' averages have to come here."""
-        return len(self.members) > 1 and self.resting() is not None
-
     def gather_averages(self) -> Sequence[ReadyHop]:
-        """Return what brings the other ranks' averaged slices here, where `gathers_averages`, hop
-        by hop; no reduce is under way.
+        """Return what brings the other ranks' averaged slices here, hop by hop; no reduce is under
+        way.
         """
         resting = self.resting()
         assert resting is not None, self.key

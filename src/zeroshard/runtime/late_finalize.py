@@ -15,7 +15,6 @@ over ranks of an integer per segment, with a norm of 163 more, in the place of a
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from zeroshard.memory import Mark, bounce_buffer, note_copy
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import DIVERGED, Finalizer
-from zeroshard.state.gradient import Gradient
 from zeroshard.state.norms import digits_of, squares_of, total_of
 
 _log = logging.getLogger("zeroshard")
@@ -94,14 +92,6 @@ class LateFinalizer(Finalizer):
         self._known = [*done, False].index(False) if self._may_be_late() else _NEEDS_ALL
         return super()._average_and_compare(divisor, norm)
 
-    def _average(self, gradients: Sequence[Gradient], divisor: float) -> list[str]:
-        sums = [one.own_sum for one in gradients]
-        # by a power of two a device divides as it multiplies: one kernel for all has the same bits
-        at_once = divisor != 1.0 and math.frexp(divisor)[0] == 0.5
-        if at_once and (fresh := [one for one in sums if one is not None]):
-            torch._foreach_div_(fresh, divisor)
-        return [one.key for one in gradients if not one.average(divisor, is_divided=at_once)]
-
     def _may_be_late(self) -> bool:
         """Whether the optimizer leaves weights, moments and counters alone where it is told to."""
         if self._scaler is not None:  # the next loss has its scale
@@ -111,7 +101,7 @@ class LateFinalizer(Finalizer):
         optimizer = sharded.optimizer
         for group in optimizer.param_groups:
             # a first step of torch's fused SGD makes momenta, and leaves them undefined
-            held = [one for one in group["params"] if one.numel() and group.get("momentum")]
+            held = [one for one in group["params"] if group.get("momentum") and one.numel()]
             states = [optimizer.state.get(one, {}) for one in held]
             begun = [one for one in states if one.get("momentum_buffer") is not None]
             if not group.get("fused") or (held and not begun):

@@ -89,12 +89,17 @@ class Rest:
         self._weights = weights
         self._faults = faults
         self._transports = transports
-        # whether weights are waited for here, by unit: a peer may wait for them before this rank
-        # comes to the unit, or the weights are in use as they are
-        self._waits = [
-            transports.main.flat.size > 1 or not unit.cells.optim.is_sharded
+        self._segments = list(weights.segments)
+        self._trained = [segment for segment in self._segments if segment.grad is not None]
+        # segments with weights from other tiers that are waited for here: a peer may wait for them
+        # before this rank comes to the unit, or the weights are in use as they are
+        self._awaited = {
+            segment
             for unit in weights.units
-        ]
+            for segment in unit.segments
+            if segment.steps_elsewhere
+            and (transports.main.flat.size > 1 or not unit.cells.optim.is_sharded)
+        }
 
     def before_writing(self) -> None:
         """Finish the gathers under way, take what the user has written to whole weights into the
@@ -138,12 +143,17 @@ class Rest:
 
         A step has brought what rests on another tier by itself: `everything` False.
         """
+        segments = self._segments if frozen else self._trained
         with torch.no_grad():
-            for unit, waits in zip(self._weights.units, self._waits, strict=True):
-                for segment in unit.segments if frozen else unit.trainable:
-                    segment.publish(everything=everything)
-                    if waits:
-                        segment.wait_uploads()
+            apart = [segment for segment in segments if segment.own_master is not None]
+            casts = [pair for one in apart for pair in one.follow(everything=everything)]
+            if casts:  # one kernel for all on an accelerator
+                torch._foreach_copy_([to for to, _ in casts], [master for _, master in casts])
+            for segment in segments:
+                if segment.flat.publishes or segment.steps_elsewhere:
+                    segment.publish()
+                if segment in self._awaited:
+                    segment.wait_uploads()
         self._weights.invalidate(frozen=frozen)
 
     @contextmanager

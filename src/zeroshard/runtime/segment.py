@@ -56,7 +56,9 @@ class Segment:
         # how many elements of the master, from its start, are those weights themselves
         self.aliased = 0
         self.lags = False  # whether the weights may be a step behind the master
-        self._unpublished = False  # a step has brought, or still brings, weights here
+        # whether a step may bring weights here from another tier, and has, or still does
+        self.steps_elsewhere = bool(flat.context.tiering.away)
+        self._unpublished = False
         self.step = threading.Event()  # set while no step on another tier is under way
         self.step.set()
         # by range: masters that edits have overwritten since the last step, as the step left them
@@ -209,25 +211,37 @@ class Segment:
                     edited = torch.where(is_same, held, put_back)
                 master.put(low, high, edited)
 
-    def publish(self, *, everything: bool = True) -> None:
-        """Cast the master into the weights at rest and let the peers read them.
+    def follow(self, *, everything: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Cast its own master into the weights at rest; return what the caller casts, with that of
+        others: weights on the device, and the master of each. `publish` follows.
 
-        A step leaves out (`everything` False) what was stepped in tiles: each has brought its
-        weights itself, or still will.
+        A step leaves out (not `everything`) what was stepped in tiles: each has brought its weights
+        itself, or still will.
         """
-        master = self.own_master
-        if master is not None:
-            in_tiles = self.grad is not None and self.grad.accumulator.tiered
-            spans = [] if in_tiles and not everything else [(self.aliased, master.split)]
-            if everything:
-                spans += tiles(master.split, master.numel, _TILE)
-            with self._noting():
-                for start, end in spans:
-                    if start < end:
-                        with master.borrowed(start, end, write=False) as numbers:
-                            self._bring(start, end, numbers)
+        casts, master = list[tuple[torch.Tensor, torch.Tensor]](), self.own_master
+        assert master is not None, self.key
+        in_tiles = self.grad is not None and self.grad.accumulator.tiered
+        spans = [] if in_tiles and not everything else [(self.aliased, master.split)]
+        if everything:
+            spans += tiles(master.split, master.numel, _TILE)
+        to, near = self.weight.tensor, master.tensor
+        for start, end in spans:
+            if start == end:
+                continue
+            if to is None or near is None or end > min(len(to), len(near)):
+                with self._noting(), master.borrowed(start, end, write=False) as numbers:
+                    for work in self.weight.write(start, end, numbers.to(self.flat.dtype)):
+                        work.wait()
+            elif end - start == master.numel:  # no call for views of it
+                casts.append((to, near))
+            else:
+                casts.append((to[start:end], near[start:end]))
+        return casts
+
+    def publish(self) -> None:
+        """Let the peers read the weights, which follow the master."""
         # what an earlier step brought is written over
-        self._unpublished = not self.step.is_set() or bool(self.uploads)
+        self._unpublished = self.steps_elsewhere and (not self.step.is_set() or bool(self.uploads))
         if not self._unpublished:
             self.flat.publish()
 
@@ -244,16 +258,10 @@ class Segment:
     @property
     def is_coming(self) -> bool:
         """Whether weights are on their way here from a step on another tier."""
+        if not self.steps_elsewhere:
+            return False
         # set after the last of them is added
         return self._unpublished or not self.step.is_set() or bool(self.uploads)
-
-    def _bring(self, start: int, stop: int, master: torch.Tensor) -> None:
-        """Cast `master`, elements [start, stop), into the weights."""
-        if self.weight.tensor is not None and stop <= self.weight.split:
-            self.weight.tensor[start:stop].copy_(master)
-            return
-        for work in self.weight.write(start, stop, master.to(self.flat.dtype)):
-            work.wait()
 
     def bring(
         self, start: int, stop: int, master: torch.Tensor, stays: bool, uses: object
@@ -325,7 +333,8 @@ class Segment:
         """Trained weights have been rewritten by a step, or they and `frozen` ones by a writeback
         or a load.
         """
-        self.flat.release_column()
+        if self.flat.column is not None:
+            self.flat.release_column()
         self.rewritten |= frozen
         if not frozen:
             self._overwritten.clear()

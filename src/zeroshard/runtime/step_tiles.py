@@ -165,7 +165,7 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
         split,
         master,
         context.tiering.store(tier),
-        gradient=lambda: bucket.accumulator.resting(),  # of each backward another one
+        bucket.accumulator,
         used=bucket.used.__getitem__,
         bring=segment.bring,
         can_bring_from_rest=segment.can_bring_from_rest,

@@ -99,8 +99,8 @@ class Trained:
         return self.sealed
 
 
-def seal(trained: Iterable[Trained], owner: GradientOwner, holds: object) -> None:
-    """Give `trained` their sealed gradients, which keep `holds` alive, but for assigned ones."""
+def seal(trained: Iterable[Trained], owner: GradientOwner) -> None:
+    """Give `trained` their sealed gradients, but for assigned ones."""
     with torch._C.DisableTorchFunctionSubclass():
         for one in trained:
             parameter, sealed = one.parameter, one.sealed
@@ -109,8 +109,6 @@ def seal(trained: Iterable[Trained], owner: GradientOwner, holds: object) -> Non
                 continue
             if sealed is None or sealed.dtype is not parameter.dtype:
                 sealed = one.make_sealed(owner)
-            if sealed.holds is not holds:
-                sealed.hold(holds)
             parameter.grad = sealed
 
 
@@ -164,12 +162,10 @@ class TrainableParameters(list[Trained]):
                     assert one.parameter.grad is not None, one.name
                     one.parameter.grad.mul_(factor)
 
-    def seal(self, owner: GradientOwner, *, holds: bool) -> None:
-        """Put sealed gradients on those that have one. `holds`: it lives as long as they do."""
-        if self.hides:
-            return
-        for bucket, trained in groupby(self.used(), key=attrgetter("bucket")):
-            seal(trained, owner, bucket.accumulator.resting() if holds else None)
+    def seal(self, owner: GradientOwner) -> None:
+        """Put sealed gradients on those that have one."""
+        if not self.hides:
+            seal(self.used(), owner)
 
     def assigned(self, units: Collection[Unit] | None = None) -> list[Trained]:
         """Return those in `units` (default: all) that have a gradient which no hook has taken."""

@@ -131,7 +131,7 @@ class Unit:
     @cached_property
     def steps_elsewhere(self) -> bool:
         """Whether weights may be on their way here from a step on another tier."""
-        return any(segment.flat.context.tiering.away for segment in self.segments)
+        return any(segment.steps_elsewhere for segment in self.segments)
 
     @cached_property
     def may_have_no_news(self) -> bool:

@@ -1,4 +1,4 @@
-"""The gradient of one segment at rest, which sealed gradients and steps hold: a sum, and then the
+"""The gradient of one segment at rest, which its accumulator and steps hold: a sum, and then the
 average that a step reads.
 
     take       += what a reduce brings                    range `own`, of what this rank steps
@@ -26,7 +26,7 @@ not do: it knows no parameter and no rank; runtime/grad.py does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -44,7 +44,7 @@ from zeroshard.state.norms import (
     SquaresRequest,
     SquaresSum,
     chunks,
-    is_finite,
+    divide,
 )
 from zeroshard.state.state import DeviceMemory, State
 from zeroshard.tier.store import Direct, Storage
@@ -199,27 +199,6 @@ class Gradient:
 
     # ------------------------------------------------------------------ what is done to it
 
-    @property
-    def own_sum(self) -> torch.Tensor | None:
-        """Range `own` of a sum on the device; None of an average."""
-        return None if self._divided_by else self.fetch(*self._own)
-
-    def average(self, divisor: float, *, is_divided: bool = False) -> bool:
-        """Divide range `own` of the sum by `divisor`, once (`is_divided`: the caller has); return
-        whether all of it is finite, as far as the host knows: of numbers on an accelerator once it
-        has read what is `asked` for.
-        """
-        if not self._divided_by:
-            self._divided_by = divisor
-            if divisor != 1.0 and not is_divided:
-                self.pending.append(("div", divisor))
-        try:
-            known = [one.is_finite for one in self._squares.values()] if self._squares else []
-            return self._settle() and False not in known and False not in self._finite.values()
-        except StorageError as error:
-            self._fail(error)
-            return False
-
     def divide(self, weight: float) -> None:
         """Divide all that rests here by the sum of weights, after the averages of other ranks have
         come, once.
@@ -268,31 +247,21 @@ class Gradient:
             self.apply_to(self.numbers.whole)
             self.pending.clear()
 
-    def _settle(self) -> bool:
-        """Bring range `own` to rest: on the device with everything pending applied, elsewhere with
-        all that has arrived. Return whether it is finite, as far as the host knows.
+    def seems_finite(self) -> bool:
+        """Whether range `own` is finite, as far as the host knows: of numbers on an accelerator
+        once it has read what is `unread`. What has arrived is written first: whether all of it
+        could be must be known before a step begins.
         """
-        whole = self.numbers.tensor
-        if not self.on_device or whole is None:
-            # whether everything could be written must be known before a step begins
+        if self.on_device and reads_wait(self.numbers.whole):
+            known = [one.is_finite for one in self._squares.values()]
+            return False not in known and False not in self._finite.values()
+        with self.losing():
             self.wait_writes()
-            if self.lost is not None:
-                return False
-            # the sum of all numbers may have overflowed by itself
-            return self._passed.is_finite() or self.is_finite(*self._own)
-        mine = whole[slice(*self._own)]
-        if reads_wait(mine):
-            self.apply_to(mine)
-            self.pending.clear()
-            return True
-        if not self.pending:
-            return is_finite(mine, mine.sum(dtype=torch.float32))
-        total = torch.zeros((), dtype=torch.float32, device=mine.device)
-        for chunk in chunks(mine):
-            self.apply_to(chunk)
-            total += chunk.sum(dtype=torch.float32)
-        self.pending.clear()
-        return is_finite(mine, total)
+        if self.lost is not None:
+            return False
+        # the sum of all numbers may have overflowed by itself
+        is_known = not self.on_device and self._passed.is_finite()
+        return is_known or self.is_finite(*self._own)
 
     # ------------------------------------------------------------------ who reads and writes it
 
@@ -328,10 +297,11 @@ class Gradient:
         return self.numbers.read(start, stop, out)
 
     def fetch(self, start: int, stop: int) -> torch.Tensor:
-        """Return a range as it would be on the device: there a view, else a copy."""
+        """Return a range as it would be on the device: there the memory itself, else a copy."""
         if self.on_device:
-            assert self.numbers.tensor is not None
-            return self.numbers.tensor[start:stop]
+            whole = self.numbers.tensor
+            assert whole is not None
+            return whole if stop - start == self.numbers.numel else whole[start:stop]
         out = self._memory.empty(stop - start, self.dtype)
         for low, block in self.blocks(start, stop):
             out[low - start :][: block.numel()].copy_(block)
@@ -388,3 +358,22 @@ class Gradient:
         away = None if self.numbers.on_device else self.numbers.away
         if away is not None:  # never closed here, perhaps in the garbage collector: that waits
             self._idle.append((away, self.lost is None))
+
+
+def average(gradients: Sequence[Gradient], divisor: float) -> list[str]:
+    """Divide range `own` of those of `gradients` that are sums by `divisor`; return the keys of all
+    that are not finite, as far as the host knows (`Gradient.seems_finite`).
+    """
+    sums, averages = list[torch.Tensor](), list[torch.Tensor]()
+    for one in gradients:
+        is_sum = not one._divided_by
+        if is_sum:
+            one._divided_by = divisor
+        if one.on_device:
+            (sums if is_sum else averages).append(one.fetch(*one._own))
+        elif is_sum and divisor != 1.0:
+            one.pending.append(("div", divisor))
+    are_finite = divide(sums, averages, divisor)
+    return [
+        one.key for one in gradients if not ((one.on_device and are_finite) or one.seems_finite())
+    ]

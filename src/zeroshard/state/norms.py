@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -337,12 +337,39 @@ def chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (tensor,) if reads_wait(tensor) else torch.split(tensor, _chunk())
 
 
-def is_finite(tensor: torch.Tensor, total: torch.Tensor) -> bool:
-    """Whether all of `tensor` is finite, given the sum of its elements."""
-    if math.isfinite(total.item()):
-        return True
-    # the sum itself may have overflowed
-    return all(bool(torch.isfinite(chunk).all()) for chunk in chunks(tensor))
+def passes(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Group `tensors`, cut like `chunks`, so that what is done to a group, one operation after
+    another, stays in a cache; other devices take all at once.
+    """
+    group, left = list[torch.Tensor](), 0
+    size = sum(map(torch.Tensor.numel, tensors)) if any(map(reads_wait, tensors[:1])) else _chunk()
+    for tensor in tensors:
+        for part in torch.split(tensor, size) if tensor.numel() > size else (tensor,):
+            if part.numel() > left and group:
+                yield group
+                group = []
+            left = (left if group else size) - part.numel()
+            group.append(part)
+    if group:
+        yield group
+
+
+def divide(sums: Sequence[torch.Tensor], averages: Sequence[torch.Tensor], divisor: float) -> bool:
+    """Divide `sums` by `divisor`, in place; return whether they and `averages` are known to be
+    finite: not where the host would wait for it, or where squares overflow.
+    """
+    waits = any(map(reads_wait, (*sums[:1], *averages[:1])))
+    norms: list[torch.Tensor] = []
+    for tensors, by in (sums, divisor), (averages, 1.0):
+        for group in passes(tensors):
+            if by != 1.0 and waits and math.frexp(by)[0] != 0.5:
+                # a device multiplies by 1 / by: of a power of two alone that has the same bits
+                for one in group:
+                    one.div_(by)
+            elif by != 1.0:
+                torch._foreach_div_(group, by)
+            norms += [] if waits else torch._foreach_norm(group, 2, dtype=torch.float32)
+    return not waits and (not norms or math.isfinite(torch.stack(norms).sum()))
 
 
 class RunningSum:

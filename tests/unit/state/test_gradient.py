@@ -17,7 +17,7 @@ from zeroshard.memory import Pages
 from zeroshard.runtime.grad import Accumulator
 from zeroshard.state import gradient as module
 from zeroshard.state import norms
-from zeroshard.state.gradient import Gradient
+from zeroshard.state.gradient import Gradient, average
 from zeroshard.state.norms import SquaresSum
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.store import Direct
@@ -86,8 +86,8 @@ def test_sums_are_added_averaged_once_and_scaled_wherever_they_rest(
     take(gradient, numbers(0), fresh=True)
     take(gradient, numbers(1))
     take(gradient, numbers(2))
-    assert gradient.average(3.0)
-    assert gradient.average(3.0), "a second time divides by nothing"
+    assert average([gradient], 3.0) == []
+    assert average([gradient], 3.0) == [], "a second time divides by nothing"
     gradient.scale(0.3)
     expected = (numbers(0) + numbers(1) + numbers(2)).div(3.0).mul(0.3)
     assert torch.equal(gradient.fetch(*OWN), expected)
@@ -105,11 +105,11 @@ def test_what_is_added_to_an_average_is_added_to_the_sum_that_it_was(
     accumulator: Accumulator, gradient: Gradient
 ) -> None:
     take(gradient, numbers(0), fresh=True)
-    assert gradient.average(4.0)
+    assert average([gradient], 4.0) == []
     gradient.scale(0.5)
     assert accumulator.open() == (gradient, False)
     take(gradient, numbers(1))
-    assert gradient.average(4.0)
+    assert average([gradient], 4.0) == []
     assert torch.equal(
         gradient.fetch(*OWN), (numbers(0).div(4.0).mul(0.5).mul(4.0) + numbers(1)).div(4.0)
     )
@@ -125,7 +125,7 @@ def test_a_number_that_is_not_finite_is_noticed_wherever_it_is(
     broken[element] = float("nan") if element % 2 else float("-inf")
     for index, total in enumerate([numbers(0), broken] if late else [broken, numbers(0)]):
         take(gradient, total, fresh=index == 0)
-    assert not gradient.average(2.0)
+    assert average([gradient], 2.0) == [gradient.key]
     assert not gradient.is_finite(element, element + 1)
     assert gradient.is_finite(0, element) and gradient.is_finite(element + 1, NUMEL)
 
@@ -135,8 +135,30 @@ def test_a_sum_that_overflows_by_itself_is_no_number_that_is_not_finite(
     gradient: Gradient,
 ) -> None:
     take(gradient, torch.full((NUMEL,), 3e38), fresh=True)
-    assert gradient.average(2.0)
+    assert average([gradient], 2.0) == []
     assert torch.equal(gradient.fetch(*OWN), torch.full((NUMEL,), 3e38) / 2.0)
+
+
+@pytest.mark.parametrize("divisor", [1.0, 3.0, 8.0, 0.1, 3 * 2.0**20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_gradients_are_averaged_together_with_the_bits_of_each_by_itself(
+    dtype: torch.dtype, divisor: float
+) -> None:
+    memory = DeviceMemory(CPU, Pages(), Direct())
+    sizes, made, expected = (3, 0, 1, 2, 50, 4, 1), [], []
+    for index, size in enumerate(sizes):  # some end a group of elements, and some span many
+        one = one_accumulator(memory, [size], dtype=dtype, note=_raise).open()[0]
+        one.key = str(index)
+        one.numbers.whole.copy_(torch.randn(size))
+        made.append(one)
+        expected.append(one.numbers.whole.clone().div_(divisor))
+    assert average(made[2:4], divisor) == [], "those are averages from here on"
+    assert average(made, divisor) == []
+    for one, numbers in zip(made, expected, strict=True):
+        assert torch.equal(one.numbers.whole, numbers)
+    for bad in (0, 4):
+        made[bad].numbers.whole[-1] = math.nan
+    assert average(made, divisor) == ["0", "4"]
 
 
 @everywhere
@@ -198,7 +220,8 @@ def test_a_lost_gradient_is_noted_reads_as_nan_and_its_memory_is_closed() -> Non
     resting.lose(error)
     resting.take(torch.ones(NUMEL), True)
     resting.zero_range(*OWN)
-    assert not resting.average(2.0) and lost == [], "it takes what comes without a word"
+    assert average([resting], 2.0) == [resting.key]
+    assert lost == [], "it takes what comes without a word"
     squares = SquaresSum()
     accumulator.add_squares([True], squares, of_all=True)
     assert math.isnan(float(squares.read())) and accumulator.first_bad() == "p0"

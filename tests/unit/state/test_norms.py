@@ -22,9 +22,10 @@ from tests.support.gradients import one_accumulator
 from tests.support.harness import run_ranks
 from tests.support.training import batch, make_model
 from zeroshard.memory import Pages
+from zeroshard.runtime import finalize
 from zeroshard.runtime.grad import Accumulator
 from zeroshard.state import gradient, norms
-from zeroshard.state.gradient import Gradient
+from zeroshard.state.gradient import Gradient, average
 from zeroshard.state.norms import ExactSum, SquaresRequest, SquaresSum
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.store import Direct
@@ -63,6 +64,7 @@ def on_an_accelerator() -> Iterator[Reads]:
         mock.patch.object(norms, "squares_of", reads.squares_of),
         mock.patch.object(norms, "reads_wait", waits),
         mock.patch.object(gradient, "reads_wait", waits),
+        mock.patch.object(finalize, "reads_wait", waits),
         reads,
     ):
         yield reads
@@ -112,8 +114,7 @@ def test_gradients_are_divided_scaled_and_zeroed_without_a_read_and_then_read_to
     with on_an_accelerator() as reads:
         made = [gradient_of(one, [40, 20]) for one in numbers]
         accumulators, gradients = [one for one, _ in made], [one for _, one in made]
-        for one in gradients:
-            assert one.average(4.0), "nothing is known of it yet"
+        assert average(gradients, 4.0) == [], "nothing is known of it yet"
         asked = [each for one in accumulators for each in one.unread([True, False])]
         assert (reads.numbers, reads.vectors) == (0, [])
         norms.read_squares(asked)
@@ -137,9 +138,9 @@ def test_what_is_not_finite_is_known_once_it_has_been_read() -> None:
     numbers[50] = float("inf")
     with on_an_accelerator():
         accumulator, one = gradient_of(numbers, [40, 60])
-        assert one.average(2.0)
+        assert average([one], 2.0) == []
         norms.read_squares(accumulator.unread([True, False]))
-        assert not one.average(2.0)
+        assert average([one], 2.0) == [one.key]
         assert one.is_finite(0, 40) and not one.is_finite(40, 100)
 
 
@@ -150,7 +151,7 @@ def test_a_unit_of_used_parameters_is_one_slice_and_a_number_that_is_not_finite_
     expected = float((numbers.double() / 2).square().sum())
     with on_an_accelerator() as reads:
         accumulator, one = gradient_of(numbers, [40, 60])
-        one.average(2.0)
+        average([one], 2.0)
         norms.read_squares(accumulator.unread([True, True]))
         total = SquaresSum()
         accumulator.add_squares([True, True], total, of_all=False)
@@ -159,9 +160,21 @@ def test_a_unit_of_used_parameters_is_one_slice_and_a_number_that_is_not_finite_
         one.numbers.whole[50] = float("nan")
         one.scale(0.5)
         norms.read_squares(accumulator.unread([True, True]))
-        assert not one.average(2.0)
+        assert average([one], 2.0) == [one.key]
         assert one.is_finite(0, 40) and not one.is_finite(40, 100)
     assert reads.vectors == [1, 1]
+
+
+def test_passes_over_many_tensors_stay_in_a_cache_and_are_few() -> None:
+    tensors = [torch.arange(size) for size in (3, 4, 1, 0, 20, 2, 2, 5)]
+    with mock.patch.object(norms, "_chunk", lambda: 8):
+        groups = [[len(one) for one in group] for group in norms.passes(tensors)]
+        parts = [one for group in norms.passes(tensors) for one in group]
+    assert groups == [[3, 4, 1, 0], [8], [8], [4, 2, 2], [5]]
+    assert torch.equal(torch.cat(parts), torch.cat(tensors))
+    with on_an_accelerator():
+        assert list(norms.passes(tensors)) == [tensors], "one kernel for all"
+        assert list(norms.passes([])) == []
 
 
 class Launches(TorchDispatchMode):
