@@ -13,7 +13,6 @@ from functools import cached_property
 
 import torch
 
-from zeroshard.comm.levels import ReadyHop
 from zeroshard.core.layout import Piece, round_up
 from zeroshard.core.placement import Tier
 from zeroshard.core.resting import AtRest, is_weight, num_shared, tiles
@@ -74,6 +73,11 @@ class Segment:
         are when others are stepped.
         """
         return self.grad is not None or not self.flat.replicated or self.rewritten
+
+    def take_news(self) -> bool:
+        """Return whether a gather that begins brings anything."""
+        has_news, self.rewritten = self.has_news, False
+        return has_news
 
     @cached_property
     def keeps_writes(self) -> bool:
@@ -315,11 +319,6 @@ class Segment:
     @property
     def _master_or_weight(self) -> State:
         return self.weight if self.master is None else self.master
-
-    def gather(self, raw: bool) -> Sequence[ReadyHop]:
-        """Return a gather of the weights, hop by hop; see FlatWeights."""
-        self.rewritten = False
-        return self.flat.gather(raw)
 
     def invalidate(self, *, frozen: bool) -> None:
         """Trained weights have been rewritten by a step, or they and `frozen` ones by a writeback

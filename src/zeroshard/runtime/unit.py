@@ -24,9 +24,8 @@ from zeroshard.core.residency import Residency, UnitState, UnitTraits, Use
 from zeroshard.errors import StateError
 from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.flight import Flight
-from zeroshard.runtime.released import release_classes, restore_classes
 from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.streams import Lane, Streams
+from zeroshard.runtime.streams import Lane
 from zeroshard.state.local import local_of
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -50,6 +49,9 @@ class Unit:
         self.name = name
         self.segments = tuple(segments)
         self.cells = cells
+        self._context = self.segments[0].flat.context
+        moves = not all(segment.flat.is_local for segment in segments)
+        self._lane: Lane | None = "gather" if moves else None
         self.residency = Residency(index, self._traits(spans_one_module))
         # other units' modules lie inside its own, so that its backward goes on around theirs
         self.holds_others = holds_others
@@ -140,9 +142,9 @@ class Unit:
         """Whether a gather may leave segments out: frozen ones that every rank keeps whole."""
         return any(segment.grad is None and segment.flat.replicated for segment in self.segments)
 
-    def unshard(self, streams: Streams, *, raw: bool = False) -> Flight:
-        """Return a flight that brings the weights together, to be started; `raw`: as they rest,
-        without a codec.
+    def unshard(self, *, raw: bool = False, fork: bool = True) -> None:
+        """Start to bring the weights together; `raw`: as they rest, without a codec. `fork`: after
+        what compute was given so far.
         """
         for segment in self.segments:
             if self.steps_elsewhere and not segment.flat.is_local:
@@ -156,13 +158,14 @@ class Unit:
                 raise _lost(name, "while it was released")
         if self.residency.state is not UnitState.RESTING:
             raise self._cannot("start a gather")
-        routes, moves = [], False
-        for segment in self.gathered_segments if self.may_have_no_news else self.segments:
-            routes.append(segment.gather(raw))
-            moves = moves or not segment.flat.is_local
-        lane: Lane | None = "gather" if moves else None
-        self._flight = Flight(routes, streams, lane, self.segments[0].flat.context.levels)
-        return self._flight
+        context, routes = self._context, []
+        if self.full_bytes:
+            context.meter.add(self.full_bytes)
+        for segment in self.segments:
+            if not self.may_have_no_news or segment.take_news():
+                routes.append(segment.flat.gather(raw))
+        self._flight = Flight(routes, context.streams, self._lane, context.levels)
+        self._flight.go(fork=fork)
 
     def advance(self) -> None:
         """Go on with a gather that began with a read of another tier."""
@@ -185,34 +188,37 @@ class Unit:
             segment.heal()
             segment.user_view.detach()
 
-    def landing(self) -> Flight:
-        """Return the flight under way, to be waited for; peers wait here for this rank's part."""
-        assert self._flight is not None, self
+    def wait(self) -> None:
+        """Return with the weights here, and point the parameters at them; peers wait here, too."""
+        flight = self._flight
+        assert flight is not None, self
         # a view that was kept since before the step leads to memory that others are writing
         if not self.residency.traits.is_sharded and (name := self.forget_writes()) is not None:
             raise _lost(name, "while it was released")
         for segment in self.segments if self.steps_elsewhere else ():
             segment.wait_uploads()
-        return self._flight
-
-    def attach(self) -> None:
-        """The weights are here: point the parameters at them."""
-        assert self._flight is None or self._flight.is_over, f"{self} is used too early"
+        flight.wait()
+        assert flight.is_over, f"{self} is used too early"
         self._flight = None
         for segment in self.segments:
             segment.user_view.attach(segment.flat.buffer.views)
 
     def reshard(self, *, for_backward: bool | None = False) -> int:
         """Give the gathered memory back (replicated rows keep theirs, and only unpoint the
-        parameters) and return the bytes that the allocator has got; see FlatWeights.release.
+        parameters) and return the bytes that the allocator has got; see FlatWeights.keep.
         """
         name, num_bytes = None, 0
         for segment in self.segments:
+            flat, user_view = segment.flat, segment.user_view
             if segment.keeps_writes:
-                segment.user_view.adopt()
-            name = name or segment.user_view.lost(writes=not segment.is_whole)
-            segment.user_view.detach()
-            num_bytes += segment.flat.release(for_backward=for_backward)
+                user_view.adopt()
+            lost = user_view.detach(writes=not segment.is_whole)
+            name = name or lost
+            if flat.keeps_column:
+                flat.keep(for_backward=for_backward)
+            num_bytes += flat.buffer.release()
+        if self.full_bytes:
+            self._context.meter.remove(self.full_bytes)
         if name is not None:
             raise _lost(name, "while it was gathered for computing")
         return num_bytes
@@ -238,12 +244,12 @@ class Unit:
         another use of them must be noticed.
         """
         for segment in self.segments:
-            release_classes(segment.parameters)
+            segment.user_view.answer(released=True)
 
     def resume(self) -> None:
         """End `mark_idle`: a module uses the unit again."""
         for segment in self.segments:
-            restore_classes(segment.parameters)
+            segment.user_view.answer(released=False)
 
     def check_memory(self) -> None:
         """Raise StateError where ``param.data`` of a FULL unit leads elsewhere: no step would

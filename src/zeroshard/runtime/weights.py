@@ -29,7 +29,7 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit
 
-# what a release keeps for a backward; see FlatWeights.release
+# what a release keeps for a backward; see FlatWeights.keep
 _FOR_BACKWARD = {Op.RELEASE_ALL: False, Op.RELEASE_FOR_BACKWARD: True, Op.RELEASE_GATHERED: None}
 _SAME_UNITS = (
     "; where weights are encoded (comm.weight_codec), go over sockets or rest off the device, every"
@@ -100,19 +100,17 @@ class Weights:
                             dtype, among = dtype_name(flat.dtype), flat.context.holders.members
                             size = flat.layout.numel
                             self.digest.fold("gather", unit.name, dtype, size, among, ordered=True)
-                unit.unshard(self._streams, raw=bool(self.shown)).go(fork=fork)
+                unit.unshard(raw=bool(self.shown), fork=fork)
                 fork = forks
             elif op is Op.WAIT:
-                flight = unit.landing()
                 try:
                     if peek_stack() is None:
-                        flight.wait()
+                        unit.wait()
                     else:
                         with temporarily_clear_interpreter_stack():  # not its copies to follow
-                            flight.wait()
+                            unit.wait()
                 except StallError as error:
                     raise StallError(f"{error}{_SAME_UNITS if self._ordered else ''}") from None
-                unit.attach()
             elif op is Op.USE:
                 self._use(unit)
             elif op in _FOR_BACKWARD:

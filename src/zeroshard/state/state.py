@@ -346,32 +346,29 @@ class FullBuffer:
 
     def _use(self, tensor: torch.Tensor | None) -> None:
         """Take `tensor`, or make another that holds no memory yet."""
+        ours = tensor is None
         if tensor is None:
-            self.tensor = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
-        else:
-            self.tensor = tensor  # [numel]
-        self.views = self.views_of(self.tensor)
-        if tensor is None:
-            self.tensor.untyped_storage().resize_(0)
+            tensor = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+        self.tensor, self.views = tensor, self.views_of(tensor)
+        self.storage = tensor.untyped_storage()  # ours: resized to `num_bytes` where it is taken
+        if ours:
+            self.storage.resize_(0)
         self._own_references = self._references()
 
     def _references(self) -> int:
         """Return how many tensors and storage objects refer to the memory."""
-        return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
+        return torch._C._storage_Use_Count(self.storage._cdata)
 
-    def take(self, memory: DeviceMemory | None = None, start: int = 0) -> None:
-        """Take the memory, its contents undefined; where autograd cannot miss it, pages of `memory`
-        with element `start` on a block of a disk: [Note: pages of a gather].
+    def take_pages(self, memory: DeviceMemory, start: int) -> None:
+        """Take pages of `memory`, with element `start` on a block of a disk; the storage itself
+        where autograd could miss its memory: [Note: pages of a gather].
         """
-        if not self.is_ours:
-            return
         if (
-            memory is None
-            or torch.is_grad_enabled()  # references may be autograd's own
+            torch.is_grad_enabled()  # references may be autograd's own
             or torch._C._current_graph_task_id() >= 0
             or self._references() > self._own_references
         ):
-            self.tensor.untyped_storage().resize_(self.num_bytes)
+            self.storage.resize_(self.num_bytes)
             return
         skipped = -start % (_BLOCK // self.dtype.itemsize)
         self._home = self.tensor, self.views
@@ -395,13 +392,13 @@ class FullBuffer:
         )
         if (
             self._has_left
-            or not self.tensor.untyped_storage().resizable()
+            or not self.storage.resizable()
             or (watched and self._references() > self._own_references)
         ):
             with torch.inference_mode(False):  # else only another inference could write to it
                 self._use(None)  # see [Note: views that leave]
         else:
-            self.tensor.untyped_storage().resize_(0)
+            self.storage.resize_(0)
         self._has_left = self._has_user_views = False
         return self.num_bytes
 
@@ -413,7 +410,7 @@ class FullBuffer:
     def close(self) -> None:
         """Let go of memory at rest, which is given back: nothing is gathered here any more."""
         self.tensor = torch.empty(0, dtype=self.dtype)
-        self.views = []
+        self.storage, self.views = self.tensor.untyped_storage(), []
 
     def mark_user_views(self) -> None:
         """Leave the memory, at the next release, to whatever else refers to it then."""
