@@ -167,7 +167,9 @@ class NativeTransport:
                     own.copy_(local)
                 works = self._each(self._group, self._send_share, out, ranges)
             elif out.numel():
-                share, whole = local.view(torch.uint8), out.view(torch.uint8)
+                share, whole = local, out
+                if out.dtype is not torch.uint8:
+                    share, whole = local.view(torch.uint8), out.view(torch.uint8)
                 work = group_all_gather(self._group, whole, share, self._to_gather)
                 self._num_started += 1
                 if self._async_op:

@@ -130,6 +130,7 @@ class FlatWeights:
             context.device,
             None if self.window is None else self.window.full,
         )
+        self.strides = self.buffer.strides  # of each parameter
         self.full_bytes = self.buffer.num_bytes  # that gathering takes beyond what rests
         # whether disks write into what is gathered
         self._on_pages = rest.rests_elsewhere and not reads_wait(self.buffer.tensor)
@@ -164,16 +165,6 @@ class FlatWeights:
     def full(self) -> torch.Tensor:
         """The gathered weights [numel]."""
         return self.buffer.tensor
-
-    @property
-    def views(self) -> list[torch.Tensor]:
-        """Every parameter inside the full buffer; readable only while gathered."""
-        return self.buffer.views
-
-    @property
-    def strides(self) -> Sequence[tuple[int, ...]]:
-        """The stride of every parameter."""
-        return self.buffer.strides
 
     @property
     def rest_bytes(self) -> int:
@@ -284,6 +275,12 @@ class FlatWeights:
     def portion(self) -> Portion:
         """This rank's part of the buffer."""
         return self.layout.portion(self.context.transport.rank)
+
+    @cached_property
+    def byte_ranges(self) -> tuple[Range, ...]:
+        """The ranges of the ranks, in bytes of the buffer."""
+        size = self.dtype.itemsize
+        return tuple((size * start, size * stop) for start, stop in self.layout.ranges)
 
     @cached_property
     def encoded_ranges(self) -> tuple[Range, ...]:
@@ -457,7 +454,8 @@ class _Gather:
             return [partial(flat.window_gather, flat.full)]
         elif self._route.hops[0].kind is Kind.READ:
             local = flat.full[slice(*flat.rest_span)]  # which has been read
-        return flat.context.levels.gathers(axes, key, local, flat.layout.ranges, flat.full)
+        local, ranges, out = local.view(torch.uint8), flat.byte_ranges, flat.buffer.bytes
+        return flat.context.levels.gathers(axes, key, local, ranges, out)
 
     def _gathering(self, hop: Hop) -> Operation:
         received = hop.link_bytes(self._flat.portion).total

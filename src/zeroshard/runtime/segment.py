@@ -120,7 +120,7 @@ class Segment:
             )
         if self.own_master is not None:
             with torch.no_grad():
-                self._edit_master(self.own_master, self.flat.views)
+                self._edit_master(self.own_master, self.flat.buffer.views)
 
     @property
     def master_is_weight(self) -> bool:
@@ -182,7 +182,7 @@ class Segment:
         """
         with torch.no_grad():
             if self.flat.replicated:
-                for view, value in zip(self.flat.views, values, strict=True):
+                for view, value in zip(self.flat.buffer.views, values, strict=True):
                     view.copy_(value)
                 # a peer's slice may have been written to since, by the model itself
                 self.rewritten = self.rewritten and not self.keeps_writes

@@ -50,8 +50,17 @@ class Unit:
         self.segments = tuple(segments)
         self.cells = cells
         self._context = self.segments[0].flat.context
-        moves = not all(segment.flat.is_local for segment in segments)
-        self._lane: Lane | None = "gather" if moves else None
+        # on which its gathers are; None: they move nothing
+        self._lane: Lane | None = "gather"
+        if all(segment.flat.is_local for segment in segments):
+            self._lane = None
+        frozen = [segment for segment in segments if segment.grad is None]
+        # whether its backward may need weights after its last trainable gradient has come
+        self.has_frozen = bool(frozen)
+        # whether a gather may leave segments out: frozen ones that every rank keeps whole
+        self.may_have_no_news = any(segment.flat.replicated for segment in frozen)
+        # whether weights may be on their way here from a step on another tier
+        self.steps_elsewhere = bool(self._context.tiering.away)
         self.residency = Residency(index, self._traits(spans_one_module))
         # other units' modules lie inside its own, so that its backward goes on around theirs
         self.holds_others = holds_others
@@ -84,13 +93,6 @@ class Unit:
     def trainable(self) -> list[Segment]:
         """The segments with parameters that have gradients."""
         return [segment for segment in self.segments if segment.grad is not None]
-
-    @cached_property
-    def has_frozen(self) -> bool:
-        """Whether the backward of this unit may need weights after its last trainable gradient
-        has come.
-        """
-        return any(segment.grad is None for segment in self.segments)
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -131,16 +133,6 @@ class Unit:
     def gathered_segments(self) -> Sequence[Segment]:
         """The segments with weights that a gather moves; all, unless it `may_have_no_news`."""
         return [segment for segment in self.segments if segment.has_news]
-
-    @cached_property
-    def steps_elsewhere(self) -> bool:
-        """Whether weights may be on their way here from a step on another tier."""
-        return any(segment.flat.context.tiering.away for segment in self.segments)
-
-    @cached_property
-    def may_have_no_news(self) -> bool:
-        """Whether a gather may leave segments out: frozen ones that every rank keeps whole."""
-        return any(segment.grad is None and segment.flat.replicated for segment in self.segments)
 
     def unshard(self, *, raw: bool = False, fork: bool = True) -> None:
         """Start to bring the weights together; `raw`: as they rest, without a codec. `fork`: after

@@ -341,7 +341,7 @@ class FullBuffer:
         self._has_left = False  # whether a view of it is known to be used elsewhere
         self._has_user_views = False  # whether the user may have taken views of what is here
         # the tensor without memory and its views, while pages stand for them
-        self._home: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._home: tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]] | None = None
         self._use(tensor)
 
     def _use(self, tensor: torch.Tensor | None) -> None:
@@ -349,11 +349,16 @@ class FullBuffer:
         ours = tensor is None
         if tensor is None:
             tensor = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
-        self.tensor, self.views = tensor, self.views_of(tensor)
+        self._show(tensor)
         self.storage = tensor.untyped_storage()  # ours: resized to `num_bytes` where it is taken
         if ours:
             self.storage.resize_(0)
         self._own_references = self._references()
+
+    def _show(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor  # [numel]
+        self.bytes = tensor.view(torch.uint8)  # for collectives: made once, and counted as ours
+        self.views = self.views_of(tensor)
 
     def _references(self) -> int:
         """Return how many tensors and storage objects refer to the memory."""
@@ -371,10 +376,9 @@ class FullBuffer:
             self.storage.resize_(self.num_bytes)
             return
         skipped = -start % (_BLOCK // self.dtype.itemsize)
-        self._home = self.tensor, self.views
+        self._home = self.tensor, self.bytes, self.views
         with torch.inference_mode(False):
-            self.tensor = memory.empty_for_disk(skipped + self.layout.numel, self.dtype)[skipped:]
-            self.views = self.views_of(self.tensor)
+            self._show(memory.empty_for_disk(skipped + self.layout.numel, self.dtype)[skipped:])
 
     def release(self) -> int:
         """Give the memory back, or leave it to views that are used elsewhere. Returns the bytes
@@ -384,7 +388,7 @@ class FullBuffer:
             return 0
         if self._home is not None:
             # the pages go with the last view of them
-            (self.tensor, self.views), self._home = self._home, None
+            (self.tensor, self.bytes, self.views), self._home = self._home, None
             self._has_left = self._has_user_views = False
             return 0
         watched = self._has_user_views or not (
@@ -409,7 +413,7 @@ class FullBuffer:
 
     def close(self) -> None:
         """Let go of memory at rest, which is given back: nothing is gathered here any more."""
-        self.tensor = torch.empty(0, dtype=self.dtype)
+        self.tensor = self.bytes = torch.empty(0, dtype=self.dtype)
         self.storage, self.views = self.tensor.untyped_storage(), []
 
     def mark_user_views(self) -> None:
