@@ -201,7 +201,7 @@ class Commands:
         """Note every command inside."""
         after: list[tuple[type, str, Callable[[Any], str], Callable[[Any], int | None]]] = [
             (Unit, "unshard", lambda unit: f"gather {unit.name}", lambda unit: unit.full_bytes),
-            (Unit, "wait", lambda unit: f"use {unit.name}", lambda _: None),
+            (Unit, "attach", lambda unit: f"use {unit.name}", lambda _: None),
             (Unit, "reshard", lambda unit: f"release {unit.name}", lambda _: None),
             (Unit, "mark_idle", lambda unit: f"keep {unit.name}", lambda _: None),
             (Unit, "resume", lambda unit: f"wake {unit.name}", lambda _: None),

@@ -25,7 +25,7 @@ from zeroshard.errors import StateError
 from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.streams import Lane
+from zeroshard.runtime.streams import Lane, Streams
 from zeroshard.state.local import local_of
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -50,10 +50,8 @@ class Unit:
         self.segments = tuple(segments)
         self.cells = cells
         self._context = self.segments[0].flat.context
-        # on which its gathers are; None: they move nothing
-        self._lane: Lane | None = "gather"
-        if all(segment.flat.is_local for segment in segments):
-            self._lane = None
+        moves = not all(segment.flat.is_local for segment in segments)
+        self._lane: Lane | None = "gather" if moves else None
         frozen = [segment for segment in segments if segment.grad is None]
         # whether its backward may need weights after its last trainable gradient has come
         self.has_frozen = bool(frozen)
@@ -134,9 +132,9 @@ class Unit:
         """The segments with weights that a gather moves; all, unless it `may_have_no_news`."""
         return [segment for segment in self.segments if segment.has_news]
 
-    def unshard(self, *, raw: bool = False, fork: bool = True) -> None:
-        """Start to bring the weights together; `raw`: as they rest, without a codec. `fork`: after
-        what compute was given so far.
+    def unshard(self, streams: Streams, *, raw: bool = False) -> Flight:
+        """Return a flight that brings the weights together, to be started; `raw`: as they rest,
+        without a codec.
         """
         for segment in self.segments:
             if self.steps_elsewhere and not segment.flat.is_local:
@@ -156,8 +154,8 @@ class Unit:
         for segment in self.segments:
             if not self.may_have_no_news or segment.take_news():
                 routes.append(segment.flat.gather(raw))
-        self._flight = Flight(routes, context.streams, self._lane, context.levels)
-        self._flight.go(fork=fork)
+        self._flight = Flight(routes, streams, self._lane, context.levels)
+        return self._flight
 
     def advance(self) -> None:
         """Go on with a gather that began with a read of another tier."""
@@ -180,17 +178,19 @@ class Unit:
             segment.heal()
             segment.user_view.detach()
 
-    def wait(self) -> None:
-        """Return with the weights here, and point the parameters at them; peers wait here, too."""
-        flight = self._flight
-        assert flight is not None, self
+    def landing(self) -> Flight:
+        """Return the flight under way, to be waited for; peers wait here for this rank's part."""
+        assert self._flight is not None, self
         # a view that was kept since before the step leads to memory that others are writing
         if not self.residency.traits.is_sharded and (name := self.forget_writes()) is not None:
             raise _lost(name, "while it was released")
         for segment in self.segments if self.steps_elsewhere else ():
             segment.wait_uploads()
-        flight.wait()
-        assert flight.is_over, f"{self} is used too early"
+        return self._flight
+
+    def attach(self) -> None:
+        """The weights are here: point the parameters at them."""
+        assert self._flight is None or self._flight.is_over, f"{self} is used too early"
         self._flight = None
         for segment in self.segments:
             segment.user_view.attach(segment.flat.buffer.views)

@@ -100,17 +100,19 @@ class Weights:
                             dtype, among = dtype_name(flat.dtype), flat.context.holders.members
                             size = flat.layout.numel
                             self.digest.fold("gather", unit.name, dtype, size, among, ordered=True)
-                unit.unshard(raw=bool(self.shown), fork=fork)
+                unit.unshard(self._streams, raw=bool(self.shown)).go(fork=fork)
                 fork = forks
             elif op is Op.WAIT:
+                flight = unit.landing()
                 try:
                     if peek_stack() is None:
-                        unit.wait()
+                        flight.wait()
                     else:
                         with temporarily_clear_interpreter_stack():  # not its copies to follow
-                            unit.wait()
+                            flight.wait()
                 except StallError as error:
                     raise StallError(f"{error}{_SAME_UNITS if self._ordered else ''}") from None
+                unit.attach()
             elif op is Op.USE:
                 self._use(unit)
             elif op in _FOR_BACKWARD:
