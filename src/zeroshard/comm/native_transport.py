@@ -37,7 +37,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -160,17 +160,21 @@ class NativeTransport:
         works: list[Any] = []
         what, under_way = f"gather of {key}", self._under_way
         try:
-            if cut.is_equal:
-                if out.numel():
-                    share, whole = local.view(torch.uint8), out.view(torch.uint8)
-                    work = group_all_gather(self._group, whole, share, self._to_gather)
-                    self._num_started += 1
-                    works = self._to_wait_for(work)
-            else:
+            if not cut.is_equal:
                 own = out[slice(*ranges[self.rank])]
                 if own.data_ptr() != local.data_ptr():
                     own.copy_(local)
                 works = self._each(self._group, self._send_share, out, ranges)
+            elif out.numel():
+                share, whole = local, out
+                if out.dtype is not torch.uint8:
+                    share, whole = local.view(torch.uint8), out.view(torch.uint8)
+                work = group_all_gather(self._group, whole, share, self._to_gather)
+                self._num_started += 1
+                if self._async_op:
+                    works = [work]
+                elif work is not None:
+                    work.wait()  # the current stream does, where the backend has not let it
         except RuntimeError as error:
             explain(error, what, self.control)
             raise
@@ -330,8 +334,8 @@ class NativeTransport:
             data.contiguous() if data.device == self._device else data.to(self._device).contiguous()
         )
         work = self._send_share(flat.view(-1), source)
-        if work is not None:
-            await_native(work, f"broadcast from rank {source}", self.control)
+        what = f"broadcast from rank {source}"
+        NativeWork(self.control, [], what, [work], None, [flat], is_gather=False).wait()
         if flat.data_ptr() != data.data_ptr():
             data.copy_(flat)
         if self.rank != source:
@@ -433,31 +437,33 @@ class NativeWork:
 
     def wait(self) -> None:
         """Do the rest after the collectives, on an accelerator on the stream that they are on: a
-        flight waits where it has started them.
+        flight waits where it has started them. Releases what they used.
         """
-        if not self._is_finished:
-            for work in self._works:
-                await_native(work, self._what, self._control)
-            if self._after is not None:
-                self._after()
-            self._is_finished = True
-            self.release()
+        if self._is_finished:
+            return
+        limit = _limit(0, self._control.stall_timeout_s)
+        for work in self._works:
+            try:
+                work.wait(limit)
+            except RuntimeError as error:
+                explain(error, self._what, self._control)
+                raise
+        if self._after is not None:
+            self._after()
+        self._works, self._alive, self._after, self._is_finished = [], [], None, True
+        if self in self._under_way:
+            self._under_way.remove(self)
 
     def done(self) -> bool:
         return self._is_finished or all(work.is_completed() for work in self._works)
 
     def end(self) -> None:
-        """Wait for the collectives alone, whatever they end by."""
-        for work in self._works:
+        """Wait for the collectives alone, whatever they end by, and release what they used."""
+        works, self._works, self._after = self._works, [], None
+        for work in works:
             with suppress(RuntimeError):
-                work.wait(timedelta(seconds=self._control.stall_timeout_s))
-        self.release()
-
-    def release(self) -> None:
-        """Release what the collectives used; they have ended."""
-        self._works, self._alive, self._after = [], [], None
-        if self in self._under_way:
-            self._under_way.remove(self)
+                work.wait(_limit(0, self._control.stall_timeout_s))
+        self.wait()
 
 
 def host_waits(device: torch.device) -> bool:
@@ -465,14 +471,8 @@ def host_waits(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def await_native(work: Any, what: str, control: PeerControl) -> None:
-    """Let the host wait for one collective."""
-    try:
-        work.wait(timedelta(seconds=control.stall_timeout_s))
-    except RuntimeError as error:
-        explain(error, what, control)
-        raise
-
+# a timedelta of days and seconds, made once
+_limit = lru_cache(maxsize=16)(timedelta)
 
 # of gloo ("Connection closed by peer", "Pair is not connected") and NCCL ("remote process exited or
 # there was a network error", "communicator was aborted")

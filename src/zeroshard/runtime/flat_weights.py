@@ -14,8 +14,8 @@ gathering moves nothing. Weights that rest on another tier have no window: each 
 slice alone into its place in the full buffer (ZeRO-Infinity, section 6.1, bandwidth-centric
 partitioning), and the slices meet on the wire from there.
 
-Invariant: ``full`` may be read only between the wait of an `unshard` flight and `release()`. It
-does not know modules, parameters or autograd; those are runtime/unit.py's.
+Invariant: ``full`` may be read only between the wait of an `unshard` flight and the release of its
+buffer. It does not know modules, parameters or autograd; those are runtime/unit.py's.
 """
 
 from __future__ import annotations
@@ -130,7 +130,10 @@ class FlatWeights:
             context.device,
             None if self.window is None else self.window.full,
         )
+        self.strides = self.buffer.strides  # of each parameter
         self.full_bytes = self.buffer.num_bytes  # that gathering takes beyond what rests
+        # whether disks write into what is gathered
+        self._on_pages = rest.rests_elsewhere and not reads_wait(self.buffer.tensor)
         self.routes = plan.routes(context, rest, reads=reads_first)
         self.keeps_column = any(hop.kind is Kind.KEEP for hop in self.routes.unshard_forward)
         self.column: torch.Tensor | None = None  # between forward and backward
@@ -165,16 +168,6 @@ class FlatWeights:
     def full(self) -> torch.Tensor:
         """The gathered weights [numel]."""
         return self.buffer.tensor
-
-    @property
-    def views(self) -> list[torch.Tensor]:
-        """Every parameter inside the full buffer; readable only while gathered."""
-        return self.buffer.views
-
-    @property
-    def strides(self) -> Sequence[tuple[int, ...]]:
-        """The stride of every parameter."""
-        return self.buffer.strides
 
     @property
     def rest_bytes(self) -> int:
@@ -212,15 +205,16 @@ class FlatWeights:
         """Take the memory of the full buffer, on compute, and return a gather into it, hop by
         hop; `raw`: of the weights as they rest, without a codec.
         """
-        if self.buffer.is_ours:
-            on_pages = self.rest.rests_elsewhere and not reads_wait(self.buffer.tensor)
-            self.buffer.take(self.context.memory if on_pages else None, self.rest_span[0])
-            self.context.meter.add(self.full_bytes)
+        buffer = self.buffer
+        if self._on_pages:
+            buffer.take_pages(self.context.memory, self.rest_span[0])
+        elif buffer.is_ours:
+            buffer.storage.resize_(buffer.num_bytes)
         if self.is_local:
             return self._mapped
         if not self._is_plain or raw:
             return tuple(_Gather(self, *self._start(raw)).ready_hops())
-        built, out, rest = self._built, self.buffer.tensor, self.rest.tensor
+        built, out, rest = self._built, buffer.tensor, self.rest.tensor
         if built is None or built[0] is not out or built[1] is not rest:
             hops = tuple(_Gather(self, *self._start(raw)).ready_hops())
             self._built = built = (out, rest, hops)
@@ -286,6 +280,12 @@ class FlatWeights:
         return self.layout.portion(self.context.transport.rank)
 
     @cached_property
+    def byte_ranges(self) -> tuple[Range, ...]:
+        """The ranges of the ranks, in bytes of the buffer."""
+        size = self.dtype.itemsize
+        return tuple((size * start, size * stop) for start, stop in self.layout.ranges)
+
+    @cached_property
     def encoded_ranges(self) -> tuple[Range, ...]:
         """The ranges of the ranks, in bytes of the encoded buffer."""
         assert self.codec is not None
@@ -293,24 +293,16 @@ class FlatWeights:
 
     # ------------------------------------------------------------------------- release, publish
 
-    def release(self, *, for_backward: bool | None = False) -> int:
-        """Give the gathered memory back; the caller has waited for the flight and is done reading.
-        Returns the bytes that the allocator has got.
-
-        `for_backward`: it is gathered again with the same numbers; where the policy says so, its
-        column stays (None: a column that is here stays).
+    def keep(self, *, for_backward: bool | None = False) -> None:
+        """Keep the column of what is released next, where it is gathered again with the same
+        numbers (`for_backward`; None: one that is here stays).
         """
-        if self.keeps_column:
-            if for_backward and self.column is None:
-                full = self.buffer.tensor[slice(*self._column_span)]
-                self.column = full.clone() if self._arrived is None else self._arrived
-            elif for_backward is False:
-                self.column = None
-            self._arrived = None
-        if not self.buffer.is_ours:
-            return 0
-        self.context.meter.remove(self.full_bytes)
-        return self.buffer.release()
+        if for_backward and self.column is None:
+            full = self.buffer.tensor[slice(*self._column_span)]
+            self.column = full.clone() if self._arrived is None else self._arrived
+        elif for_backward is False:
+            self.column = None
+        self._arrived = None
 
     def arrive(self, encoded: torch.Tensor) -> None:
         """Keep a copy of the column in the `encoded` buffer that a gather has filled."""
@@ -465,7 +457,8 @@ class _Gather:
             return [partial(flat.window_gather, flat.full)]
         elif self._route.hops[0].kind is Kind.READ:
             local = flat.full[slice(*flat.rest_span)]  # which has been read
-        return flat.context.levels.gathers(axes, key, local, flat.layout.ranges, flat.full)
+        local, ranges, out = local.view(torch.uint8), flat.byte_ranges, flat.buffer.bytes
+        return flat.context.levels.gathers(axes, key, local, ranges, out)
 
     def _gathering(self, hop: Hop) -> Operation:
         received = hop.link_bytes(self._flat.portion).total

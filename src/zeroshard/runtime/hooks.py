@@ -52,7 +52,6 @@ from zeroshard.runtime.guards import (  # fmt: skip
     leave_alone,
 )  # fmt: skip
 from zeroshard.runtime.loop import Loop
-from zeroshard.runtime.released import know_class, release_classes, restore_classes
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.trees import tensors_in, tensors_within
 from zeroshard.runtime.unit import Unit
@@ -75,7 +74,6 @@ class _ParameterTie:
         self._hooks = weakref.ref(hooks)  # [Note: weak hooks]
         self._unit = weakref.ref(unit)
         self._parameter = weakref.ref(parameter)
-        know_class(parameter)
         parameter.__dict__["_zeroshard"] = self
         parameter.__dict__["set_"] = self.set
 
@@ -112,7 +110,6 @@ class _ParameterTie:
     def remove(self) -> None:
         parameter = self._parameter()
         if parameter is not None:
-            restore_classes((parameter,))
             parameter.__dict__.pop("_zeroshard", None)
             parameter.__dict__.pop("set_", None)
 
@@ -215,8 +212,7 @@ class Hooks:
             for segment in unit.segments:
                 for name, parameter in zip(segment.names, segment.parameters, strict=True):
                     self._handles.append(_ParameterTie(self, unit, segment, parameter, name))
-                if unit.residency.state is not UnitState.FULL:
-                    release_classes(segment.parameters)
+                segment.user_view.tie(released=unit.residency.state is not UnitState.FULL)
         # [Note: weak hooks] what hangs on a tensor is invisible to the garbage collector: it holds
         # nothing of the engine
         ids = dict[int, int]()
@@ -228,6 +224,8 @@ class Hooks:
 
     def remove(self) -> None:
         """Take every hook off."""
+        for segment in self.loop.weights.segments:
+            segment.user_view.untie()
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -2,7 +2,7 @@
 
 While a unit rests, ``param.data`` is a one-element NaN expanded to the parameter's shape: shape,
 dtype and device stay right, reading gives NaN instead of stale numbers, most in-place writes raise.
-Its class comes from runtime/released.py then.
+Its class comes from runtime/released.py then, once it is tied to an engine.
 
 [Note: writes to released parameters] ``zero_``, ``fill_``, element assignment and writes to
 one-element parameters do not raise on an expanded tensor. `detach` therefore records
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from zeroshard.memory import placeholder_value
-from zeroshard.runtime.released import release_classes, restore_classes
+from zeroshard.runtime.released import classes_of
 from zeroshard.state.local import local_of, retype
 
 # asked of all parameters of a unit at once: no frame of ours for each
@@ -58,14 +58,33 @@ class Parameters:
         self._released_at = [tensor.data_ptr() for tensor in self._released]
         self._attached: Sequence[torch.Tensor] = self._released  # what ``data`` is now
         self._versions: list[int] = [p._version for p in parameters]
+        self._seen = self._versions  # as they were asked for last
         self.lent: Sequence[torch.Tensor] | None = None  # what ``data`` is instead
+        # of tied parameters: while they are attached, and while they are released
+        self._classes: Sequence[Sequence[type]] = ((), ())
+
+    def tie(self, *, released: bool) -> None:
+        """The parameters are tied to an engine: from here on their classes follow their memory."""
+        self._classes = [*zip(*map(classes_of, self.parameters), strict=True)]
+        self.answer(released=released)
+
+    def untie(self) -> None:
+        """They are tied no longer."""
+        self.answer(released=False)
+        self._classes = ((), ())
+
+    def answer(self, *, released: bool) -> None:
+        """Let tied parameters answer as `released` ones, or as what they were."""
+        for parameter, kind in zip(self.parameters, self._classes[released], strict=False):
+            parameter.__class__ = kind
 
     def attach(self, views: Sequence[torch.Tensor]) -> None:
         """Point the parameters at `views`, of the gathered buffer."""
         with torch._C.DisableTorchFunctionSubclass():  # other threads never see NaN
             for local, view in zip(self._locals, views, strict=True):
                 local.data = view
-        restore_classes(self.parameters)
+        for parameter, kind in zip(self.parameters, self._classes[False], strict=False):
+            parameter.__class__ = kind
         self._attached, self.lent = views, None
         self._versions = list(map(_VERSION, self.parameters))
 
@@ -86,14 +105,16 @@ class Parameters:
                     view.copy_(local)
                     local.data = view
 
-    def detach(self) -> None:
-        """Point the parameters at their NaN."""
-        release_classes(self.parameters)
-        with torch._C.DisableTorchFunctionSubclass():  # they may answer as released ones already
+    def detach(self, *, writes: bool = True) -> str | None:
+        """Point the parameters at their NaN; return the name of one that was `lost`, told once."""
+        name = self.lost(writes=writes)
+        for parameter, kind in zip(self.parameters, self._classes[True], strict=False):
+            parameter.__class__ = kind
+        with torch._C.DisableTorchFunctionSubclass():
             for local, released in zip(self._locals, self._released, strict=True):
-                local.data = released
-            self._versions = list(map(_VERSION, self.parameters))
-        self._attached, self.lent = self._released, None
+                local.data = released  # which counts no version
+        self._versions, self._attached, self.lent = self._seen, self._released, None
+        return name
 
     def leave_memory(self) -> None:
         """Let go of the gathered buffer: the parameters have been pointed elsewhere for good."""
@@ -119,20 +140,15 @@ class Parameters:
         """Return the name of a parameter that has been given other memory since attach or detach,
         or (`writes`) was written to, if any.
         """
-        expected = (
-            self._released_at
-            if self._attached is self._released
-            else list(map(_DATA_PTR, self._attached))
-        )
+        attached = self._attached
+        at = self._released_at if attached is self._released else list(map(_DATA_PTR, attached))
         with torch._C.DisableTorchFunctionSubclass():
             found = list(map(_DATA_PTR, self._locals))
-            versions = list(map(_VERSION, self.parameters))
-        if found == expected and (not writes or versions == self._versions):
+            self._seen = versions = list(map(_VERSION, self.parameters))
+        if found == at and (not writes or versions == self._versions):
             return None
-        moved = next((i for i, at in enumerate(found) if at != expected[i]), None)
-        if moved is None:
-            moved = next(i for i, seen in enumerate(versions) if seen != self._versions[i])
-        return self.names[moved]
+        each = zip(self.names * 2, found + versions, at + self._versions, strict=True)
+        return next(name for name, now, before in each if now != before)
 
     def lost_by_value(self) -> str | None:
         """Return the name of a detached parameter that was written to through ``.data``, if any."""

@@ -41,7 +41,6 @@ from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import Tile
 from zeroshard.runtime.build import Parts, PlannedUnits
 from zeroshard.runtime.context import SegmentPlan
-from zeroshard.runtime.released import release_classes
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.step_tiles import VALUE, SegmentStates, cut_tiles
 from zeroshard.runtime.unit import Unit
@@ -279,7 +278,7 @@ def release_parameters(parts: Parts) -> None:
     """
     for segment in parts.weights.segments:
         members = zip(segment.parameters, segment.flat.strides, segment.given, strict=True)
-        release_classes(segment.parameters)
+        segment.user_view.answer(released=True)
         for parameter, stride, dtype in members:
             leave_hollow(parameter, stride, dtype)
 

@@ -138,37 +138,22 @@ def _using(name: str) -> Callable[..., Any]:
     return use
 
 
-def know_class(parameter: nn.Parameter) -> None:
-    """Let `release_classes` take DTensors, where `parameter` is one."""
-    kind = type(parameter)
-    if is_dtensor(parameter) and kind not in _RELEASED and kind not in _PLAIN:
+def classes_of(parameter: nn.Parameter) -> tuple[type, type]:
+    """Return the class of `parameter` while its unit is gathered, and while it rests: the same
+    where its class allows no other.
+    """
+    plain = _PLAIN.get(type(parameter), type(parameter))
+    if is_dtensor(parameter) and plain not in _RELEASED:
         # torch.distributed.tensor is imported where there are DTensors alone (state/local.py)
         entries = {"__slots__": ()} | {name: _using(name) for name in _OF_LOCAL}
-        released = type(f"Released{kind.__name__}", (_Released, kind), entries)
-        _RELEASED[kind], _PLAIN[released] = released, kind
+        released = type(f"Released{plain.__name__}", (_Released, plain), entries)
+        _RELEASED[plain], _PLAIN[released] = released, plain
+    return plain, _RELEASED.get(plain, plain)
 
 
 def is_released(parameter: nn.Parameter) -> bool:
     """Whether `parameter` has no numbers here."""
     return isinstance(parameter, _Released)
-
-
-def release_classes(parameters: Iterable[nn.Parameter]) -> None:
-    """Make `parameters` answer as released ones, where they are tied to an engine and their class
-    allows.
-    """
-    for parameter in parameters:
-        released = _RELEASED.get(type(parameter))
-        if released is not None and hasattr(parameter, "_zeroshard"):
-            parameter.__class__ = released
-
-
-def restore_classes(parameters: Iterable[nn.Parameter]) -> None:
-    """Make `parameters` again of the classes that they were."""
-    for parameter in parameters:
-        plain = _PLAIN.get(type(parameter))
-        if plain is not None:
-            parameter.__class__ = plain
 
 
 def _describe(parameter: _Released) -> str:

@@ -13,7 +13,6 @@ from functools import cached_property
 
 import torch
 
-from zeroshard.comm.levels import ReadyHop
 from zeroshard.core.layout import Piece, round_up
 from zeroshard.core.placement import Tier
 from zeroshard.core.resting import AtRest, is_weight, num_shared, tiles
@@ -77,6 +76,11 @@ class Segment:
         """
         return self.grad is not None or not self.flat.replicated or self.rewritten
 
+    def take_news(self) -> bool:
+        """Return whether a gather that begins brings anything."""
+        has_news, self.rewritten = self.has_news, False
+        return has_news
+
     @cached_property
     def keeps_writes(self) -> bool:
         """Whether its parameters may be written to wherever they can be read, alike on every rank:
@@ -118,7 +122,7 @@ class Segment:
             )
         if self.own_master is not None:
             with torch.no_grad():
-                self._edit_master(self.own_master, self.flat.views)
+                self._edit_master(self.own_master, self.flat.buffer.views)
 
     @property
     def master_is_weight(self) -> bool:
@@ -180,7 +184,7 @@ class Segment:
         """
         with torch.no_grad():
             if self.flat.replicated:
-                for view, value in zip(self.flat.views, values, strict=True):
+                for view, value in zip(self.flat.buffer.views, values, strict=True):
                     view.copy_(value)
                 # a peer's slice may have been written to since, by the model itself
                 self.rewritten = self.rewritten and not self.keeps_writes
@@ -323,11 +327,6 @@ class Segment:
     @property
     def _master_or_weight(self) -> State:
         return self.weight if self.master is None else self.master
-
-    def gather(self, raw: bool) -> Sequence[ReadyHop]:
-        """Return a gather of the weights, hop by hop; see FlatWeights."""
-        self.rewritten = False
-        return self.flat.gather(raw)
 
     def invalidate(self, *, frozen: bool) -> None:
         """Trained weights have been rewritten by a step, or they and `frozen` ones by a writeback

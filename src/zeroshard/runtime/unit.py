@@ -23,7 +23,6 @@ from zeroshard.core.residency import Residency, UnitState, UnitTraits, Use
 from zeroshard.errors import StateError
 from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.flight import Flight
-from zeroshard.runtime.released import release_classes, restore_classes
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Lane, Streams
 
@@ -48,6 +47,16 @@ class Unit:
         self.name = name
         self.segments = tuple(segments)
         self.cells = cells
+        self._context = self.segments[0].flat.context
+        moves = not all(segment.flat.is_local for segment in segments)
+        self._lane: Lane | None = "gather" if moves else None
+        frozen = [segment for segment in segments if segment.grad is None]
+        # whether its backward may need weights after its last trainable gradient has come
+        self.has_frozen = bool(frozen)
+        # whether a gather may leave segments out: frozen ones that every rank keeps whole
+        self.may_have_no_news = any(segment.flat.replicated for segment in frozen)
+        # whether weights may be on their way here from a step on another tier
+        self.steps_elsewhere = any(segment.steps_elsewhere for segment in segments)
         self.residency = Residency(index, self._traits(spans_one_module))
         # other units' modules lie inside its own, so that its backward goes on around theirs
         self.holds_others = holds_others
@@ -80,13 +89,6 @@ class Unit:
     def trainable(self) -> list[Segment]:
         """The segments with parameters that have gradients."""
         return [segment for segment in self.segments if segment.grad is not None]
-
-    @cached_property
-    def has_frozen(self) -> bool:
-        """Whether the backward of this unit may need weights after its last trainable gradient
-        has come.
-        """
-        return any(segment.grad is None for segment in self.segments)
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -128,16 +130,6 @@ class Unit:
         """The segments with weights that a gather moves; all, unless it `may_have_no_news`."""
         return [segment for segment in self.segments if segment.has_news]
 
-    @cached_property
-    def steps_elsewhere(self) -> bool:
-        """Whether weights may be on their way here from a step on another tier."""
-        return any(segment.steps_elsewhere for segment in self.segments)
-
-    @cached_property
-    def may_have_no_news(self) -> bool:
-        """Whether a gather may leave segments out: frozen ones that every rank keeps whole."""
-        return any(segment.grad is None and segment.flat.replicated for segment in self.segments)
-
     def unshard(self, streams: Streams, *, raw: bool = False) -> Flight:
         """Return a flight that brings the weights together, to be started; `raw`: as they rest,
         without a codec.
@@ -154,12 +146,13 @@ class Unit:
                 raise _lost(name, "while it was released")
         if self.residency.state is not UnitState.RESTING:
             raise self._cannot("start a gather")
-        routes, moves = [], False
-        for segment in self.gathered_segments if self.may_have_no_news else self.segments:
-            routes.append(segment.gather(raw))
-            moves = moves or not segment.flat.is_local
-        lane: Lane | None = "gather" if moves else None
-        self._flight = Flight(routes, streams, lane, self.segments[0].flat.context.levels)
+        context, routes = self._context, []
+        if self.full_bytes:
+            context.meter.add(self.full_bytes)
+        for segment in self.segments:
+            if not self.may_have_no_news or segment.take_news():
+                routes.append(segment.flat.gather(raw))
+        self._flight = Flight(routes, streams, self._lane, context.levels)
         return self._flight
 
     def advance(self) -> None:
@@ -202,15 +195,20 @@ class Unit:
 
     def reshard(self, *, for_backward: bool | None = False) -> int:
         """Give the gathered memory back (replicated rows keep theirs, and only unpoint the
-        parameters) and return the bytes that the allocator has got; see FlatWeights.release.
+        parameters) and return the bytes that the allocator has got; see FlatWeights.keep.
         """
         name, num_bytes = None, 0
         for segment in self.segments:
+            flat, user_view = segment.flat, segment.user_view
             if segment.keeps_writes:
-                segment.user_view.adopt()
-            name = name or segment.user_view.lost(writes=not segment.is_whole)
-            segment.user_view.detach()
-            num_bytes += segment.flat.release(for_backward=for_backward)
+                user_view.adopt()
+            lost = user_view.detach(writes=not segment.is_whole)
+            name = name or lost
+            if flat.keeps_column:
+                flat.keep(for_backward=for_backward)
+            num_bytes += flat.buffer.release()
+        if self.full_bytes:
+            self._context.meter.remove(self.full_bytes)
         if name is not None:
             raise _lost(name, "while it was gathered for computing")
         return num_bytes
@@ -220,12 +218,12 @@ class Unit:
         another use of them must be noticed.
         """
         for segment in self.segments:
-            release_classes(segment.parameters)
+            segment.user_view.answer(released=True)
 
     def resume(self) -> None:
         """End `mark_idle`: a module uses the unit again."""
         for segment in self.segments:
-            restore_classes(segment.parameters)
+            segment.user_view.answer(released=False)
 
     def check_memory(self) -> None:
         """Raise StateError where ``param.data`` of a FULL unit leads elsewhere: no step would

@@ -29,7 +29,7 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit
 
-# what a release keeps for a backward; see FlatWeights.release
+# what a release keeps for a backward; see FlatWeights.keep
 _FOR_BACKWARD = {Op.RELEASE_ALL: False, Op.RELEASE_FOR_BACKWARD: True, Op.RELEASE_GATHERED: None}
 _SAME_UNITS = (
     "; where weights are encoded (comm.weight_codec), go over sockets or rest off the device, every"

@@ -30,7 +30,6 @@ from zeroshard.core.residency import UnitState, Use
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import Finalizer
-from zeroshard.runtime.released import restore_classes
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
@@ -495,10 +494,11 @@ class Whole:
                 for segment in unit.segments:
                     self._restore_plain(segment)
                     if is_gathered:
-                        segment.flat.release()
+                        segment.flat.context.meter.remove(segment.flat.full_bytes)
+                        segment.flat.buffer.release()
 
     def _restore_plain(self, segment: Segment) -> None:
-        restore_classes(segment.parameters)
+        segment.user_view.answer(released=False)
         values = (
             self._whole_masters(segment)
             if _is_in_master(segment)

@@ -341,43 +341,44 @@ class FullBuffer:
         self._has_left = False  # whether a view of it is known to be used elsewhere
         self._has_user_views = False  # whether the user may have taken views of what is here
         # the tensor without memory and its views, while pages stand for them
-        self._home: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._home: tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]] | None = None
         self._use(tensor)
 
     def _use(self, tensor: torch.Tensor | None) -> None:
         """Take `tensor`, or make another that holds no memory yet."""
+        ours = tensor is None
         if tensor is None:
-            self.tensor = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
-        else:
-            self.tensor = tensor  # [numel]
-        self.views = self.views_of(self.tensor)
-        if tensor is None:
-            self.tensor.untyped_storage().resize_(0)
+            tensor = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+        self._show(tensor)
+        self.storage = tensor.untyped_storage()  # ours: resized to `num_bytes` where it is taken
+        if ours:
+            self.storage.resize_(0)
         self._own_references = self._references()
+
+    def _show(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor  # [numel]
+        self.bytes = tensor.view(torch.uint8)  # for collectives: made once, and counted as ours
+        self.views = self.views_of(tensor)
 
     def _references(self) -> int:
         """Return how many tensors and storage objects refer to the memory."""
-        return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
+        return torch._C._storage_Use_Count(self.storage._cdata)
 
-    def take(self, memory: DeviceMemory | None = None, start: int = 0) -> None:
-        """Take the memory, its contents undefined; where autograd cannot miss it, pages of `memory`
-        with element `start` on a block of a disk: [Note: pages of a gather].
+    def take_pages(self, memory: DeviceMemory, start: int) -> None:
+        """Take pages of `memory`, with element `start` on a block of a disk; the storage itself
+        where autograd could miss its memory: [Note: pages of a gather].
         """
-        if not self.is_ours:
-            return
         if (
-            memory is None
-            or torch.is_grad_enabled()  # references may be autograd's own
+            torch.is_grad_enabled()  # references may be autograd's own
             or torch._C._current_graph_task_id() >= 0
             or self._references() > self._own_references
         ):
-            self.tensor.untyped_storage().resize_(self.num_bytes)
+            self.storage.resize_(self.num_bytes)
             return
         skipped = -start % (_BLOCK // self.dtype.itemsize)
-        self._home = self.tensor, self.views
+        self._home = self.tensor, self.bytes, self.views
         with torch.inference_mode(False):
-            self.tensor = memory.empty_for_disk(skipped + self.layout.numel, self.dtype)[skipped:]
-            self.views = self.views_of(self.tensor)
+            self._show(memory.empty_for_disk(skipped + self.layout.numel, self.dtype)[skipped:])
 
     def release(self) -> int:
         """Give the memory back, or leave it to views that are used elsewhere. Returns the bytes
@@ -387,7 +388,7 @@ class FullBuffer:
             return 0
         if self._home is not None:
             # the pages go with the last view of them
-            (self.tensor, self.views), self._home = self._home, None
+            (self.tensor, self.bytes, self.views), self._home = self._home, None
             self._has_left = self._has_user_views = False
             return 0
         watched = self._has_user_views or not (
@@ -395,13 +396,13 @@ class FullBuffer:
         )
         if (
             self._has_left
-            or not self.tensor.untyped_storage().resizable()
+            or not self.storage.resizable()
             or (watched and self._references() > self._own_references)
         ):
             with torch.inference_mode(False):  # else only another inference could write to it
                 self._use(None)  # see [Note: views that leave]
         else:
-            self.tensor.untyped_storage().resize_(0)
+            self.storage.resize_(0)
         self._has_left = self._has_user_views = False
         return self.num_bytes
 
@@ -412,8 +413,8 @@ class FullBuffer:
 
     def close(self) -> None:
         """Let go of memory at rest, which is given back: nothing is gathered here any more."""
-        self.tensor = torch.empty(0, dtype=self.dtype)
-        self.views = []
+        self.tensor = self.bytes = torch.empty(0, dtype=self.dtype)
+        self.storage, self.views = self.tensor.untyped_storage(), []
 
     def mark_user_views(self) -> None:
         """Leave the memory, at the next release, to whatever else refers to it then."""

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from tests.support.endless_link import Endless
-from zeroshard.state.state import DeviceStorage, State
+from zeroshard.core.layout import Layout
+from zeroshard.core.placement import Mesh
+from zeroshard.state.state import DeviceStorage, FullBuffer, State
 from zeroshard.tier.store import Direct
 from zeroshard.tier.stores import HostStore
 
@@ -56,3 +58,20 @@ def test_ranges_on_either_side_of_a_cut_and_over_it_are_those_of_one_tensor(
                     work.wait()
                 assert torch.equal(out, plain[start:stop])
     store.close()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_gathered_buffer_keeps_its_storage_but_where_a_view_of_it_has_left(leaves: bool) -> None:
+    layout = Layout.build([("a", (3, 4)), ("b", (5,))], Mesh(1, 1))
+    buffer = FullBuffer(layout, [(4, 1), (1,)], torch.bfloat16, CPU)
+    storage = buffer.storage
+    assert buffer.is_forgotten and storage.nbytes() == 0
+    with torch.no_grad():  # whatever refers to it is a view that has left
+        storage.resize_(buffer.num_bytes)
+        buffer.tensor.fill_(2.0)
+        assert buffer.bytes.view(torch.bfloat16).equal(buffer.tensor)
+        left = buffer.views[1][1:] if leaves else None
+        assert buffer.release() == buffer.num_bytes
+    assert (buffer.storage is not storage) == leaves == bool(storage.nbytes())
+    assert buffer.is_forgotten and buffer.storage.nbytes() == 0
+    assert left is None or left.tolist() == [2.0] * 4
