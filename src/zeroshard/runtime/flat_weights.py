@@ -115,12 +115,12 @@ class FlatWeights:
             assert self.scope is Scope.SHARD, (self.key, self.scope)
             numel = self.rest_span[1] - self.rest_span[0]
             at_rest = torch.zeros(numel, dtype=plan.dtype, device=context.device)
-            rest = State.of(at_rest, link=context.memory.link)
+            rest = State(at_rest, link=context.memory.link)
         if rest is None:
             self.window, at_rest = context.levels.memory(
                 plan.key, layout.ranges, plan.dtype, context.device, self.scope
             )
-            rest = State.of(at_rest, link=context.memory.link)
+            rest = State(at_rest, link=context.memory.link)
         self.rest = rest  # this rank's weights at rest
         self.weight = self._part(self.stepped, context)  # those that follow from its masters
         self.buffer = FullBuffer(
@@ -154,7 +154,7 @@ class FlatWeights:
             return self.rest
         base = self.rest_span[0]
         part = self.rest.whole[span[0] - base : span[1] - base]
-        return State.of(part, link=context.memory.link)
+        return State(part, link=context.memory.link)
 
     # ------------------------------------------------------------------------------ what it is
 
