@@ -30,7 +30,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from zeroshard.comm.levels import PrivateWindow, ReadyHop, Start
-from zeroshard.comm.transport import Transport, Window, Work
+from zeroshard.comm.transport import Window, Work
 from zeroshard.core.digest import digest_of
 from zeroshard.core.layout import Piece, Range
 from zeroshard.core.placement import Portion, Scope
@@ -264,18 +264,6 @@ class FlatWeights:
     def probe(self) -> Probe:
         """Records waits for the segment."""
         return self.context.streams.probe
-
-    @cached_property
-    def sums_nodes_first(self) -> bool:
-        """Whether a reduce goes in two levels."""
-        axes = [hop.axis for hop in self.routes.reduce if hop.kind is Kind.REDUCE_SCATTER]
-        return not {Axis.LOCAL, Axis.NODE}.isdisjoint(axes) and self.context.levels.is_deep
-
-    @cached_property
-    def lender(self) -> Transport:
-        """The transport that lends, and takes, the buffers of a reduce."""
-        levels = self.context.levels
-        return levels.inside if self.sums_nodes_first else levels.flat
 
     @cached_property
     def portion(self) -> Portion:
