@@ -23,15 +23,16 @@ from tests.support import inside
 from zeroshard import memory
 from zeroshard.comm import native_transport, select
 from zeroshard.comm.codec import Codec
-from zeroshard.comm.levels import Levels, NodeSum
+from zeroshard.comm.levels import NodeSum
 from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.transport import CommSpec, ReduceRequest
 from zeroshard.core.placement import Mesh
+from zeroshard.core.work import Work
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.streams import NoStreams
 from zeroshard.runtime.weights import Weights
 from zeroshard.sharding import api
-from zeroshard.state.state import DeviceMemory
+from zeroshard.state.state import DeviceMemory, FullBuffer
 from zeroshard.system.device import Device
 from zeroshard.tier.store import Direct
 from zeroshard.tier.stores import HostStore
@@ -193,13 +194,13 @@ def test_the_sum_of_a_node_is_held_until_the_reduce_between_nodes_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     taken: list[weakref.ref[torch.Tensor]] = []
-    node_sum = Levels.node_sum
+    between = NodeSum.between
 
-    def spy(self: Levels, *args: Any, held: torch.Tensor | None, accumulate: bool) -> NodeSum:
+    def spy(self: NodeSum, held: torch.Tensor | None) -> Work:
         taken.extend([] if held is None else [weakref.ref(held)])
-        return node_sum(self, *args, held=held, accumulate=accumulate)
+        return between(self, held)
 
-    monkeypatch.setattr(Levels, "node_sum", spy)
+    monkeypatch.setattr(NodeSum, "between", spy)
     with fake_world(WORLD):
         engine, model, optimizer = _train(monkeypatch, policy, node_size=4)
         with engine.no_sync():
@@ -289,6 +290,53 @@ def test_a_buffer_that_a_pool_frees_goes_back_to_the_stream_it_came_from(
     streams.current = "reduce"
     pool.take(200, torch.float32, device)  # larger: the first one has to go
     assert streams.notes == ["record on compute of meta", "compute of meta waits"]
+
+
+def test_a_pool_lends_the_same_tensor_where_the_same_is_asked_for() -> None:
+    pool, device = memory.Pool(), torch.device("cpu")
+    lent = []
+    for numel, dtype in ((100, torch.float32), (100, torch.float32), (100, torch.bfloat16)):
+        lent.append(pool.take(numel, dtype, device))
+        assert (lent[-1].numel(), lent[-1].dtype) == (numel, dtype)
+        pool.give(lent[-1])
+    lent.append(pool.take(60, torch.bfloat16, device))
+    assert lent[0] is lent[1] and lent[3].numel() == 60
+    assert len({one.data_ptr() for one in lent}) == 1
+
+
+def test_views_of_a_lent_buffer_are_made_once_and_end_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[torch.Tensor] = []
+    views_of = FullBuffer.views_of
+
+    def spy(self: FullBuffer, flat: torch.Tensor) -> list[torch.Tensor]:
+        made.append(flat)
+        return views_of(self, flat)
+
+    with fake_world(WORLD):
+        engine, model, optimizer = _train(monkeypatch, "zero3")
+        for _ in range(4):
+            model(torch.randn(2, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monkeypatch.setattr(FullBuffer, "views_of", spy)  # after the first step
+        num_kept = inside.cut_buffers(engine)
+        assert not made and 0 < max(num_kept) <= 3
+        engine.close()  # the pool gives its buffers back
+        assert not any(inside.cut_buffers(engine))
+
+
+def test_where_streams_order_collectives_only_second_levels_are_asked_for_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_world(WORLD):
+        engine, _, _ = _train(monkeypatch, "zero3")
+        assert inside.levels(engine).progress == ()
+        engine.close()
+        engine, _, _ = _train(monkeypatch, "mics", node_size=4)
+        assert inside.levels(engine).progress == (inside.levels(engine).serve,)
+        engine.close()
 
 
 def test_reset_returns_when_no_lane_uses_what_it_releases(monkeypatch: pytest.MonkeyPatch) -> None:

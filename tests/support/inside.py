@@ -308,7 +308,8 @@ class Commands:
         if flight is self._last:
             return False
         while not original(flight):
-            self._transports.progress()
+            for progress in self._transports.progress:
+                progress()
             time.sleep(0)
         return True
 
@@ -351,7 +352,8 @@ def ranks_in_step() -> Iterator[None]:
     def in_step(reductions: Reductions) -> None:
         for flight in earlier.get(reductions, []):
             while not flight.done():
-                reductions._transports.progress()
+                for progress in reductions._transports.progress:
+                    progress()
                 time.sleep(0)
         buckets = [reductions._buckets[key] for key in reductions._reduces.under_way]
         earlier[reductions] = [one.reduction.flight for one in buckets if one.reduction]
@@ -406,6 +408,11 @@ def has_local_gradient(engine: zs.Engine, name: str) -> bool:
     bucket = unit(engine, name).trainable[0].grad
     assert bucket is not None
     return bucket.has_unreduced
+
+
+def cut_buffers(engine: zs.Engine) -> list[int]:
+    """Return, for each segment that is trained, of how many gradient buffers it keeps views."""
+    return [len(bucket._cuts) for unit in units(engine) for bucket in unit.buckets]
 
 
 def reducing(engine: zs.Engine) -> list[str]:

@@ -377,6 +377,7 @@ def works_finish_without_being_waited_for(rank: int, world_size: int, spec: Spec
         # gloo's native works only say so once they are waited for
         while not work.done() and not spec.native:
             assert time.monotonic() < deadline
+            assert transport.progress is not None
             transport.progress()
         work.wait()
         check_sum(spec, out, expected_sum(spec, 0, ranges, rank, torch.float32), torch.float32)

@@ -78,11 +78,10 @@ class TwoLevels:
         *,
         accumulate: bool,
     ) -> Flight:
-        both = self.levels.node_sum(request, out, accumulate=accumulate, held=None)
-        inside = ReadyHop(partial(both.inside, buffer))
-        return self._begin(
-            f"reduce {request.key}", inside, ReadyHop(both.between, unused=both.unused)
-        )
+        both, of_columns = self.levels.node_sum(request), self.levels.reduce_inside(request)
+        inside = partial(both.inside, of_columns, buffer, out, accumulate=accumulate)
+        between = ReadyHop(partial(both.between, None), unused=both.unused)
+        return self._begin(f"reduce {request.key}", ReadyHop(inside), between)
 
     def begin_write(self) -> None:
         for key, flight in self._last.items():
@@ -96,7 +95,8 @@ class TwoLevels:
     def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None: ...
 
     def progress(self) -> None:
-        self.levels.progress()
+        for progress in self.levels.progress:
+            progress()
 
     def give_up(self) -> None:
         self._last.clear()

@@ -291,25 +291,17 @@ class Levels:
         """Return what `inside` is asked for in a reduce: each rank takes its column."""
         return replace(request, ranges=self._columns(request.ranges)[0])
 
-    def node_sum(
-        self,
-        request: ReduceRequest,
-        out: torch.Tensor,
-        *,
-        accumulate: bool,
-        held: torch.Tensor | None,
-    ) -> NodeSum:
-        """Return a reduce in two levels; `held` is an earlier sum of this node (our column), which
-        is added to this one.
-        """
+    def node_sum(self, request: ReduceRequest) -> NodeSum:
+        """Return the reduces of one segment in two levels, one after another."""
         _, own = self._columns(request.ranges)
         of_shards = ReduceRequest(request.key, own, self.hop_dtype, request.codec)
-        return NodeSum(self, request, of_shards, out, held, self._sums, accumulate=accumulate)
+        return NodeSum(self, of_shards, self._sums)
 
     # ------------------------------------------------------------------------------------ all of it
 
     def follow(self, operation: Follower) -> None:
         """Serve `operation` until no collective of it is left to start."""
+        assert self.is_deep, self.name
         serve_while_waiting(self)
         self._followed.append(operation)
 
@@ -341,12 +333,11 @@ class Levels:
         """Watch for stalls; see Transport."""
         self.flat.watch(digest, is_idle)
 
-    def progress(self) -> None:
-        """Take note of what has arrived. Never blocks."""
-        for transport in self:
-            transport.progress()
-        if self._followed:
-            self.serve()
+    @cached_property
+    def progress(self) -> tuple[Callable[[], None], ...]:
+        """The calls that take note of what has arrived. They never block."""
+        calls = [transport.progress for transport in self if transport.progress is not None]
+        return (*calls, self.serve) if self.is_deep else tuple(calls)
 
     def give_up(self) -> None:
         """After an exception: leave everything under way; see Transport."""
@@ -399,10 +390,10 @@ class Transports:
         for levels in self:
             levels.watch(digest, is_idle)
 
-    def progress(self) -> None:
-        """Take note of what has arrived. Never blocks."""
-        for levels in self:
-            levels.progress()
+    @cached_property
+    def progress(self) -> tuple[Callable[[], None], ...]:
+        """The calls that take note of what has arrived. They never block."""
+        return tuple(call for levels in self for call in levels.progress)
 
     def start_all(self) -> None:
         """Return when every collective has started its last level."""
@@ -424,57 +415,55 @@ class Transports:
 
 
 class NodeSum:
-    """One reduce in two levels: the sum of a node's ranks, and the sum of the nodes."""
+    """The reduces of one segment in two levels: the sum of a node's ranks, and the sum of the
+    nodes. The next one begins when both are over.
+    """
 
-    def __init__(
+    def __init__(self, levels: Levels, of_shards: ReduceRequest, sums: Pool) -> None:
+        """`of_shards` is what `levels.between` is asked for."""
+        self._levels = levels
+        self._of_shards = of_shards
+        self._sums = sums
+        # of the reduce under way: what travels between nodes, the node's sum of our column, and
+        # where the sum of the nodes goes (and whether it is added there)
+        self._under_way: tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool] | None = None
+
+    def inside(
         self,
-        levels: Levels,
-        request: ReduceRequest,
-        of_shards: ReduceRequest,
+        of_columns: ReduceRequest,
+        buffer: torch.Tensor | None,
         out: torch.Tensor,
-        held: torch.Tensor | None,
-        sums: Pool,
         *,
         accumulate: bool,
-    ) -> None:
-        self._levels = levels
-        self._request = request
-        self._of_shards = of_shards
-        self._out = out
-        self._held = held
-        self._sums = sums
-        self._accumulate = accumulate
-        self._hop: torch.Tensor | None = None  # what travels between nodes
-
-    def inside(self, buffer: torch.Tensor | None) -> Work:
-        """Start summing the node's buffers; each rank's column of the sum stays here."""
-        request, device = self._of_shards, self._out.device
-        hop = self._levels.between.grad_buffer(
-            request.key, end_of(request.wire_ranges), request.wire_dtype, device
+    ) -> Work:
+        """Start summing the node's buffers; each rank's column of the sum stays here, until
+        `between` brings our slice to `out`. `of_columns`: see `reduce_inside`.
+        """
+        request, device = self._of_shards, out.device
+        hop = column = self._levels.between.grad_buffer(
+            request.key, request.wire_numel, request.wire_dtype, device
         )
-        self._hop = hop
-        self._column = hop
         if request.codec is not None:
-            self._column = self._sums.take(end_of(request.ranges), torch.float32, device)
-        of_columns = self._levels.reduce_inside(self._request)
-        return self._levels.inside.reduce(of_columns, buffer, self._column, accumulate=False)
+            column = self._sums.take(end_of(request.ranges), torch.float32, device)
+        self._under_way = hop, column, out, accumulate
+        return self._levels.inside.reduce(of_columns, buffer, column, accumulate=False)
 
-    def between(self) -> Work:
-        """Start summing the nodes' sums; `inside` has been waited for."""
-        assert self._hop is not None, self._request.key
-        if self._held is not None:
-            self._column.add_(self._held)
-        codec, hop = self._of_shards.codec, self._hop
+    def between(self, held: torch.Tensor | None) -> Work:
+        """Start summing the nodes' sums; `inside` has been waited for. `held` is an earlier sum of
+        this node (our column), which is added to this one.
+        """
+        assert self._under_way is not None, self._of_shards.key
+        (hop, column, out, accumulate), self._under_way = self._under_way, None
+        if held is not None:
+            column.add_(held)
+        codec = self._of_shards.codec
         if codec is not None:
-            codec.encode(self._column, hop)
-            self._sums.give(self._column)
-        self._hop = None
-        return self._levels.between.reduce(
-            self._of_shards, hop, self._out, accumulate=self._accumulate
-        )
+            codec.encode(column, hop)
+            self._sums.give(column)
+        return self._levels.between.reduce(self._of_shards, hop, out, accumulate=accumulate)
 
     def unused(self) -> None:
         """`between` never starts: give back what it would have taken."""
-        if self._hop is not None:
-            self._levels.between.return_buffer(self._hop)
-            self._hop = None
+        if self._under_way is not None:
+            self._levels.between.return_buffer(self._under_way[0])
+            self._under_way = None

@@ -46,7 +46,7 @@ import torch
 
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.digest import Digest
-from zeroshard.core.layout import Range
+from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh
 from zeroshard.core.tree import Expression
 from zeroshard.core.wire import BlockCodec
@@ -132,10 +132,15 @@ class ReduceRequest:
     codec: BlockCodec | None = None
     sums: tuple[Expression, ...] = ()
 
-    @property
+    @cached_property
     def wire_dtype(self) -> torch.dtype:
         """The dtype of the buffers: uint8 for encodings."""
         return self.dtype if self.codec is None else torch.uint8
+
+    @cached_property
+    def wire_numel(self) -> int:
+        """The elements of each buffer."""
+        return end_of(self.wire_ranges)
 
     def numel_of(self, rank: int) -> int:
         """Return the elements that `rank` takes, of all sums."""
@@ -276,8 +281,11 @@ class Transport(Protocol):
         entered last, by its `digest`. `is_idle`: whether all collectives of this rank have ended.
         """
 
-    def progress(self) -> None:
-        """Take note of what has arrived and do the sums that have become possible. Never blocks."""
+    @property
+    def progress(self) -> Callable[[], None] | None:
+        """Takes note of what has arrived and does the sums that have become possible. Never blocks.
+        None where that goes on by itself.
+        """
 
     def give_up(self) -> None:
         """After an exception: leave everything under way. The other ranks' waits for this one

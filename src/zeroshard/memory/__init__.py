@@ -150,13 +150,14 @@ class _Buffer:
     data: torch.Tensor  # uint8
     num_bytes: int
     home: Any  # the stream with the allocator to which it returns; None without streams
+    lent: torch.Tensor  # of `data`, as it was lent last: lent again where the same is asked for
     last_use: Mark | None = None  # before which nobody else may write to it
 
     @classmethod
     def make(cls, num_bytes: int, device: torch.device) -> _Buffer:
         data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         home = Device.of(device).current_stream() if has_streams(device) else None
-        return cls(data, num_bytes, home)
+        return cls(data, num_bytes, home, data)
 
 
 class Pool:
@@ -185,37 +186,36 @@ class Pool:
         return 2 * self._largest_bytes if self._limit_bytes is None else self._limit_bytes
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an undefined tensor [numel], the caller's until `give`. Idle buffers that no
-        longer fit the limit are freed.
+        """Return an undefined tensor [numel], the caller's until `give`: of the smallest idle
+        buffer that fits. One that a lane may still use makes the caller wait, and is the last
+        choice, after a new one within the limit. Idle buffers that no longer fit it are freed.
         """
         wanted = numel * dtype.itemsize
         num_bytes = max(wanted, 64)
         self._largest_bytes = max(self._largest_bytes, num_bytes)
-        best = self._best(num_bytes, device)
-        if best < 0:
-            self._trim(num_bytes)
-            buffer = _Buffer.make(num_bytes, device)
-        else:
-            buffer = self._idle.pop(best)
-            if buffer.last_use is not None:
-                order_after(buffer.last_use)
-        self._lent[buffer.data.data_ptr()] = buffer
-        self._lent_bytes += buffer.num_bytes
-        return buffer.data[:wanted].view(dtype)
-
-    def _best(self, num_bytes: int, device: torch.device) -> int:
-        """Return which idle buffer to lend: the smallest that fits. One that a lane may still use
-        makes the borrower wait, and is the last choice, after a new one within the limit (-1).
-        """
-        best, pending = -1, -1
-        for index, buffer in enumerate(self._idle):
+        best: _Buffer | None = None
+        pending: _Buffer | None = None
+        for buffer in self._idle:
             if buffer.num_bytes < num_bytes or buffer.data.device != device:
                 continue
             if not (buffer.last_use is None or buffer.last_use.done()):
-                pending = index if pending < 0 else pending  # the oldest
-            elif best < 0 or buffer.num_bytes < self._idle[best].num_bytes:
-                best = index
-        return pending if best < 0 and self._excess(num_bytes) > 0 else best
+                pending = pending or buffer  # the oldest
+            elif best is None or buffer.num_bytes < best.num_bytes:
+                best = buffer
+        if best is None and pending is not None and self._excess(num_bytes) > 0:
+            best = pending
+        if best is None:
+            self._trim(num_bytes)
+            best = _Buffer.make(num_bytes, device)
+        else:
+            self._idle.remove(best)
+            if best.last_use is not None:
+                order_after(best.last_use)
+        self._lent[best.data.data_ptr()] = best
+        self._lent_bytes += best.num_bytes
+        if best.lent.dtype is not dtype or best.lent.numel() != numel:
+            best.lent = best.data[:wanted].view(dtype)
+        return best.lent
 
     def _excess(self, num_bytes: int) -> int:
         """Return by how many bytes another buffer of `num_bytes` would exceed the limit."""

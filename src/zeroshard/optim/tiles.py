@@ -171,8 +171,8 @@ class TileStates:
     def at_rest(self, shard: ParamShard, key: str) -> tuple[State, int]:
         """Return in which State `key` of a shard rests, and where in it the shard begins."""
         if not self._is_away(shard, key):
-            return State.of(self.of(shard)[key]), 0
-        return State(shard.segment.moments[key]), shard.start - shard.segment.split
+            return State(self.of(shard)[key]), 0
+        return State(None, shard.segment.moments[key]), shard.start - shard.segment.split
 
     def put(
         self, tile: Tile, key: str, numbers: torch.Tensor, shards: Sequence[ParamShard]

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zeroshard.comm.levels import ReadyHop
+from zeroshard.comm.levels import NodeSum, ReadyHop
 from zeroshard.comm.transport import ReduceRequest, Work
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Scope, Tier
@@ -105,7 +105,13 @@ class Bucket:
         self.counted = plan.counted(context)
         # of each parameter: whether it has a gradient since the last drop
         self.used = [False] * len(layout.slots)
-        self._lender = flat.lender  # of the buffer that is open
+        # whether a reduce goes in two levels
+        axes, levels = {hop.axis for hop in flat.routes.reduce}, context.levels
+        sums_nodes_first = levels.is_deep and not {Axis.LOCAL, Axis.NODE}.isdisjoint(axes)
+        self._lenders = levels.inside if sums_nodes_first else levels.flat, levels.flat
+        self._lender = self._lenders[0]  # of the buffer that is open
+        self.buffer: torch.Tensor | None = None
+        self.loan: Loan | None = None  # None where the buffer is the resting gradient
         self.reduction: Reduction | None = None
         # called before a reduce with `key` and what returns this rank's gradient, None without one
         self.handed_over: list[Callable[[str, Callable[[], torch.Tensor | None]], None]] = []
@@ -114,8 +120,7 @@ class Bucket:
         self._column = layout.span(plan.rank, Scope.NODE_SHARD)
         self._node_sum: torch.Tensor | None = None  # [column], of earlier micro-batches
         self._context = context
-        self._streams = context.streams
-        self._meter = context.meter
+        self._streams, self._meter = context.streams, context.meter
         # with a codec the buffer is memory of ours, and encoded into one of the transport's
         self._memory = context.memory
         self._codec = plan.grad_codec(context)
@@ -124,26 +129,38 @@ class Bucket:
         wire = precision.wire if self._own is None else torch.float32
         self._request = ReduceRequest(flat.key, layout.ranges, wire, self._codec)
         self.num_bytes = layout.numel * wire.itemsize  # of a buffer
+        # start the first level of a reduce: of all ranks, or of a node (alone, or before nodes)
+        self._reduce: Callable[..., Work] = partial(levels.flat.reduce, self._request)
+        self._both: NodeSum | None = None
+        if sums_nodes_first:
+            of_columns = levels.reduce_inside(self._request)
+            self._reduce_inside = partial(levels.inside.reduce, of_columns)
+            self._both = levels.node_sum(self._request)
+            self._reduce = partial(self._both.inside, of_columns)
         self._leaves = context.leaves
         self._rounds = context.leaves is None and wire is not precision.accumulate
         # nothing to sum, and nothing that a buffer would round: it is the resting gradient
         exact = wire is precision.compute and precision.accumulate is torch.float32
         alone = context.transport.size == 1 and context.leaves is None
         self._direct = alone and (not self._rounds or (exact and self._codec is None))
-        self._gaps = [slice(*gap) for gap in layout.gaps]
+        # by id of a buffer, for as long as somebody holds it (pools lend the same few again): every
+        # parameter as a view of its memory, and the gaps; views of the buffer itself would hold it
+        self._cuts: dict[int, tuple[object, list[torch.Tensor], list[torch.Tensor]]] = {}
         self._make_room: Callable[[int], None] = lambda num_bytes: None
         self._close()
 
-    def _close(self) -> None:
-        """Let the next gradient open another buffer."""
-        self.buffer: torch.Tensor | None = None
-        self.loan: Loan | None = None  # None where the buffer is the resting gradient
+    def _close(self) -> tuple[torch.Tensor | None, Loan | None]:
+        """Let the next gradient open another buffer; return the one that was open, and its loan."""
+        closed = self.buffer, self.loan
+        self.buffer = self.loan = None
         self._adds = False  # whether that holds sums of earlier backwards, too
+        self._gaps: list[torch.Tensor] = []  # the parts of the buffer between parameters
         # of each parameter: its part of the buffer, whether it has a gradient there, and what takes
         # its next one as it is; None where `add` does
         self.views: list[torch.Tensor] = []
         self.filled = [False] * len(self.used)
         self.takes: list[Callable[[torch.Tensor], object] | None] = [None] * len(self.used)
+        return closed
 
     def follow(self, make_room: Callable[[int], None]) -> None:
         """Call `make_room(num_bytes)` before a buffer is borrowed, from now on."""
@@ -231,11 +248,16 @@ class Bucket:
                 buffer = self._memory.empty(flat.layout.numel, wire)
             else:
                 if self._leaves is not None:  # a leaf's sums may go flat, others in two levels
-                    self._lender = self._context.levels.flat if self._leaves.sums else flat.lender
-                device, numel = flat.full.device, flat.layout.numel
+                    self._lender = self._lenders[bool(self._leaves.sums)]
+                device, numel = self._memory.device, flat.layout.numel
                 buffer = self._lender.grad_buffer(self.key, numel, wire, device)
-            self.loan = self._meter.lend(buffer, buffer.nbytes)
-        self.buffer, self.views = buffer, flat.buffer.views_of(buffer)
+            self.loan = self._meter.lend(buffer, self.num_bytes)
+        self.buffer, cuts, key = buffer, self._cuts, id(buffer)
+        if key not in cuts:
+            data, until = buffer.detach(), weakref.ref(buffer, lambda _: cuts.pop(key))
+            gaps = [data[start:stop] for start, stop in flat.layout.gaps]
+            cuts[key] = until, flat.buffer.views_of(data), gaps
+        _, self.views, self._gaps = cuts[key]
 
     # ------------------------------------------------------------------ reduces
 
@@ -250,22 +272,20 @@ class Bucket:
         if with_earlier and self._micro_batches.waits:
             self._move_sum()
         self._zero_unfilled()
-        leaves, request, own = self._leaves, self._request, self._own
+        leaves, own = self._leaves, self._own
         for listener in self.handed_over if own is not None or True in self.filled else ():
             listener(self.key, (lambda: self.buffer) if own is None else own.leaf)
-        if leaves is not None:
-            if own is not None:  # the sum of this rank's own leaves is reduced, after the last
-                if leaves.is_last:
-                    self._open()
-                own.end_leaf(leaves.own, self.buffer)
-                if not leaves.is_last:
-                    return None
-            request = replace(request, sums=leaves.sums)
+        if leaves is not None and own is not None:
+            if leaves.is_last:  # the sum of this rank's own leaves is reduced, after the last
+                self._open()
+            own.end_leaf(leaves.own, self.buffer)
+            if not leaves.is_last:
+                return None
         accumulator, (resting, fresh) = self.accumulator, self.accumulator.open()
         if self.buffer is not None and self.loan is None:
             self._close()
             return None
-        levels, held, apart, to_rest = self._context.levels, None, None, list[ReadyHop]()
+        held, apart, then = None, None, list[ReadyHop]()
         accumulate = resting.on_device and not fresh
         if leaves is not None and not accumulator.takes(leaves.spans):
             out = self._memory.empty(len(leaves.spans) * (accumulator.own[1] - accumulator.own[0]))
@@ -278,16 +298,18 @@ class Bucket:
             else:
                 out = accumulator.room()
                 take = partial(_take, weakref.ref(resting), out, fresh)
-                to_rest = [ReadyHop(take, "here")]
-        if request.sums or not self.flat.sums_nodes_first:
-            reduce = partial(levels.flat.reduce, request, out=out, accumulate=accumulate)
-            hops = (self._first(reduce, Axis.FLAT), *to_rest)
-        else:
-            both = levels.node_sum(request, out, accumulate=accumulate, held=held)
-            describe = partial(self._operation, Axis.NODE)
-            second = ReadyHop(both.between, describe=describe, unused=both.unused, between=True)
-            hops = (self._first(both.inside, Axis.LOCAL), second, *to_rest)
-        return self._hand_over(hops, held, out, apart=apart)
+                then = [ReadyHop(take, "here")]
+        reduce, both, axis = self._reduce, self._both, Axis.FLAT
+        if leaves is not None and leaves.sums:
+            request = replace(self._request, sums=leaves.sums)
+            reduce = partial(self._context.levels.flat.reduce, request)
+        elif both is not None:
+            axis, start, describe = Axis.LOCAL, partial(both.between, held), self._operation
+            second = ReadyHop(
+                start, describe=partial(describe, Axis.NODE), unused=both.unused, between=True
+            )
+            then = [second, *then]
+        return self._hand_over(reduce, axis, out, accumulate, then, held=held, apart=apart)
 
     def _move_sum(self) -> None:
         """Add the sum of micro-batches to the buffer."""
@@ -302,25 +324,17 @@ class Bucket:
         self.wait()
         self._move_sum()
         self._zero_unfilled()
-        is_there = self._node_sum is not None
-        out = self._open_node_sum() if self._node_sum is None else self._node_sum
-        levels = self._context.levels
-        reduce = partial(levels.inside.reduce, levels.reduce_inside(self._request))
-        started = partial(reduce, out=out, accumulate=is_there)
-        return self._hand_over((self._first(started, Axis.LOCAL),))
-
-    def _open_node_sum(self) -> torch.Tensor:
-        """Make the sum of this node's ranks [column], its contents undefined."""
-        start, stop = self._column
-        self._node_sum = self._memory.empty(stop - start, self.precision.accumulate)
-        return self._node_sum
+        (start, stop), is_there = self._column, self._node_sum is not None
+        if self._node_sum is None:
+            self._node_sum = self._memory.empty(stop - start, self.precision.accumulate)
+        return self._hand_over(self._reduce_inside, Axis.LOCAL, self._node_sum, is_there)
 
     def _zero_unfilled(self) -> None:
         """Set to zero what has no gradient, or add zero to the sum that rests there."""
         data, layout = self.buffer, self.flat.layout
         if data is None:
             return
-        empty = [] if self._adds else list(map(data.__getitem__, self._gaps))
+        empty = [] if self._adds else list(self._gaps)
         if False in self.filled:
             slots = zip(layout.slots, self.filled, strict=True)
             empty += [data[slot.offset : slot.stop] for slot, filled in slots if not filled]
@@ -328,13 +342,6 @@ class Bucket:
             torch._foreach_add_(empty, 0.0)
         elif empty:  # one kernel on an accelerator
             torch._foreach_zero_(empty)
-
-    def _first(self, reduce: Callable[..., Work], axis: Axis) -> ReadyHop:
-        """Return the hop in which `reduce` takes what is in the buffer."""
-        start = partial(reduce, buffer=self.buffer)
-        if self._codec is not None:
-            start = partial(self._encode, reduce)
-        return ReadyHop(start, describe=partial(self._operation, axis))
 
     def _encode(self, reduce: Callable[..., Work]) -> Work:
         """Start `reduce` of what has been handed over, encoded in the transport's buffer, the
@@ -346,7 +353,7 @@ class Bucket:
         buffer = going.buffer
         if buffer is not None:
             num_bytes, device = codec.encoded_bytes(buffer.numel()), buffer.device
-            coded = self.flat.lender.grad_buffer(self.key, num_bytes, torch.uint8, device)
+            coded = self._lender.grad_buffer(self.key, num_bytes, torch.uint8, device)
             if self._residual is None:
                 codec.encode(buffer, coded)
             else:
@@ -365,16 +372,25 @@ class Bucket:
 
     def _hand_over(
         self,
-        hops: Sequence[ReadyHop],
-        *uses: object,
+        reduce: Callable[..., Work],
+        axis: Axis,
+        out: torch.Tensor,
+        accumulate: bool,
+        then: Sequence[ReadyHop] = (),
+        *,
+        held: torch.Tensor | None = None,
         apart: tuple[Sequence[Range], torch.Tensor] | None = None,
     ) -> Flight:
-        """Return a flight of `hops`, which use memory beside the buffer; the next gradient opens
-        another one. `apart`: see Reduction.
+        """Return a flight that starts `reduce` over `axis` of what is in the buffer, and `then`
+        other hops; the next gradient opens another buffer. `apart`: see Reduction.
         """
-        flight = Flight([hops], self._streams, "reduce", self._context.levels)
-        self.reduction = Reduction(flight, self.buffer, self.loan, uses, apart)
-        self._close()
+        reduce = partial(reduce, out=out, accumulate=accumulate)
+        start = partial(reduce, buffer=self.buffer)
+        if self._codec is not None:
+            start = partial(self._encode, reduce)
+        hops = (ReadyHop(start, describe=partial(self._operation, axis)), *then)
+        flight = Flight((hops,), self._streams, "reduce", self._context.levels)
+        self.reduction = Reduction(flight, *self._close(), (out, held), apart)
         return flight
 
     def wait(self, *, block: bool = True) -> None:

@@ -377,10 +377,10 @@ def _rest_of_weights(
         numel, dtype = _form_of_weights(plan, left, context)
         there = reserved[plan.cells.weight.tier].allocate(f"{plan.key} weights", numel, dtype)
     if codec is None:
-        return State.of(near, there, link=context.tiering.link)
+        return State(near, there, link=context.tiering.link)
     parts = [] if near is None else [EncodedStorage(split, plan.dtype, codec, DeviceStorage(near))]
     parts += [] if there is None else [EncodedStorage(left, plan.dtype, codec, there)]
-    return State(*parts)
+    return State(None, *parts)
 
 
 def _bucket_of(plan: SegmentPlan, splits: Splits, flat: FlatWeights, context: Context) -> Bucket:

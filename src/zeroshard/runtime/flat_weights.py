@@ -30,7 +30,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from zeroshard.comm.levels import PrivateWindow, ReadyHop, Start
-from zeroshard.comm.transport import Transport, Window, Work
+from zeroshard.comm.transport import Window, Work
 from zeroshard.core.digest import digest_of
 from zeroshard.core.layout import Piece, Range
 from zeroshard.core.placement import Portion, Scope
@@ -115,12 +115,12 @@ class FlatWeights:
             assert self.scope is Scope.SHARD, (self.key, self.scope)
             numel = self.rest_span[1] - self.rest_span[0]
             at_rest = torch.zeros(numel, dtype=plan.dtype, device=context.device)
-            rest = State.of(at_rest, link=context.memory.link)
+            rest = State(at_rest, link=context.memory.link)
         if rest is None:
             self.window, at_rest = context.levels.memory(
                 plan.key, layout.ranges, plan.dtype, context.device, self.scope
             )
-            rest = State.of(at_rest, link=context.memory.link)
+            rest = State(at_rest, link=context.memory.link)
         self.rest = rest  # this rank's weights at rest
         self.weight = self._part(self.stepped, context)  # those that follow from its masters
         self.buffer = FullBuffer(
@@ -160,7 +160,7 @@ class FlatWeights:
             return self.rest
         base = self.rest_span[0]
         part = self.rest.whole[span[0] - base : span[1] - base]
-        return State.of(part, link=context.memory.link)
+        return State(part, link=context.memory.link)
 
     # ------------------------------------------------------------------------------ what it is
 
@@ -261,18 +261,6 @@ class FlatWeights:
     def probe(self) -> Probe:
         """Records waits for the segment."""
         return self.context.streams.probe
-
-    @cached_property
-    def sums_nodes_first(self) -> bool:
-        """Whether a reduce goes in two levels."""
-        axes = [hop.axis for hop in self.routes.reduce if hop.kind is Kind.REDUCE_SCATTER]
-        return not {Axis.LOCAL, Axis.NODE}.isdisjoint(axes) and self.context.levels.is_deep
-
-    @cached_property
-    def lender(self) -> Transport:
-        """The transport that lends, and takes, the buffers of a reduce."""
-        levels = self.context.levels
-        return levels.inside if self.sums_nodes_first else levels.flat
 
     @cached_property
     def portion(self) -> Portion:

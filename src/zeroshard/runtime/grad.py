@@ -75,10 +75,10 @@ class BinaryCounter:
 
     def keep(self, span: Range, total: torch.Tensor) -> None:
         """Let `total`, the sum of leaves `span`, rest."""
-        state = State.of(total)
+        state = State(total)
         if self._store is not None and total.numel():
             name = f"{self._key} partial gradient"
-            state = State(self._store.allocate(name, total.numel(), total.dtype))
+            state = State(None, self._store.allocate(name, total.numel(), total.dtype))
             state.put(0, total.numel(), total)
         self._held.append((span, state))
 
@@ -185,16 +185,32 @@ class Accumulator:
         self.resting: Callable[[], Gradient | None] = type(None)
 
     def open(self) -> tuple[Gradient, bool]:
-        """Return the sum to which more is added, and whether it was made just now."""
+        """Return the sum to which more is added, and whether it was made just now: its contents are
+        undefined then.
+        """
         resting = self.resting()
         fresh = resting is None
-        if resting is None:
+        if resting is not None:  # an average, where no zero_grad() came since the last step
+            resting.reopen()
+        else:
             if self.partial_sums is not None:
                 self.partial_sums.reset()
-            resting = self._allocate()
+            near, away, lost, memory = None, None, None, self._memory
+            if self.tiered or self._idle:
+                away, lost = self._take_away()
+            if self._split or away is None:
+                near = memory.empty(self._split, self._dtype)
+            resting = Gradient(
+                self.key,
+                State(near, away, link=memory.link),
+                own=self.own,
+                memory=memory,
+                idle=self._idle,
+                note=self._note,
+            )
+            if lost is not None:
+                resting.lose(lost)
             self.resting = weakref.ref(resting)
-        else:  # an average, where no zero_grad() came since the last step
-            resting.reopen()
         self._held = resting
         return resting, fresh
 
@@ -219,11 +235,11 @@ class Accumulator:
         while self._idle:
             self._idle.pop()[0].close()
 
-    def _allocate(self) -> Gradient:
-        """Return memory for a gradient, its contents undefined; of another tier what is kept, or
-        new memory.
+    def _take_away(self) -> tuple[Storage | None, StorageError | None]:
+        """Return memory of the other tier for a gradient, if any of it rests there: what is kept,
+        or new memory, or the reason why there is none.
         """
-        rest, lost, numel = None, None, self._numel - self._split
+        rest, numel = None, self._numel - self._split
         try:
             while self._idle and rest is None:
                 storage, usable = self._idle.pop()
@@ -235,18 +251,9 @@ class Accumulator:
                 assert self._store is not None, self.key
                 rest = self._store.allocate(f"{self.key} gradient", numel, self._dtype)
         except StorageError as error:
-            lost = error
             self._note(error)
-        near = None
-        if self._split or rest is None:
-            near = self._memory.empty(self._split, self._dtype)
-        numbers = State.of(near, rest, link=self._memory.link)
-        made = Gradient(
-            self.key, numbers, own=self.own, memory=self._memory, idle=self._idle, note=self._note
-        )
-        if lost is not None:
-            made.lose(lost)
-        return made
+            return rest, error
+        return rest, None
 
     # ------------------------------------------------------------------ sums on their way here
 

@@ -68,10 +68,10 @@ class MicroBatchSum:
         """Make it, its contents undefined."""
         numel, store = self._flat.layout.numel, self._store
         if store is None:
-            self._state = State.of(self._memory.empty(numel, self._dtype))
+            self._state = State(self._memory.empty(numel, self._dtype))
         else:
             name = f"{self._flat.key} partial gradient"
-            self._state = State(store.allocate(name, numel, self._dtype))
+            self._state = State(None, store.allocate(name, numel, self._dtype))
         return self._state
 
     def add(self, index: int, grad: torch.Tensor) -> None:

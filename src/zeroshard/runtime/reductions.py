@@ -97,7 +97,8 @@ class Reductions:
         """A unit has been handed over: note which sums are over, and bound those on their way to
         another tier.
         """
-        self._transports.progress()
+        for progress in self._transports.progress:
+            progress()
         for command in self._reduces.handed_over():
             self.finish(command)
         if self._flushing:  # leave two of those, each held on the device until it is elsewhere

@@ -124,8 +124,8 @@ class OffloadedStates:
         self._weights.run(self._weights.schedule.publish())
 
     def _copy_out(self, name: str, tensor: torch.Tensor) -> State:
-        out = State(self._store.allocate(name, tensor.numel(), tensor.dtype))
-        move(State.of(tensor.detach().reshape(-1)), out)
+        out = State(None, self._store.allocate(name, tensor.numel(), tensor.dtype))
+        move(State(tensor.detach().reshape(-1)), out)
         return out
 
     def _put_gradient(self, segment: Segment) -> None:
@@ -150,7 +150,7 @@ class OffloadedStates:
         def bring_back() -> None:
             if memory.nbytes() < num_bytes:
                 memory.resize_(num_bytes)
-            move(away, State.of(tensor))
+            move(away, State(tensor))
 
         memory.resize_(0) if memory.resizable() else _release_pages(tensor)
         self._returns.append(bring_back)
@@ -159,7 +159,7 @@ class OffloadedStates:
 def _on_device(state: State, device: torch.device) -> torch.Tensor:
     """Return the numbers of a state as a tensor of their own on `device`."""
     out = torch.empty(state.numel, dtype=state.dtype, device=device)
-    move(state, State.of(out))
+    move(state, State(out))
     return out
 
 

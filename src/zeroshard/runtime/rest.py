@@ -69,7 +69,7 @@ class RestingPiece:
         """
         if self.master is None:
             return None
-        return replace(self, state=State.of(averages[self.master]))
+        return replace(self, state=State(averages[self.master]))
 
     def borrowed(self, *, write: bool = False) -> AbstractContextManager[torch.Tensor]:
         """Lend the numbers [stop - start]; written only inside ``Engine.states.rewriting()``."""

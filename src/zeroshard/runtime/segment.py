@@ -175,7 +175,7 @@ class Segment:
             near = weight.tensor[:split]
         else:
             near = memory.empty(split, dtype).zero_()  # padding is published, too
-        self.master = State.of(near, storage, link=memory.link)
+        self.master = State(near, storage, link=memory.link)
         self.own_master = None if self.master_is_weight else self.master
 
     def store(self, values: Sequence[torch.Tensor], *, edits: bool = False) -> None:

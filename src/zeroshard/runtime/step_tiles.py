@@ -286,7 +286,7 @@ class SegmentStates:
             yield span, state, 0
         elif name.startswith(AVERAGE):
             average = self._averages[int(name.removeprefix(AVERAGE))]
-            yield stepped, State.of(average[self._number]), 0
+            yield stepped, State(average[self._number]), 0
         else:
             key = name.removeprefix(STATE)
             assert self._optimizer is not None, name

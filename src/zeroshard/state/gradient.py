@@ -115,7 +115,7 @@ class Gradient:
 
     def replace(self, tensor: torch.Tensor) -> None:
         """Rest in `tensor`, which holds the same numbers or will."""
-        self.numbers, self.on_device = State.of(tensor), True
+        self.numbers, self.on_device = State(tensor), True
 
     def lend(self, wait: Callable[[], None]) -> None:
         """Let a step that goes on by itself read it; `wait` returns when the step has done so."""

@@ -89,33 +89,29 @@ class DeviceStorage:
 class State:
     """`numel` elements of one dtype at rest, in `parts`, one after another."""
 
-    def __init__(self, *parts: Storage) -> None:
-        self.dtype, self.numel = parts[0].dtype, 0
-        for part in parts:
-            assert part.dtype is self.dtype, parts
-            self.numel += part.numel
-        self._rest(parts)
-
-    @classmethod
-    def of(
-        cls, tensor: torch.Tensor | None, away: Storage | None = None, *, link: Link | None = None
-    ) -> State:
-        """Return the state that is `tensor` [split], on its device, and what is `away`."""
-        near = [] if tensor is None else [DeviceStorage(tensor, link)]
-        return cls(*near, *([] if away is None else [away]))
-
-    def _rest(self, parts: tuple[Storage, ...]) -> None:
-        """Rest in `parts`. What is asked often is worked out here."""
-        self.parts = parts
-        first = parts[0]
+    def __init__(
+        self, tensor: torch.Tensor | None, *away: Storage | None, link: Link | None = None
+    ) -> None:
+        """`tensor` [split], on its device and written over `link`, comes before what is `away`."""
+        self._link, self._others = link, tuple(filter(None, away))
         # the part on the device [split], if there is one
-        self.tensor = first.tensor if isinstance(first, DeviceStorage) else None
-        # whether all of it is one device tensor: `whole`
-        self.on_device = self.tensor is not None and len(parts) == 1
+        self.tensor = tensor
+        first = self._others[0] if tensor is None else tensor
+        self.dtype, self.numel = first.dtype, 0 if tensor is None else tensor.numel()
         # whether any of it rests on another tier than the device
-        self.rests_elsewhere = not self.on_device and any(
-            part.tier is not Tier.DEVICE for part in parts
-        )
+        self.rests_elsewhere = False
+        for part in self._others:
+            assert part.dtype is self.dtype, self._others
+            self.numel += part.numel
+            self.rests_elsewhere = self.rests_elsewhere or part.tier is not Tier.DEVICE
+        # whether all of it is one device tensor: `whole`
+        self.on_device = not self._others
+
+    @property
+    def parts(self) -> tuple[Storage, ...]:
+        """The parts, in order."""
+        near = () if self.tensor is None else (DeviceStorage(self.tensor, self._link),)
+        return (*near, *self._others)
 
     @property
     def split(self) -> int:
@@ -125,24 +121,24 @@ class State:
     @property
     def is_encoded(self) -> bool:
         """Whether it rests as blocks of a codec, all of it."""
-        return isinstance(self.parts[0], EncodedStorage)
+        return self.tensor is None and isinstance(self._others[0], EncodedStorage)
 
     @property
     def align(self) -> int:
         """On multiples of how many elements its ranges start."""
-        first = self.parts[0]
+        first = None if self.tensor is not None else self._others[0]
         return first.codec.block if isinstance(first, EncodedStorage) else 1
 
     @property
     def whole(self) -> torch.Tensor:
         """The tensor [numel] of a state that is one."""
-        assert self.tensor is not None and len(self.parts) == 1, "part of it rests away"
+        assert self.tensor is not None and self.on_device, "part of it rests away"
         return self.tensor
 
     @property
     def away(self) -> Storage | None:
         """The part that is no device tensor, if there is one."""
-        return next((part for part in self.parts if not isinstance(part, DeviceStorage)), None)
+        return self._others[0] if self._others else None
 
     def bytes_by_tier(self) -> dict[Tier, int]:
         """Return the bytes at rest on each tier."""
@@ -214,12 +210,12 @@ class State:
         """Take other memory of `store` in place of what rests there, in which something may be
         wrong; its contents are undefined. Raises StorageError.
         """
-        for part in self.parts:
+        for part in self._others:
             if isinstance(part, EncodedStorage) and part.tier is store.tier:
                 part.renew(store)
             elif part.tier is store.tier:
                 other = store.allocate(part.key, part.numel, part.dtype)
-                self._rest(tuple(other if old is part else old for old in self.parts))
+                self._others = tuple(other if old is part else old for old in self._others)
                 part.close()
 
     def put(self, start: int, stop: int, numbers: torch.Tensor) -> None:
@@ -234,14 +230,15 @@ class State:
 
     def close(self, kept: State | None = None) -> None:
         """Give back memory of other tiers, except the memory of the state `kept`."""
-        for part in self.parts:
-            if kept is None or part not in kept.parts:
+        for part in self._others:
+            if kept is None or part not in kept._others:
                 part.close()
 
     def release(self) -> None:
         """Give back all memory, whoever refers to the state: its numbers rest elsewhere."""
         self.close()
-        self._rest((DeviceStorage(torch.empty(0, dtype=self.dtype)),))
+        self.tensor, self._others = torch.empty(0, dtype=self.dtype), ()
+        self.on_device, self.rests_elsewhere = True, False
 
 
 def move(source: State, target: State, start: int = 0) -> None:

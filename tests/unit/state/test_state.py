@@ -13,7 +13,7 @@ import torch
 from tests.support.endless_link import Endless
 from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Mesh
-from zeroshard.state.state import DeviceStorage, FullBuffer, State
+from zeroshard.state.state import FullBuffer, State
 from zeroshard.tier.store import Direct
 from zeroshard.tier.stores import HostStore
 
@@ -28,9 +28,9 @@ def test_ranges_on_either_side_of_a_cut_and_over_it_are_those_of_one_tensor(
 ) -> None:
     """The first cut is where the device tensor ends; after it each part is a storage of its own."""
     store = HostStore(CPU, link=link)
-    near = [DeviceStorage(torch.zeros(cuts[0]), link)] if cuts[0] else []
+    near = torch.zeros(cuts[0]) if cuts[0] else None
     away = [store.allocate("state", high - low, torch.float32) for low, high in pairwise(cuts)]
-    state = State(*near, *away)
+    state = State(near, *away, link=link)
     assert (state.numel, state.split, state.on_device) == (NUMEL, cuts[0], not away)
     plain = torch.zeros(NUMEL)
     for work in state.write(0, NUMEL, plain):
