@@ -304,11 +304,9 @@ class Bucket:
             request = replace(self._request, sums=leaves.sums)
             reduce = partial(self._context.levels.flat.reduce, request)
         elif both is not None:
-            axis, start, describe = Axis.LOCAL, partial(both.between, held), self._operation
-            second = ReadyHop(
-                start, describe=partial(describe, Axis.NODE), unused=both.unused, between=True
-            )
-            then = [second, *then]
+            axis, start, told = Axis.LOCAL, partial(both.between, held), self._operation
+            told = partial(told, Axis.NODE)
+            then = [ReadyHop(start, describe=told, unused=both.unused, between=True), *then]
         return self._hand_over(reduce, axis, out, accumulate, then, held=held, apart=apart)
 
     def _move_sum(self) -> None:

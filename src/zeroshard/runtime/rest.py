@@ -93,13 +93,10 @@ class Rest:
         self._trained = [segment for segment in self._segments if segment.grad is not None]
         # segments with weights from other tiers that are waited for here: a peer may wait for them
         # before this rank comes to the unit, or the weights are in use as they are
-        self._awaited = {
-            segment
-            for unit in weights.units
-            for segment in unit.segments
-            if segment.steps_elsewhere
-            and (transports.main.flat.size > 1 or not unit.cells.optim.is_sharded)
-        }
+        self._awaited = set[Segment]()
+        for unit in weights.units:
+            waits = transports.main.flat.size > 1 or not unit.cells.optim.is_sharded
+            self._awaited.update(one for one in unit.segments if waits and one.steps_elsewhere)
 
     def before_writing(self) -> None:
         """Finish the gathers under way, take what the user has written to whole weights into the
