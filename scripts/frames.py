@@ -54,22 +54,22 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "two levels": (4, {"transport": "gloo", "node_size": 2, "hierarchical": True}),
 }
 LIMITS = {
-    "nccl": {"gather": 5, "reduce": 5, "files": 38, "lines": 1650, "functions": 405, "ring": 53},
+    "nccl": {"gather": 5, "reduce": 5, "files": 34, "lines": 1550, "functions": 335, "ring": 43},
     "shared memory": {
         "gather": 6,
         "reduce": 8,
-        "files": 38,
-        "lines": 1800,
-        "functions": 470,
-        "ring": 55,
+        "files": 34,
+        "lines": 1700,
+        "functions": 395,
+        "ring": 46,
     },
     "two levels": {
         "gather": 8,
         "reduce": 7,
-        "files": 42,
-        "lines": 1950,
-        "functions": 520,
-        "ring": 60,
+        "files": 37,
+        "lines": 1900,
+        "functions": 455,
+        "ring": 48,
     },
 }
 AIMS = {
