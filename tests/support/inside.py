@@ -212,7 +212,6 @@ class Commands:
                 lambda one: one.num_bytes,
             ),
             (MicroBatchSum, "_open", lambda one: f"partial {one._flat.key}", lambda _: None),
-            (Bucket, "_open_node_sum", lambda one: f"partial {one.key}", lambda _: None),
         ]
         around: list[tuple[type, str, Callable[..., Any]]] = [
             (Residency, "acquire", self._acquire),
@@ -290,7 +289,10 @@ class Commands:
             self._starting = None
 
     def _reduce_inside(self, original: Callable[..., Any], bucket: Bucket, **options: Any) -> Any:
+        is_there = bucket._node_sum is not None
         flight = original(bucket, **options)
+        if not is_there:
+            self._note("partial", bucket.key)
         if bucket.reduction is not None:
             self._last = bucket.reduction.flight
         return self._starts("reduce inside", bucket, flight)

@@ -114,12 +114,7 @@ class Weights:
                     raise StallError(f"{error}{_SAME_UNITS if self._ordered else ''}") from None
                 unit.attach()
             elif op is Op.USE:
-                # gathered ahead in one order and used in another: the ranks' next gathers differ
-                if self._ordered and unit.full_bytes:
-                    flat = unit.segments[0].flat
-                    dtype, among = dtype_name(flat.dtype), flat.context.holders.members
-                    size = flat.layout.numel
-                    self.digest.fold(self._phase, unit.name, dtype, size, among, ordered=True)
+                self._use(unit)
             elif op in _FOR_BACKWARD:
                 num_bytes = unit.reshard(for_backward=_FOR_BACKWARD[op])
                 if self._trimmer.is_on:
@@ -134,6 +129,13 @@ class Weights:
                 unit.advance()
             else:
                 self._wait_for_reduce(command)
+
+    def _use(self, unit: Unit) -> None:
+        # gathered ahead in one order and used in another: the ranks' next gathers will differ
+        if self._ordered and unit.full_bytes:
+            flat = unit.segments[0].flat
+            dtype, among = dtype_name(flat.dtype), flat.context.holders.members
+            self.digest.fold(self._phase, unit.name, dtype, flat.layout.numel, among, ordered=True)
 
     # ------------------------------------------------------------------ passes
 
