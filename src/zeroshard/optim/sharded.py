@@ -264,7 +264,7 @@ class ShardedOptimizer:
         for tensor in [tensor for tensor in self.optimizer.state if id(tensor) not in held]:
             del self.optimizer.state[tensor]
         for group, entries in zip(self.optimizer.param_groups, self._entries, strict=True):
-            group["params"] = entries
+            group["params"] = [*entries]  # which the user may change
 
     def retile(self, tiles: Sequence[Tile]) -> None:
         """Take other tiles of the same parameters; their state is in the optimizer already. No step
