@@ -49,6 +49,7 @@ if torch.__version__ < (2, 13):
     MOST_LAUNCHES["backward"] += 1
 # Calls of Python functions per unit and step, zero3 less plain PyTorch (FSDP2: 1,500).
 MOST_CALLS = 266
+MOST_CALLS_OF_LLAMA = 368  # of a decoder layer of Transformers', whose norm is not torch.nn's
 
 
 class _Block(nn.Module):
@@ -308,6 +309,31 @@ def test_a_unit_takes_no_more_calls_of_python_than_today() -> None:
     calls = {name: _calls(name) for name in ("plain", "zero3")}
     per_unit = (calls["zero3"] - calls["plain"]) / UNITS
     assert per_unit <= MOST_CALLS, f"{per_unit:.0f} calls per unit and step"
+
+
+def test_a_layer_of_llama_takes_no_more_calls_of_python_than_today() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "use_cache": False}
+    heads = {"num_hidden_layers": UNITS, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ids, calls = torch.randint(0, 64, (2, 8)), []
+    with fake_world(WORLD):
+        for sharded in (False, True):
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+            units = [type(model.model.layers[0])]
+            if sharded:
+                zs.shard(model, optimizer, units=units, comm=zs.Comm(transport="nccl"))
+
+            def step(model: Any = model, optimizer: Any = optimizer) -> None:
+                model(input_ids=ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            step()
+            step()
+            calls.append(count_calls(step))
+    per_layer = (calls[1] - calls[0]) / UNITS
+    assert per_layer <= MOST_CALLS_OF_LLAMA, f"{per_layer:.0f} calls per layer and step"
 
 
 @pytest.mark.parametrize(("row", "most"), [("zero3", 0), ("hfsdp", UNITS)])
