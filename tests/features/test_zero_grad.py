@@ -243,3 +243,34 @@ def _cleared_on_the_optimizer(rank: int, world: int) -> list[State]:
 def test_what_other_ranks_have_used_is_dropped_on_the_optimizers_side_by_hand_as_well() -> None:
     for called, by_hand in run_ranks(2, _cleared_on_the_optimizer, timeout=30):
         assert equal(by_hand, called)
+
+
+class _Skips(nn.Module):
+    """Two layers, the second only where it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, data: torch.Tensor, both: bool) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(data)
+        return self.second(hidden) if both else hidden
+
+
+@pytest.mark.parametrize("leaves", [None, 4])
+def test_what_rests_of_a_unit_that_was_not_used_ends_with_the_gradients_of_the_others(
+    leaves: int | None,
+) -> None:
+    """The model's zero_grad() clears those alone that it has."""
+    model = _Skips()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zs.shard(model, optimizer, policy="zero3", units=[nn.Linear], leaves=leaves)
+    held: list[Any] = []
+    for both in (False, True):
+        for _ in [None] if leaves is None else engine.leaves(range(leaves)):
+            engine.backward(model(torch.ones(2, 8), both).sum())
+        held = held or inside.resting_gradients(engine)
+        optimizer.step()
+        model.zero_grad()
+    assert len(held) == 2 and [one() for one in held] == [None, None]
+    engine.close()

@@ -533,9 +533,8 @@ class Backward:
         step without an engine, and let the ranks compare them.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            names = ", ".join(name for name, one in self._frozen if one.grad is not None)
-        if names:
-            self.decisions.note("the frozen parameters with a .grad", names)
+            if names := ", ".join(name for name, one in self._frozen if one.grad is not None):
+                self.decisions.note("the frozen parameters with a .grad", names)
         return names
 
     @property
@@ -610,6 +609,8 @@ class Backward:
         """No gradient rests here any more; `micro_batches`: see Accumulation.clear."""
         self.accumulation.clear(micro_batches)
         self.saved.clear()
+        for bucket in self.buckets:
+            bucket.accumulator.release()  # also where no parameter was used: zeros rest there
         if self.optimizer is not None:
             self.optimizer.clear()
 

@@ -131,8 +131,7 @@ class Weights:
                 self._wait_for_reduce(command)
 
     def _use(self, unit: Unit) -> None:
-        # gathered ahead in one order and used in another: the ranks' next gathers will differ
-        if self._ordered and unit.full_bytes:
+        if self._ordered and unit.full_bytes:  # ahead in one order and used in another: ranks differ
             flat = unit.segments[0].flat
             dtype, among = dtype_name(flat.dtype), flat.context.holders.members
             self.digest.fold(self._phase, unit.name, dtype, flat.layout.numel, among, ordered=True)
