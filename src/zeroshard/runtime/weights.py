@@ -131,7 +131,7 @@ class Weights:
                 self._wait_for_reduce(command)
 
     def _use(self, unit: Unit) -> None:
-        if self._ordered and unit.full_bytes:  # ahead in one order and used in another: ranks differ
+        if self._ordered and unit.full_bytes:  # gathered in one order, used in another: differs
             flat = unit.segments[0].flat
             dtype, among = dtype_name(flat.dtype), flat.context.holders.members
             self.digest.fold(self._phase, unit.name, dtype, flat.layout.numel, among, ordered=True)
