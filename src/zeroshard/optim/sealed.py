@@ -9,7 +9,7 @@ what to call instead.
 
 It does answer what keeps ordinary code working: ``is None`` (it is not), metadata, ``zero_()``, and
 being thrown away (``zero_grad()``), which is how the engine learns that the user dropped the
-gradient: it releases the resting memory of which no sealed gradient is left. One is made for each
+gradient: it releases resting memory once no sealed gradient of it is left. One is made for each
 parameter and shard, and put back on after every backward. And what autograd adds to it (where a
 backward begins with that parameter) is kept for the engine.
 """

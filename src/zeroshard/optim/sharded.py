@@ -401,7 +401,7 @@ class ShardedOptimizer:
         self.sealed = False
 
     def release_dropped(self) -> None:
-        """Release the gradients of which no shard carries a sealed one, unless a step is under way:
+        """Release a gradient once no shard carries its sealed one, unless a step is under way:
         those are real.
         """
         for segment, shards in () if self._step.has_begun else self._segments.items():

@@ -216,8 +216,9 @@ class Segment:
                 master.put(low, high, edited)
 
     def follow(self, *, everything: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Cast its own master into the weights at rest; return what the caller casts, with that of
-        others: weights on the device, and the master of each. `publish` follows.
+        """Cast its own master into the weights at rest, as far as one of them lies elsewhere. Return
+        pairs that the caller casts at once for all segments: weights on the device, their master.
+        `publish` follows.
 
         A step leaves out (not `everything`) what was stepped in tiles: each has brought its weights
         itself, or still will.

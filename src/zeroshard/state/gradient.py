@@ -361,7 +361,7 @@ class Gradient:
 
 
 def average(gradients: Sequence[Gradient], divisor: float) -> list[str]:
-    """Divide range `own` of those of `gradients` that are sums by `divisor`; return the keys of all
+    """Divide range `own` of the `gradients` that are sums by `divisor`; return the keys of all
     that are not finite, as far as the host knows (`Gradient.seems_finite`).
     """
     sums, averages = list[torch.Tensor](), list[torch.Tensor]()

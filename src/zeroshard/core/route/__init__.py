@@ -12,7 +12,7 @@ quantized gathers and reduces, MiCS and collectives in two levels differ by hops
 ``python -m zeroshard.core.route zero3 --nodes 2 --local 4`` prints them.
 
 Invariants (tests/unit/core/test_route.py): each hop starts where the one before ended; no hop runs
-over a single rank; the bytes of a step are those of ``core/wire.py: step_bytes``, and neither
+over a single rank; the bytes of a step equal ``core/wire.py: step_bytes``, and neither
 module knows the other. docs/design/routes.md has the decisions. Nothing here moves a byte, and
 torch is not imported.
 """
