@@ -216,9 +216,8 @@ class Segment:
                 master.put(low, high, edited)
 
     def follow(self, *, everything: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Cast its own master into the weights at rest, as far as one of them lies elsewhere. Return
-        pairs that the caller casts at once for all segments: weights on the device, their master.
-        `publish` follows.
+        """Cast its own master into the weights at rest, where one of them lies elsewhere; return
+        weights on the device and their masters, which the caller casts. `publish` follows.
 
         A step leaves out (not `everything`) what was stepped in tiles: each has brought its weights
         itself, or still will.
