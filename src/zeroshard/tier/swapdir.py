@@ -37,7 +37,7 @@ from zeroshard.errors import StorageError
 # --------------------------------------------------------------------------- whole blocks of a file
 # Blocks pass by the page cache where the file system allows it: O_DIRECT with ``os.preadv`` and
 # ``os.pwritev`` from several threads, which release the GIL, is as fast as libaio
-# (docs/benchmarks.md). State on disk is larger than memory and used once a step: the page cache
+# (docs/offload.md). State on disk is larger than memory and used once a step: the page cache
 # would only copy it and evict other pages.
 #
 # Invariant: offsets, lengths and, with O_DIRECT, addresses are multiples of `BLOCK`; a read or
