@@ -1172,7 +1172,7 @@ def _whole_before_it_leaves(
             *("_again", "_penalty_and_again"),
         )
         for units in (False, True)
-        # docs/STATUS.md: a module of a unit of its own that nothing calls, and a penalty
+        # docs/not-tested.md: a module of a unit of its own that nothing calls, and a penalty
         if (block, losses, units) != (_NeverCalled, "_penalty_and_again", True)
     ],
 )

@@ -182,7 +182,7 @@ class Program:
 
     @property
     def gathers_in_step(self) -> bool:
-        """Whether every rank must take part in every gather of a weight (docs/STATUS.md, Known)."""
+        """Whether every rank must take part in every gather of a weight (docs/not-tested.md)."""
         if self.world == 1 or not row(self.row).default.weight.is_sharded:
             return False
         apart = self.node_size is not None and self.node_size < self.world

@@ -457,7 +457,7 @@ def _is_unit(program: Program, name: str, module: nn.Module) -> bool:
 
 
 def _may_refuse(program: Program) -> tuple[str, ...]:
-    """Return the errors that are a right answer to this program; see docs/STATUS.md, Known."""
+    """Return the errors that are a right answer to this program; see docs/not-tested.md."""
     rows = (program.row, *(event for step in program.steps for event in step.between))
     gathers = [replace(program, row=row).gathers_in_step for row in rows if row in ROWS]
     absent = any(step.absent for step in program.steps)
