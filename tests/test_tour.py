@@ -1,4 +1,4 @@
-"""The names that docs/tour.md and tests/README.md give are there."""
+"""The names that the tour, the glossary and tests/README.md give are there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TOUR = " ".join((ROOT / "docs" / "tour.md").read_text().split())
+TOUR, GLOSSARY = (
+    " ".join((ROOT / "docs" / name).read_text().split()) for name in ("tour.md", "glossary.md")
+)
 REFERENCE = re.compile(r"`([a-z_/]+\.py): ([A-Za-z_.]+)`")
 
 
@@ -22,9 +24,11 @@ def _names(path: Path) -> set[str]:
     return found
 
 
-def test_the_tour_names_what_is_there() -> None:
+def test_the_tour_and_the_glossary_name_what_is_there() -> None:
     references = REFERENCE.findall(TOUR)
     assert len(references) > 40 and len({file for file, _ in references}) >= 20
+    references += (words := REFERENCE.findall(GLOSSARY))
+    assert len(words) > 15
     for file, name in references:
         assert name in _names(ROOT / "src" / "zeroshard" / file), (file, name)
 

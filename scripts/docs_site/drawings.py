@@ -63,10 +63,10 @@ class Picture:
             f'font-weight:{weight};text-anchor:{anchor}">{escape(text)}</text>'
         )
 
-    def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
+    def arrow(self, x: float, y: float, to_x: float, to_y: float, colour: str = "soft") -> None:
         """Draw an arrow, horizontal or vertical."""
         self.shapes.append(
-            f'<path d="M{x:g} {y:g}L{to_x:g} {to_y:g}" style="stroke:var(--soft);fill:none;'
+            f'<path d="M{x:g} {y:g}L{to_x:g} {to_y:g}" style="stroke:var(--{colour});fill:none;'
             'stroke-width:1.5"/>'
         )
         along_x, along_y = (to_x > x) - (to_x < x), (to_y > y) - (to_y < y)
@@ -75,7 +75,7 @@ class Picture:
         )  # fmt: skip
         self.shapes.append(
             f'<path d="M{to_x:g} {to_y:g}l{left[0]} {left[1]}L{to_x + right[0]:g}'
-            f' {to_y + right[1]:g}Z" style="fill:var(--soft)"/>'
+            f' {to_y + right[1]:g}Z" style="fill:var(--{colour})"/>'
         )
 
     def label(self, x: float, y: float, w: float, h: float, text: str, fill: str) -> None:
@@ -403,7 +403,95 @@ def orders() -> str:
     return picture.text()
 
 
+RING = {  # the files of a step: (columns, rows, lines of what it does)
+    "runtime/hooks.py": ((0, 0), (0, 2), "what torch does,|as events"),
+    "runtime/loop.py": ((1, 1), (0, 0), "the events|of a step"),
+    "runtime/weights.py": ((2, 2), (0, 0), "executes the|commands"),
+    "runtime/unit.py": ((3, 3), (0, 0), "param.data:|views, or NaN"),
+    "runtime/flat_weights.py": ((4, 4), (0, 0), "at rest and|gathered"),
+    "runtime/flight.py": ((5, 5), (0, 2), "the hops, one|after another"),
+    "comm/transport.py": ((6, 6), (0, 2), "one of NCCL,|mapped memory,|gloo, or two levels"),
+    "core/schedule": ((2, 4), (1, 1), "decides what is gathered, waited for, released"),
+    "runtime/backward.py": ((1, 1), (2, 2), "a gradient,|a unit, the end"),
+    "runtime/reductions.py": ((2, 2), (2, 2), "hands a unit's|buckets over"),
+    "runtime/bucket.py": ((3, 3), (2, 2), "gradients before|a reduce"),
+    "runtime/grad.py": ((4, 4), (2, 2), "where the sums|rest"),
+    "state/gradient.py": (
+        (1, 6),
+        (3, 3),
+        "this rank's share: a sum, and once in a step its average",
+    ),
+    "optim/sharded.py": ((0, 0), (4, 4), "torch's hooks|around step()"),
+    "runtime/finalize.py": ((1, 1), (4, 4), "average, agree,|clip"),
+    "state/norms.py": ((2, 2), (4, 4), "the exact norm,|finite or not"),
+    "runtime/rest.py": ((3, 3), (4, 4), "peers have read|the weights"),
+    "optim/shards.py": ((4, 4), (4, 4), "this rank's tiles,|their gradients"),
+    "runtime/segment.py": ((6, 6), (4, 4), "casts masters|into weights"),
+}
+
+
+def ring() -> str:
+    """Draw the files that a step at stage 3 runs, from the hooks around to the hooks again."""
+    wide, high, across, down = 116, 68, 138, 92
+    picture = Picture(1000, 492, "The ring: the files that a step runs, in the order of the calls")
+
+    def left(column: int) -> int:
+        return 30 + across * column
+
+    def top(row: int) -> int:
+        return 14 + down * row
+
+    for path, ((first, last), (upper, lower), does) in RING.items():
+        x, y = left(first), top(upper)
+        w, h = left(last) + wide - x, top(lower) + high - y
+        picture.box(x, y, w, h)
+        folder, _, name = path.removesuffix(".py").rpartition("/")
+        middle = x + w / 2
+        lines = [(f"{folder}/", 11, "soft", False), (name, 13, "ink", True)]
+        lines += [(line, 11, "soft", False) for line in does.split("|")]
+        for number, (line, size, colour, bold) in enumerate(lines):
+            at = y + h / 2 + 4 + 15 * (number - (len(lines) - 1) / 2)
+            picture.words(middle, at, line, size=size, colour=colour, anchor="middle", bold=bold)
+    picture.label(left(5), top(4), wide, high, "your optimizer's|step()", "all")
+
+    for row, columns, colour in (
+        (0, range(6), "own"), (2, range(6), "sum"), (4, range(6), "ink"),
+    ):  # fmt: skip
+        for column in columns:
+            y = top(row) + high / 2
+            picture.arrow(left(column) + wide + 2, y, left(column + 1) - 2, y, colour)
+    for column, row, to, colour in (
+        (2, 0, 1, "own"), (2, 2, 1, "sum"), (6, 2, 3, "sum"), (1, 4, 3, "ink"), (4, 3, 4, "ink"),
+    ):  # fmt: skip
+        x = left(column) + wide / 2
+        if to > row:
+            picture.arrow(x, top(row) + high + 2, x, top(to) - 2, colour)
+        else:
+            picture.arrow(x, top(row) - 2, x, top(to) + high + 2, colour)
+
+    def bent(points: str, colour: str) -> None:
+        picture.shapes.append(
+            f'<path d="M{points}" style="stroke:var(--{colour});fill:none;stroke-width:1.5"/>'
+        )
+
+    x, y = left(2) + 18, top(1) + high / 2
+    bent(f"{left(1) + wide / 2:g} {top(2) - 2}V{top(1) - 12}H{x}", "sum")
+    picture.arrow(x, top(1) - 12, x, top(0) + high + 2, "sum")
+    for number, word in enumerate(("weights", "again")):
+        at = y + 15 * number
+        picture.words(left(1) + wide / 2 + 8, at, word, size=11, colour="soft")
+    end = top(4) + high
+    bent(f"{left(6) + wide / 2:g} {end + 2}V{end + 14}H12V{top(1)}H{left(0) - 4}", "ink")
+    picture.arrow(left(0) - 12, top(1), left(0) - 2, top(1), "ink")
+    picture.words(left(6) - 4, end + 29, "the next forward", size=11, colour="soft", anchor="end")
+    for x, colour, text in ((30, "own", "forward"), (130, "sum", "backward"), (240, "ink", "step")):
+        picture.arrow(x, end + 25, x + 24, end + 25, colour)
+        picture.words(x + 31, end + 29, text, size=12, colour="soft")
+    return picture.text()
+
+
 DRAWINGS = {
+    "ring": ring,
     "table": table,
     "route": route,
     "lanes": lanes,

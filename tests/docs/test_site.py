@@ -96,6 +96,7 @@ def test_the_reference_has_every_public_name() -> None:
 def test_the_pictures_are_those_that_the_script_draws() -> None:
     for name, draw in drawings.DRAWINGS.items():
         assert (DOCS / "img" / f"{name}.svg").read_text() == draw(), "scripts/docs_site/drawings.py"
+    assert [f for f in drawings.RING if not (ROOT / "src" / "zeroshard" / f).exists()] == []
 
 
 def test_messages_are_collected_from_every_class_of_error() -> None:
