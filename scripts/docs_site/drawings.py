@@ -435,10 +435,10 @@ def ring() -> str:
     wide, high, across, down = 116, 68, 138, 92
     picture = Picture(1000, 492, "The ring: the files that a step runs, in the order of the calls")
 
-    def left(column: int) -> int:
+    def left(column: int) -> float:
         return 30 + across * column
 
-    def top(row: int) -> int:
+    def top(row: int) -> float:
         return 14 + down * row
 
     for path, ((first, last), (upper, lower), does) in RING.items():
