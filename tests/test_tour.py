@@ -1,4 +1,4 @@
-"""The names that docs/tour.md and tests/README.md give are there."""
+"""The names that docs/tour.md, docs/design/engine.md and tests/README.md give are there."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
-TOUR = " ".join((ROOT / "docs" / "tour.md").read_text().split())
+TOUR, ENGINE = (
+    " ".join((ROOT / "docs" / page).read_text().split()) for page in ("tour.md", "design/engine.md")
+)
 REFERENCE = re.compile(r"`([a-z_/]+\.py): ([A-Za-z_.]+)`")
 
 
@@ -22,8 +26,9 @@ def _names(path: Path) -> set[str]:
     return found
 
 
-def test_the_tour_names_what_is_there() -> None:
-    references = REFERENCE.findall(TOUR)
+@pytest.mark.parametrize("page", [TOUR, ENGINE], ids=["tour", "engine"])
+def test_a_walk_by_hand_names_what_is_there(page: str) -> None:
+    references = REFERENCE.findall(page)
     assert len(references) > 40 and len({file for file, _ in references}) >= 20
     for file, name in references:
         assert name in _names(ROOT / "src" / "zeroshard" / file), (file, name)
