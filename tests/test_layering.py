@@ -3,7 +3,7 @@ those inside functions.
 
 The layers are those of the design; within one layer a room may use another only in one direction.
 Beside the engine lie the planner, the launcher, DeepSpeed's stand-in and the formats of other
-programs (docs/design/rooms.md): the engine never imports them, but for the doors named here.
+programs (docs/design/README.md): the engine never imports them, but for the doors named here.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_rates_are_bits_and_the_bucket_holds_a_packet_at_least() -> None:
 
 
 def test_closed_forms_are_those_of_the_table_of_traffic() -> None:
-    psi = 2 * 1024  # bytes of bf16 weights; docs/design/traffic.md, "Leaving one node per step"
+    psi = 2 * 1024  # bytes of bf16 weights; docs/design/routes.md, "Leaving one node per step"
     expected = {
         "zero3": 3,
         "zero3-two-level": 2,

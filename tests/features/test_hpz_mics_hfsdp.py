@@ -1,5 +1,5 @@
 """Rows on a mesh of nodes: the same bits from every row and lowering, and between nodes exactly
-the bytes of docs/design/traffic.md.
+the bytes of docs/design/routes.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rooms beside the engine (docs/design/rooms.md) are loaded by whoever asks for them alone."""
+"""The rooms beside the engine (docs/design/README.md) are loaded by whoever asks for them alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Micro-batches of unequal size: ``engine.backward(loss, weight=n)`` and ``batch_shares``.
 
-The gradient of the concatenated batch, in the order that docs/design/weights-of-losses.md defines,
+The gradient of the concatenated batch, in the order that docs/design/exactness.md defines,
 which the reference here forms by hand: it computes the gradients of all ranks in each.
 """
 

@@ -1,3 +1,3 @@
-"""Random programs against data parallel training by hand; ``docs/design/fuzzing.md`` explains
+"""Random programs against data parallel training by hand; ``docs/design/exactness.md`` explains
 it.
 """

@@ -1,5 +1,5 @@
 """Random programs train to the bits of data parallel training by hand; see
-docs/design/fuzzing.md.
+docs/design/exactness.md.
 """
 
 from __future__ import annotations

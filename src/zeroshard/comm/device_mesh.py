@@ -28,7 +28,7 @@ from zeroshard.system.this_host import rank_variables
 
 # ------------------------------------------------------------------------------- dimensions by name
 # The dimensions that are data parallel, and how gradients lie along the others
-# (docs/design/mesh.md); and the ranks that hold the same parameters. No process group is asked.
+# (docs/design/composition.md); and ranks that hold the same parameters. No process group is asked.
 #
 #     name           gradients along it are
 #     dp             parts of one sum: reduced

@@ -4,7 +4,7 @@
     reduce   FULL --inside--> sum of a node, NODE_SHARD --between--> SHARD
 
 A route says over which axes a collective runs (core/route); a hop over an axis is one collective of
-that axis's transport. Shares are dealt out column by column (docs/design/traffic.md, with the
+that axis's transport. Shares are dealt out column by column (docs/design/routes.md, with the
 bytes), so every level moves contiguous ranges of the buffer and nothing is reordered. Node sums
 travel in fp32: two levels are the tree (comm/ordered.py), hop by hop, and give the bits
 of a flat exchange. Encoded gradients (ZeRO++, arXiv 2306.10209, section 3.3) are decoded, added in

@@ -9,7 +9,7 @@ equal partitions; here any contiguous aligned shares, core/shares.py)::
     |<------ rank 0 ------->|<------ rank 1 ------->|<- rank 2 ->|
 
 On a mesh of several nodes shares lie in another order of ranks, column by column
-(docs/design/traffic.md), so that a rank's SHARD, NODE_SHARD and FULL are nested ranges.
+(docs/design/routes.md), so that a rank's SHARD, NODE_SHARD and FULL are nested ranges.
 
 Invariants, checked on construction: slots are aligned, ordered and disjoint; shares are aligned,
 contiguous, cover the buffer, and may be empty. Cost: at most ``align * (num parameters + num

@@ -43,7 +43,7 @@ TierName = Literal["device", "host", "disk"]
 
 
 class Scope(IntEnum):
-    """The part of a buffer that a rank holds, each within the next (docs/design/traffic.md)."""
+    """The part of a buffer that a rank holds, each within the next (docs/design/routes.md)."""
 
     SHARD = 0  # S S: 1/(nodes x local)
     # R S: 1/local, the shards of the ranks with one local index (a column); on one node SHARD

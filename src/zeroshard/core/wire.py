@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zeroshard.core.precision import Precision
 
 # -------------------------------------------------------------- bytes of a gather, a reduce, a step
-# Closed forms of row, mesh, bytes per element and lowering (docs/design/traffic.md).
+# Closed forms of row, mesh, bytes per element and lowering (docs/design/routes.md).
 #
 # The mesh has M nodes of L ranks. A rank holds a SHARD of a buffer, 1/(M L), a NODE_SHARD, 1/L, or
 # all of it, FULL; a transition is a gather or a reduce between two of these scopes. One between

@@ -9,7 +9,7 @@ A replay is the user's own script with its own arguments, on a single process or
 another directory in the place of ``runs/a``, in which its trail is written, and another one in the
 place of ``ckpt``, in which the newest step at or before the one that is asked for is the only one.
 Once the step is written the script is ended, and the trails are compared
-(docs/design/trail.md). A file beside the new trail (core/trail.py) asks for the hashes of the
+(docs/design/launching.md). A file beside the new trail (core/trail.py) asks for the hashes of the
 slices that the run's ranks had, and with ``--leaf`` for one leaf of the step alone.
 
 Invariant: neither the trail nor the checkpoints of the run are written to. Cost: files of the

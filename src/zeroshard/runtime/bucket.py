@@ -101,7 +101,7 @@ class Bucket:
         self.wire = dtype_name(precision.wire)  # of gradients on it
         # elements of the whole parameters: parts differ in size along 'tp', so ranks compare this
         self.whole_numel = sum(prod(part.shape) for part in plan.parts)
-        # the parameters that count in a norm, where not all do (docs/design/mesh.md)
+        # the parameters that count in a norm, where not all do (docs/design/composition.md)
         self.counted = plan.counted(context)
         # of each parameter: whether it has a gradient since the last drop
         self.used = [False] * len(layout.slots)

@@ -341,7 +341,7 @@ def refuse_leaves(leaves: Leaves | None, method: str) -> None:
 # told their weights (finalize.py).
 #
 # Invariant: a loss that counts 0 brings zeros, whatever its numbers are, and its graph runs, in
-# which other ranks may wait (docs/design/weights-of-losses.md).
+# which other ranks may wait (docs/design/exactness.md).
 
 
 @contextmanager

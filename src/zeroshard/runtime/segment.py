@@ -198,7 +198,7 @@ class Segment:
 
     def _edit_master(self, master: State, weights: Sequence[torch.Tensor]) -> None:
         """Let the master follow edited `weights`: see [Note: masters of edited weights] in
-        docs/design/writes.md.
+        docs/design/engine.md.
         """
         for piece in self.stepped_pieces:
             own = flatten(weights[piece.index])[piece.start : piece.stop]

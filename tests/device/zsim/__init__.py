@@ -1,7 +1,7 @@
 """``zsim``: a pretended asynchronous accelerator on CPUs, for tests. Importing this registers it.
 
 Its kernels are the CPU's, run later by the stream that they were launched on. See
-``docs/design/device.md`` for what it shows, and what it cannot show.
+``docs/design/streams.md`` for what it shows, and what it cannot show.
 
     import tests.device.zsim as zsim
 

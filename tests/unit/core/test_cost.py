@@ -1,4 +1,4 @@
-"""Bytes per step and link class: the closed forms of docs/design/traffic.md, and a count by
+"""Bytes per step and link class: the closed forms of docs/design/routes.md, and a count by
 brute force.
 """
 
