@@ -96,13 +96,11 @@ def test_the_documents_reader_says_what_it_cannot_read(
 ) -> None:
     run_ranks(2, _saved, tmp_path)
     step = tmp_path / "step-0000000002"
-    with pytest.raises(
-        ValueError, match=r"lacks elements 0 to 19 of state\.nothing of norm\.weight"
-    ):
+    with pytest.raises(ValueError, match=r"state\.nothing of norm\.weight lacks 19 elements"):
         documented(step, "norm.weight", "state.nothing")
     manifest = json.loads((step / "manifest.json").read_text())
     (step / "manifest.json").write_text(json.dumps(manifest | {"version": 3}))
-    with pytest.raises(ValueError, match="no zeroshard checkpoint of version 1 or 2"):
+    with pytest.raises(ValueError, match="is no checkpoint of version 1 or 2"):
         documented(step, "norm.weight")
 
 
