@@ -104,6 +104,18 @@ def test_the_documents_reader_says_what_it_cannot_read(
         documented(step, "norm.weight")
 
 
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.name)
+def test_the_documents_reader_puts_boxes_together(
+    path: Path, documented: Callable[..., Any]
+) -> None:
+    for name, kinds in _expected(path)["parameters"].items():
+        for kind, values in kinds.items():
+            if kind == "value" or kind.startswith("state.exp"):
+                found = documented(step_path(path, STEP), name, kind)
+                dims = (0, 2, 3, 1) if found.ndim == 4 else range(found.ndim)  # as memory has it
+                assert found.transpose(tuple(dims)).reshape(-1).tolist() == values, (name, kind)
+
+
 def test_what_the_document_says_is_so() -> None:
     assert (
         f'"format": "{FORMAT}"' in PROSE and f"# The checkpoint format, version {VERSION}" in PROSE
