@@ -96,14 +96,24 @@ def test_the_documents_reader_says_what_it_cannot_read(
 ) -> None:
     run_ranks(2, _saved, tmp_path)
     step = tmp_path / "step-0000000002"
-    with pytest.raises(
-        ValueError, match=r"lacks elements 0 to 19 of state\.nothing of norm\.weight"
-    ):
+    with pytest.raises(ValueError, match=r"state\.nothing of norm\.weight lacks 19 elements"):
         documented(step, "norm.weight", "state.nothing")
     manifest = json.loads((step / "manifest.json").read_text())
     (step / "manifest.json").write_text(json.dumps(manifest | {"version": 3}))
-    with pytest.raises(ValueError, match="no zeroshard checkpoint of version 1 or 2"):
+    with pytest.raises(ValueError, match="is no checkpoint of version 1 or 2"):
         documented(step, "norm.weight")
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.name)
+def test_the_documents_reader_puts_boxes_together(
+    path: Path, documented: Callable[..., Any]
+) -> None:
+    for name, kinds in _expected(path)["parameters"].items():
+        for kind, values in kinds.items():
+            if kind == "value" or kind.startswith("state.exp"):
+                found = documented(step_path(path, STEP), name, kind)
+                dims = (0, 2, 3, 1) if found.ndim == 4 else range(found.ndim)  # as memory has it
+                assert found.transpose(tuple(dims)).reshape(-1).tolist() == values, (name, kind)
 
 
 def test_what_the_document_says_is_so() -> None:
