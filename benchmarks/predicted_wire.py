@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("report", type=Path, metavar="WIRE.json")
     report = json.loads(parser.parse_args(arguments).report.read_text(encoding="utf-8"))
-    from zeroshard.launch.doctor import examine
+    from zeroshard.commands.doctor import examine
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="zeroshard-wire-") as directory:

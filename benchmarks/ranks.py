@@ -62,7 +62,7 @@ def start_with_report(
     """Measure this machine, `with_disk` the one of temporary files, too; then `start`, with
     ``--report FILE`` of what ``zeroshard doctor`` has found. Its folder is there until the end.
     """
-    from zeroshard.launch.doctor import examine
+    from zeroshard.commands.doctor import examine
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="zeroshard-validate-") as directory:

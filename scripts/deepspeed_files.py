@@ -16,8 +16,8 @@ import argparse
 import json
 from pathlib import Path
 
+from zeroshard.commands.config import explained
 from zeroshard.errors import ConfigError
-from zeroshard.launch.config import explained
 
 LIST = Path(__file__).with_name("deepspeed_files.txt")
 

@@ -62,7 +62,7 @@ FAILS_ON_ALL = (
     "runtime/context.py Faults.noted",
     "runtime/context.py Faults.together",
 )
-NO_RANKS = ("launch/", "planner/")  # where the same names mean other things
+NO_RANKS = ("commands/", "launch/", "planner/")  # where the same names mean other things
 LET_GO = (  # verbs, as functions and methods begin with them
     *(
         "abandon",

@@ -2,8 +2,9 @@
 those inside functions.
 
 The layers are those of the design; within one layer a room may use another only in one direction.
-Beside the engine lie the planner, the launcher, DeepSpeed's stand-in and the formats of other
-programs (docs/design/README.md): the engine never imports them, but for the doors named here.
+Beside the engine lie the planner, the launcher, the commands that launch nothing, DeepSpeed's
+stand-in and the formats of other programs (docs/design/README.md): the engine never imports them,
+but for the doors named here.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ LAYERS = {
     "deepspeed": 6,
     "deepspeed/keys": 6,
     "formats": 6,
+    "commands": 6,
     "launch": 6,
+    "launch/cli": 6,
     "integrations": 6,
     "integrations/deepspeed": 6,
     "__main__": 6,
@@ -73,10 +76,18 @@ ONLY = {
         "zeroshard"},
     "planner/plan_table": {"core", "planner", "terminal", "zeroshard"},
     # reads whole weights from checkpoints, DeepSpeed's among them; its ranks meet without an engine
-    "deepspeed": {"comm", "config", "core", "deepspeed/keys", "formats", "zeroshard"},
+    "deepspeed": {"comm", "config", "core", "deepspeed/keys", "formats", "system", "zeroshard"},
     "deepspeed/keys": {"config", "errors"},
     # writes steps, and fills the shards of an engine
     "formats": {"_version", "checkpoint", "core", "errors", "nn", "runtime", "state", "system"},
+    # what they show: steps, traces, trails, keys, this machine's rates, a model's text
+    "commands": {
+        "_version", "checkpoint", "comm", "config", "core", "deepspeed", "deepspeed/keys",
+        "errors", "formats", "integrations", "memory", "planner", "sharding", "system", "terminal",
+        "tier", "zeroshard",
+    },
+    # runs jobs, and prints nothing else; the program that gathers all commands is launch/cli
+    "launch": {"deepspeed", "system", "terminal"},
     "integrations": {"zeroshard"},
     "integrations/deepspeed": {"deepspeed"},
 }  # fmt: skip
@@ -262,7 +273,7 @@ def test_one_file_names_a_type_of_device() -> None:
     allowed = {
         "system/device.py": None,
         "comm/kernels.py": None,
-        "optim/sealed.py": {'"is_cuda",'},  # among the attributes of a tensor
+        "optim/sealed.py": {'" is_cuda is_cpu"'},  # among the attributes of a tensor
         # among what DeepSpeed says of torch's build
         "deepspeed/helpers.py": {'"cuda_version": torch.version.cuda or "0.0",'},
     }
@@ -356,6 +367,7 @@ def test_every_module_says_what_it_is_and_a_package_what_it_offers() -> None:
         ("runtime/unit.py", "import zeroshard as zs", "above"),
         ("runtime/unit.py", "from zeroshard.planner import Plan", "beside the engine"),
         ("sharding/request.py", "from zeroshard.launch import cli", "beside the engine"),
+        ("launch/run.py", "from zeroshard.commands import report", "deepspeed, system, terminal"),
         ("comm/gloo.py", "from zeroshard.tier import store", "never import each other"),
         ("planner/time.py", "from zeroshard.comm import transport", "core, errors, system only"),
         ("planner/time.py", "from zeroshard.launch import cli", "core, errors, system only"),

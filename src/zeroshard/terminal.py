@@ -18,7 +18,9 @@ obeys.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +28,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from zeroshard.errors import ConfigError
+from zeroshard.errors import ConfigError, ZeroshardError
 from zeroshard.system.safe_files import printable
 
 if TYPE_CHECKING:
@@ -34,10 +36,31 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 T = TypeVar("T")
+EXIT_USAGE, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
 
 
 class UsageError(Exception):
     """An invalid command line: one line, exit code 2."""
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """Return the exit code and the line for an error; no line for a closed pipe."""
+    if isinstance(error, UsageError):
+        return EXIT_USAGE, str(error)
+    if isinstance(error, ZeroshardError):
+        return error.exit_code, str(error)
+    if isinstance(error, BrokenPipeError):
+        return EXIT_IO, ""
+    if isinstance(error, OSError):
+        if error.filename is None or error.strerror is None:
+            return EXIT_IO, str(error)
+        return EXIT_IO, f"{error.filename}: {error.strerror}"
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED, "interrupted"
+    if (number := getattr(error, "sigval", None)) is not None:
+        # torch's handlers outlive its agent: between two starts of a job, or at its end
+        return 128 + int(number), f"ended by {signal.Signals(number).name}"
+    return EXIT_INTERNAL, f"internal error, {type(error).__name__}: {error} (--debug shows where)"
 
 
 @contextmanager
@@ -70,6 +93,7 @@ class Option:
     dest: str | None = None
     action: Any = None
     required: bool = False
+    const: Any = None  # where it may stand without its value
     must: str = ""
 
     @property
@@ -159,6 +183,47 @@ def made(kind: type[T], arguments: argparse.Namespace, /, **more: Any) -> T:
     given = {**vars(arguments), **more}
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: given[name] for name in known if name in given})
+
+
+def split_line(
+    argv: Sequence[str],
+    units: Mapping[str, str],
+    spell: Callable[[str], str],
+    refused: Mapping[str, str],
+    after: str,
+) -> tuple[list[tuple[str, str | None]], list[str]]:
+    """Split a launch line into (option, value) pairs and everything from the script on. `units` has
+    the unit of each option's value, by the name that `spell` makes of what is written. Raises
+    UsageError for an unknown option, with `after`, for a `refused` one, and for a value too few or
+    too many.
+    """
+    pairs: list[tuple[str, str | None]] = []
+    rest = list(argv)
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        word = rest.pop(0)
+        if word == "--":
+            break
+        written, sign, text = word.partition("=")
+        name, value = spell(written), text if sign else None
+        if name in refused:
+            raise UsageError(f"{written} has no place here: {refused[name]}")
+        if name not in units:
+            near = difflib.get_close_matches(name, units, n=1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            raise UsageError(f"unknown option {written}{hint}; {after}")
+        if sign and not units[name]:
+            raise UsageError(f"{written} takes no value")
+        if not sign and units[name] and not units[name].startswith("["):
+            if not rest:
+                raise UsageError(f"{written} needs a value")
+            value = rest.pop(0)
+        pairs.append((name, value))
+    return pairs, rest
+
+
+def joined(pairs: Iterable[tuple[str, str | None]]) -> list[str]:
+    """Return the pairs of `split_line` as words."""
+    return [name if value is None else f"{name}={value}" for name, value in pairs]
 
 
 # ------------------------------------------------------------------ types of options

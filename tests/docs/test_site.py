@@ -23,6 +23,7 @@ from zeroshard import errors
 from zeroshard.launch import cli, deepspeed_line, options
 from zeroshard.launch.cli import build_parsers
 from zeroshard.launch.supervisor import CONTRACT_EXIT_CODES
+from zeroshard.terminal import UsageError
 
 DOCS = ROOT / "docs"
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md")
@@ -157,7 +158,7 @@ def test_every_command_line_in_the_documentation_parses(
             count += 1
             try:
                 _parse(command)
-            except (SystemExit, options.UsageError) as error:
+            except (SystemExit, UsageError) as error:
                 if " not found" in str(error):  # the reader's script
                     continue
                 pytest.fail(f"{place}:{line}: {command}: {error} {capsys.readouterr().err}")
@@ -167,7 +168,7 @@ def test_every_command_line_in_the_documentation_parses(
 def test_a_command_line_with_an_unknown_option_is_found() -> None:
     with pytest.raises(SystemExit):
         _parse("zeroshard plan --parms 7.5B")
-    with pytest.raises(options.UsageError, match="unknown option --nprocs"):
+    with pytest.raises(UsageError, match="unknown option --nprocs"):
         _parse("zeroshard run --nprocs 2 train.py")
 
 

@@ -21,10 +21,11 @@ from tests.support.training import batch, make_model, two_groups
 from zeroshard.checkpoint.manifest import TensorEntry
 from zeroshard.checkpoint.shard_files import ShardReader
 from zeroshard.checkpoint.steps import list_steps, read_manifest
+from zeroshard.commands import checkpoint_command
 from zeroshard.errors import CheckpointError
 from zeroshard.formats import READERS
 from zeroshard.formats.export import FORMATS
-from zeroshard.launch import checkpoint_command, cli
+from zeroshard.launch import cli
 
 ENVIRONMENT = {
     name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")

@@ -15,10 +15,10 @@ from pydantic import BaseModel
 
 import zeroshard as zs
 from tests.support.deepspeed_files import FILES
+from zeroshard.commands.config import explain
 from zeroshard.config import ShardOptions
 from zeroshard.config.reference import options, reference_markdown, schema
 from zeroshard.launch.cli import main
-from zeroshard.launch.config import explain
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -15,9 +15,9 @@ import torch
 import zeroshard as zs
 from tests.support.deepspeed_files import FILES
 from tests.support.harness import run_ranks
+from zeroshard.commands.config import explained
 from zeroshard.deepspeed.keys.table import KEYS
 from zeroshard.integrations import deepspeed
-from zeroshard.launch.config import explained
 
 ODD: tuple[Any, ...] = (
     True, False, None, 0, 1, -1, 2.5, 1e9, "auto", "text", [], [1], {}, {"enabled": True},

@@ -10,7 +10,7 @@ import pytest
 from tests.support.harness import spawn_ranks
 from tests.support.launched import forget_package
 
-ROOMS = ("planner", "launch", "deepspeed", "formats", "integrations", "terminal")
+ROOMS = ("planner", "launch", "commands", "deepspeed", "formats", "integrations", "terminal")
 _TRAIN = """
 import tempfile, torch, zeroshard as zs
 zs.init_distributed()

@@ -4,7 +4,8 @@ counts of a training, and a table with a line for each getter and attribute: a n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -107,6 +108,15 @@ def as_config_error(what: str) -> Iterator[None]:
     except Exception as error:
         reason = str(error).partition("__init__() ")[2] or str(error) or type(error).__name__
         raise ConfigError(f"{what}: {reason}") from None
+
+
+def torch_class(home: Any, base: type, key: str, name: str, ours: Iterable[str]) -> Any:
+    """Return the class below `base` that torch's module `home` calls `name`. Raises ConfigError."""
+    found = getattr(home, name, None)
+    if not (inspect.isclass(found) and issubclass(found, base) and found is not base):
+        known = ", ".join(ours)
+        raise ConfigError(f"{key} is neither {known} nor a class of {home.__name__}")
+    return found
 
 
 Source = str | Callable[[Any], Any]  # the dotted name of an attribute, or a function of the object

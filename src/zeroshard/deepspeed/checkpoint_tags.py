@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Callable
@@ -30,6 +29,7 @@ import torch
 import zeroshard as zs
 from zeroshard.deepspeed.answers import Batch, Progress
 from zeroshard.deepspeed.helpers import logger as _log
+from zeroshard.system.safe_files import replacing
 
 _LATEST, _STEP = "latest", "saved_step"
 _SCRIPT = '''#!/usr/bin/env python
@@ -328,17 +328,10 @@ def _read_name(path: Path) -> str | None:
 
 def _write_name(path: Path, text: str) -> None:
     """Write the file as a whole, or leave the one that is there; remove what a killed one left."""
-    for left in path.parent.glob(f".{path.name}-????????"):
+    for left in path.parent.glob(f".{path.name}.????????????????"):
         with suppress(OSError):
             left.unlink()
-    part = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    try:
-        with part.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink()
-        raise
+    with replacing(path) as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())

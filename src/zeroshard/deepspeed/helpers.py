@@ -213,12 +213,16 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 # on CPU, before what torch.cpu has: a call of the name returns this
 _ON_CPU: dict[str, Callable[..., Any]] = {
-    "memory_allocated": lambda device_index=None: _resident(),
-    "memory_reserved": lambda device_index=None: _resident(),
-    "memory_cached": lambda device_index=None: _resident(),
-    "max_memory_allocated": lambda device_index=None: _peak(),
-    "max_memory_reserved": lambda device_index=None: _peak(),
-    "max_memory_cached": lambda device_index=None: _peak(),
+    **dict.fromkeys(
+        ("memory_allocated", "memory_reserved", "memory_cached"),
+        lambda device_index=None: _resident()),
+    **dict.fromkeys(
+        ("max_memory_allocated", "max_memory_reserved", "max_memory_cached"),
+        lambda device_index=None: _peak()),
+    **dict.fromkeys(
+        ("set_device", "current_stream", "default_stream", "Stream", "Event", "create_graph",
+         "replay_graph"),
+        _nothing),
     "memory_stats": lambda device_index=None: {
         "allocated_bytes.all.current": _resident(), "allocated_bytes.all.peak": _peak(),
     },
@@ -228,19 +232,12 @@ _ON_CPU: dict[str, Callable[..., Any]] = {
         os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1
     ),
     "current_device": lambda: "cpu",  # a number would be an accelerator's
-    "set_device": _nothing,
     "device": lambda device_index=None: nullcontext(),
-    "current_stream": _nothing,
-    "default_stream": _nothing,
     "stream": lambda stream=None: nullcontext(),
-    "Stream": _nothing,
-    "Event": _nothing,
     "set_rng_state": lambda new_state, device_index=None: torch.set_rng_state(new_state),
     "get_rng_state": lambda device_index=None: torch.get_rng_state(),
     "default_generator": lambda device_index=None: torch.default_generator,
-    "create_graph": _nothing,
     "capture_to_graph": lambda graph, pool=None, stream=None: nullcontext(),
-    "replay_graph": _nothing,
     "is_triton_supported": lambda: False,
     "pin_memory": lambda tensor, make_copy=True, match_shape=True: tensor,
     "is_pinned": lambda tensor: False,
@@ -318,10 +315,6 @@ class Singleton:
     def is_fp16_supported(self) -> bool:
         """Whether fp16 computes."""
         return True
-
-    def is_available(self) -> bool:
-        """Whether it is there."""
-        return bool(self._module.is_available())
 
     def is_synchronized_device(self) -> bool:
         """Whether its calls return when they are done."""

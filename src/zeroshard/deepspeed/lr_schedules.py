@@ -16,7 +16,6 @@ times a base rate rounds differently, and its saved state has other keys.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ from typing import Any
 import torch
 
 from zeroshard import ConfigError
+from zeroshard.deepspeed.answers import torch_class
+from zeroshard.deepspeed.shim import CONSTANTS
 
 _BETA2 = 0.99  # what OneCycle sets the second beta to
 _NO_NUMBERS = ("warmup_type", "lr_range_test_staircase", "cycle_momentum")
@@ -314,48 +315,32 @@ _KINDS: dict[str, Callable[..., LRSchedule]] = {
 }
 VALID_LR_SCHEDULES = list(_KINDS)
 # WARMUP_LR is "WarmupLR", WARMUP_MAX_LR "warmup_max_lr": kinds and parameters under constants
-_PARAMETERS = (
-    "lr_range_test_min_lr lr_range_test_step_rate lr_range_test_step_size lr_range_test_staircase"
-    " cycle_first_step_size cycle_first_stair_count cycle_second_step_size"
-    " cycle_second_stair_count decay_step_size cycle_min_lr cycle_max_lr decay_lr_rate"
-    " cycle_min_mom cycle_max_mom decay_mom_rate warmup_min_lr warmup_max_lr warmup_num_steps"
-    " warmup_type warmup_min_ratio cos_min_ratio total_num_steps"
-)
-CONSTANTS = {
+_NAMED = {
     "LR_RANGE_TEST": "LRRangeTest", "ONE_CYCLE": "OneCycle", "WARMUP_LR": "WarmupLR",
     "WARMUP_DECAY_LR": "WarmupDecayLR", "WARMUP_COSINE_LR": "WarmupCosineLR",
-    "WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear", "LR_SCHEDULE": "lr_schedule",
-    **{name.upper(): name for name in _PARAMETERS.split()},
+    "WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear",
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> str:
-    if name not in CONSTANTS:
+    if name not in CONSTANTS.split():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return CONSTANTS[name]
+    return _NAMED.get(name, name.lower())
 
 
 def make_schedule(kind: str, params: dict[str, Any], optimizer: Any) -> Any:
     """Build the schedule of a configuration's ``scheduler`` section: one of DeepSpeed's, else
     torch's of that name. Raises ConfigError.
     """
-    make = _KINDS.get(kind) or _torch_class(kind)
+    schedules = torch.optim.lr_scheduler
+    make = _KINDS.get(kind) or torch_class(
+        schedules, schedules.LRScheduler, f"scheduler.type={kind!r}", kind, _KINDS
+    )
     try:
         return make(optimizer, **params)
     except (TypeError, ValueError, ArithmeticError) as error:
         reason = str(error).partition("__init__() ")[2] or str(error)
         raise ConfigError(f"scheduler.params of {kind}: {reason}") from None
-
-
-def _torch_class(kind: str) -> Callable[..., Any]:
-    found = getattr(torch.optim.lr_scheduler, kind, None)
-    base = torch.optim.lr_scheduler.LRScheduler
-    if not (inspect.isclass(found) and issubclass(found, base) and found is not base):
-        raise ConfigError(
-            f"scheduler.type={kind!r} is neither {', '.join(_KINDS)} nor a class of"
-            " torch.optim.lr_scheduler"
-        )
-    return found
 
 
 def _check_params(params: dict[str, Any]) -> None:

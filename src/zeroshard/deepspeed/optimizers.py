@@ -8,7 +8,6 @@ the other.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 import zeroshard as zs
-from zeroshard.deepspeed.answers import as_config_error, attribute, call
+from zeroshard.deepspeed.answers import as_config_error, attribute, call, torch_class
 from zeroshard.deepspeed.comm import data_parallel_group
 from zeroshard.deepspeed.shim import OPTIMIZER_REFUSED, remedy
 
@@ -130,7 +129,12 @@ def make_optimizer(kind: str, params: dict[str, Any], parameters: Any) -> torch.
     if "max_grad_norm" in params:
         raise zs.ConfigError("optimizer.params.max_grad_norm: use gradient_clipping instead")
     options = dict(params)
-    make = _MAKERS[name] if name in _MAKERS else _torch_class(kind)
+    make = _MAKERS.get(name)
+    if make is None:
+        known = ("Adam", "AdamW", *(other.__name__ for other in _OTHERS.values()))
+        make = torch_class(
+            torch.optim, torch.optim.Optimizer, f"optimizer.type={kind!r}", kind, known
+        )
     if name == "adamw":
         options["adam_w_mode"] = True
     if name in ("adam", "adamw") and options.pop("torch_adam", False):
@@ -139,16 +143,6 @@ def make_optimizer(kind: str, params: dict[str, Any], parameters: Any) -> torch.
         options.pop("fp32_optimizer_states", None)
     with as_config_error(f"optimizer.params of {kind}"):
         return make(parameters, **options)
-
-
-def _torch_class(kind: str) -> Callable[..., torch.optim.Optimizer]:
-    found = getattr(torch.optim, kind, None)
-    if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
-        raise zs.ConfigError(
-            f"optimizer.type={kind!r} is neither Adam, AdamW,"
-            f" {', '.join(other.__name__ for other in _OTHERS.values())} nor a class of torch.optim"
-        )
-    return found
 
 
 def _nothing(*_: Any, **__: Any) -> tuple[Any, ...]:

@@ -196,7 +196,7 @@ _ZERO = (
     " unwrap_model_for_generation ZeroParamStatus ZeroParamType"
 )
 _SCHEDULES = "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"
-_CONSTANTS = (
+CONSTANTS = (
     "LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR WARMUP_LOG_RATE"
     " WARMUP_LINEAR_RATE LR_SCHEDULE LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE"
     " LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE CYCLE_FIRST_STEP_SIZE"
@@ -237,7 +237,7 @@ _HOMES = {  # our modules and the names that they make; "theirs=ours" where ours
     "monitors": "MonitorMaster ThroughputTimer",
     "zero": f"{_ZERO} OnDevice zero_wrapper_for_fp_tensor_constructor=keep_constructor",
     "held_parameters": f"{_SAFE} safe_update_full_grad_vectorized",
-    "lr_schedules": f"{_SCHEDULES} {_CONSTANTS}",
+    "lr_schedules": f"{_SCHEDULES} {CONSTANTS}",
     "comm": f"{_COMM} _get_data_parallel_world_size=get_world_size"
     " _get_data_parallel_rank=get_rank get_data_parallel_world_size=get_world_size"
     " get_data_parallel_rank=get_rank get_data_parallel_group=data_parallel_group"
@@ -287,7 +287,7 @@ _PLACES = {  # DeepSpeed's modules and their names
     "runtime": "",
     "runtime.engine": "DeepSpeedEngine",
     "runtime.dataloader": "RepeatingLoader",
-    "runtime.lr_schedules": f"{_SCHEDULES} {_CONSTANTS}",
+    "runtime.lr_schedules": f"{_SCHEDULES} {CONSTANTS}",
     "runtime.utils": _UTILS,
     "runtime.config": "DeepSpeedConfigError",
     "runtime.compiler": "is_compile_supported",

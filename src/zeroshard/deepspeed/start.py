@@ -254,7 +254,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def _set(
-    found: Iterable[nn.Module], flag: bool, missing: object, model: nn.Module, raises: bool
+    model: nn.Module, found: Iterable[nn.Module], missing: object, flag: bool, raises: bool
 ) -> list[nn.Module]:
     """Set the flag of each. Raises ValueError where something is `missing` and that `raises`."""
     if missing and raises:
@@ -265,13 +265,6 @@ def _set(
     return modules
 
 
-def _is_of(module: nn.Module, kind: type | str) -> bool:
-    if isinstance(kind, type):
-        return isinstance(module, kind)
-    name = type(module)
-    return kind in (name.__name__, f"{name.__module__}.{name.__qualname__}")
-
-
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: list[type | str], raise_if_not_found: bool = True,
     flag: bool = True,
@@ -279,11 +272,16 @@ def set_z3_leaf_modules(
     """Flag the modules of these classes (or names of classes) and return them. Raises ValueError
     where there are none.
     """
-    found = [
-        one for one in model.modules() if any(_is_of(one, kind) for kind in leaf_module_classes)
-    ]
+
+    def kinds(module: nn.Module) -> set[str]:
+        kind = type(module)
+        return {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+
+    classes = tuple(one for one in leaf_module_classes if isinstance(one, type))
+    named = {one for one in leaf_module_classes if not isinstance(one, type)}
+    found = [one for one in model.modules() if isinstance(one, classes) or kinds(one) & named]
     missing = [] if found else leaf_module_classes
-    return _set(found, flag, missing, model, raise_if_not_found)
+    return _set(model, found, missing, flag, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
@@ -299,7 +297,7 @@ def _by_name(
     modules = dict(model.named_modules())
     missing = [one for one in names if not any(fits(name, one) for name in modules)]
     found = [modules[name] for one in names for name in modules if fits(name, one)]
-    return _set(found, flag, missing, model, raises), missing
+    return _set(model, found, missing, flag, raises), missing
 
 
 def set_z3_leaf_modules_by_name(
@@ -372,16 +370,33 @@ def initialize(
     if earlier is not None and earlier.module is model:  # DeepSpeed lets one do it, too
         _note(logging.WARNING, "the model's earlier engine is closed: initialize() makes a new one")
         held_parameters.destroy(earlier)
-    made = _optimizer(optimizer, model_parameters, model, file.data)
+    made: Any = optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        parameters = model_parameters
+        if parameters is None:
+            parameters = [one for one in model.parameters() if one.requires_grad]
+        if optimizer is not None:
+            made = optimizer(list(parameters))
+        elif (found := section(file.data, "optimizer")) is not None:
+            made = make_optimizer(*found, list(parameters))
     schedule = None if lr_scheduler is not None else section(file.data, "scheduler")
     if schedule is not None and made is not None:
         try_schedule(*schedule, groups=len(made.param_groups))
-    client = Client(optimizer, lr_scheduler, _left_out(model, made))
-    with _frozen(client.left_out):
+    left_out: tuple[nn.Parameter, ...] = ()  # they stay as they are
+    if made is not None:
+        stepped = {id(one) for group in made.param_groups for one in group["params"]}
+        trained = (one for one in model.parameters() if one.requires_grad)
+        left_out = tuple(one for one in trained if id(one) not in stepped)
+    client = Client(optimizer, lr_scheduler, left_out)
+    with _frozen(left_out):
         engine = _sharded(model, made, settings, file.data, client)
     if schedule is not None and schedule[1].get("warmup_num_steps") == 0:
         _note(logging.INFO, f"{schedule[0]}: warmup_num_steps=0 is taken as 2, the fewest")
-    engine.lr_scheduler = _schedule(lr_scheduler, schedule, engine)
+    if lr_scheduler is not None:
+        is_made = hasattr(lr_scheduler, "step") or not callable(lr_scheduler)
+        engine.lr_scheduler = lr_scheduler if is_made else lr_scheduler(engine.optimizer)
+    elif schedule is not None and engine.optimizer is not None:
+        engine.lr_scheduler = make_schedule(*schedule, engine.optimizer)
     if training_data is not None:
         collate_fn = options.get("collate_fn")
         engine.training_dataloader = make_loader(training_data, engine, collate_fn=collate_fn)
@@ -414,25 +429,6 @@ def _read_config(args: Any, options: dict[str, Any]) -> dict[str, Any]:
             f"config={given!r} is neither a file, nor JSON, nor JSON in base64"
         ) from None
     return zs.read_deepspeed(data).data
-
-
-def _optimizer(given: Any, parameters: Any, model: nn.Module, config: dict[str, Any]) -> Any:
-    if isinstance(given, torch.optim.Optimizer):
-        return given
-    if parameters is None:
-        parameters = [one for one in model.parameters() if one.requires_grad]
-    if given is not None:
-        return given(list(parameters))
-    found = section(config, "optimizer")
-    return None if found is None else make_optimizer(*found, list(parameters))
-
-
-def _left_out(model: nn.Module, optimizer: Any) -> tuple[nn.Parameter, ...]:
-    """Return the trainable parameters that the optimizer does not have: they stay as they are."""
-    if optimizer is None:
-        return ()
-    stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    return tuple(one for one in model.parameters() if one.requires_grad and id(one) not in stepped)
 
 
 @contextmanager
@@ -503,14 +499,6 @@ def _sharded(
         else:
             _log.info("zeroshard %s", line)
     return out
-
-
-def _schedule(given: Any, found: tuple[str, dict[str, Any]] | None, engine: DeepSpeedEngine) -> Any:
-    if given is not None:
-        return given if hasattr(given, "step") or not callable(given) else given(engine.optimizer)
-    if found is None or engine.optimizer is None:
-        return None
-    return make_schedule(*found, engine.optimizer)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -18,7 +18,8 @@ spoil it, but not run code.
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -43,8 +44,9 @@ class AgentRendezvous(RendezvousHandler):
     new free port for each start.
     """
 
-    def __init__(self, run_id: str, port: int, place: HostPlace | None) -> None:
-        self._run_id, self._port, self._place = run_id, port, place
+    def __init__(self, place: HostPlace | None, parameters: RendezvousParameters) -> None:
+        self._run_id, self._place = parameters.run_id, place
+        self._port = int(parameters.endpoint.rpartition(":")[2])
         self._store: Any = None
         self._closed = False
 
@@ -104,17 +106,11 @@ class AgentRendezvous(RendezvousHandler):
         return True
 
 
-@dataclass(frozen=True)
-class _Creator:
-    """Makes the rendezvous; equal ones may be registered again, as ``--elastic`` does."""
-
-    place: HostPlace | None
-
-    def __call__(self, parameters: RendezvousParameters) -> AgentRendezvous:
-        port = int(parameters.endpoint.rpartition(":")[2])
-        return AgentRendezvous(parameters.run_id, port, self.place)
+@cache  # the same for the same place: it may be registered again, as ``--elastic`` does
+def _creator(place: HostPlace | None) -> Callable[[RendezvousParameters], AgentRendezvous]:
+    return partial(AgentRendezvous, place)
 
 
 def register(place: HostPlace | None) -> None:
     """Make the backend known to torch's launcher, for a launcher at `place`. Idempotent."""
-    rendezvous_handler_registry.register(BACKEND, _Creator(place))
+    rendezvous_handler_registry.register(BACKEND, _creator(place))

@@ -8,26 +8,32 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import traceback
 from importlib.util import find_spec
 from pathlib import Path
 
 from zeroshard._version import __version__
-from zeroshard.errors import ZeroshardError
-from zeroshard.launch import (
+from zeroshard.commands import (
     checkpoint_command,
     config,
-    deepspeed_line,
     doctor,
     generate,
     report,
     trail_command,
 )
+from zeroshard.launch import deepspeed_line
 from zeroshard.launch.options import RUN, parse_run
 from zeroshard.planner import plan_command
-from zeroshard.terminal import LineParser, Option, Subcommand, UsageError, note
+from zeroshard.terminal import (
+    EXIT_USAGE,
+    LineParser,
+    Option,
+    Subcommand,
+    UsageError,
+    explain,
+    note,
+)
 
 PROGRAM = Subcommand(
     "zeroshard", "", "zeroshard run --nproc 2 examples/train_gpt.py",
@@ -49,7 +55,6 @@ COMMANDS = (
     checkpoint_command.COMMAND, config.COMMAND, doctor.COMMAND, report.COMMAND,
     trail_command.COMPARE, trail_command.REPLAY, generate.COMMAND, BENCH,
 )  # fmt: skip
-EXIT_USAGE, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,26 +120,6 @@ def build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argumen
     parser.add_argument("--version", action="version", version=f"zeroshard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
     return parser, {command.name: command.add_to(commands) for command in COMMANDS}
-
-
-def explain(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and the line for an error; no line for a closed pipe."""
-    if isinstance(error, UsageError):
-        return EXIT_USAGE, str(error)
-    if isinstance(error, ZeroshardError):
-        return error.exit_code, str(error)
-    if isinstance(error, BrokenPipeError):
-        return EXIT_IO, ""
-    if isinstance(error, OSError):
-        if error.filename is None or error.strerror is None:
-            return EXIT_IO, str(error)
-        return EXIT_IO, f"{error.filename}: {error.strerror}"
-    if isinstance(error, KeyboardInterrupt):
-        return EXIT_INTERRUPTED, "interrupted"
-    if (number := getattr(error, "sigval", None)) is not None:
-        # torch's handlers outlive its agent: between two starts of a job, or at its end
-        return 128 + int(number), f"ended by {signal.Signals(number).name}"
-    return EXIT_INTERNAL, f"internal error, {type(error).__name__}: {error} (--debug shows where)"
 
 
 def add_benchmarks(parser: argparse.ArgumentParser) -> None:

@@ -27,10 +27,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any
 
-from zeroshard.launch.options import Host, UsageError
+from zeroshard.launch.options import Host
 from zeroshard.launch.outcome import Outcome
 from zeroshard.launch.supervisor import Failure
 from zeroshard.system.this_host import is_loopback
+from zeroshard.terminal import UsageError
 
 EXIT_IO = 74
 GREETING = b"\n\x01zeroshard 1\n"

@@ -17,7 +17,6 @@ this machine.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import socket
 import sys
@@ -41,7 +40,7 @@ from zeroshard.launch.options import (
 from zeroshard.launch.outcome import say
 from zeroshard.system.device import VISIBLE_DEVICES
 from zeroshard.system.this_host import rank_variables
-from zeroshard.terminal import Option, Subcommand, UsageError
+from zeroshard.terminal import Option, Subcommand, UsageError, joined, split_line
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 DEFAULT_PORT = 29500  # where launchers that do not know each other meet
@@ -99,8 +98,8 @@ _LAUNCHERS = {
         ("openmpi", "mvapich", "mpich", "impi"), "mpirun zeroshard as-deepspeed python train.py ..."
     ),
 }
-_TAKES_VALUE = {name: bool(option.unit) for option in _OPTIONS for name in option.names}
-_TAKES_VALUE |= {"--help": False, "-h": False}
+_UNITS = {name: one.unit for one in _OPTIONS for name in one.names} | {"--help": "", "-h": ""}
+_LONG = {name: one.names[0] for one in _OPTIONS for name in one.names if not name.startswith("--")}
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,15 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> Line:
     Raises:
         UsageError: an unknown or refused option, a host or slot that is not there, no script.
     """
-    written, rest = _split(argv)
-    given = parser.parse_args(written)  # also answers --help
+    pairs, rest = split_line(
+        argv,
+        _UNITS,
+        lambda name: _LONG.get(name) or name[:2] + name[2:].replace("-", "_"),
+        REFUSED,
+        "the script's own options come after it, and options of zeroshard run are for zeroshard run"
+        " --as-deepspeed",
+    )
+    given = parser.parse_args(joined(pairs))  # also answers --help
     if not rest:
         raise UsageError("deepspeed: no script given")
     if given.module and given.no_python:
@@ -251,46 +257,6 @@ def exported() -> Mapping[str, str]:
 
 
 # ------------------------------------------------------------------ words
-
-
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split the line into options and everything from the script on."""
-    options: list[str] = []
-    index = 0
-    while index < len(argv) and argv[index].startswith("-") and argv[index] != "-":
-        word = argv[index]
-        index += 1
-        if word == "--":
-            break
-        written, joined, value = word.partition("=")
-        name = written if written in _TAKES_VALUE else "--" + written[2:].replace("-", "_")
-        takes_value = _TAKES_VALUE.get(name)
-        if takes_value is None or not written.startswith("-"):
-            raise UsageError(_unknown(written, name))
-        if joined and not takes_value:
-            raise UsageError(f"{written} takes no value")
-        if takes_value and not joined:
-            if index == len(argv):
-                raise UsageError(f"{written} needs a value")
-            value = argv[index]
-            index += 1
-        options += (
-            [name, value]
-            if takes_value and not name.startswith("--")
-            else [f"{name}={value}" if takes_value else name]
-        )
-    return options, argv[index:]
-
-
-def _unknown(written: str, name: str) -> str:
-    if name in REFUSED:
-        return f"{written} has no place here: {REFUSED[name]}"
-    near = difflib.get_close_matches(name, _TAKES_VALUE, n=1)
-    hint = f", did you mean {near[0]}?" if near else ""
-    return (
-        f"unknown option {written}{hint}; the script's own options come after it, and options of"
-        " zeroshard run are for zeroshard run --as-deepspeed"
-    )
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

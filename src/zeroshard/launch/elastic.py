@@ -52,6 +52,20 @@ class Loss:
     of: int
     details: str = ""  # a traceback
 
+    def tell(
+        self, least: int, summaries: Sequence[Mapping[str, Any]]
+    ) -> dict[str, list[int]] | None:
+        """Say who has died, and who goes on, from where by what the keepers of all hosts hold;
+        return branch and number of the newest step in memory of each directory. None, which is
+        said, where fewer than `least` are left.
+        """
+        goes_on = self.left >= least
+        end = f"{self.left} rank(s) are left, and {ELASTIC}={least} needs {least}"
+        if goes_on:
+            end = f"{self.left} of {self.of} rank(s) go on, {source(summaries)}"
+        say("\n".join(filter(None, [f"{self.reason}: {end}", self.details.rstrip()])))
+        return whole_steps(summaries) if goes_on else None
+
 
 def launch(options: RunOptions, run_ranks: Callable[[RunOptions], tuple[Outcome, int]]) -> int:
     """Run the script on this host until it ends, with fewer ranks after each death; return the
@@ -68,10 +82,9 @@ def launch(options: RunOptions, run_ranks: Callable[[RunOptions], tuple[Outcome,
                 outcome.tell(begin)
                 return outcome.exit_code
             loss = loss_of(outcome, dead, num_ranks - len(dead), num_ranks)
-            if loss.left < least:
-                _say_too_few(loss, least)
+            if (whole := loss.tell(least, [keeper.summary()])) is None:
                 return outcome.exit_code
-            keeper.whole = _say_again(loss, [keeper.summary()])
+            keeper.whole = whole
             _leave_devices(dead, num_ranks)
             options = replace(options, nproc=str(loss.left), elastic=min(least, loss.left))
     finally:
@@ -122,21 +135,6 @@ def loss_of(outcome: Outcome, dead: set[int], left: int, of: int) -> Loss:
     if first.hung:
         reason = f"{who} hung: asked for its stacks, it did not answer"
     return Loss(reason, left, of, first.traceback)
-
-
-def _say_again(loss: Loss, summaries: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Say who has died, who goes on, and from where, by what the keepers of all hosts hold; return
-    branch and number of the newest step in memory of each directory.
-    """
-    line = f"{loss.reason}: {loss.left} of {loss.of} rank(s) go on, {source(summaries)}"
-    say("\n".join(filter(None, [line, loss.details.rstrip()])))
-    return whole_steps(summaries)
-
-
-def _say_too_few(loss: Loss, least: int) -> None:
-    """Say why the job ends."""
-    line = f"{loss.reason}: {loss.left} rank(s) are left, and {ELASTIC}={least} needs {least}"
-    say("\n".join(filter(None, [line, loss.details.rstrip()])))
 
 
 def source(summaries: Sequence[Mapping[str, Any]]) -> str:
@@ -195,10 +193,9 @@ def go_on(
         loss = Loss(f"{lost[0].host.name} has left", num_left, first_rank)
     else:
         loss = loss_of(outcome, dead, num_left, first_rank)
-    if loss.left < least:
-        _say_too_few(loss, least)
+    whole = loss.tell(least, [connection.kept for connection, _ in left])
+    if whole is None:
         return []
-    whole = _say_again(loss, [connection.kept for connection, _ in left])
     for connection, _ in left:
         connection.kept["whole"] = whole
     return left
@@ -389,7 +386,9 @@ class KeeperServer:
             if old is not None:
                 old.close()
         elif "drop" in request:
-            self._drop(request["drop"], request["but"])
+            for slot, one in list(self._files.items()):
+                if one.directory == request["drop"] and one.writer != request["but"]:
+                    self._files.pop(slot).close()
         elif "saved" in request:
             self._saved[request["saved"]] = [int(number) for number in request["step"]]
         elif "open" in request:
@@ -400,11 +399,6 @@ class KeeperServer:
         elif "whole" not in request:
             raise LookupError(request)
         return []
-
-    def _drop(self, directory: str, but: str) -> None:
-        for slot, files in list(self._files.items()):
-            if files.directory == directory and files.writer != but:
-                self._files.pop(slot).close()
 
     def _table(self, directory: str) -> int:
         """Return a file with the complete parts of `directory`: a record may be too short."""

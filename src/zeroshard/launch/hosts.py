@@ -34,13 +34,13 @@ from zeroshard.launch.options import (
     HostChoice,
     HostPlace,
     RunOptions,
-    UsageError,
     choose_hosts,
     read_hosts,
 )
 from zeroshard.launch.outcome import Outcome, say
 from zeroshard.launch.supervisor import SIGNAL_LEAD_S, blame_order, blame_time
 from zeroshard.system.device import LIBRARIES, VISIBLE_DEVICES
+from zeroshard.terminal import UsageError
 
 # ------------------------------------------------------------------------------------- absent hosts
 # Hosts that a job goes on without, asked at an interval whether they are back.

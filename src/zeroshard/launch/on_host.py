@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -24,11 +25,11 @@ import sys
 import time
 from typing import Any
 
-from zeroshard.launch import cli
 from zeroshard.launch.connection import ERR, GREETING, NOTE, OUT, frame, from_text, line, listen
 from zeroshard.launch.elastic import KeeperServer
-from zeroshard.launch.options import HostPlace, RunOptions, UsageError, check_target
+from zeroshard.launch.options import HostPlace, RunOptions, check_target
 from zeroshard.launch.worker import KEEPER, die_with
+from zeroshard.terminal import UsageError, explain
 
 LAUNCH = "launch"  # the child's argument
 DRAIN_S = 1.0  # for output that outlives the launcher
@@ -61,7 +62,7 @@ def _launch() -> None:
         check_target(options["kind"], options["script"])
         code = launch(RunOptions(**{**options, "place": place}))
     except (Exception, KeyboardInterrupt) as error:
-        code, message = cli.explain(error)
+        code, message = explain(error)
         with open(place.report, "w") as report:
             json.dump({"error": message}, report)
     leave(code)
@@ -175,83 +176,62 @@ def _guard_one(job: dict[str, Any], orders: _Orders, keeper: KeeperServer | None
     with child.stdin as stdin, contextlib.suppress(BrokenPipeError):
         stdin.write(line(job))
     try:
-        return _Guard(child, report, orders, keeper).watch()
+        return _watch(child, report, orders, keeper)
     finally:
         child.kill()
         child.wait()
 
 
-class _Guard:
-    """Passes on what the launcher writes, and what the caller asks for."""
+def _watch(
+    child: subprocess.Popen[bytes], report: int, orders: _Orders, keeper: KeeperServer | None
+) -> bool:
+    """Pass on what the launcher writes, and what the caller asks for; return when the launcher has
+    ended, and all is told, or False when the caller is gone.
+    """
+    assert child.stdout is not None and child.stderr is not None
+    outputs = {child.stdout.fileno(): OUT, child.stderr.fileno(): ERR}
+    outcome, kill_at, ended_at = b"", math.inf, math.inf
+    pidfd, selector = os.pidfd_open(child.pid), selectors.DefaultSelector()
+    for descriptor in (0, report, pidfd, *outputs):
+        selector.register(descriptor, selectors.EVENT_READ)
 
-    def __init__(
-        self,
-        child: subprocess.Popen[bytes],
-        report: int,
-        orders: _Orders,
-        keeper: KeeperServer | None,
-    ) -> None:
-        assert child.stdout is not None and child.stderr is not None
-        self._child = child
-        self._outputs = {child.stdout.fileno(): OUT, child.stderr.fileno(): ERR}
-        self._report_fd = report
-        self._report = b""
-        self._orders, self._keeper = orders, keeper
-        self._kill_at: float | None = None
-        self._selector = selectors.DefaultSelector()
-        for descriptor in (0, report, *self._outputs):
-            self._selector.register(descriptor, selectors.EVENT_READ)
-        self._pidfd = os.pidfd_open(child.pid)
-        self._selector.register(self._pidfd, selectors.EVENT_READ)
+    def tell_kept() -> None:
+        if keeper is not None:
+            _note({"kept": keeper.summary()})
 
-    def watch(self) -> bool:
-        """Return when the launcher has ended, and all is told, or False when the caller is gone."""
-        ended_at: float | None = None
-        while ended_at is None or (self._outputs and time.monotonic() < ended_at + DRAIN_S):
-            for key, _ in self._selector.select(0.1 if self._kill_at or ended_at else None):
-                if key.fd == self._pidfd:
-                    self._selector.unregister(self._pidfd)
-                    ended_at = time.monotonic()
-                elif not self._read(key.fd):
+    while ended_at == math.inf or (outputs and time.monotonic() < ended_at + DRAIN_S):
+        for key, _ in selector.select(0.1 if min(kill_at, ended_at) < math.inf else None):
+            if key.fd == 0:
+                is_there = orders.read()
+                for order in orders.take():
+                    if "end" in order:
+                        kill_at = time.monotonic() + order["end"]
+                    if "tell" in order:
+                        tell_kept()
+                    if child.poll() is None and ("end" in order or "signal" in order):
+                        child.send_signal(order.get("signal", signal.SIGTERM))
+                if not is_there:
                     return False
-            if self._kill_at is not None and time.monotonic() >= self._kill_at:
-                self._child.kill()
-        with contextlib.suppress(ValueError):  # it was killed while it wrote
-            _note(json.loads(self._report))
-        self._tell_kept()
-        _note({"exit": self._child.wait()})
-        self._selector.close()
-        for descriptor in (self._pidfd, self._report_fd):
-            os.close(descriptor)
-        return True
-
-    def _tell_kept(self) -> None:
-        if self._keeper is not None:
-            _note({"kept": self._keeper.summary()})
-
-    def _read(self, descriptor: int) -> bool:
-        """Pass on what there is to read; return False when the caller is gone."""
-        if descriptor == 0:
-            is_there = self._orders.read()
-            for order in self._orders.take():
-                number = order.get("signal", signal.SIGTERM)
-                if "end" in order:
-                    self._kill_at = time.monotonic() + order["end"]
-                if "tell" in order:
-                    self._tell_kept()
-                if self._child.poll() is None and ("end" in order or "signal" in order):
-                    self._child.send_signal(number)
-            return is_there
-        data = os.read(descriptor, 1 << 16)
-        if not data:
-            self._selector.unregister(descriptor)
-            self._outputs.pop(descriptor, None)
-            return True
-        if descriptor == self._report_fd:
-            self._report += data
-        else:
-            _send(frame(self._outputs[descriptor], data))
-        return True
+            elif key.fd == pidfd:
+                selector.unregister(pidfd)
+                ended_at = time.monotonic()
+            elif not (data := os.read(key.fd, 1 << 16)):
+                selector.unregister(key.fd)
+                outputs.pop(key.fd, None)
+            elif key.fd == report:
+                outcome += data
+            else:
+                _send(frame(outputs[key.fd], data))
+        if time.monotonic() >= kill_at:
+            child.kill()
+    with contextlib.suppress(ValueError):  # it was killed while it wrote
+        _note(json.loads(outcome))
+    tell_kept()
+    _note({"exit": child.wait()})
+    selector.close()
+    for descriptor in (pidfd, report):
+        os.close(descriptor)
+    return True
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ listed here as data; a test compares the table with the parser of the installed 
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.machinery
 import math
 import os
@@ -19,13 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from zeroshard.system.this_host import read_step, read_task
-from zeroshard.terminal import LineParser, Option, Subcommand, UsageError, made
-
-__all__ = [
-    "ELASTIC", "REFUSED", "RUN", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "HostChoice", "HostPlace",
-    "LineParser", "RunOptions", "UsageError", "check_least", "check_target",
-    "parse_run", "whole",
-]  # fmt: skip
+from zeroshard.terminal import Option, Subcommand, UsageError, joined, made, split_line
 
 DEFAULT_GRACE_S = 3
 REJOIN_AFTER_S = 60.0
@@ -159,7 +152,7 @@ OWN = (
            " (a forward, a step) for so long; 0: never look (default: show the stacks after 600 s)",
            _seconds, dest="stall_s", must="a number of seconds"),
     Option(f"{ELASTIC} [MIN]", "when a rank dies, go on with at least MIN (1) others", whole,
-           must="a number of ranks of at least 1"),
+           const=1, must="a number of ranks of at least 1"),
     Option("--as-deepspeed", "let `import deepspeed` be zeroshard's stand-in, also inside"
            " Transformers and Accelerate; no --local_rank is passed, LOCAL_RANK is set"),
     Option("--debug", "show torch's launcher's log and our own tracebacks"),
@@ -181,9 +174,9 @@ TORCHRUN = tuple(
 # of torchrun's options, those that are read here: a port only where this launcher takes it
 _GRACE = Option("--shutdown-timeout VALUE", type=_seconds, must="a number of seconds")
 _PORT = Option("--master-port VALUE", type=partial(whole, below=65536), must="a port number")
-# of ours: whether each takes a value
-_TAKES_VALUE = {name: bool(option.unit) for option in (*OWN, *HOSTS) for name in option.names}
-_TAKES_VALUE |= {"--help": False, "-h": False}
+_UNITS = {name: one.unit for one in (*OWN, *HOSTS) for name in one.names} | {"--help": "", "-h": ""}
+_ALL_UNITS = _UNITS | dict.fromkeys(TORCHRUN_VALUES, "VALUE") | dict.fromkeys(TORCHRUN_FLAGS, "")
+_LONG = {short.strip(", "): name for name, short in SHORT.items()}
 RUN = Subcommand(
     "run", "start a script on every rank",
     "zeroshard run --nproc 2 examples/train_gpt.py --steps 100",
@@ -200,13 +193,19 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     Raises:
         UsageError: an unknown option, a bad number, a script that is not there.
     """
-    options, rest = _split(argv)
-    given = parser.parse_args(_canonical(options))  # also answers --help
+    options, rest = split_line(
+        argv,
+        _ALL_UNITS,
+        lambda name: name.replace("_", "-") if name.startswith("--") else _LONG.get(name, name),
+        REFUSED,
+        "the script's own options come after it",
+    )
+    given = parser.parse_args(joined(options))  # also answers --help
     if not rest:
         raise UsageError("no script given")
     before = {name for name, _ in options}
     words = (token.partition("=")[0] for token in rest[1:])
-    late = next((name for name in words if _TAKES_VALUE.get(name) and name not in before), None)
+    late = next((name for name in words if _UNITS.get(name) and name not in before), None)
     if late is not None:  # it may be the script's own
         sys.stderr.write(
             f"zeroshard run: {late} comes after {rest[0]} and goes to it; options of zeroshard run"
@@ -238,14 +237,14 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
         if name != "--master-port"
     )
     _check_elastic(given, is_placed=not one_host and hosts is None)
-    ours = {*_TAKES_VALUE, "--module", "--no-python", "--shutdown-timeout", "--standalone"}
+    ours = {*_UNITS, "--module", "--no-python", "--shutdown-timeout", "--standalone"}
     return made(
         RunOptions,
         given,
         script=rest[0],
         args=rest[1:],
         kind=kind,
-        torchrun=_canonical([(name, value) for name, value in options if name not in ours]),
+        torchrun=joined((name, value) for name, value in options if name not in ours),
         standalone=one_host,
         port=_port(places["--master-port"]) if one_host else 0,
         grace_s=_GRACE.read(given.shutdown_timeout or str(DEFAULT_GRACE_S)),
@@ -339,52 +338,6 @@ def _mpi_place(given: argparse.Namespace) -> HostPlace | None:
 
 def _dest(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
-
-
-def _long(name: str) -> str:
-    if name.startswith("--"):
-        return name.replace("_", "-")
-    return next((long for long, short in SHORT.items() if short.endswith(name)), name)
-
-
-def _split(argv: list[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
-    """Split the line into (option, value) pairs and everything from the script on."""
-    options: list[tuple[str, str | None]] = []
-    rest = list(argv)
-    while rest and rest[0].startswith("-") and rest[0] != "-":
-        token = rest.pop(0)
-        if token == "--":
-            break
-        written, joined, value = token.partition("=")
-        name = _long(written)
-        if name == ELASTIC:
-            options.append((name, value if joined else "1"))
-        elif name in TORCHRUN_VALUES or _TAKES_VALUE.get(name):
-            if not joined:
-                if not rest:
-                    raise UsageError(f"{written} needs a value")
-                value = rest.pop(0)
-            options.append((name, value))
-        elif name not in TORCHRUN_FLAGS and name not in _TAKES_VALUE:
-            raise UsageError(_unknown(written, name))
-        elif joined:
-            raise UsageError(f"{written} takes no value")
-        else:
-            options.append((name, None))
-    return options, rest
-
-
-def _unknown(written: str, name: str) -> str:
-    if name in REFUSED:
-        return f"{written} has no place here: {REFUSED[name]}"
-    known = [*TORCHRUN_VALUES, *TORCHRUN_FLAGS, *_TAKES_VALUE]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f", did you mean {near[0]}?" if near else ""
-    return f"unknown option {written}{hint}; the script's own options come after it"
-
-
-def _canonical(options: list[tuple[str, str | None]]) -> list[str]:
-    return [name if value is None else f"{name}={value}" for name, value in options]
 
 
 def check_target(kind: str, target: str) -> None:

@@ -55,11 +55,42 @@ class Outcome:
         return exit_code_of(self.failures[0]) if self.failures else 0
 
     def tell(self, begin: float) -> None:
-        """Say how the job ended that began at `begin`; nothing where it ended well."""
+        """Say how the job ended that began at `begin`; nothing where it ended well. Of failures
+        those that have something to say get a line each, then the first one, whole, last.
+        """
         if self.was_ended:
             say(f"ended by {signal.Signals(self.ended_by or 0).name}")
-        elif self.failures and not self.stalled:
-            _report(self.failures, begin)
+        if self.was_ended or self.stalled or not self.failures:
+            return
+        first, *others = self.failures
+        at = f"{first.at - begin:.2f} s after the start"
+        for failure in others:
+            if failure.stacks:
+                say(f"{failure.name} was here when {first.name} gave up:\n{failure.stacks}")
+            if not failure.silent and not (first.left and failure.traceback):
+                line = textwrap.shorten(failure.message or failure.how, 160, placeholder=" ...")
+                # the first one counts earlier than it was seen, see supervisor.py
+                order = "before" if failure.at < first.at else "after"
+                when = f"{abs(failure.at - first.at):.2f} s {order} the first"
+                say(f"{failure.name} failed too, {when}: {line}")
+        if first.left:
+            # its script ended well while the others waited for it
+            for failure in others:
+                if failure.traceback:
+                    say(f"{failure.name} waited for {first.name}:\n{failure.traceback.rstrip()}")
+            say(
+                f"{first.name} left first, {at}: its script ended with exit code 0 while other"
+                " ranks waited for it. Where one rank has fewer batches than another, put the loop"
+                " into `with engine.join():`; make the calls that all ranks take part in, zs.save()"
+                " too, on all ranks"
+            )
+            return
+        if first.status == EXIT_PREEMPTED:
+            say(f"preempted {at}: exit code {EXIT_PREEMPTED}, please queue it again")
+            return
+        hint = " (often the kernel, out of memory)" if first.status == -signal.SIGKILL else ""
+        block = f"{first.name} failed first, {at}: {first.how}{hint}"
+        say("\n".join(filter(None, [block, (first.traceback or first.message).rstrip()])))
 
     def to_json(self) -> dict[str, Any]:
         """Return it for `from_json` on another host."""
@@ -98,39 +129,3 @@ def report_stall(seconds: float, stacks: dict[int, str], ends: bool) -> None:
     what = "ended, exit code 71" if ends else "going on; --stall-timeout SECONDS ends such a job"
     fact = f"no rank has made progress for {seconds:.0f} s, its ranks are shown above"
     say("\n".join([*shown, f"zeroshard run: {fact}: {what}"]))
-
-
-def _report(failures: list[Failure], begin: float) -> None:
-    """Other failures that have something to say, a line each; then the first one, whole, last."""
-    first, *others = failures
-    for failure in others:
-        if failure.stacks:
-            say(f"{failure.name} was here when {first.name} gave up:\n{failure.stacks}")
-        if not failure.silent and not (first.left and failure.traceback):
-            line = textwrap.shorten(failure.message or failure.how, 160, placeholder=" ...")
-            # the first one counts earlier than it was seen, see supervisor.py
-            order = "before" if failure.at < first.at else "after"
-            when = f"{abs(failure.at - first.at):.2f} s {order} the first"
-            say(f"{failure.name} failed too, {when}: {line}")
-    if first.left:
-        # its script ended well while the others waited for it
-        for failure in others:
-            if failure.traceback:
-                say(f"{failure.name} waited for {first.name}:\n{failure.traceback.rstrip()}")
-        say(
-            f"{first.name} left first, {first.at - begin:.2f} s after the start: its script ended"
-            " with exit code 0 while other ranks waited for it. Where one rank has fewer batches"
-            " than another, put the loop into `with engine.join():`; make the calls that all ranks"
-            " take part in, zs.save() too, on all ranks"
-        )
-        return
-    if first.status == EXIT_PREEMPTED:
-        say(
-            f"preempted {first.at - begin:.2f} s after the start: exit code {EXIT_PREEMPTED},"
-            " please queue it again"
-        )
-        return
-    hint = " (often the kernel, out of memory)" if first.status == -signal.SIGKILL else ""
-    when = f"{first.at - begin:.2f} s after the start"
-    block = f"{first.name} failed first, {when}: {first.how}{hint}"
-    say("\n".join(filter(None, [block, (first.traceback or first.message).rstrip()])))

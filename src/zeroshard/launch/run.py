@@ -33,11 +33,12 @@ from typing import Any, NoReturn
 
 from zeroshard.launch import deepspeed_line, elastic, worker
 from zeroshard.launch.leftovers import Janitor
-from zeroshard.launch.options import HostPlace, RunOptions, UsageError, check_least
+from zeroshard.launch.options import RunOptions, check_least
 from zeroshard.launch.outcome import Outcome, report_restart, report_stall, say
 from zeroshard.launch.supervisor import Failure, Supervisor
 from zeroshard.system.device import allocator_setting
 from zeroshard.system.this_host import interface_towards
+from zeroshard.terminal import UsageError
 
 # torchrun's own, and Slurm's and Kubernetes' for torchrun; after a failure the Supervisor's counts
 SIGNAL_GRACE_S = 30
@@ -66,6 +67,8 @@ def run_ranks(options: RunOptions) -> tuple[Outcome, int]:
         leaving.callback(Janitor(directory).close)
         leaving.callback(shutil.rmtree, directory, ignore_errors=True)
         import torch.distributed.run as torchrun
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         if not options.debug:
             # its log repeats our report in forty lines
@@ -88,7 +91,23 @@ def run_ranks(options: RunOptions) -> tuple[Outcome, int]:
                 stall_s=options.stall_s,
             )
             supervisor.start()
-            return _run(torchrun, arguments, supervisor), num_ranks
+            agent_failures: list[Failure] = []
+            ended_by: signal.Signals | None = None
+            try:
+                torchrun.run(arguments)  # type: ignore[no-untyped-call]
+            except ChildFailedError as error:
+                agent_failures = [
+                    Failure(rank, failure.pid, time.monotonic(), failure.exitcode)
+                    for rank, failure in error.failures.items()
+                ]
+            except SignalException as error:
+                ended_by = signal.Signals(error.sigval)
+            except KeyboardInterrupt:
+                ended_by = signal.SIGINT
+            finally:
+                supervisor.stop()
+        failures = supervisor.failures() or agent_failures
+        return Outcome(failures, supervisor.leavers(), ended_by, supervisor.stalled), num_ranks
 
 
 @contextmanager
@@ -119,29 +138,6 @@ def leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _run(torchrun: Any, arguments: Any, supervisor: Supervisor) -> Outcome:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    agent_failures: list[Failure] = []
-    ended_by: signal.Signals | None = None
-    try:
-        torchrun.run(arguments)
-    except ChildFailedError as error:
-        agent_failures = [
-            Failure(rank, failure.pid, time.monotonic(), failure.exitcode)
-            for rank, failure in error.failures.items()
-        ]
-    except SignalException as error:
-        ended_by = signal.Signals(error.sigval)
-    except KeyboardInterrupt:
-        ended_by = signal.SIGINT
-    finally:
-        supervisor.stop()
-    failures = supervisor.failures() or agent_failures
-    return Outcome(failures, supervisor.leavers(), ended_by, supervisor.stalled)
-
-
 def _torchrun_arguments(torchrun: Any, options: RunOptions, directory: str) -> Any:
     """torchrun's namespace for this job. The script's arguments never pass through its parser."""
     line = [*options.torchrun]
@@ -166,34 +162,31 @@ def _torchrun_arguments(torchrun: Any, options: RunOptions, directory: str) -> A
                 " says what it finds); --nproc N starts N ranks on its CPUs"
             ) from None
         raise UsageError(str(error)) from None
-    if options.place is not None or options.standalone:
-        _place(arguments, options.place, options.port)
+    place = options.place
+    if place is not None or options.standalone:
+        # the agents of the job meet at `place`, or this one alone on loopback
+        from zeroshard.launch import agent_rendezvous as rendezvous
+
+        if place is not None and arguments.max_restarts:
+            raise UsageError(
+                "--max-restarts is for one host: on several, queue the job again and load its last"
+                " checkpoint"
+            )
+        rendezvous.register(place)
+        arguments.standalone, arguments.rdzv_backend = False, rendezvous.BACKEND
+        arguments.nnodes, arguments.rdzv_id = "1", secrets.token_hex(8)
+        arguments.rdzv_endpoint = f"{rendezvous.LOOPBACK}:{options.port}"
+        if place is None:
+            arguments.local_addr = arguments.local_addr or rendezvous.LOOPBACK
+        else:
+            arguments.nnodes, arguments.rdzv_id = str(place.num_nodes), "zeroshard"
+            arguments.rdzv_endpoint = f"{place.master_addr}:{place.master_port}"
     # torch replaces ${local_rank} and halves every $$ in the arguments; doubled dollars come out as
     # they went in.
     arguments.training_script_args = [
         argument.replace("$", "$$") for argument in (options.kind, options.script, *options.args)
     ]
     return arguments
-
-
-def _place(arguments: Any, place: HostPlace | None, port: int) -> None:
-    """Have the agents of the job meet at `place`, or this one alone on loopback, at `port`."""
-    from zeroshard.launch import agent_rendezvous as rendezvous
-
-    if place is not None and arguments.max_restarts:
-        raise UsageError(
-            "--max-restarts is for one host: on several, queue the job again and load its last"
-            " checkpoint"
-        )
-    rendezvous.register(place)
-    arguments.standalone, arguments.rdzv_backend = False, rendezvous.BACKEND
-    arguments.nnodes, arguments.rdzv_id = "1", secrets.token_hex(8)
-    arguments.rdzv_endpoint = f"{rendezvous.LOOPBACK}:{port}"
-    if place is None:
-        arguments.local_addr = arguments.local_addr or rendezvous.LOOPBACK
-    else:
-        arguments.nnodes, arguments.rdzv_id = str(place.num_nodes), "zeroshard"
-        arguments.rdzv_endpoint = f"{place.master_addr}:{place.master_port}"
 
 
 def _set_environment(

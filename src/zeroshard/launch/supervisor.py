@@ -16,7 +16,7 @@ late:
 - a rank that reports a lost peer, or that we ended, counts ``CONSEQUENCE_LAG_S`` later.
 
 A rank that ends well while others wait for it is to blame before those that lost it (exit code 71).
-Ranks are asked for their stacks (`Pulse`) before a stall ends them, or when none has shown a
+Ranks are asked for their stacks before a stall ends them, or when none has shown a
 heartbeat for `stall_s` seconds. A rank that ends with exit code 75 (preempted) has not failed: its
 peers may still be saving, and have the agent's longer grace.
 
@@ -35,93 +35,17 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeroshard.launch.leftovers import end_sessions
 from zeroshard.launch.worker import STACKS_SIGNAL, TIME
-
-# -------------------------------------------------------------------------------------------- pulse
-# The state of a rank, seen from outside: its last heartbeat, and on request its threads' stacks.
-#
-# Both are files in the launcher's directory, made by ``worker.py``. A stopped rank does not answer.
-# Before its first heartbeat a rank that computes is alive: it imports torch, or builds its model.
-
 
 _ANSWER_S = 0.3
 _LATE_S = 3.0  # for those that have not begun to answer by then, on a loaded machine
 _BUSY = 0.01  # of one core, above which a rank computes
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _NUM_LINES = 60
-
-
-class Pulse:
-    """The files of one rank; `shows` is whether it has made them."""
-
-    def __init__(self, directory: Path, pid: int, pidfd: int, *, shows: bool) -> None:
-        self._prefix = directory / f"rank-{pid}"
-        self._pidfd = pidfd
-        self.shows = shows
-        self._stat = Path(f"/proc/{pid}/stat")
-        self._computed = (time.monotonic(), 0.0)  # when it was seen to, seconds of a core so far
-
-    def last_sign(self) -> float:
-        """Return the CLOCK_MONOTONIC seconds of the last heartbeat, or, before the first, of the
-        last look at which the rank had computed since the one before.
-        """
-        beat = self.last_beat()
-        if beat is not None:
-            return beat
-        at, so_far = self._computed
-        now, seconds = time.monotonic(), so_far
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = self._stat.read_text().rpartition(")")[2].split()
-            seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-        if seconds - so_far > _BUSY * (now - at):
-            self._computed = (now, seconds)
-        return self._computed[0]
-
-    def last_beat(self) -> float | None:
-        """Return the CLOCK_MONOTONIC seconds of the last heartbeat, None before the first."""
-        with contextlib.suppress(OSError):
-            data = Path(f"{self._prefix}.heart").read_bytes()
-            if len(data) == TIME.size:
-                return float(TIME.unpack(data)[0]) or None
-        return None
-
-    def ask(self) -> int:
-        """Have the rank write its stacks; return where in its file they will begin."""
-        with contextlib.suppress(OSError):
-            before = Path(f"{self._prefix}.stacks").stat().st_size
-            if self.shows:
-                signal.pidfd_send_signal(self._pidfd, STACKS_SIGNAL)
-            return before
-        return 0
-
-    def answer(self, begin: int) -> str:
-        """Return the stacks written since `begin`, at most 60 lines."""
-        with contextlib.suppress(OSError):
-            data = Path(f"{self._prefix}.stacks").read_bytes()[begin:]
-            lines = data.decode(errors="replace").splitlines()
-            if len(lines) > _NUM_LINES:
-                lines[_NUM_LINES:] = [f"... {len(lines) - _NUM_LINES} more lines"]
-            return "\n".join(lines)
-        return ""
-
-
-def stacks_of(pulses: Sequence[Pulse]) -> list[str]:
-    """Return the stacks of several ranks, "" for one that does not answer."""
-    begins = [pulse.ask() for pulse in pulses]
-    time.sleep(_ANSWER_S if pulses else 0.0)
-    deadline = time.monotonic() + _LATE_S
-    for pulse, begin in zip(pulses, begins, strict=True):
-        while pulse.shows and not pulse.answer(begin) and time.monotonic() < deadline:
-            time.sleep(0.05)
-    return [pulse.answer(begin) for pulse, begin in zip(pulses, begins, strict=True)]
-
-
-# --------------------------------------------------------------------------------------- supervisor
-
 SIGNAL_LEAD_S = 1.0
 SILENT_LEAD_S = 0.05
 CONSEQUENCE_LAG_S = 1.0
@@ -209,13 +133,18 @@ def exit_code_of(failure: Failure) -> int:
 
 @dataclass
 class _WatchedRank:
-    """One rank of one generation, that is of one start of the whole group."""
+    """One rank of one generation, that is of one start of the whole group, seen from outside.
+
+    ``worker.py`` makes two files for it, unless it cannot (`shows`): one with the time of the last
+    heartbeat, and one for its threads' stacks on request, which a stopped rank does not write.
+    """
 
     rank: int
     generation: int
     pid: int
     pidfd: int
-    pulse: Pulse
+    files: Path  # the beginning of their names
+    shows: bool
     end_by: float | None = None
     ended_by_us: bool = False
     ended_at: float | None = None
@@ -224,10 +153,69 @@ class _WatchedRank:
     status: int | None = None
     stacks: str = ""
     hung: bool = False
+    # when it was seen to compute, and the seconds of a core so far
+    computed: tuple[float, float] = field(default_factory=lambda: (time.monotonic(), 0.0))
 
     @property
     def alive(self) -> bool:
         return self.ended_at is None
+
+    def last_sign(self) -> float:
+        """Return the CLOCK_MONOTONIC seconds of the last heartbeat, or, before the first, of the
+        last look at which the rank had computed since the one before: it imports torch, or builds
+        its model.
+        """
+        beat = self.last_beat()
+        if beat is not None:
+            return beat
+        at, so_far = self.computed
+        now, seconds = time.monotonic(), so_far
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+        if seconds - so_far > _BUSY * (now - at):
+            self.computed = (now, seconds)
+        return self.computed[0]
+
+    def last_beat(self) -> float | None:
+        """Return the CLOCK_MONOTONIC seconds of the last heartbeat, None before the first."""
+        with contextlib.suppress(OSError):
+            data = Path(f"{self.files}.heart").read_bytes()
+            if len(data) == TIME.size:
+                return float(TIME.unpack(data)[0]) or None
+        return None
+
+    def ask(self) -> int:
+        """Have the rank write its stacks; return where in its file they will begin."""
+        with contextlib.suppress(OSError):
+            before = Path(f"{self.files}.stacks").stat().st_size
+            if self.shows:
+                signal.pidfd_send_signal(self.pidfd, STACKS_SIGNAL)
+            return before
+        return 0
+
+    def answer(self, begin: int) -> str:
+        """Return the stacks written since `begin`, at most 60 lines."""
+        with contextlib.suppress(OSError):
+            data = Path(f"{self.files}.stacks").read_bytes()[begin:]
+            lines = data.decode(errors="replace").splitlines()
+            if len(lines) > _NUM_LINES:
+                lines[_NUM_LINES:] = [f"... {len(lines) - _NUM_LINES} more lines"]
+            return "\n".join(lines)
+        return ""
+
+
+def _ask_for_stacks(ranks: Sequence[_WatchedRank]) -> None:
+    """Note the stacks of several ranks, and that a rank hangs which does not answer."""
+    begins = [one.ask() for one in ranks]
+    time.sleep(_ANSWER_S if ranks else 0.0)
+    deadline = time.monotonic() + _LATE_S
+    for watched, begin in zip(ranks, begins, strict=True):
+        while watched.shows and not watched.answer(begin) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    for watched, begin in zip(ranks, begins, strict=True):
+        watched.stacks = watched.answer(begin)
+        watched.hung = watched.shows and not watched.stacks
 
 
 class _Stall:
@@ -248,8 +236,8 @@ class _Stall:
         """Whether the `ranks`, all alive, have stalled since it was told last. A job that is
         suspended as a whole has not: its launcher did not run either.
         """
-        beats = [watched.pulse.last_beat() for watched in ranks]
-        last = max(watched.pulse.last_sign() for watched in ranks)
+        beats = [watched.last_beat() for watched in ranks]
+        last = max(watched.last_sign() for watched in ranks)
         now = time.monotonic()
         before = self._suspended_s if last == self._last else 0.0
         late_s = max(0.0, now - self._looked_at - self.every_s)
@@ -266,30 +254,6 @@ class _Stall:
         """Tell it, with each rank's stacks."""
         assert self._told_of is not None
         self._tell(time.monotonic() - self._told_of, stacks, self.ends)
-
-
-class _Interrupts:
-    """Counts the Ctrl-C of the main thread; `fd` is readable when one has come."""
-
-    def __init__(self) -> None:
-        self.fd, self._fd_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._before = -1
-        self._count = 0
-
-    def start(self) -> None:
-        """Begin to count. Called in the main thread."""
-        self._before = signal.set_wakeup_fd(self._fd_in, warn_on_full_buffer=False)
-
-    def count(self) -> int:
-        """Return how many have come so far."""
-        self._count += os.read(self.fd, 1 << 10).count(signal.SIGINT)
-        return self._count
-
-    def stop(self) -> None:
-        """Count no more."""
-        signal.set_wakeup_fd(self._before)
-        os.close(self.fd)
-        os.close(self._fd_in)
 
 
 class Supervisor:
@@ -321,7 +285,9 @@ class Supervisor:
         self._children = children
         self._on_restart = on_restart
         self._stall = _Stall(stall_s, on_stall)
-        self._interrupts = _Interrupts()
+        # of the main thread's signals; its Ctrl-C are counted
+        self._signals, self._signals_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wakeup_before, self._num_interrupts = -1, 0
         self._watched: dict[int, _WatchedRank] = {}  # by process id
         self._generation = 0
         self._restart_count = 0
@@ -331,13 +297,13 @@ class Supervisor:
         self._fifo = os.open(self.directory / "events", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._fifo, selectors.EVENT_READ)
-        self._selector.register(self._interrupts.fd, selectors.EVENT_READ)
+        self._selector.register(self._signals, selectors.EVENT_READ)
         name = "zeroshard-supervisor"
         self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
 
     def start(self) -> None:
         """Begin to watch. Called in the main thread: its signals are counted."""
-        self._interrupts.start()
+        self._wakeup_before = signal.set_wakeup_fd(self._signals_in, warn_on_full_buffer=False)
         self._thread.start()
 
     def stop(self, grace_s: float = 0.5) -> None:
@@ -353,72 +319,68 @@ class Supervisor:
             if watched.status is None:
                 self._kill(watched)
             os.close(watched.pidfd)
-        self._end_children(self._generation)
+        self._end_children()
         self._selector.close()
-        self._interrupts.stop()
-        os.close(self._fifo)
+        signal.set_wakeup_fd(self._wakeup_before)
+        for descriptor in (self._signals, self._signals_in, self._fifo):
+            os.close(descriptor)
 
     def failures(self) -> list[Failure]:
         """The failures of the last generation, the one to blame first; call after :meth:`stop`."""
-        return self._failures_of(self._generation)
-
-    def _failures_of(self, generation: int) -> list[Failure]:
         failures = []
-        for watched in self._ranks_of(generation):
-            status = watched.status
+        for watched in self._ranks():
+            status, failed_at = watched.status, watched.failed_at
             was_ended = watched.left_at is not None and status in ENDED_BY_LAUNCHERS
-            if watched.failed_at is not None or (status not in (None, 0) and not was_ended):
-                failures.append(self._describe(watched))
+            if failed_at is None and (status in (None, 0) or was_ended):
+                continue
+            report = self._report_of(watched.pid)
+            if "exit_code" in report and (status is None or status < 0):
+                # it was ended by us while it was still tearing down
+                status = int(str(report["exit_code"]))
+            ended_by_us = watched.ended_by_us and failed_at is None
+            at = watched.ended_at if failed_at is None else failed_at
+            failures.append(
+                Failure(
+                    rank=watched.rank,
+                    pid=watched.pid,
+                    at=at if at is not None else time.monotonic(),
+                    status=status,
+                    message=str(report.get("message", "")),
+                    traceback=str(report.get("traceback", "")),
+                    consequence=bool(report.get("consequence", ended_by_us)),
+                    stalled=bool(report.get("stalled", False)),
+                    stacks=watched.stacks,
+                    hung=watched.hung and failed_at is None,
+                )
+            )
         failures = blame_order(failures)
         if failures and (failures[0].consequence or failures[0].stalled):
-            failures = [*self._leavers(generation), *failures]
+            failures = [*self.leavers(), *failures]
         return failures
 
     def leavers(self) -> list[Failure]:
         """The ranks of the last generation that have ended well, in order of time."""
-        return self._leavers(self._generation)
-
-    def _leavers(self, generation: int) -> list[Failure]:
-        """Return the ranks that have ended well, in order of time."""
         left = []
-        for watched in self._ranks_of(generation):
+        for watched in self._ranks():
             at = watched.ended_at if watched.left_at is None else watched.left_at
             well = watched.left_at is not None or watched.status == 0
             if watched.failed_at is None and well and at is not None:
                 left.append(Failure(watched.rank, watched.pid, at, status=0))
         return sorted(left, key=lambda failure: failure.at)
 
-    def _end_children(self, generation: int) -> None:
-        """End the processes that the ranks of a failed generation have started."""
-        if self._failures_of(generation):
-            end_sessions(watched.pid for watched in self._ranks_of(generation))
+    def _end_children(self) -> None:
+        """End the processes that the ranks of the last generation have started, if it failed."""
+        if self.failures():
+            end_sessions(watched.pid for watched in self._ranks())
 
-    def _ranks_of(self, generation: int) -> list[_WatchedRank]:
-        return [one for one in self._watched.values() if one.generation == generation]
+    def _ranks(self, generation: int | None = None) -> list[_WatchedRank]:
+        """Return the ranks of a generation, by default of the last."""
+        asked = self._generation if generation is None else generation
+        return [one for one in self._watched.values() if one.generation == asked]
 
     def knows(self, pid: int) -> bool:
         """Whether the process announced itself."""
         return pid in self._watched
-
-    def _describe(self, watched: _WatchedRank) -> Failure:
-        report, status = self._report_of(watched.pid), watched.status
-        at = watched.failed_at if watched.failed_at is not None else watched.ended_at
-        if "exit_code" in report and (status is None or status < 0):
-            # it was ended by us while it was still tearing down
-            status = int(str(report["exit_code"]))
-        was_ended = watched.ended_by_us and watched.failed_at is None
-        return Failure(
-            rank=watched.rank,
-            pid=watched.pid,
-            at=at if at is not None else time.monotonic(),
-            status=status,
-            message=str(report.get("message", "")),
-            traceback=str(report.get("traceback", "")),
-            consequence=bool(report.get("consequence", was_ended)),
-            stalled=bool(report.get("stalled", False)),
-            stacks=watched.stacks,
-            hung=watched.hung and watched.failed_at is None,
-        )
 
     def _report_of(self, pid: int) -> dict[str, object]:
         """Return what a rank wrote about its failure, if anything."""
@@ -432,8 +394,10 @@ class Supervisor:
             for key, _ in self._selector.select(self._patience()):
                 if key.fd == self._fifo:
                     self._read_events()
-                elif key.fd == self._interrupts.fd:
-                    if self._interrupts.count() > 1:
+                elif key.fd == self._signals:
+                    numbers = os.read(self._signals, 1 << 10)
+                    self._num_interrupts += numbers.count(signal.SIGINT)
+                    if self._num_interrupts > 1:
                         for watched in self._watched.values():
                             watched.end_by = time.monotonic()
                 else:
@@ -454,23 +418,17 @@ class Supervisor:
     def _look_for_a_stall(self) -> None:
         """Report a stall, and end the ranks for it where that was asked for."""
         stall = self._stall
-        ranks = [watched for watched in self._ranks_of(self._generation) if watched.alive]
+        ranks = [watched for watched in self._ranks() if watched.alive]
         if not stall.limit_s or self.stalled or not ranks:
             return
         if any(watched.end_by is not None for watched in ranks) or not stall.is_new(ranks):
             return
-        self._ask_for_stacks(ranks)
+        _ask_for_stacks(ranks)
         stall.tell({watched.rank: watched.stacks for watched in ranks})
         self.stalled = stall.ends
         if self.stalled:
             for watched in ranks:
                 watched.end_by = time.monotonic()
-
-    def _ask_for_stacks(self, ranks: list[_WatchedRank]) -> None:
-        answers = stacks_of([watched.pulse for watched in ranks])
-        for watched, stacks in zip(ranks, answers, strict=True):
-            watched.stacks = stacks
-            watched.hung = watched.pulse.shows and not stacks
 
     def _read_events(self) -> None:
         self._unread += os.read(self._fifo, 1 << 16)
@@ -479,33 +437,33 @@ class Supervisor:
             event = json.loads(line)
             watched = self._watched.get(event["pid"])
             if "rank" in event:
-                shows = bool(event.get("shows"))
-                self._add(event["rank"], event["restart_count"], event["pid"], shows=shows)
+                self._add(event)
             elif watched is not None and "left_at" in event:
                 watched.left_at = event["left_at"]
             elif watched is not None:
                 watched.failed_at = event["failed_at"]
                 report, generation = self._report_of(watched.pid), watched.generation
                 if report.get("stalled"):
-                    peers = [one for one in self._ranks_of(generation) if one is not watched]
-                    self._ask_for_stacks([one for one in peers if one.alive])
+                    peers = [one for one in self._ranks(generation) if one is not watched]
+                    _ask_for_stacks([one for one in peers if one.alive])
                 if report.get("exit_code") != EXIT_PREEMPTED:
                     self._start_grace(generation)
 
-    def _add(self, rank: int, restart_count: int, pid: int, *, shows: bool) -> None:
+    def _add(self, hello: Mapping[str, int]) -> None:
+        """Watch a rank that has announced itself."""
+        rank, restart_count, pid = hello["rank"], hello["restart_count"], hello["pid"]
         # A group that changed its members starts again with the same count, and then a rank comes
         # twice.
-        again = any(watched.rank == rank for watched in self._ranks_of(self._generation))
+        again = any(watched.rank == rank for watched in self._ranks())
         if again or restart_count > self._restart_count:
-            self._on_restart(self._failures_of(self._generation))
-            self._end_children(self._generation)
+            self._on_restart(self.failures())
+            self._end_children()
             self._generation += 1
         self._restart_count = restart_count
         # dead and reaped already: the agent's exit code is all there is
         with contextlib.suppress(ProcessLookupError):
-            pidfd = os.pidfd_open(pid)
-            pulse = Pulse(self.directory, pid, pidfd, shows=shows)
-            watched = _WatchedRank(rank, self._generation, pid, pidfd, pulse)
+            files, shows = self.directory / f"rank-{pid}", bool(hello.get("shows"))
+            watched = _WatchedRank(rank, self._generation, pid, os.pidfd_open(pid), files, shows)
             # other threads iterate over the old one
             self._watched = {**self._watched, pid: watched}
             self._selector.register(watched.pidfd, selectors.EVENT_READ, watched)
@@ -513,20 +471,18 @@ class Supervisor:
     def _record_end(self, watched: _WatchedRank) -> None:
         watched.ended_at = time.monotonic()
         self._selector.unregister(watched.pidfd)
-        watched.status = self._status_of(watched)
+        try:
+            result = os.waitid(os.P_PIDFD, watched.pidfd, os.WEXITED | os.WNOWAIT)
+            assert result is not None
+            is_exit, status = result.si_code == os.CLD_EXITED, result.si_status
+            watched.status = status if is_exit else -status
+        except ChildProcessError:  # the agent has reaped it, or is about to
+            watched.status = self._children[watched.pid].wait()
         if watched.status not in (0, EXIT_PREEMPTED):
             self._start_grace(watched.generation)
 
-    def _status_of(self, watched: _WatchedRank) -> int:
-        """Return the exit code, or -signal, of a rank that has ended."""
-        with contextlib.suppress(ChildProcessError):
-            result = os.waitid(os.P_PIDFD, watched.pidfd, os.WEXITED | os.WNOWAIT)
-            assert result is not None
-            return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-        return self._children[watched.pid].wait()  # the agent has reaped it, or is about to
-
     def _start_grace(self, generation: int) -> None:
-        for watched in self._ranks_of(generation):
+        for watched in self._ranks(generation):
             if watched.end_by is None:
                 watched.end_by = time.monotonic() + self.grace_s
 

@@ -50,7 +50,7 @@ from torch import nn
 from zeroshard.core.digest import digest_of
 from zeroshard.errors import StateError
 from zeroshard.memory import storage_of
-from zeroshard.optim.sealed import ANSWERED, SET_DATA, name_of
+from zeroshard.optim.sealed import ANSWERED, SET_DATA, Guarded, name_of
 from zeroshard.system.device import Device, undisturbed
 
 _ORDER = itertools.count()
@@ -417,7 +417,7 @@ def _take_guards_off(record: HollowRecord) -> None:
     for reference in record.guarded:
         tensor: Any = reference()
         # it may have been given other memory since
-        if issubclass(type(tensor), _Guarded) and record_of(tensor) in (record, None):
+        if issubclass(type(tensor), _Deferred) and record_of(tensor) in (record, None):
             _unguard(tensor)
     record.guarded.clear()
 
@@ -426,19 +426,17 @@ def _unguard(tensor: Any) -> None:
     tensor.__class__ = type(tensor)._zeroshard_plain
 
 
-_ANSWERED = ANSWERED | {
-    torch.Tensor.retains_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.data_ptr,  # 0, as for a tensor on the device "meta"
-    torch.Tensor.__len__,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-}
-
-
-class _Guarded:
+class _Deferred(Guarded):
     """Answers queries that need no values, and refuses everything else."""
 
+    _answered = ANSWERED | {
+        torch.Tensor.retains_grad.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.data_ptr,  # 0, as for a tensor on the device "meta"
+        torch.Tensor.__len__,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    }
     _zeroshard_plain: type
 
     def __repr__(self, **_: Any) -> str:
@@ -447,16 +445,7 @@ class _Guarded:
         return f"{type(self).__name__}({facts})"
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func in _ANSWERED:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+    def _use(cls, func: Any, types: Iterable[type], args: Any, kwargs: dict[str, Any]) -> Any:
         if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
             return repr(args[0])
         if func == torch.Tensor.detach:  # what state_dict() holds: without values as well
@@ -465,7 +454,7 @@ class _Guarded:
                 if (record := record_of(detached)) is not None:
                     _guard(detached, record)
                 return detached
-        if func == SET_DATA and not isinstance(args[1], _Guarded):
+        if func == SET_DATA and not isinstance(args[1], _Deferred):
             _unguard(args[0])
             return func(*args)
         raise StateError(
@@ -479,4 +468,4 @@ class _Guarded:
 def _guard_class(plain: type) -> type:
     """Return the guarded subclass of a tensor class."""
     namespace = {"_zeroshard_plain": plain, "__module__": __name__}
-    return type(f"Deferred{plain.__name__}", (_Guarded, plain), namespace)
+    return type(f"Deferred{plain.__name__}", (_Deferred, plain), namespace)

@@ -25,63 +25,19 @@ from torch import nn
 
 from zeroshard.errors import StateError
 
-_METADATA = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        *(
-            "shape",
-            "dtype",
-            "device",
-            "grad_fn",
-            "requires_grad",
-            "is_leaf",
-            "layout",
-            "ndim",
-            "is_sparse",
-            "is_cuda",
-            "is_cpu",
-        ),
-        # Dynamo asks for these
-        *(
-            "grad",
-            "_base",
-            "_version",
-            "is_meta",
-            "is_mkldnn",
-            "is_nested",
-            "is_quantized",
-            "is_sparse_csr",
-        ),
-    )
+_ATTRIBUTES = (
+    "shape dtype device grad_fn requires_grad is_leaf layout ndim is_sparse"
+    " is_cuda is_cpu"
+    # Dynamo asks for these
+    " grad _base _version is_meta is_mkldnn is_nested is_quantized is_sparse_csr"
 )
-_QUERIES = frozenset(
-    getattr(torch.Tensor, name)
-    for name in (
-        *(
-            "size",
-            "dim",
-            "numel",
-            "nelement",
-            "ndimension",
-            "element_size",
-            "is_floating_point",
-            "is_complex",
-            "get_device",
-            "__hash__",
-        ),
-        *(
-            "_is_view",
-            "is_conj",
-            "is_contiguous",
-            "is_inference",
-            "is_neg",
-            "is_shared",
-            "storage_offset",
-            "stride",
-            "untyped_storage",
-        ),
-    )
+_METHODS = (
+    "size dim numel nelement ndimension element_size is_floating_point is_complex get_device"
+    " __hash__ _is_view is_conj is_contiguous is_inference is_neg is_shared storage_offset stride"
+    " untyped_storage"
 )
+_METADATA = frozenset(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split())
+_QUERIES = frozenset(getattr(torch.Tensor, name) for name in _METHODS.split())
 _KEEPERS = frozenset((torch.Tensor.requires_grad_, torch.Tensor.detach_))
 
 # What a parameter without numbers (released, or deferred) answers as it is: nothing of this reads
@@ -113,6 +69,32 @@ def name_of(func: Callable[..., Any]) -> str:
     )
 
 
+class Guarded:
+    """A class of tensors with numbers that are not to be read, or not to be written. What is in
+    `_answered` is done as with any tensor; all else comes to `_use`.
+    """
+
+    _answered: frozenset[Callable[..., Any]] = frozenset()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func not in cls._answered:
+            return cls._use(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def _use(cls, func: Any, types: Iterable[type], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Do `func`, or raise StateError."""
+        raise NotImplementedError
+
+
 class GradientOwner(Protocol):
     """The holder of the resting gradient."""
 
@@ -140,9 +122,10 @@ class SealedShards(Protocol):
         """
 
 
-class SealedGrad(torch.Tensor):
+class SealedGrad(Guarded, torch.Tensor):
     """A gradient of the right shape, dtype and device; its numbers are not to be read."""
 
+    _answered = _METADATA | _QUERIES
     _name: str
     _owner: weakref.ref[GradientOwner]  # a gradient must not keep the engine alive
     _parameter: weakref.ref[nn.Parameter] | None
@@ -181,16 +164,7 @@ class SealedGrad(torch.Tensor):
         return f"SealedGrad({self._name})"
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func in _METADATA or func in _QUERIES:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+    def _use(cls, func: Any, types: Iterable[type], args: Any, kwargs: dict[str, Any]) -> Any:
         if func in _KEEPERS:
             return args[0]
         if func is torch.Tensor.__repr__:

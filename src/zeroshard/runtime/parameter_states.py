@@ -23,7 +23,7 @@ from torch import nn
 
 from zeroshard.core.digest import digest_of
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.optim.sealed import SealedGrad
+from zeroshard.optim.sealed import Guarded, SealedGrad
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.engine import Engine, states_of
@@ -42,25 +42,19 @@ from zeroshard.state.local import local_of, part_within, whole_of
 # one shard's states each time that it is asked for; nothing is sent, and nothing is kept.
 
 
-class CopiedState(torch.Tensor):
+class CopiedState(Guarded, torch.Tensor):
     """A copy of a state that rests off the device. Results of torch's functions are plain."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if written_to(func, args, kwargs or {}, cls):
+    def _use(cls, func: Any, types: Iterable[type], args: Any, kwargs: dict[str, Any]) -> Any:
+        if written_to(func, args, kwargs, cls):
             raise StateError(
                 "a state of the optimizer that rests on the host or on disk was written to, in a"
                 " copy: set it with zeroshard.ParameterStates(engine, param).set_state(key, value)"
                 " (DeepSpeed's safe_set_full_optimizer_state(param, value, key))"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
 
 class OptimizerStates(Mapping[torch.Tensor, Mapping[str, Any]]):

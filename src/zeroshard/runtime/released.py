@@ -40,11 +40,10 @@ import torch
 from torch import nn
 
 from zeroshard.errors import StateError
-from zeroshard.optim.sealed import ANSWERED, SET_DATA, SealedGrad, name_of
+from zeroshard.optim.sealed import ANSWERED, SET_DATA, Guarded, SealedGrad, name_of
 from zeroshard.runtime.trees import tensors_in
 from zeroshard.state.local import is_dtensor
 
-_ANSWERED = ANSWERED | {torch.Tensor.data_ptr, torch.Tensor.retain_grad}
 _OF_LOCAL = ("to_local", "full_tensor", "redistribute")  # methods that read the local tensor
 _WRITES = frozenset((torch.Tensor.__setitem__, SET_DATA))
 
@@ -71,23 +70,14 @@ class Tie(Protocol):
         """Note that `result` was computed from the parameter."""
 
 
-class _Released(torch.Tensor):
+class _Released(Guarded, torch.Tensor):
     """A parameter of a unit that rests, whatever its class."""
 
+    _answered = ANSWERED | {torch.Tensor.data_ptr, torch.Tensor.retain_grad}
     _zeroshard: Tie
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _ANSWERED:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+    def _use(cls, func: Any, types: Iterable[type], args: Any, kwargs: dict[str, Any]) -> Any:
         if any(issubclass(kind, SealedGrad) for kind in types):
             # a step with gradients that are not to be read: the more telling refusal
             return NotImplemented

@@ -10,7 +10,8 @@ import pytest
 from zeroshard.launch import hosts
 from zeroshard.launch.connection import Connection
 from zeroshard.launch.hosts import AbsentHosts
-from zeroshard.launch.options import Host, UsageError
+from zeroshard.launch.options import Host
+from zeroshard.terminal import UsageError
 
 ONE, TWO = Host("one", (0,), 1), Host("two", (0, 1), 2)
 

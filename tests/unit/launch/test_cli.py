@@ -21,7 +21,7 @@ from tests.support.harness import ROOT
 from zeroshard._version import __version__
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.launch import cli
-from zeroshard.launch.options import UsageError
+from zeroshard.terminal import UsageError, explain
 
 PROGRAM = str(Path(sys.executable).parent / "zeroshard")
 # Coverage measures our subprocesses, which costs more than all they do here.
@@ -92,8 +92,8 @@ def test_a_usage_error_is_one_line_on_stderr(argv: list[str]) -> None:
 
 
 def test_a_signal_between_two_starts_of_a_job_is_no_internal_error() -> None:
-    assert cli.explain(SignalException("got it", signal.SIGTERM)) == (143, "ended by SIGTERM")
-    assert cli.explain(SignalException("got it", signal.SIGINT)) == (130, "ended by SIGINT")
+    assert explain(SignalException("got it", signal.SIGTERM)) == (143, "ended by SIGTERM")
+    assert explain(SignalException("got it", signal.SIGINT)) == (130, "ended by SIGINT")
 
 
 def test_no_command_shows_the_help_as_an_error() -> None:

@@ -52,7 +52,7 @@ def _parse(*argv: str) -> Line:
 
 
 def test_every_option_of_deepspeeds_launcher_is_taken_or_refused() -> None:
-    known = {*deepspeed_line._TAKES_VALUE, *REFUSED} - {"--help", "-h"}
+    known = {*deepspeed_line._UNITS, *REFUSED} - {"--help", "-h"}
     assert known == THEIRS
 
 

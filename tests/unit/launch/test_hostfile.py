@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.launch.options import Host, UsageError, choose_hosts, parse_hosts, read_hosts
+from zeroshard.launch.options import Host, choose_hosts, parse_hosts, read_hosts
+from zeroshard.terminal import UsageError
 
 NAMES = st.from_regex(r"\A[a-z0-9_][A-Za-z0-9._-]{0,12}\Z")
 SPACES = st.text(" \t", min_size=1, max_size=3)

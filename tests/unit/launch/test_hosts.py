@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from tests.support.launched import stub_ssh
 from zeroshard.launch import connection, hosts, on_host
 from zeroshard.launch.cli import build_parsers
-from zeroshard.launch.options import UsageError, parse_run
+from zeroshard.launch.options import parse_run
 from zeroshard.launch.outcome import Outcome
 from zeroshard.launch.supervisor import Failure
 from zeroshard.system.this_host import interface_towards
+from zeroshard.terminal import UsageError
 
 MARK = "it-was-run"
 SHOW = """

@@ -17,11 +17,10 @@ from zeroshard.launch.options import (
     RUN,
     TORCHRUN_FLAGS,
     TORCHRUN_VALUES,
-    LineParser,
     RunOptions,
-    UsageError,
     parse_run,
 )
+from zeroshard.terminal import LineParser, UsageError
 
 SCRIPT = __file__
 

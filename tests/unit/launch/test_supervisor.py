@@ -22,71 +22,40 @@ from zeroshard.launch.supervisor import (
 )
 
 
-def _first(*failures: Failure) -> int:
-    return blame_order(list(failures))[0].rank
+def _of(rank: int, at: float, status: int | None, message: str = "", **more: bool) -> Failure:
+    return Failure(rank, 10 + rank, at, status, message, **more)
 
 
-def test_the_earliest_report_is_to_blame() -> None:
-    assert (
-        _first(
-            Failure(0, 10, at=2.0, status=1, message="b"),
-            Failure(1, 11, at=1.0, status=1, message="a"),
-        )
-        == 1
-    )
+_RESET = "connection reset"
 
 
-def test_a_killed_rank_is_to_blame_although_its_peer_reported_sooner() -> None:
-    assert (
-        _first(
-            Failure(0, 10, at=1.00, status=1, message="connection reset"),
-            Failure(1, 11, at=1.02, status=-signal.SIGKILL),
-        )
-        == 1
-    )
-
-
-def test_an_abort_or_a_sigterm_may_be_a_consequence() -> None:
-    for number in (signal.SIGABRT, signal.SIGTERM):
-        assert (
-            _first(
-                Failure(0, 10, at=1.00, status=1, message="ValueError"),
-                Failure(1, 11, at=1.02, status=-number),
-            )
-            == 0
-        )
-
-
-def test_a_silent_exit_is_to_blame_only_when_the_report_came_just_before_it() -> None:
-    silent = Failure(1, 11, at=1.02, status=5)
-    assert _first(Failure(0, 10, at=1.0, status=1, message="connection reset"), silent) == 1
-    assert _first(Failure(0, 10, at=0.5, status=1, message="ValueError"), silent) == 0
-
-
-def test_a_rank_that_lost_a_peer_is_not_to_blame() -> None:
-    lost = Failure(
-        0, 10, at=1.0, status=71, message="PeerLostError: rank 1 has ended", consequence=True
-    )
-    assert _first(lost, Failure(1, 11, at=1.5, status=1, message="ValueError")) == 1
+@pytest.mark.parametrize(
+    ("first", "second", "blamed"),
+    [
+        (_of(0, 2.0, 1, "b"), _of(1, 1.0, 1, "a"), 1),  # the earliest report
+        # a peer reports a killed rank's connections sooner
+        (_of(0, 1.0, 1, _RESET), _of(1, 1.02, -signal.SIGKILL), 1),
+        # which an abort or a SIGTERM may be a consequence of
+        (_of(0, 1.0, 1, "ValueError"), _of(1, 1.02, -signal.SIGABRT), 0),
+        (_of(0, 1.0, 1, "ValueError"), _of(1, 1.02, -signal.SIGTERM), 0),
+        # a silent exit only when the report came just before it
+        (_of(0, 1.0, 1, _RESET), _of(1, 1.02, 5), 1),
+        (_of(0, 0.5, 1, "ValueError"), _of(1, 1.02, 5), 0),
+        # a rank that lost a peer never before it
+        (_of(0, 1.0, 71, "PeerLostError", consequence=True), _of(1, 1.5, 1, "ValueError"), 1),
+    ],
+)
+def test_the_failure_that_is_no_consequence_is_to_blame(
+    first: Failure, second: Failure, blamed: int
+) -> None:
+    assert blame_order([first, second])[0].rank == blamed
 
 
 @pytest.mark.parametrize(
     ("status", "code"),
     [
-        (0, 71),
-        (1, 1),
-        (5, 1),
-        (2, 1),
-        (3, 3),
-        (70, 70),
-        (71, 71),
-        (72, 72),
-        (73, 73),
-        (74, 74),
-        (75, 75),
-        (-9, 137),
-        (-11, 139),
-        (None, 1),
+        *((0, 71), (1, 1), (5, 1), (2, 1), (3, 3), (70, 70), (71, 71), (72, 72), (73, 73)),
+        *((74, 74), (75, 75), (-9, 137), (-11, 139), (None, 1)),
     ],
 )
 def test_exit_codes_are_those_of_the_contract(status: int | None, code: int) -> None:

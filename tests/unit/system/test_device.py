@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.checkpoint.rank_part import generators, restore_generators
+from zeroshard.commands import doctor
 from zeroshard.errors import ConfigError
-from zeroshard.launch import doctor
 from zeroshard.memory import mark, pinned_pages
 from zeroshard.planner import modules
 from zeroshard.planner.machine import nearest_preset

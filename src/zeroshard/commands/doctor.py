@@ -154,7 +154,7 @@ def _steps(found: dict[str, Any], disk: Path | None) -> Iterator[tuple[str, str,
     """Yield what is measured: its kind, its name, and a function that does it."""
     import torch
 
-    from zeroshard.launch import probes
+    from zeroshard.commands import probes
 
     devices = [torch.device("cpu")]
     devices += [torch.device(_place(one)) for one in found["devices"][:1]]

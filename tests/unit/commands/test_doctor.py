@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from zeroshard._version import __version__
-from zeroshard.launch import cli, doctor, probes
+from zeroshard.commands import doctor, probes
+from zeroshard.launch import cli
 from zeroshard.planner.machine import machine_of
 from zeroshard.tier.swapdir import SwapDirectory
 

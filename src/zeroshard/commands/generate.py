@@ -403,26 +403,24 @@ class _GenerateRun:
         mask = [[0] * (width - len(one)) + [1] * len(one) for one in ids]
         ends = end_tokens(self.generation)
         model.generation_config = self.generation
+        cache = None
+        if self.kv_bytes is not None:
+            from zeroshard.integrations.kv_cache import KVCache
+
+            cache = KVCache(self.model.config, device_bytes=self.kv_bytes)
         has_beams = (self.generation.num_beams or 1) > 1
         why = f"{self.model.path}: generate() of Transformers refuses how it says to generate"
         with refusals(why, (ValueError, TypeError, NotImplementedError)):
             out: torch.Tensor = model.generate(
                 torch.tensor(padded, device=device),
                 attention_mask=torch.tensor(mask, device=device),
-                past_key_values=self._cache(),
+                past_key_values=cache,
                 synced_gpus=self.engine.world > 1,
                 streamer=None if has_beams else _Advance(self.advance),
                 tokenizer=self.prompts.tokenizer,
                 trust_remote_code=False,
             )
         return [_until(row[width:].tolist(), ends) for row in out]
-
-    def _cache(self) -> Any:
-        if self.kv_bytes is None:
-            return None
-        from zeroshard.integrations.kv_cache import KVCache
-
-        return KVCache(self.model.config, device_bytes=self.kv_bytes)
 
 
 @dataclass(frozen=True)

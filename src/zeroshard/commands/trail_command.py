@@ -36,7 +36,6 @@ from zeroshard.core.trail import (
     REPLAY_FILE,
     REPLAY_VARIABLE,
     Comparison,
-    Difference,
     Replay,
     Trail,
     compare,
@@ -125,7 +124,23 @@ def _report(found: Comparison, runs: Sequence[Path], arguments: argparse.Namespa
             {
                 "equal": first is None,
                 "steps": list(found.steps),
-                "first": None if first is None else _as_json(first, runs),
+                "first": None
+                if first is None
+                else {
+                    "step": first.step,
+                    "phase": first.phase.partition(" ")[0],
+                    "leaf": first.leaf,
+                    "unit": first.unit,
+                    "meaning": first.meaning,
+                    "holders": [
+                        {"run": str(runs[each.run]), "ranks": each.ranks, "value": each.value}
+                        for each in first.holders
+                    ],
+                    "suspects": {
+                        str(run): list(ranks)
+                        for run, ranks in zip(runs, first.suspects, strict=True)
+                    },
+                },
                 "differences": len(found.differences),
                 "notes": list(found.notes),
             }
@@ -157,21 +172,6 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _as_json(one: Difference, runs: Sequence[Path]) -> dict[str, Any]:
-    return {
-        "step": one.step,
-        "phase": one.phase.partition(" ")[0],
-        "leaf": one.leaf,
-        "unit": one.unit,
-        "meaning": one.meaning,
-        "holders": [
-            {"run": str(runs[each.run]), "ranks": each.ranks, "value": each.value}
-            for each in one.holders
-        ],
-        "suspects": {str(run): list(ranks) for run, ranks in zip(runs, one.suspects, strict=True)},
-    }
-
-
 # ------------------------------------------------------------------ replay
 
 
@@ -200,7 +200,8 @@ def _replay(arguments: argparse.Namespace) -> int:
         if arguments.checkpoint is not None:
             again[arguments.checkpoint.resolve()] = work / "checkpoint"
         script = [_in_place(word, again) for word in arguments.script]
-        if script == arguments.script or not _names(arguments.script, run):
+        instead = {run.resolve(): Path()}
+        if all(_in_place(word, instead) == word for word in arguments.script):
             raise UsageError(
                 f"replay: none of the script's arguments is {run}: the script writes its trail"
                 " there, and the replay's elsewhere"
@@ -251,10 +252,6 @@ def _in_place(word: str, again: dict[Path, Path]) -> str:
     before, equals, path = word.rpartition("=") if word.startswith("-") else ("", "", word)
     other = again.get(Path(path).resolve()) if path else None
     return word if other is None else f"{before}{equals}{other}"
-
-
-def _names(words: Sequence[str], run: Path) -> bool:
-    return any(_in_place(word, {run.resolve(): Path()}) != word for word in words)
 
 
 def _run(script: Sequence[str], nproc: int, work: Path, step: int, threads: str) -> Trail:

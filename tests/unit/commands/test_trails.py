@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zeroshard.launch import trail_command
+from zeroshard.commands import trail_command
 from zeroshard.launch.cli import main
 
 HEADER = {

@@ -281,7 +281,11 @@ def analyse(timelines: Sequence[Timeline]) -> TraceReport:
             for (unit, lane), seconds in by_length
         ),
         ranks=ranks,
-        peak_bytes=_peak(steps[0].timeline),
+        peak_bytes=max(
+            (level.num_bytes for level in steps[0].timeline.levels),
+            key=lambda by: sum(by.values()),
+            default={},
+        ),
         costs=(),
     )
     return replace(report, costs=tuple(_costs(report, steps)))
@@ -376,12 +380,6 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _peak(timeline: Timeline) -> Mapping[str, float]:
-    if not timeline.levels:
-        return {}
-    return max((level.num_bytes for level in timeline.levels), key=lambda by: sum(by.values()))
-
-
 # ------------------------------------------------------------------ in words
 
 
@@ -395,7 +393,10 @@ def _costs(report: TraceReport, steps: Sequence[_StepSpans]) -> list[str]:
     for lane, (what, hint) in _WAITS.items():
         own = [one for one in report.exposed if one.lane == lane]
         seconds = sum(one.seconds for one in own) * (share if lane in _WIRES else 1.0)
-        found.append((seconds, _waiting(report, seconds, what, own, hint)))
+        units = [one.unit for one in own if not one.unit.startswith("(")]
+        most = f", most of it for unit {units[0]!r}" if units else ""
+        sentence = f"Compute waits for {what}, {_of(report, seconds)}{most}: {hint}."
+        found.append((seconds, sentence))
     work = report.parts_s["forward"] + report.parts_s["backward"]
     for seconds, what, hint in (
         (
@@ -418,14 +419,6 @@ def _costs(report: TraceReport, steps: Sequence[_StepSpans]) -> list[str]:
         found.append((seconds, f"{what} {_of(report, seconds)}: {hint}."))
     longest = sorted((one for one in found if one[0] > 0.0), key=lambda one: -one[0])
     return [sentence for _, sentence in longest[:3]]
-
-
-def _waiting(
-    report: TraceReport, seconds: float, what: str, own: Sequence[Exposed], hint: str
-) -> str:
-    units = [one for one in own if not one.unit.startswith("(")]
-    most = f", most of it for unit {units[0].unit!r}" if units else ""
-    return f"Compute waits for {what}, {_of(report, seconds)}{most}: {hint}."
 
 
 def _late_ranks(report: TraceReport, steps: Sequence[_StepSpans]) -> str:
@@ -481,7 +474,10 @@ def draw_lanes(panels: Mapping[str, Timeline], path: Path) -> None:
     import matplotlib.patches
 
     figures, patches = _figures(), matplotlib.patches
-    rows = {title: _rows(timeline) for title, timeline in panels.items()}
+    rows = {
+        title: [lane for lane in LANES if any(event.lane == lane for event in one.events)]
+        for title, one in panels.items()
+    }
     stop = max(timeline.stop for timeline in panels.values()) * 1e3
     units = list(dict.fromkeys(e.unit for one in panels.values() for e in one.events if e.unit))
     colours = _colours(units)
@@ -592,11 +588,6 @@ def _label(name: str) -> str:
     """Return a name from a trace as matplotlib draws it: no formulas, one line."""
     line = printable(name).replace("\n", " ").replace("\t", " ")
     return line[:_MOST_IN_LABEL].replace("$", r"\$")
-
-
-def _rows(timeline: Timeline) -> list[str]:
-    used = {event.lane for event in timeline.events}
-    return [lane for lane in LANES if lane in used]
 
 
 def _colours(units: Sequence[str]) -> dict[str, Any]:

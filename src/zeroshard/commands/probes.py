@@ -3,7 +3,7 @@
 Between two ranks collectives are measured: processes of this module, which meet in a file in
 DIRECTORY. Rank 0 prints its answer as one line of JSON.
 
-    python -m zeroshard.launch.probes DIRECTORY RANK TRANSPORT...
+    python -m zeroshard.commands.probes DIRECTORY RANK TRANSPORT...
 
 The transports are the library's own (comm/transport.py): these are the rates that a gather and a
 reduce get.
@@ -94,7 +94,7 @@ def collectives(*transports: str) -> list[dict[str, Any]]:
     collective of `transports` between 2 ranks on this host. Raises RuntimeError where that fails.
     """
     with tempfile.TemporaryDirectory(prefix="zeroshard-doctor-") as directory:
-        command = [sys.executable, "-m", "zeroshard.launch.probes", directory]
+        command = [sys.executable, "-m", "zeroshard.commands.probes", directory]
         ranks = [
             subprocess.Popen(
                 [*command, str(rank), *transports], stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from zeroshard.commands.report import analyse, step_spans, within
 from zeroshard.core.timeline import Event, Level, Timeline
 from zeroshard.launch.cli import main
-from zeroshard.launch.report import analyse, step_spans, within
 
 MS = 1e-3
 TRACE = "rank-00000.json"
@@ -188,7 +188,7 @@ def test_a_pipe_and_a_file_without_end_are_one_line(
     assert error.count("\n") == 1
     (tmp_path / TRACE).unlink()
     (tmp_path / TRACE).write_text(json.dumps(_timeline().to_chrome()))
-    monkeypatch.setattr("zeroshard.launch.report._MOST_BYTES", 100)
+    monkeypatch.setattr("zeroshard.commands.report._MOST_BYTES", 100)
     assert main(["report", str(tmp_path)]) == 2
     assert "it has more than 100 bytes" in capsys.readouterr().err
 
