@@ -66,21 +66,16 @@ def _recurrent(args: Sequence[Any]) -> float:
     return 2.0 * tokens * num_weights
 
 
-def _attention(args: Sequence[Any]) -> float:
-    shapes = (tensor.shape for tensor in args[:3])  # query, key, value
-    return float(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
-
-
-def _attention_backward(args: Sequence[Any]) -> float:
-    shapes = (tensor.shape for tensor in args[:4])  # gradient, query, key, value
-    return float(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
-
-
 _OF_THE_CPU: dict[Any, Callable[[Sequence[Any]], float]] = {
     _aten.mkldnn_rnn_layer: _recurrent,
     _aten.mkldnn_rnn_layer_backward: lambda args: 2 * _recurrent(args),
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    # query, key, value; in the backward after the gradient
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda args: float(
+        sdpa_flop_count(*(tensor.shape for tensor in args[:3]))  # type: ignore[no-untyped-call]
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda args: float(
+        sdpa_backward_flop_count(*(one.shape for one in args[:4]))  # type: ignore[no-untyped-call]
+    ),
 }
 
 
