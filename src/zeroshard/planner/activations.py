@@ -115,7 +115,9 @@ def trace_activations(
         step = _TracedStep(model, events, loss)
         arguments = tree_map_only(torch.Tensor, _imitation, inputs)
         stack.enter_context(_hooked(model, plans, events, training))
-        stack.enter_context(_training(model))
+        for module in model.modules():  # all of it in training mode
+            stack.callback(setattr, module, "training", module.training)
+            module.training = True
         with counted, torch.enable_grad():
             torch.func.functional_call(step, tensors, (arguments,))
     return ActivationTrace(
@@ -133,19 +135,6 @@ def _imitation(tensor: torch.Tensor) -> torch.Tensor:
     """Return a fake tensor of the same shape and dtype, on the CPU."""
     out = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
     return out.requires_grad_(tensor.requires_grad) if tensor.is_leaf else out
-
-
-@contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """Have `model` and all its parts in training mode inside."""
-    others = [module for module in model.modules() if not module.training]
-    for module in others:
-        module.training = True
-    try:
-        yield
-    finally:
-        for module in others:
-            module.training = False
 
 
 class _TracedStep(nn.Module):

@@ -1,8 +1,9 @@
-"""One grid of ranks, tp x pp x dp, planned: bytes of the rank that takes most, and the step.
+"""Ranks, planned: data parallel ones alone, or a grid tp x pp x dp; bytes of the rank that takes
+most, and the step.
 
-The data parallel part is planned as ever (exact.py, peak.py), on the parameters that one rank along
-``tp`` and one stage have (axes.py) and on their share of the machine. Of a pipeline the first and
-the last rank are planned: the first has most layers, most micro-batches in flight and the
+Of a grid the data parallel part is planned as ever (exact.py, peak.py), on the parameters that one
+rank along ``tp`` and one stage have (axes.py) and on their share of the machine. Of a pipeline the
+first and the last rank are planned: the first has most layers, most micro-batches in flight and the
 embedding, the last one the output layer and the logits; the one that takes more of the device is
 shown. Without a pipeline the step is simulated unit by unit (simulate.py), with one stage by stage
 (pipeline_time.py).
@@ -132,7 +133,7 @@ class GridPlan(RanksPlan):
     # ------------------------------------------------------------------------------ bytes
 
     @cached_property
-    def _ranks(self) -> dict[int, LaidOut]:
+    def ranks(self) -> dict[int, LaidOut]:
         """The first and the last rank of the pipeline; its stages together are one model."""
         out = {}
         for rank in dict.fromkeys((0, self.grid.pp - 1)):
@@ -166,7 +167,7 @@ class GridPlan(RanksPlan):
 
     def worst(self, policy: Policy) -> RankPlan:
         plans = []
-        for rank, laid_out in self._ranks.items():
+        for rank, laid_out in self.ranks.items():
             rest = rest_bytes(laid_out, policy, self.training)
             held = self._in_flight(rank, policy) if self.grid.pp > 1 else None
             peak = peak_bytes(laid_out, policy, self.share, self.training, rest, held=held)
@@ -174,7 +175,7 @@ class GridPlan(RanksPlan):
         return max(plans, key=lambda one: one.peak.total)
 
     def rests(self, policy: Policy) -> Iterator[StateBytes]:
-        for laid_out in self._ranks.values():
+        for laid_out in self.ranks.values():
             yield rest_bytes(laid_out, policy, self.training)
 
     def _in_flight(self, rank: int, policy: Policy) -> InFlight:
@@ -270,7 +271,7 @@ class GridPlan(RanksPlan):
         if mesh.num_nodes == 1:
             return computing
         size = self.training.formats(None).weight.bytes_per_element
-        moved = 2 * size * self._ranks[0].model.numel / mesh.node_size
+        moved = 2 * size * self.ranks[0].model.numel / mesh.node_size
         part = (mesh.num_nodes - 1) / mesh.num_nodes
         return max(computing, part * moved / (speeds.network * speeds.bandwidth_efficiency))
 

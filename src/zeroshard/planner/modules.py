@@ -336,7 +336,26 @@ def decide(
     `check` raises ConfigError for settings that cannot be run; such rows are passed over. Raises
     ConfigError where nothing fits.
     """
-    machine = _machine(everyone, node_size)
+    # rank 0's machine with as many GPUs as ranks, each with what is free on the rank that has
+    # least, less the reserve
+    first = everyone[0]
+    local = first["node_size"] if node_size is None else node_size
+    on_accelerator = first["device_memory"] is not None
+
+    def least(name: str) -> int:
+        return int(min(one[name] for one in everyone) * (1 - RESERVE))
+
+    host = least("host_memory") * local
+    machine = Machine(
+        name=first["machine"],
+        gpus=len(everyone),
+        node_size=local,
+        gpu_memory=least("device_memory") if on_accelerator else host,
+        host_memory=host,
+        disk=least("disk") * local,
+        speeds=Speeds(**first["speeds"]),
+        accelerator=on_accelerator,
+    )
     training = _training(optimizer, settings)
     # no activations; of whatever model, a step is taken to be of tokens
     shape = replace(
@@ -379,7 +398,7 @@ def decide(
         plan = make_plan(shape, machine, training, way)
         if plan.recommended.row is not None:
             break
-    advice, machine, row = plan.recommended, plan.machine, plan.recommended.row
+    advice, row = plan.recommended, plan.recommended.row
     if row is None:
         disk = "" if settings.offload.disk_path else " (a disk is named by offload.disk_path)"
         raise ConfigError(
@@ -416,30 +435,6 @@ def _with_row(settings: Config, policy: Policy, machine: Machine) -> Config:
 
 
 # ------------------------------------------------------------------ the plan's input
-
-
-def _machine(everyone: Sequence[dict[str, Any]], node_size: int | None) -> Machine:
-    """Return rank 0's machine with as many GPUs as ranks, each with what is free on the rank that
-    has least, less the reserve.
-    """
-    world, first = len(everyone), everyone[0]
-    local = first["node_size"] if node_size is None else node_size
-    on_device = first["device_memory"] is not None
-
-    def least(name: str) -> int:
-        return int(min(one[name] for one in everyone) * (1 - RESERVE))
-
-    host = least("host_memory") * local
-    return Machine(
-        name=first["machine"],
-        gpus=world,
-        node_size=local,
-        gpu_memory=least("device_memory") if on_device else host,
-        host_memory=host,
-        disk=least("disk") * local,
-        speeds=Speeds(**first["speeds"]),
-        accelerator=on_device,
-    )
 
 
 def _training(optimizer: torch.optim.Optimizer | None, settings: Config) -> Training:
