@@ -51,7 +51,7 @@ POOLS = (
     "comm/cpu/slots.py SlotPool",
     "tier/transfer.py Staging",
     "optim/runner.py _Buffers",
-    "planner/buckets.py _PlannedPool",
+    "planner/replay.py _PlannedPool",
 )
 # What fails, or differs, on one rank raises on all: the functions that see to it.
 FAILS_ON_ALL = (

@@ -27,11 +27,11 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.policy import ROWS
 from zeroshard.planner import ModelShape
 from zeroshard.planner.activations import trace_activations
-from zeroshard.planner.buckets import TransportTraits
 from zeroshard.planner.durations import Durations
 from zeroshard.planner.exact import LaidOut, rest_bytes, with_budget
 from zeroshard.planner.modules import shape_of_module, shape_with_activations
 from zeroshard.planner.peak import Playback, closed_form, peak_bytes
+from zeroshard.planner.replay import TransportTraits
 
 Tiers = tuple[Tier, Tier, Tier]
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -247,7 +247,7 @@ def _predicted(way: Way, case: Case) -> tuple[int, int]:
     for _ in range(3):
         playback.reduced.drop()
         for sync in (False,) * (training.micro_batches - 1) + (True,):
-            for _ in playback.run(trace, sync=sync):
+            for _ in playback.play(trace, sync=sync):
                 pass
         playback.reduced.wait()
     return peak.total + peak.host, playback.metered

@@ -68,7 +68,7 @@ def _differences(rank: int, world: int, name: str, rows: list[str]) -> list[Any]
         dp = own.engine.rank
         own.engine.close()
 
-        rest = rest_bytes(plan.laid_out_of(pp), policy, plan.training, dp)
+        rest = rest_bytes(plan.ranks[pp], policy, plan.training, dp)
         planned = {s: {t.value: n for t, n in by.items()} for s, by in rest.items() if by}
         payload = report.total - report.bytes.get("exchange", 0)
         routes = plan.axis_bytes(pp, plan.traffic(pp, policy))["dp"]

@@ -267,7 +267,16 @@ class _Lanes:
             now = self._ends[0][0]
             ranks: dict[int, None] = {}  # they can start a job now
             while self._ends and self._ends[0][0] <= now:
-                ranks |= self._end(heappop(self._ends)[1], now)
+                number = heappop(self._ends)[1]
+                names = self._names(number)
+                self._busy.difference_update(names)
+                self._freed_by.update(dict.fromkeys(names, number))
+                ranks[self.jobs[number].rank] = None
+                for other in self._followers[number]:
+                    self._missing[other] -= 1
+                    self._ready[other] = now
+                    self.causes[other] = number
+                    ranks[self.jobs[other].rank] = None
             for rank in ranks:
                 self._start(now, rank)
         left = any(queue for queues in self._queues.values() for queue in queues.values())
@@ -307,19 +316,6 @@ class _Lanes:
 
     def _stopped(self, number: int) -> float:
         return self.starts[number] + self.jobs[number].task.duration if number >= 0 else -1.0
-
-    def _end(self, number: int, now: float) -> dict[int, None]:
-        """End a job; return the ranks that may start others."""
-        names = self._names(number)
-        self._busy.difference_update(names)
-        self._freed_by.update(dict.fromkeys(names, number))
-        ranks = {self.jobs[number].rank: None}
-        for other in self._followers[number]:
-            self._missing[other] -= 1
-            self._ready[other] = now
-            self.causes[other] = number
-            ranks[self.jobs[other].rank] = None
-        return ranks
 
 
 def run_jobs(jobs: Sequence[LaneJob]) -> JobTimes:

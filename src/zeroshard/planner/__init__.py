@@ -8,8 +8,8 @@ machine.py      GPUs, links, host, disk; presets in machines.toml, or this machi
                 doctor` has measured it
 axes.py         tensor and pipeline parallelism: grids of ranks, and the part of one
 exact.py        bytes at rest and on the wire, as the engine's: from core/
-peak.py         peaks: a model, said in docs/planner.md; activations in closed form; buckets.py:
-                the buffers of a unit
+replay.py       the engine's schedule, asked once: bytes and jobs are two readings of it
+peak.py         peaks: a model, said in docs/planner.md; activations in closed form
 simulate.py     one step, simulated: durations.py says how long its parts take (and a checkpoint),
                 core/timeline.py when they run; pipeline_time.py: of a pipeline
 rows.py         one line: a row, its tiers, bytes and seconds; ranks that are not alike

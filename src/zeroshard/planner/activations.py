@@ -66,21 +66,16 @@ def _recurrent(args: Sequence[Any]) -> float:
     return 2.0 * tokens * num_weights
 
 
-def _attention(args: Sequence[Any]) -> float:
-    shapes = (tensor.shape for tensor in args[:3])  # query, key, value
-    return float(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
-
-
-def _attention_backward(args: Sequence[Any]) -> float:
-    shapes = (tensor.shape for tensor in args[:4])  # gradient, query, key, value
-    return float(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
-
-
 _OF_THE_CPU: dict[Any, Callable[[Sequence[Any]], float]] = {
     _aten.mkldnn_rnn_layer: _recurrent,
     _aten.mkldnn_rnn_layer_backward: lambda args: 2 * _recurrent(args),
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    # query, key, value; in the backward after the gradient
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda args: float(
+        sdpa_flop_count(*(tensor.shape for tensor in args[:3]))  # type: ignore[no-untyped-call]
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda args: float(
+        sdpa_backward_flop_count(*(one.shape for one in args[:4]))  # type: ignore[no-untyped-call]
+    ),
 }
 
 
@@ -120,7 +115,9 @@ def trace_activations(
         step = _TracedStep(model, events, loss)
         arguments = tree_map_only(torch.Tensor, _imitation, inputs)
         stack.enter_context(_hooked(model, plans, events, training))
-        stack.enter_context(_training(model))
+        for module in model.modules():  # all of it in training mode
+            stack.callback(setattr, module, "training", module.training)
+            module.training = True
         with counted, torch.enable_grad():
             torch.func.functional_call(step, tensors, (arguments,))
     return ActivationTrace(
@@ -138,19 +135,6 @@ def _imitation(tensor: torch.Tensor) -> torch.Tensor:
     """Return a fake tensor of the same shape and dtype, on the CPU."""
     out = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
     return out.requires_grad_(tensor.requires_grad) if tensor.is_leaf else out
-
-
-@contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """Have `model` and all its parts in training mode inside."""
-    others = [module for module in model.modules() if not module.training]
-    for module in others:
-        module.training = True
-    try:
-        yield
-    finally:
-        for module in others:
-            module.training = False
 
 
 class _TracedStep(nn.Module):

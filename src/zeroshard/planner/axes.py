@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -27,7 +27,6 @@ from zeroshard.planner.model import (
     Decoder,
     GroupShape,
     ModelShape,
-    Shape,
     Training,
     UnitShape,
     pack_units,
@@ -125,10 +124,43 @@ def grids(axes: Axes, model: ModelShape, machine: Machine, training: Training) -
     a pipeline of tp x pp GPUs runs tp x pp times as many. Raises ConfigError for numbers that do
     not fit the machine or the model.
     """
-    _check(axes, model, machine)
-    out = []
+    given = {name: size for name in ("tp", "pp") if isinstance(size := getattr(axes, name), int)}
+    size = math.prod(given.values())
+    named = " x ".join(f"{name}={number}" for name, number in given.items() if number > 1)
+    if size > machine.gpus:
+        raise ConfigError(f"{named} takes {size} GPUs: there are {machine.gpus}")
+    if machine.gpus % size:
+        raise ConfigError(f"{named} does not divide gpus={machine.gpus}: every data parallel rank"
+                          f" takes {size}")  # fmt: skip
+    width, decoder = given.get("tp", 1), model.decoder
+    if width > 1 and decoder is None:
+        raise ConfigError(
+            f"tp={width} needs a decoder's sizes, which {model.name} does not tell: plan a"
+            " config.json, or --params"
+        )
+    heads: list[tuple[str, int]] = []  # which tp divides; none of a model that is only assumed
+    if decoder is not None and not is_assumed(model):
+        heads = [("attention heads", decoder.heads), ("key-value heads", decoder.kv_heads)]
+    for what, number in heads if width > 1 else ():
+        if number % width:
+            raise ConfigError(f"tp={width} does not divide the {number} {what} of {model.name}")
     layers, chunks = len(layer_numbers(model)), axes.pipeline.chunks
-    for tp in _tensors(axes, model, machine) if axes.tp == AUTO else [axes.tp]:
+    if given.get("pp", 1) > 1 and given["pp"] * chunks > layers:
+        raise ConfigError(
+            f"pp={given['pp']} makes {given['pp'] * chunks} stages: {model.name} has {layers}"
+            " layers, and every stage needs one"
+        )
+
+    tensors: list[int | str] = [axes.tp]
+    if axes.tp == AUTO:  # in one node
+        tensors = [
+            tp
+            for tp in range(1, machine.node_size + 1)
+            if tp == 1
+            or (decoder and machine.node_size % tp == 0 and not any(one % tp for _, one in heads))
+        ]
+    out = []
+    for tp in tensors:
         ranks, depths = machine.gpus // int(tp), [axes.pp]
         if axes.pp == AUTO:  # with stages that are about equally large
             depths = [
@@ -155,49 +187,6 @@ def grids(axes: Axes, model: ModelShape, machine: Machine, training: Training) -
                 continue
             out.append(one)
     return tuple(out)
-
-
-def _check(axes: Axes, model: ModelShape, machine: Machine) -> None:
-    """Raise ConfigError for a number that the machine or the model does not allow."""
-    given = {name: size for name in ("tp", "pp") if isinstance(size := getattr(axes, name), int)}
-    size = 1
-    for number in given.values():
-        size *= number
-    named = " x ".join(f"{name}={number}" for name, number in given.items() if number > 1)
-    if size > machine.gpus:
-        raise ConfigError(f"{named} takes {size} GPUs: there are {machine.gpus}")
-    if machine.gpus % size:
-        raise ConfigError(f"{named} does not divide gpus={machine.gpus}: every data parallel rank"
-                          f" takes {size}")  # fmt: skip
-    tp = given.get("tp", 1)
-    if tp > 1 and model.decoder is None:
-        raise ConfigError(f"tp={tp} needs a decoder's sizes, which {model.name} does not tell: plan"
-                          " a config.json, or --params")  # fmt: skip
-    for what, heads in _heads(model) if tp > 1 else ():
-        if heads % tp:
-            raise ConfigError(f"tp={tp} does not divide the {heads} {what} of {model.name}")
-    stages, layers = given.get("pp", 1) * axes.pipeline.chunks, len(layer_numbers(model))
-    if given.get("pp", 1) > 1 and stages > layers:
-        raise ConfigError(
-            f"pp={given['pp']} makes {stages} stages: {model.name} has {layers} layers, and every"
-            " stage needs one"
-        )
-
-
-def _heads(model: ModelShape) -> list[tuple[str, int]]:
-    """Return what tensor parallelism has to divide: nothing of a model that is only assumed."""
-    decoder = model.decoder
-    if decoder is None or is_assumed(model):
-        return []
-    return [("attention heads", decoder.heads), ("key-value heads", decoder.kv_heads)]
-
-
-def _tensors(axes: Axes, model: ModelShape, machine: Machine) -> Iterator[int]:
-    """Yield the numbers of tensor parallel ranks that lie in one node and divide the heads."""
-    for tp in range(1, machine.node_size + 1):
-        fits = machine.node_size % tp == 0
-        if tp == 1 or (model.decoder and fits and not any(h % tp for _, h in _heads(model))):
-            yield tp
 
 
 # ----------------------------------------------------------------------------- the part of one rank
@@ -235,13 +224,15 @@ def cut_tensors(model: ModelShape, ranks: int) -> ModelShape:
     if ranks == 1:
         return model
 
-    def part(group: GroupShape) -> GroupShape:
-        shapes = tuple((name, _part(name, shape, ranks)) for name, shape in group.shapes)
-        return replace(group, shapes=shapes)
-
-    units = [
-        replace(unit, groups=tuple(part(group) for group in unit.groups)) for unit in model.units
-    ]
+    units = []
+    for unit in model.units:
+        groups = (
+            replace(
+                group, shapes=tuple((name, _part(name, of, ranks)) for name, of in group.shapes)
+            )
+            for group in unit.groups
+        )
+        units.append(replace(unit, groups=tuple(groups)))
     inner = model.decoder
     if inner is not None:
         inner = replace(
@@ -294,7 +285,12 @@ def cut_stages(model: ModelShape, stages: int) -> list[ModelShape]:
     if stages > 1 and ties:  # the embedding is the output layer: it gets one of its own
         head = replace(first.groups[0], shapes=((_HEAD, first.groups[0].shapes[0][1]),))
         units = [replace(first, uses=1), *units[1:], UnitShape(_HEAD, (head,))]
-    units = _with_lookups(units, layers)
+    # tables before the layers are looked up in, not multiplied by, where an output layer follows
+    follows = units[layers[-1] + 1 :] if layers else []
+    if any(_tables(group) for unit in follows for group in unit.groups):
+        for number in range(layers[0]):
+            groups = (replace(one, looked_up=_tables(one)) for one in units[number].groups)
+            units[number] = replace(units[number], groups=tuple(groups))
     least, more = divmod(len(layers), stages)
     counts = [least + (stage < more) for stage in range(stages)]
     ends = [layers[sum(counts[: stage + 1]) - 1] + 1 for stage in range(stages - 1)]
@@ -328,21 +324,6 @@ def is_assumed(model: ModelShape) -> bool:
     return model.units[0].name == "embedding"
 
 
-def _with_lookups(units: list[UnitShape], layers: Sequence[int]) -> list[UnitShape]:
-    """Return the units, in which tables before the layers are looked up in, not multiplied by,
-    where an output layer follows the layers.
-    """
-    follows = units[layers[-1] + 1 :] if layers else []
-    tables = [group for unit in follows for group in unit.groups if _tables(group)]
-    if not tables or not layers:
-        return units
-    out = list(units)
-    for number in range(layers[0]):
-        groups = (replace(one, looked_up=_tables(one)) for one in units[number].groups)
-        out[number] = replace(units[number], groups=tuple(groups))
-    return out
-
-
 def _tables(group: GroupShape) -> int:
     """Return the elements of a group's matrices over the vocabulary, or over positions."""
     kinds = (*_VOCABULARY, "wpe", "position")
@@ -361,33 +342,20 @@ def _packed(units: Sequence[UnitShape]) -> tuple[UnitShape, ...]:
     if len(kinds) != 1 or any(len(unit.groups) > 1 for unit in units):
         return tuple(units)
     blocks = [unit.name for unit in units if _NUMBERED.fullmatch(unit.name)]
-    again = pack_units([shape for unit in units for shape in _shapes(unit)], blocks)
-    looked_up = {
-        name for unit in units for group in unit.groups if group.looked_up
-        for name, _ in group.shapes
-    }  # fmt: skip
+    before = [group for unit in units for group in unit.groups]
+    looked_up = {name for one in before if one.looked_up for name, _ in one.shapes}
     uses = {unit.groups[0].shapes[0][0]: unit.uses for unit in units}
     ((dtype, trained),) = kinds
-    return tuple(
-        UnitShape(
-            unit.name,
-            tuple(_kept(group, dtype, trained, looked_up) for group in unit.groups),
-            uses.get(unit.groups[0].shapes[0][0], 1),
-        )
-        for unit in again
-    )
-
-
-def _kept(group: GroupShape, dtype: str | None, trained: bool, looked_up: set[str]) -> GroupShape:
-    """Return a group that was packed anew, of the kind that it was."""
-    own = replace(group, dtype=dtype, trained=trained)
-    is_looked_up = any(name in looked_up for name, _ in group.shapes)
-    return replace(own, looked_up=_tables(own)) if is_looked_up else own
-
-
-def _shapes(unit: UnitShape) -> Iterator[Shape]:
-    for group in unit.groups:
-        yield from group.shapes
+    out = []
+    for unit in pack_units([shape for one in before for shape in one.shapes], blocks):
+        groups = []
+        for group in unit.groups:
+            is_looked_up = any(name in looked_up for name, _ in group.shapes)
+            found = _tables(group) if is_looked_up else 0
+            groups.append(replace(group, dtype=dtype, trained=trained, looked_up=found))
+        first = unit.groups[0].shapes[0][0]
+        out.append(UnitShape(unit.name, tuple(groups), uses.get(first, 1)))
+    return tuple(out)
 
 
 def _scaled(model: ModelShape, units: tuple[UnitShape, ...], decoder: Decoder | None) -> ModelShape:

@@ -56,14 +56,6 @@ def activation_bytes(model: ModelShape, training: Training) -> int:
     return round(model.decoder.hidden * training.tokens * size)
 
 
-def send_seconds(num_bytes: int, machine: Machine, *, is_near: bool) -> float:
-    """Return how long a stage's output takes to the next stage."""
-    speeds = machine.speeds
-    rate = speeds.local if is_near else speeds.network
-    latency = speeds.local_latency if is_near else speeds.network_latency
-    return latency + num_bytes / (rate * speeds.bandwidth_efficiency)
-
-
 @dataclass(frozen=True)
 class TensorParallel:
     """The ranks along ``tp`` of one stage, in one node or in several."""
@@ -175,8 +167,15 @@ class Durations:
         """Return the forward and the backward of `unit`; without seconds where the model's FLOPs
         are not known (``ModelShape.is_timed``).
         """
-        model = self.laid_out.model
-        forward, backward = self._of_tokens(unit) if model.tokenwise else model.counted(unit)
+        model, tokens = self.laid_out.model, self.training.tokens
+        forward, backward = model.counted(unit)
+        if model.tokenwise:  # each token meets every parameter; what is looked up is not multiplied
+            groups = model.units[unit].groups
+            numel = sum(group.numel - group.looked_up for group in groups) * self._used
+            attention = self._attention[unit]
+            forward = 2.0 * numel * tokens + attention
+            backward = 2.0 * (numel + self._trained(unit)) * tokens + 2 * attention
+            backward += forward if self.training.checkpointing else 0.0
 
         def task(name: str, flops: float, waits: float) -> LaneTask:
             return LaneTask("compute", name, flops / self._flops + waits, takes=self.cores)
@@ -184,18 +183,10 @@ class Durations:
         ahead, back = self._all_reduces[unit]
         return task("forward", forward, ahead), task("backward", backward, back)
 
-    def _of_tokens(self, unit: int) -> tuple[float, float]:
-        """Return the FLOPs of a forward and a backward of `unit`, where each token meets every
-        parameter.
-        """
-        groups, tokens = self.laid_out.model.units[unit].groups, self.training.tokens
-        # what is looked up is not multiplied
-        numel = sum(group.numel - group.looked_up for group in groups) * self._used
-        trained = sum(g.numel - g.looked_up for g in groups if g.trained) * self._used
-        attention = self._attention[unit]
-        forward = 2.0 * numel * tokens + attention
-        backward = 2.0 * (numel + trained) * tokens + 2 * attention
-        return forward, backward + (forward if self.training.checkpointing else 0.0)
+    def _trained(self, unit: int) -> float:
+        """Return the trained elements of `unit` that a token is multiplied by."""
+        groups = self.laid_out.model.units[unit].groups
+        return sum(g.numel - g.looked_up for g in groups if g.trained) * self._used
 
     def weights_s(self, unit: int) -> float:
         """Return the seconds of the part of a backward of `unit` that brings its weights'
@@ -203,9 +194,7 @@ class Durations:
         """
         if not self.laid_out.model.tokenwise:  # nothing that was counted is cut into stages
             return 0.0
-        groups = self.laid_out.model.units[unit].groups
-        trained = sum(g.numel - g.looked_up for g in groups if g.trained) * self._used
-        return 2.0 * trained * self.training.tokens / self._flops
+        return 2.0 * self._trained(unit) * self.training.tokens / self._flops
 
     def tensor_s(self) -> float:
         """Return the seconds of a step's all-reduces along ``tp``, which are part of `compute`."""

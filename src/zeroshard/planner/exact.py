@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from zeroshard.core.layout import ALIGN, Layout, Piece
-from zeroshard.core.placement import Cell, Cells, Mesh, Portion, Scope, Tier
+from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.resting import AtRest, is_weight, num_shared, splits
 from zeroshard.core.route import Axis, Kind, Route, Routes, routes
@@ -26,7 +26,7 @@ from zeroshard.core.shares import Dealer, Shares
 from zeroshard.core.sizes import UnitGradient, resting_whole
 from zeroshard.core.tree import Deal
 from zeroshard.core.wire import Formats, LinkBytes, Wire, reduce_scatter
-from zeroshard.planner.model import GroupShape, ModelShape, Training, UnitShape
+from zeroshard.planner.model import GroupShape, ModelShape, Training
 
 StateBytes = dict[str, dict[Tier, int]]  # state -> tier -> bytes
 T = TypeVar("T")
@@ -130,13 +130,15 @@ class LaidOut:
         if self.shares is not None:
             return tuple(range(len(self.model.units)))
         first: dict[object, int] = {}
-        keys = [
-            (_key(unit), self.is_reached(at), self.model.counted(at))
-            for at, unit in enumerate(self.model.units)
-        ]
-        for number, key in enumerate(keys):
-            first.setdefault(key, number)
-        return tuple(first[key] for key in keys)
+        out = []
+        for at, unit in enumerate(self.model.units):
+            groups = (
+                (tuple(shape for _, shape in one.shapes), one.dtype, one.trained, one.looked_up)
+                for one in unit.groups
+            )
+            key = (unit.uses, *groups, self.is_reached(at), self.model.counted(at))
+            out.append(first.setdefault(key, at))
+        return tuple(out)
 
     def is_reached(self, unit: int) -> bool:
         """Whether a backward comes to unit number `unit`: not to frozen ones before all that is
@@ -154,19 +156,15 @@ def placed(laid_out: LaidOut, policy: Policy, training: Training, rank: int = 0)
     """Return the groups, where `rank`'s states of them are cut, and their cells; groups of equal
     units that are placed alike once, in the order of the first.
     """
-    groups = [(one, policy.default) for one in laid_out.groups]
-    if training.fraction < 1.0 or policy.units:  # equal units may be placed differently
-        units = zip(laid_out.model.units, laid_out.by_unit, strict=True)
-        groups = [
-            (replace(one, count=1), policy.cells(unit.name)) for unit, of in units for one in of
-        ]
+    units = zip(laid_out.model.units, laid_out.by_unit, strict=True)
+    groups = [(one, policy.cells(unit.name)) for unit, of in units for one in of]
     count: Counter[tuple[object, DeviceCut, Cells]] = Counter()
     first: dict[tuple[object, DeviceCut, Cells], LaidOutGroup] = {}
     cuts = _cuts([one for one, _ in groups], policy.default, training, rank)
     for (one, cells), cut in zip(groups, cuts, strict=True):
         key = ((one.unit, one.group.dtype, one.group.trained), cut, cells)
         first.setdefault(key, one)
-        count[key] += one.count
+        count[key] += 1
     return [(replace(one, count=count[key]), *key[1:]) for key, one in first.items()]
 
 
@@ -212,32 +210,34 @@ def rest_bytes(laid_out: LaidOut, policy: Policy, training: Training, rank: int 
     """
     states = ("weight", "master", "grad", "residual", "optimizer")
     out: StateBytes = {state: {} for state in states}
-
-    def add(state: str, tier: Tier, num_bytes: int) -> None:
-        if num_bytes:
-            out[state][tier] = out[state].get(tier, 0) + num_bytes
-
     leaves = training.deal(policy, laid_out.mesh)
     for one, cut, cells in placed(laid_out, policy, training, rank):
         group = _group_bytes(one, cut, cells, training, rank)
+        tier = cells.grad.tier
         if leaves is not None and one.group.trained:
-            group["grad"] = _leaf_bytes(one, cut, cells, leaves, rank)
+            # where most sums rest: of this rank's own leaves, or the gradient and slices beside it
+            # (runtime/grad.py)
+            each = _one_sum(one, leaves, rank)
+            beside = each * (most_held(leaves, rank) - 1)
+            if leaves.is_local:
+                group["grad"] = {tier: each + beside}
+            elif one.pieces(cells.optim, rank):
+                stepped = one.held(cells.optim, rank)
+                grad = _in_two(cut.grad, stepped, tier, Wire.of("fp32"))
+                group["grad"] = grad | {tier: grad.get(tier, 0) + beside}
+            else:
+                group["grad"] = {}
+        scopes = (cells.weight.scope, cells.between.scope)
+        is_column = scopes == (Scope.SHARD, Scope.NODE_SHARD) and laid_out.mesh.num_nodes > 1
+        if is_column and not laid_out.is_reached(one.unit):
+            # what a forward keeps for a backward that never comes: a column, as it travels
+            column = _bytes(one.held(cells.between, rank), one.formats(training).gather)
+            group["weight"][Tier.DEVICE] = group["weight"].get(Tier.DEVICE, 0) + column
         for state, by_tier in group.items():
             for tier, num_bytes in by_tier.items():
-                add(state, tier, one.count * num_bytes)
-        if not laid_out.is_reached(one.unit):
-            add("weight", Tier.DEVICE, one.count * _column(one, cells, training, rank))
+                if num_bytes:
+                    out[state][tier] = out[state].get(tier, 0) + one.count * num_bytes
     return out
-
-
-def _column(one: LaidOutGroup, cells: Cells, training: Training, rank: int) -> int:
-    """Return the bytes that a forward keeps for a backward that never comes (hpz, several nodes):
-    `rank`'s column, as it travels.
-    """
-    scopes = (cells.weight.scope, cells.between.scope)
-    if one.layout.mesh.num_nodes == 1 or scopes != (Scope.SHARD, Scope.NODE_SHARD):
-        return 0
-    return _bytes(one.held(cells.between, rank), one.formats(training).gather)
 
 
 def _group_bytes(
@@ -275,24 +275,21 @@ def _group_bytes(
     in_place = in_place and (waits or training.micro_batches == 1)
     if training.error_feedback and not in_place:
         out["residual"] = {Tier.DEVICE: one.layout.numel * _RESIDUAL_BYTES}
-    out["optimizer"] = _moments(one, cut.optim, cells.optim, training, rank)
+    # On the device moments are tensors of the optimizer's own, one per piece of a parameter and
+    # without padding (``engine.memory()`` counts none of a single element); elsewhere they are
+    # flat, where there is any parameter.
+    start, stop = one.layout.span(rank, one.layout.scope(cells.optim))
+    pieces = one.layout.pieces_in((start, start + cut.optim))
+    here = sum(training.state_bytes(piece.numel) for piece in pieces if piece.numel > 1)
+    out["optimizer"] = {Tier.DEVICE: here}
+    pieces = one.layout.pieces_in((start + cut.optim, stop))
+    if training.optimizer == "adam-8bit":
+        away = sum(training.state_bytes(piece.numel) for piece in pieces)
+    else:
+        away = training.state_bytes(stop - start - cut.optim) if pieces else 0
+    if away:
+        out["optimizer"][cells.optim.tier] = away
     return out
-
-
-def _leaf_bytes(
-    one: LaidOutGroup, cut: DeviceCut, cells: Cells, leaves: Deal, rank: int
-) -> dict[Tier, int]:
-    """Return the bytes of a group's gradient in a run with leaves where most of its sums rest, by
-    tier: this rank's own leaves, or the gradient and slices beside it (runtime/grad.py).
-    """
-    tier = cells.grad.tier
-    beside = _one_sum(one, leaves, rank) * (most_held(leaves, rank) - 1)
-    if leaves.is_local:
-        return {tier: _one_sum(one, leaves, rank) + beside}
-    if not one.pieces(cells.optim, rank):
-        return {}
-    out = _in_two(cut.grad, one.held(cells.optim, rank), tier, Wire.of("fp32"))
-    return out | {tier: out.get(tier, 0) + beside}
 
 
 def _one_sum(one: LaidOutGroup, leaves: Deal, rank: int) -> int:
@@ -324,26 +321,6 @@ def beside_bytes(laid_out: LaidOut, policy: Policy, training: Training) -> int:
     groups = placed(laid_out, policy, training)
     here = [one for one, _, cells in groups if cells.grad.tier is Tier.DEVICE and one.group.trained]
     return sum(one.count * _one_sum(one, leaves, 0) for one in here) * (most_held(leaves, 0) - 1)
-
-
-def _moments(
-    one: LaidOutGroup, split: int, cell: Cell, training: Training, rank: int
-) -> dict[Tier, int]:
-    """Return the bytes that `rank`'s optimizer keeps, by tier.
-
-    On the device these are tensors of the optimizer's own, one per piece of a parameter and
-    without padding (``engine.memory()`` counts none of a single element); elsewhere they are flat,
-    where there is any parameter.
-    """
-    start, stop = one.layout.span(rank, one.layout.scope(cell))
-    pieces = one.layout.pieces_in((start, start + split))
-    here = sum(training.state_bytes(piece.numel) for piece in pieces if piece.numel > 1)
-    pieces = one.layout.pieces_in((start + split, stop))
-    if training.optimizer == "adam-8bit":
-        away = sum(training.state_bytes(piece.numel) for piece in pieces)
-    else:
-        away = training.state_bytes(stop - start - split) if pieces else 0
-    return {Tier.DEVICE: here} | ({cell.tier: away} if away else {})
 
 
 def step_routes(
@@ -438,68 +415,45 @@ def traffic_bytes(
     `gathers`: of a stage in a pipeline, see `staged_routes`.
     """
     leaves = training.deal(policy, laid_out.mesh)
-    if leaves is not None:
-        return _leaf_traffic(laid_out, policy, training, leaves, rank)
-    if gathers is None:
-        steps = step_routes(laid_out, policy, training, rank)
-    else:
-        steps = staged_routes(laid_out, policy, training, gathers, rank)
-    moved = (route.bytes(one.layout.portion(rank)) * one.count for one, _, route in steps)
-    return sum(moved, LinkBytes())
+    if leaves is None:
+        if gathers is None:
+            steps = step_routes(laid_out, policy, training, rank)
+        else:
+            steps = staged_routes(laid_out, policy, training, gathers, rank)
+        moved = (route.bytes(one.layout.portion(rank)) * one.count for one, _, route in steps)
+        return sum(moved, LinkBytes())
 
-
-def _leaf_traffic(
-    laid_out: LaidOut, policy: Policy, training: Training, leaves: Deal, rank: int
-) -> LinkBytes:
-    """Return `traffic_bytes` with leaves: every round gathers, and reduces unless ranks add up
-    their own leaves first; flat where its sums are none of all ranks.
-    """
-    total, rounds = LinkBytes(), len(leaves.rounds)
+    # With leaves every round gathers, and reduces unless ranks add up their own leaves first: flat
+    # where its sums are none of all ranks.
+    total = LinkBytes()
     formed = [sums for _, sums in (leaves.sums[-1:] if leaves.is_local else leaves.sums)]
     for one, of in _routed(laid_out, policy, training, rank):
         portion = one.layout.portion(rank)
-        unshard = (of.unshard_forward, of.unshard_backward)
-        steps = _unit_routes(laid_out, one, of, rounds)
-        moved = [
-            route.bytes(portion)
-            for route in steps
-            if any(route is each for each in (*unshard, of.average, of.publish))
-        ]
-        for sums in formed if one.group.trained else ():
-            moved.append(_leaf_reduce(one, of, training, leaves, portion, is_flat=bool(sums)))
-        total = total + sum(moved, LinkBytes()) * one.count
-    return total
-
-
-def _leaf_reduce(
-    one: LaidOutGroup,
-    of: Routes,
-    training: Training,
-    leaves: Deal,
-    portion: Portion,
-    *,
-    is_flat: bool,
-) -> LinkBytes:
-    """Return what one reduce of leaves moves."""
-    wire = Wire.of("fp32") if leaves.is_local else one.formats(training).reduce
-    if is_flat:
+        wire = Wire.of("fp32") if leaves.is_local else one.formats(training).reduce
         whole = portion.whole * wire.bytes_per_element
-        return reduce_scatter(leaves.mesh, Scope.SHARD, whole, 0.0, two_level=False, has=portion)
-    hops = (
-        replace(hop, wire=hop.wire if hop.axis is Axis.NODE else wire)
-        for hop in of.reduce.for_pass()
-        if hop.kind is Kind.REDUCE_SCATTER
-    )
-    return sum((hop.link_bytes(portion) for hop in hops), LinkBytes())
-
-
-def _key(unit: UnitShape) -> object:
-    """Return what equal units have in common."""
-    groups = (
-        (tuple(shape for _, shape in group.shapes), group.dtype, group.trained, group.looked_up)
-        for group in unit.groups
-    )
-    return unit.uses, *groups
+        others = (of.unshard_forward, of.unshard_backward, of.average, of.publish)
+        each = [
+            route.bytes(portion)
+            for route in _unit_routes(laid_out, one, of, len(leaves.rounds))
+            if any(route is other for other in others)
+        ]
+        for is_flat in map(bool, formed) if one.group.trained else ():
+            if is_flat:
+                each.append(
+                    reduce_scatter(
+                        leaves.mesh, Scope.SHARD, whole, 0.0, two_level=False, has=portion
+                    )
+                )
+            else:
+                each += [
+                    replace(hop, wire=hop.wire if hop.axis is Axis.NODE else wire).link_bytes(
+                        portion
+                    )
+                    for hop in of.reduce.for_pass()
+                    if hop.kind is Kind.REDUCE_SCATTER
+                ]
+        total = total + sum(each, LinkBytes()) * one.count
+    return total
 
 
 def _in_two(split: int, numel: int, tier: Tier, wire: Wire) -> dict[Tier, int]:

@@ -1,8 +1,9 @@
-"""One grid of ranks, tp x pp x dp, planned: bytes of the rank that takes most, and the step.
+"""Ranks, planned: data parallel ones alone, or a grid tp x pp x dp; bytes of the rank that takes
+most, and the step.
 
-The data parallel part is planned as ever (exact.py, peak.py), on the parameters that one rank along
-``tp`` and one stage have (axes.py) and on their share of the machine. Of a pipeline the first and
-the last rank are planned: the first has most layers, most micro-batches in flight and the
+Of a grid the data parallel part is planned as ever (exact.py, peak.py), on the parameters that one
+rank along ``tp`` and one stage have (axes.py) and on their share of the machine. Of a pipeline the
+first and the last rank are planned: the first has most layers, most micro-batches in flight and the
 embedding, the last one the output layer and the logits; the one that takes more of the device is
 shown. Without a pipeline the step is simulated unit by unit (simulate.py), with one stage by stage
 (pipeline_time.py).
@@ -13,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
-from zeroshard.core.pipeline_orders import UNSHARD, most_in_flight
+from zeroshard.core.pipeline_orders import UNSHARD, PipelineOrder, most_in_flight
 from zeroshard.core.placement import Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.wire import LinkBytes
@@ -25,9 +25,15 @@ from zeroshard.planner.durations import (
     TensorParallel,
     activation_bytes,
     checkpoint_bytes,
-    send_seconds,
 )
-from zeroshard.planner.exact import LaidOut, StateBytes, made_once, rest_bytes, traffic_bytes
+from zeroshard.planner.exact import (
+    LaidOut,
+    StateBytes,
+    made_once,
+    rest_bytes,
+    traffic_bytes,
+    with_budget,
+)
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape, Training
 from zeroshard.planner.peak import InFlight, Peak, kept_bytes, peak_bytes
@@ -40,21 +46,7 @@ from zeroshard.planner.pipeline_time import (
     room,
     stage_work,
 )
-from zeroshard.planner.simulate import step_time
-
-
-class StepSeconds(Protocol):
-    """Seconds of one step, and what bounds it."""
-
-    @property
-    def total(self) -> float:
-        """Seconds."""
-        ...
-
-    @property
-    def bound_by(self) -> str:
-        """The resource, or the computation, that takes most of them."""
-        ...
+from zeroshard.planner.simulate import StepTime, step_time
 
 
 @dataclass(frozen=True)
@@ -67,7 +59,55 @@ class RankPlan:
     peak: Peak
 
 
-class GridPlan:
+class RanksPlan:
+    """A model and a training on data parallel ranks alone."""
+
+    def __init__(self, laid_out: LaidOut, machine: Machine, training: Training) -> None:
+        self.laid_out = laid_out
+        self.share = machine  # of the data parallel ranks
+        self.training = training.on(laid_out.mesh.size)
+        batches = self.training.micro_batches
+        self.grid = Grid(1, 1, machine.gpus, PipelineOrder(), batches)
+
+    def as_run(self, policy: Policy) -> Policy:
+        """Return the row with whole gradients where a budget holds them."""
+        return with_budget(self.laid_out, policy, self.training)
+
+    def rests(self, policy: Policy) -> Iterator[StateBytes]:
+        """Yield what rests on the ranks that are planned."""
+        yield rest_bytes(self.laid_out, policy, self.training)
+
+    def worst(self, policy: Policy) -> RankPlan:
+        """Return the bytes of the rank that needs most of its device."""
+        policy, training = self.as_run(policy), self.training
+        rest = rest_bytes(self.laid_out, policy, training)
+        peak = peak_bytes(self.laid_out, policy, self.share, training, rest)
+        return RankPlan(0, self.laid_out, rest, peak)
+
+    def traffic(self, rank: int, policy: Policy) -> LinkBytes:
+        """Return what a rank receives in a step over the data parallel axes."""
+        return traffic_bytes(self.laid_out, self.as_run(policy), self.training)
+
+    def axis_bytes(self, rank: int, along_dp: LinkBytes) -> dict[str, int]:
+        """Return what a rank receives in a step by axis: states `along_dp`, and activations along
+        "tp" and "pp".
+        """
+        return {"dp": round(along_dp.total), "tp": 0, "pp": 0}
+
+    def budget(self, policy: Policy) -> int:
+        """Return the bytes that gathered stages may take together; 0 where none come and go."""
+        return 0
+
+    def saved_bytes(self) -> int:
+        """Return the bytes of a checkpoint that all ranks write: every element once."""
+        return checkpoint_bytes(self.laid_out, self.training)
+
+    def step(self, policy: Policy) -> StepTime:
+        """Return how long a step takes."""
+        return step_time(self.laid_out, self.as_run(policy), self.share, self.training)
+
+
+class GridPlan(RanksPlan):
     """A model and a training on one grid of a machine."""
 
     def __init__(
@@ -93,11 +133,24 @@ class GridPlan:
     # ------------------------------------------------------------------------------ bytes
 
     @cached_property
-    def _ranks(self) -> dict[int, LaidOut]:
+    def ranks(self) -> dict[int, LaidOut]:
         """The first and the last rank of the pipeline; its stages together are one model."""
-        ranks = dict.fromkeys((0, self.grid.pp - 1))
-        return {rank: LaidOut(self._joined(rank), self.share.mesh, self.training.align)
-                for rank in ranks}  # fmt: skip
+        out = {}
+        for rank in dict.fromkeys((0, self.grid.pp - 1)):
+            own = [self.stages[stage] for stage in self._own(rank)]
+            model = own[-1]
+            if len(own) > 1:
+                decoder = model.decoder
+                if decoder is not None:
+                    layers = sum(one.decoder.layers for one in own if one.decoder)
+                    decoder = replace(decoder, layers=layers)
+                used = (
+                    None if own[0].used_numel is None else sum(one.used_numel or 0 for one in own)
+                )
+                units = tuple(unit for one in own for unit in one.units)
+                model = replace(own[0], units=units, decoder=decoder, used_numel=used)
+            out[rank] = LaidOut(model, self.share.mesh, self.training.align)
+        return out
 
     @cached_property
     def _laid_out(self) -> list[LaidOut]:
@@ -109,38 +162,21 @@ class GridPlan:
         """The stages of a rank."""
         return range(rank, self.grid.stages, self.grid.pp)
 
-    def _joined(self, rank: int) -> ModelShape:
-        own = [self.stages[stage] for stage in self._own(rank)]
-        if len(own) == 1:
-            return own[0]
-        decoder = own[-1].decoder
-        if decoder is not None:
-            layers = sum(one.decoder.layers for one in own if one.decoder)
-            decoder = replace(decoder, layers=layers)
-        used = None if own[0].used_numel is None else sum(one.used_numel or 0 for one in own)
-        units = tuple(unit for one in own for unit in one.units)
-        return replace(own[0], units=units, decoder=decoder, used_numel=used)
+    def as_run(self, policy: Policy) -> Policy:
+        return policy
 
     def worst(self, policy: Policy) -> RankPlan:
-        """Return the bytes of the rank that needs most of its device."""
-        plans = [self._rank(rank, policy) for rank in self._ranks]
+        plans = []
+        for rank, laid_out in self.ranks.items():
+            rest = rest_bytes(laid_out, policy, self.training)
+            held = self._in_flight(rank, policy) if self.grid.pp > 1 else None
+            peak = peak_bytes(laid_out, policy, self.share, self.training, rest, held=held)
+            plans.append(RankPlan(rank, laid_out, rest, peak))
         return max(plans, key=lambda one: one.peak.total)
 
-    def laid_out_of(self, rank: int) -> LaidOut:
-        """Return the units of the first or the last rank of the pipeline."""
-        return self._ranks[rank]
-
     def rests(self, policy: Policy) -> Iterator[StateBytes]:
-        """Yield what rests on the first and the last rank of the pipeline."""
-        for laid_out in self._ranks.values():
+        for laid_out in self.ranks.values():
             yield rest_bytes(laid_out, policy, self.training)
-
-    def _rank(self, rank: int, policy: Policy) -> RankPlan:
-        laid_out = self._ranks[rank]
-        rest = rest_bytes(laid_out, policy, self.training)
-        held = self._in_flight(rank, policy) if self.grid.pp > 1 else None
-        peak = peak_bytes(laid_out, policy, self.share, self.training, rest, held=held)
-        return RankPlan(rank, laid_out, rest, peak)
 
     def _in_flight(self, rank: int, policy: Policy) -> InFlight:
         """Return what `rank` holds beside one micro-batch that goes through all of its stages."""
@@ -162,7 +198,6 @@ class GridPlan:
         return InFlight(max(0, most - sum(kept)), gathered)
 
     def budget(self, policy: Policy) -> int:
-        """Return the bytes that gathered stages may take together; 0 where none come and go."""
         if self.grid.pp == 1:
             return 0
         return room([work.whole_bytes for work in self._works(policy)], self.grid.pp)
@@ -170,7 +205,6 @@ class GridPlan:
     # ------------------------------------------------------------------------------ traffic
 
     def traffic(self, rank: int, policy: Policy) -> LinkBytes:
-        """Return what a rank receives in a step over the data parallel axes."""
         if self.grid.pp == 1:
             return traffic_bytes(self._laid_out[0], policy, self.training)
         grid, sizes = self.grid, [work.whole_bytes for work in self._works(policy)]
@@ -190,9 +224,6 @@ class GridPlan:
         return total
 
     def axis_bytes(self, rank: int, along_dp: LinkBytes) -> dict[str, int]:
-        """Return what a rank receives in a step by axis: states `along_dp`, and activations along
-        "tp" and "pp".
-        """
         along_tp = along_pp = 0
         one = activation_bytes(self.stages[0], self.training)
         for stage in self._own(rank):
@@ -206,8 +237,6 @@ class GridPlan:
         }
 
     def saved_bytes(self) -> int:
-        """Return the bytes of a checkpoint that all ranks write: every element once."""
-
         def of_stage(stage: ModelShape) -> int:
             laid_out = LaidOut(stage, Mesh(1, 1), self.training.align)
             return checkpoint_bytes(laid_out, self.training)
@@ -242,7 +271,7 @@ class GridPlan:
         if mesh.num_nodes == 1:
             return computing
         size = self.training.formats(None).weight.bytes_per_element
-        moved = 2 * size * self._ranks[0].model.numel / mesh.node_size
+        moved = 2 * size * self.ranks[0].model.numel / mesh.node_size
         part = (mesh.num_nodes - 1) / mesh.num_nodes
         return max(computing, part * moved / (speeds.network * speeds.bandwidth_efficiency))
 
@@ -252,8 +281,7 @@ class GridPlan:
             self._worked[policy] = works
         return self._worked[policy]
 
-    def step(self, policy: Policy) -> StepSeconds:
-        """Return how long a step takes."""
+    def step(self, policy: Policy) -> StepTime:
         if self.grid.pp == 1:
             return step_time(self._laid_out[0], policy, self.share, self.training, self._tensor(0))
         return self.pipeline_time(policy)
@@ -261,12 +289,14 @@ class GridPlan:
     def pipeline_time(self, policy: Policy) -> PipelineTime:
         """Return how long a step of the pipeline takes, by rank."""
         grid, num_bytes = self.grid, activation_bytes(self.stages[0], self.training)
-        sends, links = [], []
+        sends, links, speeds = [], [], self.machine.speeds
         for stage in range(grid.stages - 1):
             rank = stage % grid.pp
             one_node = self.machine.gpus == self.machine.node_size
             is_near = one_node or (rank + 1 < grid.pp and grid.is_near(self.machine, rank))
-            sends.append(send_seconds(num_bytes, self.machine, is_near=is_near))
+            rate = speeds.local if is_near else speeds.network
+            latency = speeds.local_latency if is_near else speeds.network_latency
+            sends.append(latency + num_bytes / (rate * speeds.bandwidth_efficiency))
             links.append("local" if is_near else "network")
         works = self._works(policy)
         return Pipeline(grid.schedule, grid.pp, grid.micro_batches, works, sends, links).time()

@@ -101,9 +101,13 @@ class Machine:
             raise ConfigError(f"gpus={gpus} is less than one")
         local = min(gpus, preset["node_size"]) if node_size is None else node_size
         if local < 1 or gpus % local:
+            # what would make whole nodes: a size that divides them, and the nearest numbers of GPUs
+            most = max(local, 1)
+            fewer = next(size for size in range(min(most, gpus), 0, -1) if gpus % size == 0)
+            counts = [count * most for count in (gpus // most, gpus // most + 1) if count]
             raise ConfigError(
                 f"node_size={local} does not divide gpus={gpus}: every node has as many GPUs; give"
-                f" {_whole_nodes(gpus, max(local, 1))}"
+                f" node_size={fewer}, or {' or '.join(f'gpus={count}' for count in counts)}"
             )
 
         def size(name: str, given: int | str | None) -> int:
@@ -114,15 +118,31 @@ class Machine:
             return out
 
         memory = size("gpu_memory", gpu_memory), size("host_memory", host_memory)
-        is_accelerator = preset.get("accelerator", True)
         return cls(
             gpu,
             gpus,
             local,
             *memory,
             size("disk", disk),
-            _speeds(preset, None if network is None else size("network", network)),
-            is_accelerator,
+            Speeds(
+                half_flops=preset["half_tflops"] * 1e12,
+                fp32_flops=preset["fp32_tflops"] * 1e12,
+                memory=preset["memory_gbs"] * 1e9,
+                local=preset["local_gbs"] * 1e9,
+                network=preset["network_gbs"] * 1e9
+                if network is None
+                else size("network", network),
+                host_link=preset["host_link_gbs"] * 1e9,
+                host=preset["host_gbs"] * 1e9,
+                disk=preset["disk_gbs"] * 1e9,
+                **{
+                    name: preset[f"{name}_us"] / 1e6
+                    for name in ("local_latency", "network_latency", "host_latency", "disk_latency")
+                },
+                compute_efficiency=preset["compute_efficiency"],
+                bandwidth_efficiency=preset["bandwidth_efficiency"],
+            ),
+            preset.get("accelerator", True),
             size("host_process", None),
             preset["page_cache"],
         )
@@ -163,36 +183,6 @@ def presets() -> dict[str, dict[str, Any]]:
     read = tomllib.loads(text)
     shared = {name: value for name, value in read.items() if not isinstance(value, dict)}
     return {name: shared | value for name, value in read.items() if isinstance(value, dict)}
-
-
-def _whole_nodes(gpus: int, node_size: int) -> str:
-    """Return what would make whole nodes: sizes that divide `gpus`, and the nearest numbers of
-    GPUs.
-    """
-    fewer = next(size for size in range(min(node_size, gpus), 0, -1) if gpus % size == 0)
-    nodes = gpus // node_size
-    others = [f"gpus={count * node_size}" for count in (nodes, nodes + 1) if count]
-    return f"node_size={fewer}, or {' or '.join(others)}"
-
-
-def _speeds(preset: dict[str, Any], network: int | None) -> Speeds:
-    """Return the speeds of `preset`, with `network` bytes per second between nodes if given."""
-    return Speeds(
-        half_flops=preset["half_tflops"] * 1e12,
-        fp32_flops=preset["fp32_tflops"] * 1e12,
-        memory=preset["memory_gbs"] * 1e9,
-        local=preset["local_gbs"] * 1e9,
-        network=preset["network_gbs"] * 1e9 if network is None else network,
-        host_link=preset["host_link_gbs"] * 1e9,
-        host=preset["host_gbs"] * 1e9,
-        disk=preset["disk_gbs"] * 1e9,
-        local_latency=preset["local_latency_us"] / 1e6,
-        network_latency=preset["network_latency_us"] / 1e6,
-        host_latency=preset["host_latency_us"] / 1e6,
-        disk_latency=preset["disk_latency_us"] / 1e6,
-        compute_efficiency=preset["compute_efficiency"],
-        bandwidth_efficiency=preset["bandwidth_efficiency"],
-    )
 
 
 def nearest_preset(device: str, memory: int) -> str:
@@ -317,29 +307,10 @@ def machine_of(report: Report, *, ranks: int | None = None) -> Machine:
         missing = _unmeasured(report, "collectives", " and ".join(_transports(report)))
         note = f"links between ranks are preset {preset}'s: {missing}"
         links = like.speeds.local * like.speeds.bandwidth_efficiency, like.speeds.local_latency
-    return Machine(
-        name=f"{name} (this machine)",
-        gpus=num,
-        node_size=num,
-        gpu_memory=memory,
-        host_memory=host_memory,
-        disk=0 if disk is None else disk["free_bytes"],
-        speeds=_measured_speeds(report, num, like.speeds, disk, links),
-        accelerator=bool(devices),
-        host_process=like.host_process,
-        page_cache=like.page_cache,
-        note=note,
-    )
 
-
-def _measured_speeds(
-    report: Report, ranks: int, preset: Speeds, disk: Report | None, links: tuple[float, float]
-) -> Speeds:
-    """Return what each of `ranks` ranks has of the measured rates, of `links` (rate and latency)
-    among them, and what was not measured of the `preset`. A copy reads and writes.
-    """
-    on_gpu, host = bool(report["devices"]), report["host"]
-    threads_each = host["cores"] / ranks
+    # rates of each rank: a copy reads and writes, and ranks on CPUs share their cores
+    known, on_gpu, host = like.speeds, bool(devices), report["host"]
+    threads_each = host["cores"] / num
     sharing = 1.0 if on_gpu else max(1.0, host["threads"] / threads_each)
     # cores beside one that computes
     spare = min(max(threads_each / host["threads"] - 1.0, 0.0), 1.0)
@@ -355,27 +326,41 @@ def _measured_speeds(
     host_link = copy("cpu") / sharing
     if on_gpu:
         host_link = _mean(*(copy(device, way, pinned=True) for way in ("to device", "to host")))
-    local, latency = links
-    disk_latency = preset.disk_latency
+    disk_rate = known.disk * known.bandwidth_efficiency
+    disk_latency, disk_core_s = known.disk_latency, 0.0
     if disk is not None:  # a read of one block, with `spare` cores beside one that computes
-        idle = float(disk.get("latency_s", preset.disk_latency))
+        disk_rate = _mean(disk["read_bytes_per_s"], disk["write_bytes_per_s"])
+        idle = float(disk.get("latency_s", disk_latency))
         disk_latency = spare * idle + (1.0 - spare) * float(disk.get("busy_latency_s", idle))
-    return Speeds(
+        disk_core_s = disk.get("core_s_per_byte", 0.0) * (1.0 - spare)
+    local, latency = links
+    speeds = Speeds(
         half_flops=matmul("bfloat16"),
         fp32_flops=matmul("float32"),
         memory=2 * copy(device) / sharing,
         local=local or host_link,
-        network=preset.network,
+        network=known.network,
         host_link=host_link,
         host=2 * copy("cpu"),
-        disk=preset.disk * preset.bandwidth_efficiency
-        if disk is None
-        else _mean(disk["read_bytes_per_s"], disk["write_bytes_per_s"]),
+        disk=disk_rate,
         local_latency=latency,
-        network_latency=preset.network_latency,
-        host_latency=preset.host_latency,
+        network_latency=known.network_latency,
+        host_latency=known.host_latency,
         disk_latency=disk_latency,
-        disk_core_s=0.0 if disk is None else disk.get("core_s_per_byte", 0.0) * (1.0 - spare),
+        disk_core_s=disk_core_s,
+    )
+    return Machine(
+        name=f"{name} (this machine)",
+        gpus=num,
+        node_size=num,
+        gpu_memory=memory,
+        host_memory=host_memory,
+        disk=0 if disk is None else disk["free_bytes"],
+        speeds=speeds,
+        accelerator=bool(devices),
+        host_process=like.host_process,
+        page_cache=like.page_cache,
+        note=note,
     )
 
 

@@ -100,7 +100,10 @@ class Training:
         for name, names in (
             ("precision", _DTYPES), ("accumulate", _DTYPES), ("optimizer", _OPTIMIZERS),
         ):  # fmt: skip
-            object.__setattr__(self, name, _known(getattr(self, name), names))
+            text = str(getattr(self, name)).removeprefix("torch.")  # a dtype, too
+            lower = text.lower().replace("_", "-")
+            known = names.get(lower, lower if lower in names.values() else text)
+            object.__setattr__(self, name, known)
         for name, value, choices in (
             ("precision", self.precision, PRECISIONS),
             ("optimizer", self.optimizer, tuple(MOMENT_BYTES)),
@@ -134,13 +137,8 @@ class Training:
                 f"fraction={self.fraction} is not in (0, 1]: it is the share that leaves the device"
             )
         budget_bytes(self.accumulation_budget)
-        self._check_leaves()
-
-    def _check_leaves(self) -> None:
-        if self.tree is None:
-            return
         for name, plain in (("grad_codec", None), ("accumulate", "fp32")):
-            if getattr(self, name) != plain:
+            if self.tree is not None and getattr(self, name) != plain:
                 raise ConfigError(
                     f"leaves={self.leaves} fixes the bits of every sum, and"
                     f" {name}={getattr(self, name)!r} rounds sums: leave one of them out"
@@ -208,12 +206,8 @@ class Training:
     def comm(self) -> dict[str, object]:
         """Return what ``zs.Comm`` is given for the codecs; {} without any."""
         names = ("weight_codec", "grad_codec", "frozen_codec", "codec_block", "error_feedback")
-        plain = Training()
-        return {
-            name: getattr(self, name)
-            for name in names
-            if getattr(self, name) != getattr(plain, name)
-        }
+        given = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in given.items() if value != getattr(Training, name)}
 
     def formats(
         self, dtype: str | None, *, trained: bool = True, rests_packed: bool = False
@@ -233,13 +227,6 @@ class Training:
             block=self.codec_block,
             rests_packed=rests_packed,
         )
-
-
-def _known(given: object, names: dict[str, str]) -> str:
-    """Return the name that is meant by `given`, a text or a dtype; as it is, where none is."""
-    text = str(given).removeprefix("torch.")
-    lower = text.lower().replace("_", "-")
-    return names.get(lower, lower if lower in names.values() else text)
 
 
 # --------------------------------------------------------------------------------- a pass in events
@@ -289,9 +276,7 @@ class ActivationTrace:
         factor = tokens / self.tokens
         moments = tuple(
             replace(
-                one,
-                activations=round(one.activations * factor),
-                logits=round(one.logits * factor),
+                one, activations=round(one.activations * factor), logits=round(one.logits * factor)
             )
             for one in self.moments
         )
@@ -458,27 +443,25 @@ def pack_units(parameters: Sequence[Shape], blocks: Iterable[str]) -> tuple[Unit
     """Return the units of `parameters` (definition order), those below each name of `blocks` one
     unit each.
     """
-    prefixes = {f"{block}.": block for block in blocks}
+    known = set(blocks)
 
     def block_of(name: str) -> str | None:
         parts = name.split(".")
-        heads = (".".join(parts[:stop]) + "." for stop in range(1, len(parts)))
-        return next((prefixes[head] for head in heads if head in prefixes), None)
+        heads = (".".join(parts[:stop]) for stop in range(1, len(parts)))
+        return next((head for head in heads if head in known), None)
 
+    sized = [(name, math.prod(shape), block_of(name)) for name, shape in parameters]
     members: dict[str, list[Shape]] = {}
-    for shape in parameters:
-        block = block_of(shape[0])
+    for shape, (_, _, block) in zip(parameters, sized, strict=True):
         if block is not None:
             members.setdefault(block, []).append(shape)
-    limit = unit_limit(map(_numel, members.values()), [math.prod(one) for _, one in parameters])
-    sized = [(name, math.prod(shape), block_of(name)) for name, shape in parameters]
+    limit = unit_limit(map(_numel, members.values()), [numel for _, numel, _ in sized])
     shapes = dict(parameters)
-    return tuple(
-        UnitShape(block, (GroupShape(tuple(members[block])),))
-        if block is not None
-        else UnitShape(names[0], (GroupShape(tuple((name, shapes[name]) for name in names)),))
-        for block, names in packed(sized, limit)
-    )
+    units = []
+    for block, names in packed(sized, limit):
+        own = [(name, shapes[name]) for name in names] if block is None else members[block]
+        units.append(UnitShape(block or names[0], (GroupShape(tuple(own)),)))
+    return tuple(units)
 
 
 def describe(text: str) -> ModelShape:

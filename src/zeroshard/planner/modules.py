@@ -42,10 +42,10 @@ from zeroshard.planner.families import (
     shape_of_config,
 )
 from zeroshard.planner.machine import Speeds, machine_of, nearest_preset, read_report
-from zeroshard.planner.model import Decoder, GroupShape, UnitShape, fitted
+from zeroshard.planner.model import GroupShape, UnitShape, fitted
 from zeroshard.planner.rows import candidates, describe_row
 from zeroshard.runtime.build import compute_dtypes
-from zeroshard.runtime.units import UnitPlan, partition_units
+from zeroshard.runtime.units import partition_units
 from zeroshard.system.device import Device, all_devices
 from zeroshard.system.this_host import HostMemory
 from zeroshard.tier.swapdir import free_bytes
@@ -161,7 +161,15 @@ def shape_of_module(model: nn.Module, training: Training, spec: Any = None) -> M
         raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to plan")
     dtypes = compute_dtypes(model, PRECISIONS[training.precision]).of
     units, plans = [], partition_units(model, spec)
-    uses = _uses(model, plans)
+    # A forward comes to each unit once, and again wherever a parameter of it is another module's,
+    # too, and other units lie between (in the order of definition).
+    unit_of = {id(p): number for number, plan in enumerate(plans) for p in plan.parameters.values()}
+    uses, seen, last = Counter(range(len(plans))), set[int](), -1
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        number = unit_of[id(parameter)]
+        uses[number] += id(parameter) in seen and number != last
+        seen.add(id(parameter))
+        last = number
     for number, unit in enumerate(plans):
         groups: dict[tuple[str, bool], list[tuple[str, tuple[int, ...]]]] = {}
         for name, parameter in unit.parameters.items():
@@ -180,7 +188,13 @@ def shape_of_module(model: nn.Module, training: Training, spec: Any = None) -> M
     if callable(to_dict):
         fields: dict[str, Any] = to_dict()
         positions = positions_of(fields)
-        decoder, used = _decoder(fields, type(model).__name__)
+        text = fields.get("text_config")  # of a model with images beside text, the text alone
+        with suppress(ConfigError):  # not a family that is known in closed form
+            known = shape_of_config(
+                text if isinstance(text, dict) else fields, type(model).__name__
+            )
+            decoder = known.decoder
+            used = known.numel if known.used_numel is None and text else known.used_numel
     return ModelShape(
         type(model).__name__,
         tuple(units),
@@ -189,32 +203,6 @@ def shape_of_module(model: nn.Module, training: Training, spec: Any = None) -> M
         tokenwise=decoder is not None,
         positions=positions,
     )
-
-
-def _decoder(fields: dict[str, Any], where: str) -> tuple[Decoder | None, int | None]:
-    """Return the decoder that the `fields` of a config.json describe, and how many parameters a
-    token uses; a model with images beside text counts its text alone.
-    """
-    text = fields.get("text_config")
-    try:
-        known = shape_of_config(text if isinstance(text, dict) else fields, where)
-    except ConfigError:  # not a family that is known in closed form
-        return None, None
-    return known.decoder, known.numel if known.used_numel is None and text else known.used_numel
-
-
-def _uses(model: nn.Module, plans: Sequence[UnitPlan]) -> Counter[int]:
-    """Return how often a forward comes to each unit: once, and again wherever a parameter of it is
-    another module's, too, and other units lie between (in the order of definition).
-    """
-    unit_of = {id(p): number for number, plan in enumerate(plans) for p in plan.parameters.values()}
-    uses, seen, last = Counter(range(len(plans))), set[int](), -1
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        number = unit_of[id(parameter)]
-        uses[number] += id(parameter) in seen and number != last
-        seen.add(id(parameter))
-        last = number
-    return uses
 
 
 # -------------------------------------------------------------- a config.json built by Transformers
@@ -231,42 +219,33 @@ def shape_of_path(path: Path, training: Training) -> ModelShape:
     config = config_of(path)
     if config is None or not is_foreign(path):
         return read_model(path)
-    fields, where = read_config(config), str(config)
-    model = _build(fields, where)
-    if model is None and any(path.glob("*.safetensors")):
-        return read_model(path)
-    if model is None:
-        raise ConfigError(
-            f"{where}: neither zeroshard nor the Transformers that is installed knows"
-            f" model_type={fields['model_type']!r}: give --params, or --model"
-            " package.module:factory"
-        )
-    with _quiet():
-        return shape_with_activations(model, training)
-
-
-def _build(fields: dict[str, Any], where: str) -> nn.Module | None:
-    """Return the model of a config.json's `fields`, without memory; None where Transformers has
-    none.
-    """
     import transformers
 
+    fields, model = read_config(config), None
     heads = (*(("ImageTextToText",) if "vision_config" in fields else ()), *_HEADS)
-    if fields["model_type"] not in transformers.CONFIG_MAPPING:
-        return None
-    try:
-        rest = {name: value for name, value in fields.items() if name != "model_type"}
-        with _quiet(), torch.device("meta"):
-            config = transformers.AutoConfig.for_model(fields["model_type"], **rest)
-            for head in heads:
-                auto = getattr(transformers, f"AutoModelFor{head}" if head else "AutoModel")
-                if type(config) in auto._model_mapping:
-                    model: nn.Module = auto.from_config(config, dtype=torch.float32)
-                    return model
-    except Exception as error:  # whatever Transformers says of a config
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError(f"{where}: Transformers does not build it: {reason}") from error
-    return None
+    with _quiet():
+        try:
+            if fields["model_type"] in transformers.CONFIG_MAPPING:
+                rest = {name: value for name, value in fields.items() if name != "model_type"}
+                built = transformers.AutoConfig.for_model(fields["model_type"], **rest)
+                autos = (
+                    getattr(transformers, f"AutoModelFor{head}" if head else "AutoModel")
+                    for head in heads
+                )
+                auto = next((one for one in autos if type(built) in one._model_mapping), None)
+                with torch.device("meta"):
+                    model = None if auto is None else auto.from_config(built, dtype=torch.float32)
+        except Exception as error:  # whatever Transformers says of a config
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ConfigError(f"{config}: Transformers does not build it: {reason}") from error
+        if model is not None:
+            return shape_with_activations(model, training)
+    if any(path.glob("*.safetensors")):
+        return read_model(path)
+    raise ConfigError(
+        f"{config}: neither zeroshard nor the Transformers that is installed knows"
+        f" model_type={fields['model_type']!r}: give --params, or --model package.module:factory"
+    )
 
 
 @contextmanager
@@ -357,7 +336,26 @@ def decide(
     `check` raises ConfigError for settings that cannot be run; such rows are passed over. Raises
     ConfigError where nothing fits.
     """
-    machine = _machine(everyone, node_size)
+    # rank 0's machine with as many GPUs as ranks, each with what is free on the rank that has
+    # least, less the reserve
+    first = everyone[0]
+    local = first["node_size"] if node_size is None else node_size
+    on_accelerator = first["device_memory"] is not None
+
+    def least(name: str) -> int:
+        return int(min(one[name] for one in everyone) * (1 - RESERVE))
+
+    host = least("host_memory") * local
+    machine = Machine(
+        name=first["machine"],
+        gpus=len(everyone),
+        node_size=local,
+        gpu_memory=least("device_memory") if on_accelerator else host,
+        host_memory=host,
+        disk=least("disk") * local,
+        speeds=Speeds(**first["speeds"]),
+        accelerator=on_accelerator,
+    )
     training = _training(optimizer, settings)
     # no activations; of whatever model, a step is taken to be of tokens
     shape = replace(
@@ -379,7 +377,13 @@ def decide(
         return out
 
     def on_tiers(machine: Machine) -> list[Policy]:
-        return possible(_on_tiers(settings))
+        """Return the rows on the tiers that the user has named, which may not rest there."""
+        offload, out = settings.offload, []
+        tiers = offload.tier("weight"), offload.tier("grad"), offload.tier("optimizer")
+        for policy in ROWS.values():
+            with suppress(ValueError):
+                out.append(policy.tiered(*tiers))
+        return possible(out)
 
     def on_device(machine: Machine) -> list[Policy]:
         return possible(ROWS.values())
@@ -394,14 +398,7 @@ def decide(
         plan = make_plan(shape, machine, training, way)
         if plan.recommended.row is not None:
             break
-    return _taken(plan, settings)
-
-
-def _taken(plan: Plan, settings: Config) -> tuple[Config, str]:
-    """Return `settings` as `plan` recommends, and a sentence. Raises ConfigError where nothing
-    fits.
-    """
-    advice, machine, row = plan.recommended, plan.machine, plan.recommended.row
+    advice, row = plan.recommended, plan.recommended.row
     if row is None:
         disk = "" if settings.offload.disk_path else " (a disk is named by offload.disk_path)"
         raise ConfigError(
@@ -417,20 +414,6 @@ def _taken(plan: Plan, settings: Config) -> tuple[Config, str]:
         f"policy auto: {describe_row(row)} (needs {needs}, {_BUDGET}; {advice.reason}; speeds:"
         f" {machine.name})"
     )
-
-
-# ------------------------------------------------------------------ rows
-
-
-def _on_tiers(settings: Config) -> Iterator[Policy]:
-    """Yield the rows on the tiers that the user has named; those that cannot rest there are left
-    to the check of the settings.
-    """
-    offload = settings.offload
-    tiers = offload.tier("weight"), offload.tier("grad"), offload.tier("optimizer")
-    for policy in ROWS.values():
-        with suppress(ValueError):
-            yield policy.tiered(*tiers)
 
 
 def _with_row(settings: Config, policy: Policy, machine: Machine) -> Config:
@@ -452,30 +435,6 @@ def _with_row(settings: Config, policy: Policy, machine: Machine) -> Config:
 
 
 # ------------------------------------------------------------------ the plan's input
-
-
-def _machine(everyone: Sequence[dict[str, Any]], node_size: int | None) -> Machine:
-    """Return rank 0's machine with as many GPUs as ranks, each with what is free on the rank that
-    has least, less the reserve.
-    """
-    world, first = len(everyone), everyone[0]
-    local = first["node_size"] if node_size is None else node_size
-    on_device = first["device_memory"] is not None
-
-    def least(name: str) -> int:
-        return int(min(one[name] for one in everyone) * (1 - RESERVE))
-
-    host = least("host_memory") * local
-    return Machine(
-        name=first["machine"],
-        gpus=world,
-        node_size=local,
-        gpu_memory=least("device_memory") if on_device else host,
-        host_memory=host,
-        disk=least("disk") * local,
-        speeds=Speeds(**first["speeds"]),
-        accelerator=on_device,
-    )
 
 
 def _training(optimizer: torch.optim.Optimizer | None, settings: Config) -> Training:

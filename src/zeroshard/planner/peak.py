@@ -17,33 +17,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
-from zeroshard.core.schedule import (
-    RELEASES,
-    STAGING_BYTES,
-    Commands,
-    Op,
-    Phase,
-    Schedule,
-)
-from zeroshard.planner.buckets import (
-    CODEC_SCRATCH_BYTES,
-    PlannedMeter,
-    Reduced,
-    TransportTraits,
-    UnitBytes,
-    group_bytes,
-    pool_bytes,
-)
+from zeroshard.core.schedule import RELEASES, STAGING_BYTES, Command, Op
 from zeroshard.planner.exact import (
     LaidOut,
     StateBytes,
     beside_bytes,
-    cells_by_unit,
-    made_once,
     sum_by_tier,
 )
 from zeroshard.planner.machine import Machine
@@ -55,6 +36,7 @@ from zeroshard.planner.model import (
     Training,
     UnitShape,
 )
+from zeroshard.planner.replay import CODEC_SCRATCH_BYTES, PlanReplay, Reduced, TransportTraits
 
 # ----------------------------------------------------------------------------------------- playback
 # The engine's own memory in a step, beyond what rests: its schedule (core/schedule), executed on
@@ -85,123 +67,80 @@ class Instant:
     resting: int  # of gradients, sums that no reduce has taken among them, on the device
 
 
-class _Gathered:
-    """The bytes of units that are gathered, or kept for their backward."""
-
-    def __init__(
-        self, units: list[UnitBytes], schedule: Schedule, meter: PlannedMeter, reduced: Reduced
-    ) -> None:
-        self._units, self._schedule, self._meter = units, schedule, meter
-        self._reduced = reduced
-        self._phase: Phase = "forward"
-        self._gathered: dict[int, int] = {}  # unit -> equal units that it stands for
-        self._columns: dict[int, int] = {}  # unit -> bytes kept of it
-        self.decoding = 0  # bytes of the encoding of the unit that was needed last
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all that is gathered or kept, and of what is not decoded yet."""
-        whole = sum(self._units[unit].full * count for unit, count in self._gathered.items())
-        encoded = sum(self._units[unit].encoded for unit in self._schedule.ahead)
-        return whole + sum(self._columns.values()) + encoded
-
-    def begin(self, phase: Phase) -> None:
-        """Start a pass."""
-        self._phase = phase
-        self._run(self._schedule.begin(phase))
-
-    def gather(self, unit: int) -> None:
-        """A unit is needed."""
-        self._run(self._schedule.need(self._schedule.units[unit], self._phase, keeps=True))
-
-    def release(self, unit: int, repeats: int) -> None:
-        """A unit, which stands for so many, is needed no longer."""
-        residency = self._schedule.units[unit]
-        if self._phase == "backward":
-            self._run(self._schedule.after_backward(residency))
-        else:
-            self._run(self._schedule.after_forward(residency, keeps=True), repeats)
-
-    def _run(self, commands: Commands, repeats: int = 1) -> None:
-        """Execute `commands` on bytes; a unit that is kept stands for `repeats`."""
-        for command in commands:
-            op, unit = command.op, command.unit
-            if op is Op.START:
-                self._gathered[unit] = 1
-                self._meter.add(self._units[unit].full)
-            elif op is Op.USE:
-                self.decoding = self._units[unit].encoded
-            elif op in RELEASES:
-                size = self._units[unit].full
-                self._meter.live -= size
-                self._meter.folded -= size * (self._gathered.pop(unit) - 1)
-                if op is Op.RELEASE_FOR_BACKWARD:
-                    self._columns[unit] = self._units[unit].column * repeats
-                elif op is Op.RELEASE_ALL:
-                    self._columns.pop(unit, None)
-            elif op is Op.IDLE:
-                self._meter.fold(self._units[unit].full * (repeats - self._gathered[unit]))
-                self._gathered[unit] = repeats
-            elif op is Op.WAIT_REDUCE:
-                self._reduced.end((command.unit, command.segment))
-
-
-class Playback:
+class Playback(PlanReplay):
     """The engine's memory over passes of one model in one row."""
 
     def __init__(
         self, laid_out: LaidOut, policy: Policy, training: Training, exchange: TransportTraits
     ) -> None:
         """Begin with an engine that holds no gradient, before its first pass."""
-        sized = partial(
-            group_bytes, training=training, exchange=exchange, node_sums=policy.sums_nodes
+        super().__init__(laid_out, policy, training, exchange)
+        is_coded = any(
+            unit.encoded or any(group.is_encoded for group in unit.groups) for unit in self.planned
         )
-        placed = cells_by_unit(laid_out, policy, training)
-        units = made_once(placed, lambda unit: UnitBytes(tuple(map(sized, unit))))
-        is_coded = any(unit.encoded for unit in units)
-        sends_coded = any(group.is_encoded for unit in units for group in unit.groups)
-        self.scratch = 0 if exchange.enqueues else CODEC_SCRATCH_BYTES * (is_coded or sends_coded)
-        self._meter = PlannedMeter()
-        schedule = exchange.schedule(units, policy.default, self._meter)
-        room = pool_bytes(laid_out.model, training)
-        self.reduced = Reduced(units, exchange, schedule, self._meter, room)
-        self._gathered = _Gathered(units, schedule, self._meter, self.reduced)
+        self.scratch = 0 if exchange.enqueues else CODEC_SCRATCH_BYTES * is_coded
+        self.reduced = Reduced(self, exchange)
+        self._gathered: dict[int, int] = {}  # unit -> equal units that it stands for
+        self._columns: dict[int, int] = {}  # unit -> bytes kept of it for its backward
+        self._decoding = 0  # bytes of the encoding of the unit that was needed last
 
     @property
     def metered(self) -> int:
         """The most bytes that the engine's own meter has counted: ``engine.memory().peak``."""
-        return self._meter.most
+        return self.meter.most
 
     @property
     def pooled(self) -> tuple[int, int]:
         """The bytes that pools keep now: of buckets, and of what arrives."""
         return self.reduced.pool.num_bytes, self.reduced.arriving
 
-    def run(self, trace: ActivationTrace, *, sync: bool) -> Iterator[Instant]:
+    def play(self, trace: ActivationTrace, *, sync: bool) -> Iterator[Instant]:
         """Yield what is held at every event of a pass; `sync` False: inside ``no_sync()``."""
-        gathered, reduced = self._gathered, self.reduced
-        gathered.begin("forward")
+        reduced, units = self.reduced, self.planned
+        self.begin("forward")
         for moment in trace.moments:
             unit = moment.unit
-            gathered.decoding = reduced.passed = 0
+            self._decoding = reduced.passed = 0
             if moment.event == "gather":
-                gathered.gather(unit)
+                self.need(unit)
             elif moment.event == "release":
-                gathered.release(unit, moment.repeats)
+                self.release(unit, moment.repeats)
             elif moment.event == "gradient":
                 reduced.take((unit, moment.group), sync=sync)
             elif moment.event == "reduce":
                 reduced.reduce(unit, moment.repeats, sync=sync)
             else:
-                gathered.begin("backward" if moment.event == "turn" else "forward")
+                self.begin("backward" if moment.event == "turn" else "forward")
+            gathered = sum(units[one].full * count for one, count in self._gathered.items())
+            gathered += sum(self._columns.values()) + self._decoding
+            gathered += sum(units[one].encoded for one in self.schedule.ahead)
             buckets, arrivals = self.pooled
             yield Instant(
                 moment,
-                gathered.num_bytes + gathered.decoding,
+                gathered,
                 buckets + reduced.own,
                 arrivals + reduced.passing + reduced.passed,
                 reduced.resting,
             )
+
+    def execute(self, command: Command, repeats: int) -> None:
+        """Count the bytes of one command; a unit that is kept stands for `repeats`."""
+        op, unit = command.op, command.unit
+        if op is Op.START:
+            self._gathered[unit] = 1
+        elif op is Op.USE:
+            self._decoding = self.planned[unit].encoded
+        elif op in RELEASES:
+            self.meter.folded -= self.planned[unit].full * (self._gathered.pop(unit) - 1)
+            if op is Op.RELEASE_FOR_BACKWARD:
+                self._columns[unit] = self.planned[unit].column * repeats
+            elif op is Op.RELEASE_ALL:
+                self._columns.pop(unit, None)
+        elif op is Op.IDLE:
+            self.meter.fold(self.planned[unit].full * (repeats - self._gathered[unit]))
+            self._gathered[unit] = repeats
+        elif op is Op.WAIT_REDUCE:
+            self.reduced.end((unit, command.segment))
 
 
 # --------------------------------------------------------------------------------------------- peak
@@ -275,12 +214,24 @@ def peak_bytes(
 
     found = [(states, 0, 0, 0, 0, 0)]
     leaves = training.deal(policy, laid_out.mesh)
-    reduces = leaves is not None and not leaves.is_local  # each micro-batch
-    for one in _instants(playback, trace, training, reduces=reduces):
-        logits = one.moment.logits
-        gathered = one.gathered if held is None else held.gathered
-        buffers = gathered, one.gradients, one.staging
-        found.append((states + one.resting, *buffers, one.moment.activations - logits, logits))
+    reduces = leaves is not None and not leaves.is_local  # each micro-batch is reduced
+    # Of several micro-batches inside ``no_sync()`` one stands for all. The second step gathers
+    # ahead, and both later ones find the pools as those before have left them.
+    syncs = (reduces, True) if training.micro_batches > 1 else (True,)
+    pooled = (-1, -1)
+    for step in range(_STEPS):
+        if step > 1 and playback.pooled == pooled:
+            break  # the next would be the same
+        pooled = playback.pooled
+        playback.reduced.drop()  # zero_grad()
+        for sync in syncs:
+            for one in playback.play(trace, sync=sync):
+                logits = one.moment.logits
+                gathered = one.gathered if held is None else held.gathered
+                buffers = gathered, one.gradients, one.staging
+                others = one.moment.activations - logits
+                found.append((states + one.resting, *buffers, others, logits))
+        playback.reduced.wait()  # optimizer.step()
     temporaries = _optimizer_bytes(laid_out, policy, machine, training)
     on_host = _host_bytes(laid_out, policy, machine, training)
     if not machine.accelerator:  # the device is the host, and they need not come together
@@ -294,25 +245,6 @@ def peak_bytes(
     slack = FRAGMENTATION if machine.accelerator else 0.0
     parts["allowance"] = round(sum(parts.values()) * slack) + context
     return Peak(parts, resting[Tier.HOST] + on_host, resting[Tier.DISK])
-
-
-def _instants(
-    playback: Playback, trace: ActivationTrace, training: Training, *, reduces: bool
-) -> Iterator[Instant]:
-    """Yield what the engine holds in three steps: the second gathers ahead, and both later ones
-    find the pools as those before have left them. Of several micro-batches inside ``no_sync()`` one
-    stands for all, which `reduces` its gradients or not.
-    """
-    syncs = (reduces, True) if training.micro_batches > 1 else (True,)
-    pooled = (-1, -1)
-    for step in range(_STEPS):
-        if step > 1 and playback.pooled == pooled:
-            return  # the next would be the same
-        pooled = playback.pooled
-        playback.reduced.drop()  # zero_grad()
-        for sync in syncs:
-            yield from playback.run(trace, sync=sync)
-        playback.reduced.wait()  # optimizer.step()
 
 
 def _optimizer_bytes(

@@ -24,10 +24,10 @@ from functools import partial
 
 from zeroshard.core.pipeline_orders import RESHARD, UNSHARD, Action, PipelineOrder, place
 from zeroshard.core.policy import Policy
-from zeroshard.core.timeline import COMPUTE, AnyLane, JobTimes, LaneJob, LaneTask, longest, run_jobs
+from zeroshard.core.timeline import COMPUTE, AnyLane, JobTimes, LaneJob, LaneTask, run_jobs
 from zeroshard.planner.durations import TENSOR, Durations
 from zeroshard.planner.exact import made_once
-from zeroshard.planner.simulate import Program, UnitWork
+from zeroshard.planner.simulate import Program, StepTime, UnitWork
 
 # ------------------------------------------------------------------------------------------ a stage
 # The tasks of all units of a stage together, in the hops of the same routes and of the durations
@@ -106,9 +106,9 @@ def stage_work(durations: Durations, policy: Policy) -> StageWork:
         if tail_s
         else None,
         whole_bytes=sum(
-            unit.held.whole for unit in units if unit.unshard["forward"] or unit.held.full > 0
+            unit.planned.whole for unit in units if unit.unshard["forward"] or unit.planned.full > 0
         ),
-        gathered_bytes=sum(unit.held.full for unit in units),
+        gathered_bytes=sum(unit.planned.full for unit in units),
         tensor_s=durations.tensor_s() / training.micro_batches,
     )
 
@@ -159,43 +159,37 @@ class RankTime:
     def plus(self, more: float, other: RankTime, less: RankTime) -> RankTime:
         """Return this and `more` times what `other` has more than `less`."""
         names = dict.fromkeys((*self.shares, *other.shares))
-        shares = {
-            name: self.shares.get(name, 0.0)
-            + more * (other.shares.get(name, 0.0) - less.shares.get(name, 0.0))
-            for name in names
-        }
+        mine, theirs, given = self.shares, other.shares, less.shares
         return RankTime(
             self.computing + more * (other.computing - less.computing),
             self.bubble + more * (other.bubble - less.bubble),
             self.exposed + more * (other.exposed - less.exposed),
-            shares,
+            {
+                name: mine.get(name, 0.0) + more * (theirs.get(name, 0.0) - given.get(name, 0.0))
+                for name in names
+            },
         )
 
 
 @dataclass(frozen=True)
-class PipelineTime:
-    """Seconds of one step, and how they pass on every rank."""
+class PipelineTime(StepTime):
+    """Seconds of one step, and how they pass on every rank; `shares` are the mean."""
 
-    total: float
     ranks: tuple[RankTime, ...]
+
+    @classmethod
+    def of(cls, total: float, ranks: Sequence[RankTime]) -> PipelineTime:
+        """Return the step of these ranks."""
+        names = dict.fromkeys(name for one in ranks for name in one.shares)
+        shares = {
+            name: sum(one.shares.get(name, 0.0) for one in ranks) / len(ranks) for name in names
+        }
+        return cls(total, shares, tuple(ranks))
 
     @property
     def bubble(self) -> float:
         """The part of the step for which ranks wait for other stages, on average."""
         return sum(one.bubble for one in self.ranks) / len(self.ranks) / self.total
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Seconds by what bounds them, on average."""
-        names = dict.fromkeys(name for one in self.ranks for name in one.shares)
-        count = len(self.ranks)
-        return {name: sum(one.shares.get(name, 0.0) for one in self.ranks) / count
-                for name in names}  # fmt: skip
-
-    @property
-    def bound_by(self) -> str:
-        """Compute where it is at least half of the step, else what takes most of the rest."""
-        return longest(self.shares, self.total)
 
 
 def room(stages: Sequence[int], ranks: int) -> int:
@@ -237,27 +231,25 @@ class Pipeline:
         most, fewer = self._run(few + self.ranks), self._run(few)
         more = (self.micro_batches - few) / self.ranks - 1.0
         pairs = zip(most.ranks, fewer.ranks, strict=True)
-        ranks = tuple(one.plus(more, one, other) for one, other in pairs)
-        return PipelineTime(most.total + more * (most.total - fewer.total), ranks)
+        ranks = [one.plus(more, one, other) for one, other in pairs]
+        return PipelineTime.of(most.total + more * (most.total - fewer.total), ranks)
 
     def _run(self, micro_batches: int) -> PipelineTime:
         jobs = _Jobs(self, micro_batches)
         for rank in range(self.ranks):
             jobs.add_rank(rank)
-        jobs.connect()
+        for waits, what in jobs.waiting:  # every computation waits for its input
+            jobs.jobs[waits].needs = (*jobs.jobs[waits].needs, jobs.sent[what])
         done = run_jobs(jobs.jobs)
-        tensor = [
-            micro_batches * sum(stage.tensor_s for stage in self.stages[rank :: self.ranks])
-            for rank in range(self.ranks)
-        ]
-        total = done.total
         computed: list[list[int]] = [[] for _ in range(self.ranks)]
         for number, job in enumerate(done.jobs):
             if job.task.lane == "compute":
                 computed[job.rank].append(number)
-        ranks = [_rank_time(done, computed[rank], total, tensor[rank])
-                 for rank in range(self.ranks)]  # fmt: skip
-        return PipelineTime(total, tuple(ranks))
+        total, ranks = done.total, []
+        for rank, own in enumerate(computed):
+            tensor_s = micro_batches * sum(one.tensor_s for one in self.stages[rank :: self.ranks])
+            ranks.append(_rank_time(done, own, total, tensor_s))
+        return PipelineTime.of(total, ranks)
 
 
 class _Jobs:
@@ -267,8 +259,8 @@ class _Jobs:
         self.jobs: list[LaneJob] = []
         self._pipeline = pipeline
         self._micro_batches = micro_batches
-        self._sent: dict[tuple[str, int, int], int] = {}  # direction, to a stage, micro-batch
-        self._waiting: list[tuple[int, tuple[str, int, int]]] = []  # jobs for what is sent
+        self.sent: dict[tuple[str, int, int], int] = {}  # direction, to a stage, micro-batch
+        self.waiting: list[tuple[int, tuple[str, int, int]]] = []  # jobs for what is sent
 
     def add_rank(self, rank: int) -> None:
         """Enqueue what `rank` does."""
@@ -303,11 +295,6 @@ class _Jobs:
         for tail in tails:
             self._add(tail, rank, *reduces.values())
 
-    def connect(self) -> None:
-        """Let every computation wait for its input."""
-        for job, what in self._waiting:
-            self.jobs[job].needs = (*self.jobs[job].needs, self._sent[what])
-
     def _compute(
         self, work: StageWork, action: Action, needs: Sequence[int], reduces: dict[int, int]
     ) -> int:
@@ -321,29 +308,22 @@ class _Jobs:
             task = LaneTask("compute", task.name, task.duration + copies, takes=task.takes)
         job = self._add(task, stage, *needs)
         last = len(self._pipeline.stages) - 1
-        if action.kind == "F":
-            self._meet(job, stage, number, "send ahead", stage > 0, stage < last)
-        elif action.kind in "BI":
-            self._meet(job, stage, number, "send back", stage < last, stage > 0)
+        # it waits for its input, and sends its output to the next stage in that direction
+        ahead = action.kind == "F"
+        lane: AnyLane = "send ahead" if ahead else "send back"
+        after, until = (stage > 0, stage < last) if ahead else (stage < last, stage > 0)
+        if after and action.kind in "FBI":
+            self.waiting.append((job, (lane, stage, number)))
+        if until and action.kind in "FBI":
+            link, to = (stage, stage + 1) if ahead else (stage - 1, stage - 1)
+            pipeline = self._pipeline
+            takes = (pipeline.links[link], *pipeline.stages[stage].compute["F"].takes)
+            send = LaneTask(lane, "send", pipeline.sends[link], 0.0, takes, BUBBLE)
+            self.sent[lane, to, number] = self._add(send, stage, job)
         reduce = work.reduce[position] if ends else None
         if reduce is not None:
             reduces[stage] = self._add(reduce, stage, job)
         return job
-
-    def _meet(self, job: int, stage: int, number: int, lane: str, takes: bool, sends: bool) -> None:
-        """Let `job` wait for its input, and send its output to the next stage in that direction."""
-        ahead = lane == "send ahead"
-        if takes:
-            self._waiting.append((job, (lane, stage, number)))
-        if sends:
-            link, to = (stage, stage + 1) if ahead else (stage - 1, stage - 1)
-            pipeline = self._pipeline
-            takes_up = (pipeline.links[link], *pipeline.stages[stage].compute["F"].takes)
-            task = LaneTask(
-                "send ahead" if ahead else "send back", "send", pipeline.sends[link], 0.0, takes_up,
-                BUBBLE,
-            )  # fmt: skip
-            self._sent[lane, to, number] = self._add(task, stage, job)
 
     def _add(self, task: LaneTask, stage: int, *needs: int) -> int:
         there = tuple(need for need in needs if need >= 0)

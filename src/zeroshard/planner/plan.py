@@ -19,16 +19,15 @@ from zeroshard.core.wire import Wire
 from zeroshard.errors import ConfigError
 from zeroshard.planner.axes import Axes, Grid, grids
 from zeroshard.planner.durations import Durations
-from zeroshard.planner.exact import LaidOut, StateBytes, rest_bytes
-from zeroshard.planner.grid import GridPlan, RankPlan
+from zeroshard.planner.exact import LaidOut
+from zeroshard.planner.grid import GridPlan, RankPlan, RanksPlan
 from zeroshard.planner.machine import Machine, presets
 from zeroshard.planner.model import ModelShape, Training, fitted, with_adapters
 from zeroshard.planner.rows import (
     PlannedRow,
-    bytes_of,
     candidates,
     describe_row,
-    plan_on_grid,
+    plan_on,
     plan_row,
     rest_fits,
     short_of,
@@ -65,54 +64,43 @@ class Search:
         """Return the planned lines, whether they fit or not. Raises ConfigError for axes that do
         not fit the machine or the model.
         """
-        if self.axes is None:
-            laid_out = LaidOut(self.model, machine.mesh, training.align)
-            runnable = self._runnable(machine, training)
-            return tuple(plan_row(laid_out, policy, machine, training) for policy in runnable)
-        if not self.axes.is_auto:
-            (grid,) = grids(self.axes, self.model, machine, training)
-            plan = GridPlan(grid, self.model, machine, training)
-            runnable = self._runnable(plan.share, training)
-            return tuple(plan_on_grid(plan, policy) for policy in runnable)
-        return tuple(self._best(machine, training))
+        if self.axes is not None and self.axes.is_auto:
+            return tuple(self._best(machine, training))
+        plan = self._plan(machine, training)
+        return tuple(plan_on(plan, policy) for policy in self._runnable(plan.share, training))
 
     def fitting(self, machine: Machine, training: Training) -> list[PlannedRow]:
         """Return the lines that fit; the steps of others are not simulated."""
-        if self.axes is None:
-            laid_out = LaidOut(self.model, machine.mesh, training.align)
-            fits = _that_fit(
-                self._runnable(machine, training),
-                machine,
-                lambda policy: [rest_bytes(laid_out, policy, training)],
-                lambda policy: bytes_of(laid_out, policy, machine, training),
-            )
-            return [plan_row(laid_out, policy, machine, training, sizes) for policy, sizes in fits]
-        if self.axes.is_auto:
+        if self.axes is not None and self.axes.is_auto:
             return [row for row in self._best(machine, training) if row.fits]
-        (grid,) = grids(self.axes, self.model, machine, training)
-        plan = GridPlan(grid, self.model, machine, training)
-        runnable = self._runnable(plan.share, training)
-        fits = _that_fit(runnable, plan.share, plan.rests, plan.worst)
-        return [plan_on_grid(plan, policy, sizes) for policy, sizes in fits]
+        plan = self._plan(machine, training)
+        fits = _that_fit(plan, self._runnable(plan.share, training))
+        return [plan_on(plan, policy, sizes) for policy, sizes in fits]
 
     def peak_of(self, row: PlannedRow, machine: Machine, training: Training) -> int:
         """Return the peak on the device of the line that is `row`, with another `training`."""
         policy = ROWS[row.row].tiered(*(Tier(tier) for tier in row.tiers.values()))
-        if self.axes is None:
-            laid_out = LaidOut(self.model, machine.mesh, training.align)
-            return bytes_of(laid_out, policy, machine, training).peak.total
-        one = row.spread
-        schedule = self.axes.pipeline if one.pp > 1 else PipelineOrder()
-        grid = Grid(one.tp, one.pp, one.dp, schedule, one.micro_batches)
-        return GridPlan(grid, self.model, machine, training).worst(policy).peak.total
+        grid, one = None, row.spread
+        if self.axes is not None:
+            schedule = self.axes.pipeline if one.pp > 1 else PipelineOrder()
+            grid = Grid(one.tp, one.pp, one.dp, schedule, one.micro_batches)
+        return self._plan(machine, training, grid).worst(policy).peak.total
 
     def least_bytes(self, machine: Machine, training: Training) -> int:
         """Return the peak of the line that takes least of a device."""
-        if self.axes is not None:
+        if self.axes is not None and self.axes.is_auto:
             return min(row.peak_bytes["device"] for row in self.rows(machine, training))
-        laid_out = LaidOut(self.model, machine.mesh, training.align)
-        runnable = self._runnable(machine, training)
-        return min(bytes_of(laid_out, one, machine, training).peak.total for one in runnable)
+        plan = self._plan(machine, training)
+        runnable = self._runnable(plan.share, training)
+        return min(plan.worst(policy).peak.total for policy in runnable)
+
+    def _plan(self, machine: Machine, training: Training, grid: Grid | None = None) -> RanksPlan:
+        """Return the ranks that are planned; of axes `grid`, or the only one that they allow."""
+        if self.axes is None:
+            laid_out = LaidOut(self.model, machine.mesh, training.align)
+            return RanksPlan(laid_out, machine, training)
+        grid = grids(self.axes, self.model, machine, training)[0] if grid is None else grid
+        return GridPlan(grid, self.model, machine, training)
 
     def _runnable(self, machine: Machine, training: Training) -> list[Policy]:
         return [policy for policy in self.policies(machine) if takes(policy, training)]
@@ -148,9 +136,8 @@ class Search:
         """Return the fastest row of a grid that fits, else the one that takes least."""
         runnable = self._runnable(plan.share, training)
         here = [policy for policy in runnable if not _offloads(policy)]
-        away = [policy for policy in runnable if _offloads(policy)]
-        for policies in (here, away):
-            fits = _that_fit(policies, plan.share, plan.rests, plan.worst)
+        for policies in (here, [policy for policy in runnable if _offloads(policy)]):
+            fits = _that_fit(plan, policies)
             if fits:
                 # the fastest row: those that receive least are tried first
                 order = sorted(fits, key=lambda one: plan.traffic(one[1].rank, one[0]).total)
@@ -162,22 +149,18 @@ class Search:
                     if time.total <= _NEAR * plan.least_s:
                         break
                 assert best is not None
-                return plan_on_grid(plan, *best)
+                return plan_on(plan, *best)
         least = min(here, key=lambda policy: plan.worst(policy).peak.total)
-        return plan_on_grid(plan, least)
+        return plan_on(plan, least)
 
 
-def _that_fit(
-    policies: Iterable[Policy],
-    machine: Machine,
-    rests: Callable[[Policy], Iterable[StateBytes]],
-    size: Callable[[Policy], RankPlan],
-) -> list[tuple[Policy, RankPlan]]:
+def _that_fit(plan: RanksPlan, policies: Iterable[Policy]) -> list[tuple[Policy, RankPlan]]:
     """Return the rows that fit, with their bytes; what rests alone rules most others out before
     they are sized.
     """
-    sized = [(policy, size(policy)) for policy in policies if rest_fits(rests(policy), machine)]
-    return [one for one in sized if short_of(one[1].peak.by_tier, machine) is None]
+    left = (policy for policy in policies if rest_fits(plan.rests(policy), plan.share))
+    sized = [(policy, plan.worst(policy)) for policy in left]
+    return [one for one in sized if short_of(one[1].peak.by_tier, plan.share) is None]
 
 
 def _offloads(policy: Policy) -> bool:
@@ -221,6 +204,9 @@ class Plan:
         a billion tokens cost in the recommended row.
         """
         model, advice, training = self.model, self.recommended, self.training
+        row = advice.row
+        hours = None if row is None else row.gpu_hours_per_billion_tokens
+        cost = None if hours is None or price is None else hours * price
         states = {
             "weight": round(model.numel * Wire.of(training.precision).bytes_per_element),
             "grad": round(model.num_trained * Wire.of(training.accumulate).bytes_per_element),
@@ -240,26 +226,19 @@ class Plan:
             "axes": None if self.axes is None else asdict(self.axes),
             "rows": [one.to_dict() for one in self.rows],
             "recommended": {
-                "row": None if advice.row is None else advice.row.row,
-                "tiers": None if advice.row is None else advice.row.tiers,
+                "row": None if row is None else row.row,
+                "tiers": None if row is None else row.tiers,
                 **{
-                    axis: None if advice.row is None else getattr(advice.row.spread, axis)
+                    axis: None if row is None else getattr(row.spread, axis)
                     for axis in ("tp", "pp", "dp")
                 },
-                "reason": advice.reason,
-                "smaller": advice.smaller,
-                "change": advice.change,
-                "offer": advice.offer,
-                "adapters": advice.adapters,
+                **{
+                    name: getattr(advice, name)
+                    for name in ("reason", "smaller", "change", "offer", "adapters")
+                },
             },
-            **({} if price is None else {"price": self._priced(price)}),
+            **({} if price is None else {"price": {"gpu_hour": price, "billion_tokens": cost}}),
         }
-
-    def _priced(self, price: float) -> dict[str, float | None]:
-        row = self.recommended.row
-        hours = None if row is None else row.gpu_hours_per_billion_tokens
-        cost = None if hours is None else hours * price
-        return {"gpu_hour": price, "billion_tokens": cost}
 
     def config(self, *, disk_path: str = ".") -> dict[str, Any]:
         """Return the recommended row as a configuration that ``zs.shard(config=...)`` takes. The
@@ -346,8 +325,26 @@ def _recommend(
     fitting = [row for row in rows if row.fits]
     if not fitting:
         least = min(rows, key=lambda row: row.peak_bytes["device"])
-        reason = f"nothing fits: {describe_row(least)}, which takes least, {_lack(least, machine)}"
-        change = _change(search, machine, training)
+        share = _share(least, machine)
+        what, needs, there = short_of(least.peak_bytes, share) or (least.bound_by, 0, 0)
+        each, beside = "a GPU", ""
+        if what != "device memory":
+            part = share.node_size / machine.node_size  # other stages take as much, at most
+            each, needs, there = "a node", needs / part, there / part
+        if what == "host memory":
+            allowance = machine.host_allowance / 1e9
+            beside = f" beside the {allowance:,.3g} GB that {ALLOWED_FOR} take"
+        reason = (
+            f"nothing fits: {describe_row(least)}, which takes least, needs {needs / 1e9:,.4g} GB"
+            f" of {what} {each} and has {there / 1e9:,.4g} GB{beside}"
+        )
+        change = (
+            f"none of those tried helps: recomputing, smaller batches, disks, {_MOST_GPUS:,} GPUs"
+        )
+        for words, other, trained in _changes(search.model, machine, training):
+            if fits := search.fitting(other, trained):
+                change = f"{words}: {describe_row(_fastest(fits))} would fit"
+                break
         adapters = _adapters(search, machine, training)
         return Recommendation(None, reason, change=change, adapters=adapters)
     best = _fastest(fitting)
@@ -378,20 +375,6 @@ def _recommend(
 
 def _fastest(rows: list[PlannedRow]) -> PlannedRow:
     return min(rows, key=lambda row: row.time.seconds)
-
-
-def _lack(row: PlannedRow, machine: Machine) -> str:
-    """Return how much `row`, which does not fit, needs of what memory, and how much there is."""
-    share = _share(row, machine)
-    what, needs, there = short_of(row.peak_bytes, share) or (row.bound_by, 0, 0)
-    if what == "device memory":
-        return f"needs {needs / 1e9:,.4g} GB of {what} a GPU and has {there / 1e9:,.4g} GB"
-    part = share.node_size / machine.node_size  # other stages take as much, at most
-    needs, there = needs / part, there / part
-    beside = ""
-    if what == "host memory":
-        beside = f" beside the {machine.host_allowance / 1e9:,.3g} GB that {ALLOWED_FOR} take"
-    return f"needs {needs / 1e9:,.4g} GB of {what} a node and has {there / 1e9:,.4g} GB{beside}"
 
 
 def _offer(
@@ -426,15 +409,6 @@ def _smaller(search: Search, machine: Machine, training: Training) -> str | None
         return f"{where} {describe_row(_fastest(fitting))} would fit"
     least = search.least_bytes(half, training)
     return f"{where} nothing fits: {least / 1e9:.3g} GB a GPU at least"
-
-
-def _change(search: Search, machine: Machine, training: Training) -> str:
-    """Return the cheapest change with which a row fits, or that none of those tried helps."""
-    for words, other, trained in _changes(search.model, machine, training):
-        rows = search.fitting(other, trained)
-        if rows:
-            return f"{words}: {describe_row(_fastest(rows))} would fit"
-    return f"none of those tried helps: recomputing, smaller batches, disks, {_MOST_GPUS:,} GPUs"
 
 
 def _adapters(search: Search, machine: Machine, training: Training) -> str | None:
@@ -511,10 +485,6 @@ class Point:
     peak_bytes: int
     fits: bool
     bound_by: str  # as of PlannedRow
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as ``--json`` prints it."""
-        return asdict(self)
 
 
 def parse_sweep(text: str) -> list[int]:

@@ -13,7 +13,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -59,6 +59,11 @@ def print_sweep(
     """
     numbers = list(dict.fromkeys(point.gpus for point in points))
     rows = _by_row(points)
+
+    def percent(point: Point) -> str:
+        text = f"{100 * point.efficiency:.3g}"
+        return text if point.fits else f"({text})"
+
     span = f"{numbers[0]} to {numbers[-1]} x {machine.name}, {machine.node_size} in a node"
     say_facts([("model", f"{model.name}: {model.numel:,} parameters"), ("machine", span)], width=9)
     best = max(points, key=lambda point: point.efficiency)
@@ -69,7 +74,7 @@ def print_sweep(
     for title, text_of in (
         (
             f"efficiency, %: forward and backward alone over the step;{speed} (does not fit)",
-            _percent,
+            percent,
         ),
         (
             f"GB of one GPU at peak, of {machine.gpu_memory / 1e9:.3g}",
@@ -81,7 +86,13 @@ def print_sweep(
         cells = [(f"{gpus:,}", *line) for gpus, line in zip(numbers, lines, strict=True)]
         Table(("GPUs", *rows), cells, is_framed=False).print()
     say("bound by, on how many GPUs")
-    say_facts(((name, _bounds(line)) for name, line in rows.items()), width=10)
+    for name, line in rows.items():  # "8-16 device memory; 32-512 compute"
+        parts = []
+        for bound_by, group in groupby(line, key=lambda point: point.bound_by):
+            gpus = [point.gpus for point in group]
+            between = f"{gpus[0]}" if len(gpus) == 1 else f"{gpus[0]}-{gpus[-1]}"
+            parts.append(f"{between} {bound_by}")
+        say_facts([(name, "; ".join(parts))], width=10)
     fitting = [point for point in points if point.fits]
     costs = {
         point: 1e9 / point.tokens_per_s_per_gpu / 3600 * price
@@ -105,21 +116,6 @@ def _by_row(points: Sequence[Point]) -> dict[str, list[Point]]:
     for point in points:
         rows.setdefault(point.row, []).append(point)
     return rows
-
-
-def _percent(point: Point) -> str:
-    text = f"{100 * point.efficiency:.3g}"
-    return text if point.fits else f"({text})"
-
-
-def _bounds(line: Sequence[Point]) -> str:
-    """Return what bounds a row: "8-16 device memory; 32-512 compute"."""
-    parts = []
-    for bound_by, group in groupby(line, key=lambda point: point.bound_by):
-        gpus = [point.gpus for point in group]
-        span = f"{gpus[0]}" if len(gpus) == 1 else f"{gpus[0]}-{gpus[-1]}"
-        parts.append(f"{span} {bound_by}")
-    return "; ".join(parts)
 
 
 def plot_sweep(file: Path, model: ModelShape, machine: Machine, points: Sequence[Point]) -> None:
@@ -177,10 +173,6 @@ def plot_sweep(file: Path, model: ModelShape, machine: Machine, points: Sequence
         axes.grid(visible=True, which="major", alpha=0.3)
     left.legend(title="hollow: does not fit", fontsize=9, ncols=2)
     figure.suptitle(f"{model.name} on {machine.name}, {machine.node_size} GPUs in a node")
-    _save(figure, file)
-
-
-def _save(figure: Any, file: Path) -> None:
     try:
         figure.savefig(file, format="png", dpi=120)
     except OSError as error:
@@ -244,7 +236,7 @@ def _sweep(arguments: argparse.Namespace, training: Training, this_machine: Meas
         note(f"wrote {arguments.plot}")
     if arguments.json:
         sizes = {"name": model.name, "parameters": model.numel}
-        print_json({"model": sizes, "sweep": [one.to_dict() for one in points]})
+        print_json({"model": sizes, "sweep": [asdict(one) for one in points]})
     else:
         print_sweep(model, machines[-1], points, arguments.price)
     return 0 if any(point.fits for point in points) else NOTHING_FITS
@@ -294,31 +286,24 @@ def _codecs(given: list[str]) -> dict[str, Any]:
 
 def _describe(arguments: argparse.Namespace, training: Training) -> ModelShape:
     """Return the model that the options name, with adapters where --trainable counts them."""
-    from zeroshard.planner.model import with_adapters
+    from zeroshard.planner.families import is_foreign, read_model
+    from zeroshard.planner.model import describe, with_adapters
 
-    model = _named(arguments, training)
-    return model if arguments.trainable is None else with_adapters(model, arguments.trainable)
-
-
-def _named(arguments: argparse.Namespace, training: Training) -> ModelShape:
-    """Return the model that the options name, all of it trained."""
     given = [arguments.path, arguments.params, arguments.model]
     if sum(one is not None for one in given) != 1:
         raise UsageError("plan: give one model: --params 7.5B, --model package.module:factory, or"
                          " a path")  # fmt: skip
     if arguments.params is not None:
-        from zeroshard.planner.model import describe
-
-        return describe(arguments.params)
-    if arguments.path is not None:
-        from zeroshard.planner.families import is_foreign, read_model
-
-        if not is_foreign(arguments.path):
-            return read_model(arguments.path)
+        model = describe(arguments.params)
+    elif arguments.path is None:
+        model = _built(arguments.model, training)
+    elif is_foreign(arguments.path):
         from zeroshard.planner.modules import shape_of_path
 
-        return shape_of_path(arguments.path, training)
-    return _built(arguments.model, training)
+        model = shape_of_path(arguments.path, training)
+    else:
+        model = read_model(arguments.path)
+    return model if arguments.trainable is None else with_adapters(model, arguments.trainable)
 
 
 def _built(name: str, training: Training) -> ModelShape:

@@ -23,7 +23,6 @@ from zeroshard.terminal import (
 
 if TYPE_CHECKING:
     from zeroshard.planner import Axes, Machine, ModelShape, Plan, PlannedRow, Training
-    from zeroshard.planner.rows import UnevenRow
 
 
 # ----------------------------------------------------------------------------------------- the plan
@@ -43,7 +42,16 @@ def print_plan(plan: Plan, price: float | None = None) -> None:
     """Print what is planned, a line per row, what to take and why; `price`: of a GPU-hour."""
     say_facts(_facts(plan), width=9)
     say("GB of one GPU: at rest, received (exact), at peak (modelled); seconds of a step")
-    rows, others = _apart(plan.rows)
+    rows: list[PlannedRow] = []  # that differ in anything but their names
+    equal: dict[str, dict[str, None]] = {}  # the names of others, by the first that they equal
+    for row in plan.rows:
+        first = next((one for one in rows if replace(one, row=row.row) == row), None)
+        if first is None:
+            rows.append(row)
+        elif row.row not in _OF_NODES:  # on one node they are zero3: three words for nothing
+            where = elsewhere(row.tiers)
+            key = first.row if where == "-" else f"{first.row}, {where}"
+            equal.setdefault(key, {})[row.row] = None
     cells = [_cells(row, plan.axes) for row in rows]
     shown = [name for name in cells[0] if name in _ALWAYS or any(one[name] != "-" for one in cells)]
     best = plan.recommended.row
@@ -55,51 +63,17 @@ def print_plan(plan: Plan, price: float | None = None) -> None:
         is_framed=False,
         styles=["bold" if row is best else ("" if row.fits else "dim") for row in rows],
     ).print(width=WIDTH)
-    for line in _equal(rows, others, plan.axes):
-        say(line)
+    if len(rows) < len(plan.rows) and plan.axes is None and rows[0].spread.dp == 1:
+        say("one GPU: all rows are equal, one stands for them on each mix of tiers")
+    else:
+        for key, others in equal.items():
+            say(f"{', '.join(others)}: equal to {key} here")
     if any(is_below_rest(row.peak_bytes, row.rest_bytes) for row in rows):
         say(BELOW_REST)
     names = dict.fromkeys(row.row for row in rows)
     say_facts(((name, _LEGEND.get(name)) for name in names), width=10)
     say("")
     say_facts(_advice(plan, price), width=9)
-
-
-def _apart(
-    rows: Sequence[PlannedRow],
-) -> tuple[list[PlannedRow], list[tuple[PlannedRow, PlannedRow]]]:
-    """Return the rows that differ in anything but their names, and each other one with the first
-    that is equal.
-    """
-    apart: list[PlannedRow] = []
-    others: list[tuple[PlannedRow, PlannedRow]] = []
-    for row in rows:
-        first = next((one for one in apart if replace(one, row=row.row) == row), None)
-        if first is None:
-            apart.append(row)
-        else:
-            others.append((row, first))
-    return apart, others
-
-
-def _equal(
-    rows: Sequence[PlannedRow],
-    others: Sequence[tuple[PlannedRow, PlannedRow]],
-    axes: Axes | None,
-) -> Iterator[str]:
-    """Yield which rows have no line of their own, since another one's says it all."""
-    if others and axes is None and rows[0].spread.dp == 1:
-        yield "one GPU: all rows are equal, one stands for them on each mix of tiers"
-        return
-    names: dict[str, dict[str, None]] = {}
-    for row, first in others:
-        if row.row in _OF_NODES:  # on one node they are zero3: three words for nothing
-            continue
-        where = elsewhere(row.tiers)
-        key = first.row if where == "-" else f"{first.row}, {where}"
-        names.setdefault(key, {})[row.row] = None
-    for key, equal in names.items():
-        yield f"{', '.join(equal)}: equal to {key} here"
 
 
 def _advice(plan: Plan, price: float | None) -> Iterator[tuple[str, str | None]]:
@@ -119,7 +93,12 @@ def _advice(plan: Plan, price: float | None) -> Iterator[tuple[str, str | None]]
         times.append(timed or "load and save are timed with a --disk")
         yield "save", f"{whole}, {mine} of a rank: {', '.join(times)}"
         if price is not None:
-            yield "price", _priced(row, price)
+            hours = row.gpu_hours_per_billion_tokens
+            priced = "not known: the model's FLOPs are not, or it takes no tokens"
+            if hours is not None:
+                cost = f"{three_digits(hours * price)} at {price:g} each"
+                priced = f"a billion tokens take {three_digits(hours)} GPU-hours: {cost}"
+            yield "price", priced
     yield "smaller", advice.smaller
     yield "adapters", advice.adapters
     yield "change", advice.change
@@ -127,16 +106,10 @@ def _advice(plan: Plan, price: float | None) -> Iterator[tuple[str, str | None]]
         yield "offer", f"--accumulate {plan.training.precision}: {advice.offer}"
 
 
-def _priced(row: PlannedRow, price: float) -> str:
-    """Return what a billion tokens take."""
-    hours = row.gpu_hours_per_billion_tokens
-    if hours is None:
-        return "not known: the model's FLOPs are not, or it takes no tokens"
-    cost = three_digits(hours * price)
-    return f"a billion tokens take {three_digits(hours)} GPU-hours: {cost} at {price:g} each"
-
-
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    from zeroshard.planner.machine import presets
+    from zeroshard.planner.plan import ALLOWED_FOR
+
     model, machine, training = plan.to_dict()["model"], plan.machine, plan.training
     note = f", {model['note']}" if model["note"] else ""
     yield "model", f"{model['name']}: {model['parameters']:,} parameters{note}"
@@ -146,7 +119,14 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"weights {states['weight']}, gradients {states['grad']}, master and moments"
         f" {states['optimizer']}: {size_text(sum(model['states_bytes'].values()))} unsharded",
     )
-    yield "machine", _machine(machine)
+    yield (
+        "machine",
+        f"{machine.gpus} x {machine.name} of {size_text(machine.gpu_memory)}"
+        f" ({machine.gpu_memory / 2**30:.4g} GiB) in {machine.mesh.num_nodes} node(s) of"
+        f" {machine.node_size}; {size_text(machine.host_memory)} of host memory"
+        f" ({size_text(machine.host_allowance)} of it for {ALLOWED_FOR}),"
+        f" {size_text(machine.disk) if machine.disk else 'no'} disk a node",
+    )
     if machine.note:
         yield "note", machine.note
     encoded = ", ".join(f"{name}={value}" for name, value in training.comm().items())
@@ -188,42 +168,22 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
             f"{groups}: what their connections take is in the allowance of peaks, not planned;"
             " zs.memory_table() has it as measured",
         )
-    from zeroshard.planner.machine import presets
-
     if training.precision == "bf16" and not presets().get(machine.name, {}).get("bf16", True):
         yield "note", f"{machine.name} has no bf16 arithmetic: times are fp16's, take fp16 there"
     if training.optimizer == "adam-8bit":
         yield "note", "8-bit Adam is planned only: zs.shard refuses what is not elementwise"
-    yield from _unknown(plan)
-
-
-def _unknown(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield what is not known of the model, and what would tell it."""
-    model = plan.model
     # a traced pass is of the whole model, not of its stages
-    lacks_activations = model.decoder is None and (model.trace is None or plan.axes is not None)
-    lacks_times = any(row.step_s is None for row in plan.rows)
+    trace = plan.model.trace
+    lacks_activations = plan.model.decoder is None and (trace is None or axes is not None)
     lacks = ["peaks are without activations"] if lacks_activations else []
-    lacks += ["steps are without times"] if lacks_times else []
-    if not lacks:
-        return
-    why = "no decoder's sizes and no inputs are known: have the factory return (module, inputs)"
-    if model.trace is not None:
-        why = "no matrix product or convolution was counted"
-        why = "what was traced is not cut along tp and pp" if plan.axes is not None else why
-    yield "note", f"{', '.join(lacks)}: {why}"
-
-
-def _machine(machine: Machine) -> str:
-    from zeroshard.planner.plan import ALLOWED_FOR
-
-    nodes = machine.gpus // machine.node_size
-    return (
-        f"{machine.gpus} x {machine.name} of {size_text(machine.gpu_memory)}"
-        f" ({machine.gpu_memory / 2**30:.4g} GiB) in {nodes} node(s) of {machine.node_size};"
-        f" {size_text(machine.host_memory)} of host memory ({size_text(machine.host_allowance)} of"
-        f" it for {ALLOWED_FOR}), {size_text(machine.disk) if machine.disk else 'no'} disk a node"
-    )
+    if any(row.step_s is None for row in plan.rows):
+        lacks.append("steps are without times")
+    if lacks:
+        why = "no decoder's sizes and no inputs are known: have the factory return (module, inputs)"
+        if trace is not None:
+            why = "no matrix product or convolution was counted"
+            why = "what was traced is not cut along tp and pp" if axes is not None else why
+        yield "note", f"{', '.join(lacks)}: {why}"
 
 
 def _cells(row: PlannedRow, axes: Axes | None) -> dict[str, str]:
@@ -318,24 +278,32 @@ def plan_and_print(
             ) from None
     rows = plan_uneven(model, machine, training, shares=shares, gpu_memory=memories)
     if arguments.json:
-        sizes = {"name": model.name, "parameters": model.numel}
-        print_json({"model": sizes, "rows": [row.to_dict() for row in rows]})
-    else:
-        _print(model, machine, rows)
-    return 1 if all(row.short for row in rows) else 0  # nothing fits
-
-
-def _print(model: ModelShape, machine: Machine, rows: Sequence[UnevenRow]) -> None:
-    nodes = machine.gpus // machine.node_size
-    facts = f"{machine.gpus} x {machine.name} in {nodes} node(s) of {machine.node_size}"
-    say_facts([("model", f"{model.name}: {model.numel:,} parameters"), ("machine", facts)], width=9)
+        described = {"name": model.name, "parameters": model.numel}
+        print_json({"model": described, "rows": [row.to_dict() for row in rows]})
+        return 1 if all(row.short for row in rows) else 0  # nothing fits
+    nodes = f"{machine.mesh.num_nodes} node(s) of {machine.node_size}"
+    facts = [("machine", f"{machine.gpus} x {machine.name} in {nodes}")]
+    say_facts([("model", f"{model.name}: {model.numel:,} parameters"), *facts], width=9)
     say("GB of each rank: at rest and received per step (exact), at peak (modelled)")
-    lines = [
-        ((row.row, elsewhere(row.tiers)) if not number else ("", ""), texts, row.fits)
-        for row in rows
-        for number, texts in enumerate(_lines(row))
-    ]
-    cells = [dict(zip(_COLUMNS, (*first, *texts), strict=True)) for first, texts, _ in lines]
+    cells, styles = [], []
+    for row in rows:
+        named, left = (
+            (row.row, elsewhere(row.tiers)),
+            [one for one in row.short if " of node " in one],
+        )
+        for rank, group in groupby(enumerate(row.ranks), key=lambda pair: pair[1]):  # alike
+            numbers = [number for number, _ in group]
+            name = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+            sizes = [rank.rest_bytes["device"], rank.peak_bytes["device"], rank.memory]
+            sizes += [rank.rest_bytes["host"], rank.rest_bytes["disk"], rank.traffic_bytes]
+            fits = f"no: {left[0]}" if left else "yes"
+            if any(f"device memory of rank {number}" in row.short for number in numbers):
+                fits = "no: memory"
+            texts = [three_digits(size / 1e9) for size in sizes]
+            line = (*named, name, f"{rank.share:.3g}", *texts, fits)
+            cells.append(dict(zip(_COLUMNS, line, strict=True)))
+            styles.append("" if row.fits else "dim")
+            named = "", ""
     empty = {name for name in _MAYBE if all(one[name] == "-" for one in cells)}
     shown = [name for name in _COLUMNS if name not in empty]
     Table(
@@ -344,34 +312,16 @@ def _print(model: ModelShape, machine: Machine, rows: Sequence[UnevenRow]) -> No
         text=("row", "elsewhere", "fits"),
         folded=("elsewhere", "fits"),
         is_framed=False,
-        styles=["" if fits else "dim" for *_, fits in lines],
+        styles=styles,
     ).print(width=WIDTH)
     if any(is_below_rest(rank.peak_bytes, rank.rest_bytes) for row in rows for rank in row.ranks):
         say(BELOW_REST)
+    return 1 if all(row.short for row in rows) else 0  # nothing fits
 
 
 def is_below_rest(peak: Mapping[str, int], rest: Mapping[str, int]) -> bool:
     """Whether a step takes less of the device than rests there between micro-batches."""
     return peak["device"] < rest["device"]
-
-
-def _lines(row: UnevenRow) -> list[list[str]]:
-    """Return a line per run of ranks that are alike."""
-    out = []
-    short = set(row.short)
-    for rank, group in groupby(enumerate(row.ranks), key=lambda pair: pair[1]):
-        numbers = [number for number, _ in group]
-        name = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-        sizes = [rank.rest_bytes["device"], rank.peak_bytes["device"], rank.memory]
-        sizes += [rank.rest_bytes["host"], rank.rest_bytes["disk"], rank.traffic_bytes]
-        is_short = any(f"device memory of rank {number}" in short for number in numbers)
-        fits = "no: memory" if is_short else "yes"
-        left = [one for one in row.short if " of node " in one]
-        if left and not is_short:
-            fits = f"no: {left[0]}"
-        texts = [three_digits(size / 1e9) for size in sizes]
-        out.append([name, f"{rank.share:.3g}", *texts, fits])
-    return out
 
 
 def elsewhere(tiers: Mapping[str, str]) -> str:

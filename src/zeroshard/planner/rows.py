@@ -5,29 +5,19 @@ that are not alike, in bytes of each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import ROWS, Policy
 from zeroshard.core.shares import shares_of
-from zeroshard.core.wire import LinkBytes
 from zeroshard.errors import ConfigError
 from zeroshard.planner.durations import checkpoint_bytes, checkpoint_times
-from zeroshard.planner.exact import (
-    LaidOut,
-    StateBytes,
-    rest_bytes,
-    sum_by_tier,
-    traffic_bytes,
-    with_budget,
-)
-from zeroshard.planner.grid import GridPlan, RankPlan, StepSeconds
+from zeroshard.planner.exact import LaidOut, StateBytes, sum_by_tier
+from zeroshard.planner.grid import RankPlan, RanksPlan
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape, Training, fitted
-from zeroshard.planner.peak import peak_bytes
-from zeroshard.planner.pipeline_time import PipelineTime
-from zeroshard.planner.simulate import step_time
+from zeroshard.planner.simulate import StepTime
 
 _DEVICE, _HOST, _DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 
@@ -134,64 +124,21 @@ def takes(policy: Policy, training: Training) -> bool:
     return not encodes_weights or policy.default.weight.scope is Scope.SHARD
 
 
-def bytes_of(laid_out: LaidOut, policy: Policy, machine: Machine, training: Training) -> RankPlan:
-    """Return the bytes of one rank at rest, and the most during a step."""
-    training = training.on(laid_out.mesh.size)
-    policy = with_budget(laid_out, policy, training)
-    rest = rest_bytes(laid_out, policy, training)
-    return RankPlan(0, laid_out, rest, peak_bytes(laid_out, policy, machine, training, rest))
+def plan_row(laid_out: LaidOut, policy: Policy, machine: Machine, training: Training) -> PlannedRow:
+    """Plan one row on one mix of tiers, on data parallel ranks alone."""
+    return plan_on(RanksPlan(laid_out, machine, training), policy)
 
 
-def plan_row(
-    laid_out: LaidOut,
-    policy: Policy,
-    machine: Machine,
-    training: Training,
-    sizes: RankPlan | None = None,
+def plan_on(
+    plan: RanksPlan, policy: Policy, sizes: RankPlan | None = None, time: StepTime | None = None
 ) -> PlannedRow:
-    """Plan one row on one mix of tiers; `sizes`, where `bytes_of` it is known."""
-    training = training.on(laid_out.mesh.size)
-    found = bytes_of(laid_out, policy, machine, training) if sizes is None else sizes
-    policy = with_budget(laid_out, policy, training)
-    links = traffic_bytes(laid_out, policy, training)
-    time = step_time(laid_out, policy, machine, training)
-    row = _row(policy, machine, training, found, links, time)
-    saved = {"all": checkpoint_bytes(laid_out, training), **row.checkpoint_bytes}
-    return replace(row, checkpoint_bytes=saved)
-
-
-def plan_on_grid(
-    plan: GridPlan, policy: Policy, sizes: RankPlan | None = None, time: StepSeconds | None = None
-) -> PlannedRow:
-    """Plan one row on one mix of tiers on a grid of ranks; `sizes` and `time`, where they are
+    """Plan one row on one mix of tiers on the ranks of `plan`; `sizes` and `time`, where they are
     known.
     """
-    found = plan.worst(policy) if sizes is None else sizes
-    taken, grid = plan.step(policy) if time is None else time, plan.grid
-    links = plan.traffic(found.rank, policy)
-    row = _row(policy, plan.share, plan.training, found, links, taken)
-    spread = replace(
-        row.spread,
-        tp=grid.tp,
-        pp=grid.pp,
-        stage=found.rank,
-        axis_bytes=plan.axis_bytes(found.rank, links),
-        bubble=taken.bubble if isinstance(taken, PipelineTime) and row.time.computes else 0.0,
-        budget=plan.budget(policy),
-    )
-    saved = {"all": plan.saved_bytes(), **row.checkpoint_bytes}
-    return replace(row, checkpoint_bytes=saved, spread=spread)
-
-
-def _row(
-    policy: Policy,
-    machine: Machine,
-    training: Training,
-    sizes: RankPlan,
-    links: LinkBytes,
-    time: StepSeconds,
-) -> PlannedRow:
-    """Return the line of data parallel ranks on `machine`."""
+    policy, machine, training, grid = plan.as_run(policy), plan.share, plan.training, plan.grid
+    sizes = plan.worst(policy) if sizes is None else sizes
+    time = plan.step(policy) if time is None else time
+    links = plan.traffic(sizes.rank, policy)
     peak = sizes.peak
     files = checkpoint_times(sizes.laid_out, policy, machine, training)
     short = short_of(peak.by_tier, machine)
@@ -211,31 +158,44 @@ def _row(
         tokens_per_s=tokens / time.total if model.is_timed and model.takes_tokens else None,
         fits=short is None,
         bound_by=bound_by if short is None else short[0],
-        checkpoint_bytes={"rank": checkpoint_bytes(sizes.laid_out, training, 0)},
+        checkpoint_bytes={
+            "all": plan.saved_bytes(),
+            "rank": checkpoint_bytes(sizes.laid_out, training, 0),
+        },
         load_s=files.load,
         save_s={"foreground": files.save, "background": files.background},
         whole_gradients=len(policy.units),
         spread=Spread(
+            tp=grid.tp,
+            pp=grid.pp,
             dp=machine.gpus,
             micro_batches=training.micro_batches,
-            axis_bytes={"dp": round(links.total), "tp": 0, "pp": 0},
+            stage=sizes.rank,
+            axis_bytes=plan.axis_bytes(sizes.rank, links),
+            bubble=time.bubble if model.is_timed else 0.0,
+            budget=plan.budget(policy),
         ),
     )
 
 
 def short_of(peak: dict[str, int], machine: Machine) -> tuple[str, float, float] | None:
     """Return the first memory that is too small (device, host, disk), the bytes needed and the
-    bytes there are (on a host, beside its allowance); None where all fits. Hosts and disks are
-    shared by the ranks of a node.
+    bytes there are (on a host, beside its allowance); None where all fits.
     """
-    device, ranks = peak["device"], machine.node_size
-    on_host = peak["host"] + (0 if machine.accelerator else device)
-    memories = (
-        ("device memory", device, machine.gpu_memory),
-        ("host memory", on_host * ranks, machine.host_room),
-        ("disk space", peak["disk"] * ranks, machine.disk),
-    )
+    device = ("device memory", peak["device"], machine.gpu_memory)
+    memories = (device, *_of_node([peak] * machine.node_size, machine))
     return next((one for one in memories if one[1] > one[2]), None)
+
+
+def _of_node(peaks: Sequence[dict[str, int]], machine: Machine) -> list[tuple[str, int, int]]:
+    """Return the memories that the ranks of a node share: the bytes needed and those there are."""
+    on_host = 0 if machine.accelerator else sum(peak["device"] for peak in peaks)
+    on_host += sum(peak["host"] for peak in peaks)
+    on_disk = sum(peak["disk"] for peak in peaks)
+    return [
+        ("host memory", on_host, machine.host_room),
+        ("disk space", on_disk, machine.disk),
+    ]
 
 
 def rest_fits(rests: Iterable[StateBytes], machine: Machine) -> bool:
@@ -325,101 +285,75 @@ def plan_uneven(
     Raises ConfigError for numbers that are not one per GPU, or shares that do not sum to 1.
     """
     model, training = fitted(model, training)
-    room = tuple(gpu_memory) or (machine.gpu_memory,) * machine.gpus
+    gpus, room = machine.gpus, tuple(gpu_memory) or (machine.gpu_memory,) * machine.gpus
     if gpu_memory and not machine.accelerator:
         raise ConfigError(f"gpu_memory per rank has no effect on {machine.name}, which is a host")
-    _check_shares(shares, room, machine.gpus)
-    rows = [
-        policy
-        for policy in candidates(machine)
-        if takes(policy, training) and policy.default.optim.is_sharded
-    ]
-    return tuple(_uneven_row(model, policy, machine, training, shares, room) for policy in rows)
-
-
-def _check_shares(shares: Sequence[float] | str | None, room: Sequence[int], gpus: int) -> None:
     if len(room) != gpus:
         raise ConfigError(f"gpu_memory is given for {len(room)} GPUs, and there are {gpus}")
-    if isinstance(shares, str):
-        if shares not in ("memory", "auto"):
-            raise ConfigError(
-                f"shares={shares!r} is not a list of a number per GPU, 'memory' or 'auto'"
-            )
-        return
-    if shares is None:
-        return
-    if len(shares) != gpus:
-        raise ConfigError(f"shares is given for {len(shares)} GPUs, and there are {gpus}")
-    if min(shares) < 0 or abs(sum(shares) - 1) > _SLACK:
+    if isinstance(shares, str) and shares not in ("memory", "auto"):
         raise ConfigError(
-            f"shares={list(shares)} sum to {sum(shares):.7g}: shares are 0 or more and sum to 1"
+            f"shares={shares!r} is not a list of a number per GPU, 'memory' or 'auto'"
         )
+    if shares is not None and not isinstance(shares, str):
+        if len(shares) != gpus:
+            raise ConfigError(f"shares is given for {len(shares)} GPUs, and there are {gpus}")
+        if min(shares) < 0 or abs(sum(shares) - 1) > _SLACK:
+            raise ConfigError(
+                f"shares={list(shares)} sum to {sum(shares):.7g}: shares are 0 or more and sum to 1"
+            )
 
+    def first_rank(policy: Policy, numbers: Sequence[float], memory: int) -> UnevenRank:
+        """Plan the first of ranks with the shares `numbers`."""
+        laid_out = LaidOut(model, machine.mesh, training.align, shares_of(numbers))
+        plan = RanksPlan(laid_out, machine, training)
+        row, links = plan.worst(policy), plan.traffic(0, policy)
+        at_rest = {tier.value: size for tier, size in sum_by_tier(row.rest.values()).items()}
+        return UnevenRank(numbers[0], at_rest, row.peak.by_tier, round(links.total), memory)
 
-def _uneven_row(
-    model: ModelShape,
-    policy: Policy,
-    machine: Machine,
-    training: Training,
-    shares: Sequence[float] | str | None,
-    room: Sequence[int],
-) -> UnevenRow:
-    numbers: Sequence[float] = [1 / machine.gpus] * machine.gpus
-    if shares == "memory":
-        numbers = _rounded(room)
-    elif shares == "auto":
-        numbers = _beside(model, policy, machine, training, room)
-    elif shares is not None:
-        assert not isinstance(shares, str)
-        numbers = shares
-    known: dict[object, UnevenRank] = {}
-    ranks = []
-    for rank in range(machine.gpus):
-        # the ranks in an order in which this one comes first, and nodes and columns remain
-        node, local = divmod(rank, machine.mesh.node_size)
-        nodes, locals_ = list(range(machine.mesh.num_nodes)), list(range(machine.mesh.node_size))
-        nodes[0], nodes[node] = nodes[node], nodes[0]
-        locals_[0], locals_[local] = locals_[local], locals_[0]
-        order = [one * machine.mesh.node_size + place for one in nodes for place in locals_]
-        mine = [numbers[other] for other in order]
-        key = (tuple(mine), room[rank])
-        if key not in known:
-            known[key] = _uneven_rank(model, policy, machine, training, mine, room[rank])
-        ranks.append(known[key])
-    return UnevenRow(
-        policy.name, tiers_of(policy), tuple(ranks), tuple(_short_of_ranks(ranks, machine))
+    def row_of(policy: Policy) -> UnevenRow:
+        numbers: Sequence[float] = [1 / gpus] * gpus
+        if shares == "memory":
+            numbers = _rounded(room)
+        elif shares == "auto":  # of what memories have left beside a rank that owns nothing
+            nothing = [0.0] + [1 / (gpus - 1)] * (gpus - 1) if gpus > 1 else [1.0]
+            needed = first_rank(policy, nothing, room[0]).peak_bytes["device"]
+            left = [max(0, memory - needed) for memory in room]
+            numbers = _rounded(left if any(left) else room)
+        elif shares is not None:
+            assert not isinstance(shares, str)
+            numbers = shares
+        known: dict[object, UnevenRank] = {}
+        ranks, size = [], machine.mesh.node_size
+        for rank in range(gpus):
+            # the ranks in an order in which this one comes first, and nodes and columns remain
+            node, local = divmod(rank, size)
+            nodes, locals_ = list(range(machine.mesh.num_nodes)), list(range(size))
+            nodes[0], nodes[node] = nodes[node], nodes[0]
+            locals_[0], locals_[local] = locals_[local], locals_[0]
+            mine = [numbers[one * size + place] for one in nodes for place in locals_]
+            key = (tuple(mine), room[rank])
+            if key not in known:
+                known[key] = first_rank(policy, mine, room[rank])
+            ranks.append(known[key])
+        peaks = [rank.peak_bytes for rank in ranks]
+        short = [
+            f"device memory of rank {number}"
+            for number, rank in enumerate(ranks)
+            if machine.accelerator and rank.peak_bytes["device"] > rank.memory
+        ]
+        short += [
+            f"{what} of node {node}"
+            for node in range(gpus // size)
+            for what, needs, there in _of_node(peaks[node * size : (node + 1) * size], machine)
+            if needs > there
+        ]
+        return UnevenRow(policy.name, tiers_of(policy), tuple(ranks), tuple(short))
+
+    return tuple(
+        row_of(policy)
+        for policy in candidates(machine)
+        if takes(policy, training) and policy.default.optim.is_sharded
     )
-
-
-def _uneven_rank(
-    model: ModelShape,
-    policy: Policy,
-    machine: Machine,
-    training: Training,
-    numbers: Sequence[float],
-    memory: int,
-) -> UnevenRank:
-    """Plan the first of ranks with the shares `numbers`."""
-    laid_out = LaidOut(model, machine.mesh, training.align, shares_of(numbers))
-    sizes = bytes_of(laid_out, policy, machine, training)
-    rest = sum_by_tier(sizes.rest.values())
-    at_rest = {tier.value: num_bytes for tier, num_bytes in rest.items()}
-    links = traffic_bytes(laid_out, with_budget(laid_out, policy, training), training)
-    return UnevenRank(numbers[0], at_rest, sizes.peak.by_tier, round(links.total), memory)
-
-
-def _beside(
-    model: ModelShape,
-    policy: Policy,
-    machine: Machine,
-    training: Training,
-    room: Sequence[int],
-) -> Sequence[float]:
-    """Return shares in proportion to what memories have left beside a rank that owns nothing."""
-    nothing = [0.0] + [1 / (machine.gpus - 1)] * (machine.gpus - 1) if machine.gpus > 1 else [1.0]
-    needed = _uneven_rank(model, policy, machine, training, nothing, room[0]).peak_bytes["device"]
-    left = [max(0, memory - needed) for memory in room]
-    return _rounded(left if any(left) else room)
 
 
 def _rounded(numbers: Sequence[int]) -> list[float]:
@@ -429,24 +363,3 @@ def _rounded(numbers: Sequence[int]) -> list[float]:
         most = out.index(max(out))
         out[most] = round(out[most] + 1 - sum(out), _DIGITS)
     return out
-
-
-def _short_of_ranks(ranks: Sequence[UnevenRank], machine: Machine) -> Iterator[str]:
-    """Yield the ranks and nodes where something does not fit."""
-    if machine.accelerator:
-        for number, rank in enumerate(ranks):
-            if rank.peak_bytes["device"] > rank.memory:
-                yield f"device memory of rank {number}"
-    size = machine.node_size
-    for node in range(len(ranks) // size):
-        mine = ranks[node * size : (node + 1) * size]
-        on_host = [
-            rank.peak_bytes["host"] + (0 if machine.accelerator else rank.peak_bytes["device"])
-            for rank in mine
-        ]
-        for what, needs, there in (
-            ("host memory", sum(on_host), machine.host_room),
-            ("disk space", sum(rank.peak_bytes["disk"] for rank in mine), machine.disk),
-        ):
-            if needs > there:
-                yield f"{what} of node {node}"

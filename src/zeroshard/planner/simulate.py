@@ -18,17 +18,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import cast
 
-from zeroshard.core.placement import Cell, Cells, Tier
+from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
-from zeroshard.core.route import Hop, Kind, Lane, Route, Routes, routes
-from zeroshard.core.schedule import (
-    RELEASES,
-    TILE_BUFFERS,
-    TILES_AHEAD,
-    Commands,
-    Op,
-    Phase,
-)
+from zeroshard.core.route import Hop, Kind, Lane, Route
+from zeroshard.core.schedule import RELEASES, TILE_BUFFERS, TILES_AHEAD, Command, Op
 from zeroshard.core.timeline import (
     COMPUTE,
     WAIT,
@@ -41,26 +34,11 @@ from zeroshard.core.timeline import (
     longest,
     run_jobs,
 )
-from zeroshard.core.wire import Formats
-from zeroshard.planner.buckets import (
-    GroupBytes,
-    PlannedMeter,
-    TransportTraits,
-    UnitBytes,
-    group_bytes,
-    pool_bytes,
-)
 from zeroshard.planner.durations import ALONE, STEP, TENSOR, Durations, TensorParallel
-from zeroshard.planner.exact import (
-    LaidOut,
-    LaidOutGroup,
-    Placed,
-    cells_by_unit,
-    made_once,
-    rest_bytes,
-)
+from zeroshard.planner.exact import LaidOut, made_once, rest_bytes
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import Training
+from zeroshard.planner.replay import PlannedGroup, PlannedUnit, PlanReplay, TransportTraits
 
 # ----------------------------------------------------------------------------------------- the jobs
 #     gather     what the last step has published | the unit after the one that computes ...
@@ -86,46 +64,19 @@ class LevelChange:
 
 
 @dataclass(frozen=True)
-class Group:
-    """A group with its cells, routes and formats."""
-
-    one: LaidOutGroup
-    cells: Cells
-    routes: Routes
-    formats: Formats
-    held: GroupBytes
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether every rank maps its weights, so that a gather moves nothing."""
-        return self.cells.weight.is_sharded and not self.held.full
-
-    def bytes_of(self, cell: Cell, per_element: float) -> float:
-        """Return the bytes of a trained group's state in `cell` on rank 0."""
-        return self.one.held(cell, 0) * per_element if self.one.group.trained else 0.0
-
-    def reduce(self, number: int, micro_batches: int) -> Route:
-        """Return the reduce of micro-batch `number`: see Routes.step, inside no_sync."""
-        routes, again = self.routes, number > 0
-        route = routes.reduce if number == micro_batches - 1 else routes.reduce_partial
-        return route.for_pass(held=routes.holds and again, again=not routes.holds and again)
-
-
-@dataclass(frozen=True)
 class UnitWork:
     """The tasks of one kind of unit in a step."""
 
-    groups: tuple[Group, ...]
+    planned: PlannedUnit
     forward: LaneTask
     backward: LaneTask
     unshard: dict[str, tuple[LaneTask, ...]]  # by phase
     keep: tuple[LaneTask, ...]  # after a forward, for its backward
-    held: UnitBytes
 
     @property
-    def trained(self) -> tuple[Group, ...]:
+    def trained(self) -> tuple[PlannedGroup, ...]:
         """The groups that have gradients."""
-        return tuple(group for group in self.groups if group.one.group.trained)
+        return self.planned.trained
 
     @property
     def sums_leave(self) -> bool:
@@ -138,20 +89,20 @@ class UnitWork:
         return any(group.cells.optim.tier is not Tier.DEVICE for group in self.trained)
 
 
-class Program:
+class Program(PlanReplay):
     """The jobs of one step, and the memory that they take beside what rests."""
 
     def __init__(self, durations: Durations, policy: Policy) -> None:
+        laid_out, training = durations.laid_out, durations.training
+        super().__init__(laid_out, policy, training, TransportTraits.of(durations.machine))
         self.jobs: list[LaneJob] = []
         self.marks: list[LevelChange] = []
         self._durations = durations
         self._policy = policy
-        self._exchange = TransportTraits.of(durations.machine)
-        laid_out, training = durations.laid_out, durations.training
         leaves = training.deal(policy, laid_out.mesh)
         self._reduces_each = leaves is not None and not leaves.is_local
         # of a group that a fraction cuts in two, all leaves
-        self.units = made_once(cells_by_unit(laid_out, policy, training), self._make)
+        self.units = made_once(self.planned, self._work)
         uses = [(number, unit.uses) for number, unit in enumerate(laid_out.model.units)]
         # to which a forward comes again at its end, and a backward first
         self._again = [number for number, times in uses for _ in range(times - 1)]
@@ -160,54 +111,67 @@ class Program:
         self._gathers: dict[int, list[int]] = {}  # unit -> the last job of its gather
         self._columns: set[int] = set()  # units that keep a part for their backward
         self._reduces: dict[int, tuple[int, int]] = {}  # unit -> its bucket, the last job
-        self._meter = PlannedMeter()
-        units = made_once(self.units, lambda unit: unit.held)
-        schedule = self._exchange.schedule(units, policy.default, self._meter)
         numbers = list(range(len(self.units)))
-        schedule.expect("forward", [*numbers, *self._again])
-        schedule.expect("backward", [*self._again, *reversed(numbers)])
-        self.schedule = schedule
-        self._pool_bytes = pool_bytes(laid_out.model, training)
+        self.schedule.expect("forward", [*numbers, *self._again])
+        self.schedule.expect("backward", [*self._again, *reversed(numbers)])
 
-    def build(self) -> None:
-        """Enqueue one step: all micro-batches, then the optimizer."""
-        self._run(self.schedule.publish())
-        for number in range(self._durations.training.micro_batches):
-            self._forwards()
-            self._backwards(number)
-        self._run(self.schedule.reduces.finish())
-        self.build_tail()
-
-    def build_tail(self) -> None:
-        """Enqueue what follows the last reduce of a step."""
-        joined: list[int] = []
-        for number, unit in enumerate(self.units):
-            tasks = self.tasks(unit.trained, (group.routes.average for group in unit.trained))
-            joined += self._send(tasks, number)[-1:]
-        self._joined += joined
-        self._step()
-
-    def _group(self, placed: Placed) -> Group:
-        (one, _, cells), training = placed, self._durations.training
-        formats, node_sums = one.formats(training), self._policy.sums_nodes
-        of = routes(cells, one.layout.mesh, formats, node_sums=node_sums)
-        held = group_bytes(placed, training, self._exchange, node_sums=node_sums)
-        return Group(one, cells, of, formats, held)
-
-    def _make(self, placed: Sequence[Placed]) -> UnitWork:
-        durations = self._durations
-        groups = tuple(map(self._group, placed))
+    def _work(self, unit: PlannedUnit) -> UnitWork:
+        groups = unit.groups
         forward = self.tasks(groups, (group.routes.unshard_forward for group in groups))
         backward = self.tasks(groups, (group.routes.unshard_backward for group in groups))
         # what compute keeps for the backward, it copies when it releases the rest
         ways = {"forward": tuple(task for task in forward if task.lane != "compute")}
         keep = tuple(task for task in forward if task.lane == "compute")
         ways["backward"] = backward
-        compute = durations.compute(groups[0].one.unit)
-        return UnitWork(groups, *compute, ways, keep, UnitBytes(tuple(one.held for one in groups)))
+        return UnitWork(unit, *self._durations.compute(groups[0].one.unit), ways, keep)
+
+    def build(self) -> None:
+        """Enqueue one step: all micro-batches, then the optimizer."""
+        count = len(self.units)
+        self.run(self.schedule.publish())
+        for micro_batch in range(self._durations.training.micro_batches):
+            self.begin("forward")
+            # a tied unit is used again at the end, with the product with the vocabulary
+            for at, number in enumerate([*range(count), *self._again]):
+                self.need(number)
+                task = self.units[number].forward
+                is_later = at < count and number in self._again
+                self._compute(replace(task, duration=0.0) if is_later else task, number)
+                self.release(number)
+            self._backwards(micro_batch)
+        self.run(self.schedule.reduces.finish())
+        self.build_tail()
+
+    def build_tail(self) -> None:
+        """Enqueue what follows the last reduce of a step: averages, the step, and what it
+        publishes. The device's part is stepped at once, others each where their states rest.
+        """
+        joined: list[int] = []
+        for number, unit in enumerate(self.units):
+            tasks = self.tasks(unit.trained, (group.routes.average for group in unit.trained))
+            joined += self._send(tasks, number)[-1:]
+        self._joined += joined
+        moved = 0.0
+        for unit in self.units:
+            if not unit.steps_off_device:
+                state, grad = self._stepped_bytes(unit)
+                # gradients are read to be stepped, and before that to be divided and checked
+                moved += 2 * state + grad + self._averaging(grad)
+        if moved:
+            self._compute(self._durations.in_memory("compute", "step", moved, STEP), -1)
+        steps: list[int] = []
+        writes: list[int] = []
+        for number, unit in enumerate(self.units):
+            if unit.steps_off_device:
+                self._step_off_device(number, steps, writes)
+            hops = [
+                [hop for hop in group.routes.publish if hop.lane != "gather"]
+                for group in unit.trained
+            ]
+            self._send(self.tasks(unit.trained, hops), number, steps[-1:])
 
     def tasks(
-        self, groups: Iterable[Group], routes: Iterable[Iterable[Hop]]
+        self, groups: Iterable[PlannedGroup], routes: Iterable[Iterable[Hop]]
     ) -> tuple[LaneTask, ...]:
         """Return the tasks of one route for each group."""
         return tuple(
@@ -216,6 +180,13 @@ class Program:
             for hop in route
             for task in self._durations.hop(hop, group.one.layout.numel, mapped=group.is_mapped)
         )
+
+    def reduce_tasks(self, group: PlannedGroup, route: Route) -> list[LaneTask]:
+        """Return the tasks of one reduce, with the copy of the gradient where no cast is it."""
+        tasks = list(self.tasks([group], [route]))
+        if all(hop.lane != "compute" for hop in route):
+            tasks.insert(0, self._durations.grad_copy(group.one.layout.numel, group.formats))
+        return tasks
 
     # ------------------------------------------------------------------------------ enqueueing
 
@@ -229,13 +200,6 @@ class Program:
         self._last = self._add(task, unit, (*self._joined, *needs))
         self._joined.clear()
         return self._last
-
-    def reduce_tasks(self, group: Group, route: Route) -> list[LaneTask]:
-        """Return the tasks of one reduce, with the copy of the gradient where no cast is it."""
-        tasks = list(self.tasks([group], [route]))
-        if all(hop.lane != "compute" for hop in route):
-            tasks.insert(0, self._durations.grad_copy(group.one.layout.numel, group.formats))
-        return tasks
 
     def _send(self, tasks: Iterable[LaneTask], unit: int, needs: Iterable[int] = ()) -> list[int]:
         """Enqueue `tasks` one after another, after what compute was given; return their jobs."""
@@ -253,25 +217,33 @@ class Program:
 
     # ------------------------------------------------------------------------------ the schedule
 
-    def _run(self, commands: Commands) -> None:
-        """Execute `commands`: as jobs, and as marks of memory."""
-        for command in commands:
-            op, number = command.op, command.unit
-            if op is Op.START:
-                self._start(number)
-            elif op is Op.WAIT:
-                self._joined += self._gathers.pop(number, [])
-            elif op in RELEASES:
-                self._release(number, op)
-            elif op is Op.WAIT_REDUCE:
-                self._wait_for_reduce(number)
+    def execute(self, command: Command, repeats: int) -> None:
+        """Enqueue the jobs of one command, and mark its memory."""
+        op, number = command.op, command.unit
+        if op is Op.START:
+            self._start(number)
+        elif op is Op.WAIT:
+            self._joined += self._gathers.pop(number, [])
+        elif op in RELEASES:
+            planned = self.planned[number]
+            if op is Op.RELEASE_FOR_BACKWARD and number not in self._columns:
+                for task in self.units[number].keep:
+                    self._compute(task, number)
+                self._mark(self._last, True, "kept", planned.column)
+                self._columns.add(number)
+            elif op is Op.RELEASE_ALL and number in self._columns:
+                self._mark(self._last, True, "kept", -planned.column)
+                self._columns.discard(number)
+            self._mark(self._last, True, "gathered", -planned.full)
+        elif op is Op.WAIT_REDUCE:
+            self._wait_for_reduce(number)
 
     def _start(self, number: int) -> None:
         """Start gathering a unit: whole weights that rest stale, as the last step has published
         them; or what rests sharded, from the part that is kept for the backward if there is one.
         """
-        unit, traits = self.units[number], self.schedule.units[number].traits
-        if traits.is_published:
+        unit = self.units[number]
+        if self.schedule.units[number].traits.is_published:
             hops = [
                 [hop for hop in group.routes.publish if hop.lane == "gather"]
                 for group in unit.trained
@@ -281,133 +253,75 @@ class Program:
             way = "backward" if number in self._columns else "forward"
             sent = self._send(unit.unshard[way], number)
         self._gathers[number] = sent[-1:]
-        self._meter.live += traits.full_bytes
         # what is whole already is copied, which no hop says
         copied = (self._last, True) if self._last >= 0 else (0, False)
         first = (sent[0], False) if sent else copied
-        self._mark(*first, "gathered", unit.held.full)
-
-    def _release(self, number: int, op: Op) -> None:
-        unit = self.units[number]
-        if op is Op.RELEASE_FOR_BACKWARD and number not in self._columns:
-            for task in unit.keep:
-                self._compute(task, number)
-            self._mark(self._last, True, "kept", unit.held.column)
-            self._columns.add(number)
-        elif op is Op.RELEASE_ALL and number in self._columns:
-            self._mark(self._last, True, "kept", -unit.held.column)
-            self._columns.discard(number)
-        self._meter.live -= self.schedule.units[number].traits.full_bytes
-        self._mark(self._last, True, "gathered", -unit.held.full)
-
-    def _need(self, number: int, phase: Phase) -> None:
-        self._run(self.schedule.need(self.schedule.units[number], phase, keeps=True))
-
-    # ------------------------------------------------------------------------------ passes
-
-    def _forwards(self) -> None:
-        schedule, count = self.schedule, len(self.units)
-        self._run(schedule.begin("forward"))
-        # a tied unit is used again at the end
-        for at, number in enumerate([*range(count), *self._again]):
-            unit = self.units[number]
-            self._need(number, "forward")
-            # of a tied embedding, the product with the vocabulary is at the end
-            is_later = at < count and number in self._again
-            task = replace(unit.forward, duration=0.0) if is_later else unit.forward
-            self._compute(task, number)
-            self._run(schedule.after_forward(schedule.units[number], keeps=True))
-
-    def _backwards(self, micro_batch: int) -> None:
-        schedule, micro_batches = self.schedule, self._durations.training.micro_batches
-        self._run(schedule.begin("backward"))
-        buffers: dict[int, int] = {}  # of units in their backward
-        if self._reduces_each:
-            micro_batches = micro_batch + 1
-        for at, number in enumerate([*self._again, *reversed(range(len(self.units)))]):
-            unit, is_first = self.units[number], number not in buffers
-            routes = [group.reduce(micro_batch, micro_batches) for group in unit.trained]
-            self._need(number, "backward")
-            if is_first:
-                buffers[number] = self._open_bucket(unit, routes)
-            task = unit.backward if is_first else replace(unit.backward, duration=0.0)
-            job, buffer = self._compute(task, number), buffers[number]
-            if is_first:
-                self._mark(job, False, "buckets", buffer)
-            if at < len(self._again):  # the rest of its gradient comes at the end
-                continue
-            self._run(schedule.after_backward(schedule.units[number]))
-            last = self._reduce(number, routes, buffer)
-            for group in unit.trained if micro_batch == 0 else ():
-                self._mark(last, True, "grad", group.held.resting)
-
-    # ------------------------------------------------------------------------------ gradients
-
-    def _open_bucket(self, unit: UnitWork, routes: Sequence[Route]) -> int:
-        """Take a unit's gradient buffer; return its bytes: none where nothing leaves compute."""
-        buffer = sum(
-            group.one.layout.numel * group.formats.reduce.plain.bytes_per_element
-            for group, route in zip(unit.trained, routes, strict=True)
-            if any(hop.lane != "compute" for hop in route)
-        )
-        num_bytes = round(buffer)
-        self._run(self.schedule.reduces.make_room(num_bytes))
-        # where no reduce is waited for, a buffer waits for the pool
-        waits = self.schedule.rules.waits_for_room
-        while not waits and self._reduces and num_bytes + self._pooled > self._pool_bytes:
-            self._wait_for_reduce(next(iter(self._reduces)))
-        self._meter.live += num_bytes
-        return num_bytes
-
-    @property
-    def _pooled(self) -> int:
-        return sum(buffer for buffer, _ in self._reduces.values())
-
-    def _reduce(self, number: int, routes: Sequence[Route], buffer: int) -> int:
-        """Enqueue a unit's reduces after its backward; return the last job."""
-        self._run(self.schedule.reduces.before((number, 0)))
-        last = on_lane = self._last
-        for group, route in zip(self.units[number].trained, routes, strict=True):
-            tasks, numel = self.reduce_tasks(group, route), group.one.layout.numel
-            tasks += [self._durations.arrive(hop, numel) for hop in route if hop.kind is Kind.WRITE]
-            for last in self._send(tasks, number):
-                on_lane = last if self.jobs[last].task.lane == "reduce" else on_lane
-        self._mark(on_lane, True, "buckets", -buffer)
-        if buffer:
-            self._reduces[number] = (buffer, on_lane)
-            self.schedule.reduces.start((number, 0), off_device=self.units[number].sums_leave)
-        self._run(self.schedule.reduces.handed_over())
-        return last
+        self._mark(*first, "gathered", unit.planned.full)
 
     def _wait_for_reduce(self, number: int) -> None:
         """Let compute wait for a unit's reduce, and take its buffer back."""
         buffer, job = self._reduces.pop(number)
         self.schedule.reduces.over((number, 0))
         self._joined.append(job)
-        self._meter.live -= buffer
+        self.meter.live -= buffer
+
+    # ------------------------------------------------------------------------------ gradients
+
+    def _backwards(self, micro_batch: int) -> None:
+        reduces, micro_batches = self.schedule.reduces, self._durations.training.micro_batches
+        self.begin("backward")
+        buffers: dict[int, int] = {}  # of units in their backward
+        if self._reduces_each:
+            micro_batches = micro_batch + 1
+        for at, number in enumerate([*self._again, *reversed(range(len(self.units)))]):
+            unit, is_first = self.units[number], number not in buffers
+            routes = [group.reduce(micro_batch, micro_batches) for group in unit.trained]
+            self.need(number)
+            if is_first:
+                buffers[number] = self._open_bucket(unit, routes)
+            task = unit.backward if is_first else replace(unit.backward, duration=0.0)
+            last, buffer = self._compute(task, number), buffers[number]
+            if is_first:
+                self._mark(last, False, "buckets", buffer)
+            if at < len(self._again):  # the rest of its gradient comes at the end
+                continue
+            self.release(number)
+
+            self.run(reduces.before((number, 0)))
+            last = on_lane = self._last
+            for group, route in zip(unit.trained, routes, strict=True):
+                tasks, numel = self.reduce_tasks(group, route), group.one.layout.numel
+                writes = [hop for hop in route if hop.kind is Kind.WRITE]
+                tasks += [self._durations.arrive(hop, numel) for hop in writes]
+                for last in self._send(tasks, number):
+                    on_lane = last if self.jobs[last].task.lane == "reduce" else on_lane
+            self._mark(on_lane, True, "buckets", -buffer)
+            if buffer:
+                self._reduces[number] = (buffer, on_lane)
+                reduces.start((number, 0), off_device=unit.sums_leave)
+            self.run(reduces.handed_over())
+            for group in unit.trained if micro_batch == 0 else ():
+                self._mark(last, True, "grad", group.resting)
+
+    def _open_bucket(self, unit: UnitWork, routes: Sequence[Route]) -> int:
+        """Take a unit's gradient buffer; return its bytes: none where nothing leaves compute."""
+        num_bytes = round(
+            sum(
+                group.one.layout.numel * group.formats.reduce.plain.bytes_per_element
+                for group, route in zip(unit.trained, routes, strict=True)
+                if any(hop.lane != "compute" for hop in route)
+            )
+        )
+        self.run(self.schedule.reduces.make_room(num_bytes))
+        # where no reduce is waited for, a buffer waits for the pool
+        while not self.schedule.rules.waits_for_room and self._reduces:
+            if num_bytes + sum(buffer for buffer, _ in self._reduces.values()) <= self.pool_bytes:
+                break
+            self._wait_for_reduce(next(iter(self._reduces)))
+        self.meter.live += num_bytes
+        return num_bytes
 
     # ------------------------------------------------------------------------------ the step
-
-    def _step(self) -> None:
-        """Step the device's part at once, or each unit where its state rests; then publish."""
-        durations, moved = self._durations, 0.0
-        here = [unit for unit in self.units if not unit.steps_off_device]
-        for unit in here:
-            state, grad = self._stepped_bytes(unit)
-            # gradients are read to be stepped, and before that to be divided and checked
-            moved += 2 * state + grad + self._averaging(grad)
-        if moved:
-            self._compute(durations.in_memory("compute", "step", moved, STEP), -1)
-        steps: list[int] = []
-        writes: list[int] = []
-        for number, unit in enumerate(self.units):
-            if unit.steps_off_device:
-                self._step_off_device(number, steps, writes)
-            hops = [
-                [hop for hop in group.routes.publish if hop.lane != "gather"]
-                for group in unit.trained
-            ]
-            self._send(self.tasks(unit.trained, hops), number, steps[-1:])
 
     def _stepped_bytes(self, unit: UnitWork) -> tuple[float, float]:
         """Return the bytes of the masters and moments of this rank, and of their gradients."""
@@ -481,6 +395,11 @@ class StepTime:
         """Compute where it is at least half of the step, else what takes most of the rest."""
         return longest(self.shares, self.total)
 
+    @property
+    def bubble(self) -> float:
+        """The part of the step for which ranks wait for other stages, on average."""
+        return 0.0
+
 
 def simulate(laid_out: LaidOut, policy: Policy, machine: Machine, training: Training) -> Timeline:
     """Return the events of rank 0 in one step of `training`, all micro-batches, and its memory.
@@ -508,9 +427,29 @@ def simulate(laid_out: LaidOut, policy: Policy, machine: Machine, training: Trai
         Event("compute", WAIT + schedule.jobs[cause].task.lane, unit, start, stop - start)
         for start, stop, cause, unit in _waits(schedule)
     ]
-    levels = _levels(program, schedule, laid_out, policy, training)
+    # bytes by state, from the beginning on; gradients come to rest in the backward
+    now: dict[str, float] = dict.fromkeys(("gathered", "buckets", "kept"), 0.0)
+    for state, by_tier in rest_bytes(laid_out, policy, training).items():
+        for tier, num_bytes in by_tier.items():
+            name = state if tier is Tier.DEVICE else f"{state} ({tier.value})"
+            now[name] = 0.0 if name == "grad" else float(num_bytes)
+    changes = [
+        (
+            schedule.stop(mark.job) if mark.at_stop else schedule.starts[mark.job],
+            mark.num_bytes > 0,  # what is given back serves what is taken at the same time
+            mark.state,
+            mark.num_bytes,
+        )
+        for mark in program.marks
+    ]
+    levels = [Level(0.0, dict(now))]
+    for at, group in groupby(sorted(changes), key=lambda one: one[0]):
+        for _, _, state, change in group:
+            now[state] += change
+        levels.append(Level(at, dict(now)))
     labels = {"policy": policy.name, "model": laid_out.model.name, "machine": machine.name}
-    return Timeline(0, 0.0, tuple(sorted(events, key=lambda one: one.start)), levels, labels)
+    in_order = tuple(sorted(events, key=lambda one: one.start))
+    return Timeline(0, 0.0, in_order, tuple(levels), labels)
 
 
 def step_time(
@@ -570,29 +509,3 @@ def _waits(schedule: JobTimes) -> list[tuple[float, float, int, str]]:
         last = max(range(len(schedule.jobs)), key=schedule.stop)
         waits.append((idle_from, total, last, ""))
     return waits
-
-
-def _levels(
-    program: Program, schedule: JobTimes, laid_out: LaidOut, policy: Policy, training: Training
-) -> tuple[Level, ...]:
-    """Return the bytes by state, from the beginning on; gradients come to rest in the backward."""
-    now: dict[str, float] = dict.fromkeys(("gathered", "buckets", "kept"), 0.0)
-    for state, by_tier in rest_bytes(laid_out, policy, training).items():
-        for tier, num_bytes in by_tier.items():
-            name = state if tier is Tier.DEVICE else f"{state} ({tier.value})"
-            now[name] = 0.0 if name == "grad" else float(num_bytes)
-    changes = [
-        (
-            schedule.stop(mark.job) if mark.at_stop else schedule.starts[mark.job],
-            mark.num_bytes > 0,  # what is given back serves what is taken at the same time
-            mark.state,
-            mark.num_bytes,
-        )
-        for mark in program.marks
-    ]
-    levels = [Level(0.0, dict(now))]
-    for at, group in groupby(sorted(changes), key=lambda one: one[0]):
-        for _, _, state, change in group:
-            now[state] += change
-        levels.append(Level(at, dict(now)))
-    return tuple(levels)

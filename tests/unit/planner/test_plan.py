@@ -18,7 +18,6 @@ from zeroshard.core.policy import ROWS, Policy, row
 from zeroshard.core.precision import Precision
 from zeroshard.errors import ConfigError
 from zeroshard.planner import Axes, Machine, Plan, Training, describe, make_plan
-from zeroshard.planner.buckets import TransportTraits
 from zeroshard.planner.durations import checkpoint_bytes
 from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
 from zeroshard.planner.families import read_model, shape_of_config
@@ -26,6 +25,7 @@ from zeroshard.planner.machine import nearest_preset
 from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
 from zeroshard.planner.peak import Playback, closed_form, layer_bytes, logit_bytes, peak_bytes
 from zeroshard.planner.plan import Search
+from zeroshard.planner.replay import TransportTraits
 from zeroshard.planner.rows import PlannedRow, candidates, plan_row
 
 LLAMA = {
@@ -479,7 +479,7 @@ def test_a_node_of_one_rank_keeps_one_bucket_and_two_sums_on_their_way(name: str
     laid_out = LaidOut(model, machine.mesh, training.align)
     playback = Playback(laid_out, row(name), training, TransportTraits.of(machine, "gloo"))
     for _ in range(2):
-        for _ in playback.run(closed_form(model, training), sync=True):
+        for _ in playback.play(closed_form(model, training), sync=True):
             pass
         playback.reduced.wait()
     # buckets in bf16; sums in fp32, and the other node's half of them

@@ -1,5 +1,10 @@
-"""The buffers of a unit in a plan: what gathering takes, and buckets and what arrives for their
-sums, in the memory that pools keep, until gradients rest.
+"""A step's schedule, replayed: one model in one row on one rank. Bytes (peak.py) and jobs
+(simulate.py) are two readings of it.
+
+The engine's own schedule (core/schedule) says at every event of a pass what is gathered, released
+and waited for; `PlanReplay` asks it, and a reading executes its commands. Here are also the buffers
+of a unit: what gathering takes, and buckets and what arrives for their sums, in the memory that
+pools keep, until gradients rest.
 """
 
 from __future__ import annotations
@@ -9,15 +14,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from zeroshard.core.layout import Layout
-from zeroshard.core.placement import Cells, Scope, Tier
+from zeroshard.core.placement import Cell, Cells, Scope, Tier
+from zeroshard.core.policy import Policy
 from zeroshard.core.residency import Residency, UnitTraits
-from zeroshard.core.route import Axis, Hop, Kind, routes
-from zeroshard.core.schedule import Meter, Op, Rules, Schedule
+from zeroshard.core.route import Axis, Hop, Kind, Route, Routes, routes
+from zeroshard.core.schedule import RELEASES, Command, Commands, Op, Phase, Rules, Schedule
 from zeroshard.core.schedule.rules import grad_pool_bytes, is_ordered
 from zeroshard.core.wire import Formats, Wire
-from zeroshard.planner.exact import Placed, made_once
+from zeroshard.planner.exact import LaidOut, LaidOutGroup, Placed, cells_by_unit, made_once
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import ModelShape, Training
+from zeroshard.planner.model import Training
 
 # ---------------------------------------------------------------------------- the bytes of one unit
 # In one row, on one rank; peak.py says when.
@@ -55,27 +61,6 @@ class TransportTraits:
         shared = name == "shared_memory" or (name == "auto" and machine.mesh.num_nodes == 1)
         return cls(False, shared, True, not shared, name != "gloo", True, False)
 
-    def schedule(self, units: Sequence[UnitBytes], cells: Cells, meter: Meter) -> Schedule:
-        """Return the schedule of `units` in a row of `cells`."""
-        traits = made_once(units, lambda unit: UnitTraits.of(cells, unit.full, unit.whole))
-        leave, coded = cells.weight.tier is not Tier.DEVICE, any(unit.encoded for unit in units)
-        one_sided = self.alone or self.maps_peers
-        rules = Rules.of(
-            traits,
-            ordered=is_ordered(one_sided=one_sided, leave=leave, coded=coded),
-            keyed=self.keyed,
-            enqueues=self.enqueues,
-            alone=self.alone,
-        )
-        return Schedule([Residency(at, one) for at, one in enumerate(traits)], rules, meter)
-
-
-def pool_bytes(model: ModelShape, training: Training) -> int:
-    """Return the bytes of a transport's gradient buffers."""
-    dtypes = {group.dtype for unit in model.units for group in unit.groups}
-    widest = max(training.formats(dtype).reduce.plain.bytes_per_element for dtype in dtypes)
-    return grad_pool_bytes(max(unit.numel for unit in model.units), round(widest))
-
 
 @dataclass(frozen=True)
 class Sums:
@@ -89,9 +74,13 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class GroupBytes:
-    """One group of one unit."""
+class PlannedGroup:
+    """One group of one unit in a row: its cells, routes and formats, and its bytes on rank 0."""
 
+    one: LaidOutGroup
+    cells: Cells
+    routes: Routes
+    formats: Formats
     whole: int  # of the weights
     full: int  # that gathering takes beyond what rests
     encoded: int  # ... until it is decoded
@@ -104,45 +93,59 @@ class GroupBytes:
     passing: int  # of its sum on the way to another tier
     partial: int  # of micro-batches or of a node, on the device
     waits: Scope | None  # ... where these wait, as a sum that ranks have not reduced
-    trained: bool
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has gradients."""
+        return self.one.group.trained
 
     @property
     def resting(self) -> int:
         """The bytes of its gradient that rest on the device after a micro-batch."""
         return self.partial if self.waits else self.rest
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether every rank maps its weights, so that a gather moves nothing."""
+        return self.cells.weight.is_sharded and not self.full
+
+    def bytes_of(self, cell: Cell, per_element: float) -> float:
+        """Return the bytes of a trained group's state in `cell` on rank 0."""
+        return self.one.held(cell, 0) * per_element if self.one.group.trained else 0.0
+
+    def reduce(self, number: int, micro_batches: int) -> Route:
+        """Return the reduce of micro-batch `number`: see Routes.step, inside no_sync."""
+        routes, again = self.routes, number > 0
+        route = routes.reduce if number == micro_batches - 1 else routes.reduce_partial
+        return route.for_pass(held=routes.holds and again, again=not routes.holds and again)
+
 
 @dataclass(frozen=True)
-class UnitBytes:
+class PlannedUnit:
     """A unit's groups."""
 
-    groups: tuple[GroupBytes, ...]
+    groups: tuple[PlannedGroup, ...]
+    whole: int  # bytes of all groups: of the weights
+    full: int  # ... that gathering takes beyond what rests
+    encoded: int  # ... until it is decoded
+    column: int  # ... that are kept for the backward
+
+    @classmethod
+    def of(cls, groups: tuple[PlannedGroup, ...]) -> PlannedUnit:
+        """Return the unit of these groups."""
+        names = ("whole", "full", "encoded", "column")
+        return cls(groups, *(sum(getattr(one, name) for one in groups) for name in names))
 
     @cached_property
-    def whole(self) -> int:
-        """The bytes of the weights."""
-        return sum(group.whole for group in self.groups)
-
-    @cached_property
-    def full(self) -> int:
-        """The bytes that gathering takes beyond what rests."""
-        return sum(group.full for group in self.groups)
-
-    @cached_property
-    def encoded(self) -> int:
-        """The bytes that gathering takes until it is decoded."""
-        return sum(group.encoded for group in self.groups)
-
-    @cached_property
-    def column(self) -> int:
-        """The bytes that are kept for the backward."""
-        return sum(group.column for group in self.groups)
+    def trained(self) -> tuple[PlannedGroup, ...]:
+        """The groups that have gradients."""
+        return tuple(group for group in self.groups if group.trained)
 
 
-def group_bytes(
+def planned_group(
     placed: Placed, training: Training, exchange: TransportTraits, *, node_sums: bool
-) -> GroupBytes:
-    """Return the bytes of one group on rank 0; `node_sums`: see ``core.route.routes``."""
+) -> PlannedGroup:
+    """Return one group as rank 0 has it; `node_sums`: see ``core.route.routes``."""
     (one, cut, cells), layout = placed, placed[0].layout
     formats = one.formats(training)
     weight, wire, grad = (
@@ -174,10 +177,19 @@ def group_bytes(
     mapped = exchange.maps_peers and scope is Scope.SHARD
     in_place = cells.weight.tier is Tier.DEVICE and formats.gather.codec is None
     in_place = in_place and (scope is Scope.FULL or exchange.alone or mapped)
-    return GroupBytes(
+    return PlannedGroup(
+        one,
+        cells,
+        group_routes,
+        formats,
         whole=whole,
         full=0 if in_place else whole,
-        encoded=sum(_encoding(hop, layout.numel) for hop in forward),
+        encoded=sum(
+            round(hop.held_bytes(hop.target, layout.numel))
+            for hop in forward
+            if hop.kind is Kind.ENCODE
+            or (hop.kind is Kind.ALL_GATHER and hop.wire.codec is not None)
+        ),
         column=round(column_bytes) if any(hop.kind is Kind.KEEP for hop in forward) else 0,
         bucket=layout.numel * wire if is_summed else 0,
         is_encoded=is_encoded,
@@ -187,14 +199,7 @@ def group_bytes(
         passing=0 if on_device else own * 4,
         partial=one.held(cells.grad, 0) * grad if waits and is_near else 0,
         waits=waits,
-        trained=trained,
     )
-
-
-def _encoding(hop: Hop, numel: int) -> int:
-    """Return the bytes of the encoding that `hop` of a gather fills."""
-    is_new = hop.kind is Kind.ENCODE or (hop.kind is Kind.ALL_GATHER and hop.wire.codec is not None)
-    return round(hop.held_bytes(hop.target, numel)) if is_new else 0
 
 
 def _sums(
@@ -246,6 +251,74 @@ class PlannedMeter:
 
     def _note(self) -> None:
         self.most = max(self.most, self.live + self.folded - self.twice)
+
+
+class PlanReplay:
+    """The schedule of one model's units in one row, asked at the events of passes (model.py)."""
+
+    def __init__(
+        self, laid_out: LaidOut, policy: Policy, training: Training, exchange: TransportTraits
+    ) -> None:
+        """Begin with an engine that holds nothing beside what rests."""
+
+        def planned(unit: tuple[Placed, ...]) -> PlannedUnit:
+            sums = policy.sums_nodes
+            groups = (planned_group(one, training, exchange, node_sums=sums) for one in unit)
+            return PlannedUnit.of(tuple(groups))
+
+        units = self.planned = made_once(cells_by_unit(laid_out, policy, training), planned)
+        cells, self.meter = policy.default, PlannedMeter()
+        traits = made_once(units, lambda unit: UnitTraits.of(cells, unit.full, unit.whole))
+        ordered = is_ordered(
+            one_sided=exchange.alone or exchange.maps_peers,
+            leave=cells.weight.tier is not Tier.DEVICE,
+            coded=any(unit.encoded for unit in units),
+        )
+        rules = Rules.of(
+            traits,
+            ordered=ordered,
+            keyed=exchange.keyed,
+            enqueues=exchange.enqueues,
+            alone=exchange.alone,
+        )
+        residencies = [Residency(at, one) for at, one in enumerate(traits)]
+        self.schedule = Schedule(residencies, rules, self.meter)
+        # of a transport's gradient buffers
+        dtypes = {group.dtype for unit in laid_out.model.units for group in unit.groups}
+        widest = max(training.formats(dtype).reduce.plain.bytes_per_element for dtype in dtypes)
+        largest = max(unit.numel for unit in laid_out.model.units)
+        self.pool_bytes = grad_pool_bytes(largest, round(widest))
+        self._phase: Phase = "forward"
+
+    def begin(self, phase: Phase) -> None:
+        """A pass begins."""
+        self._phase = phase
+        self.run(self.schedule.begin(phase))
+
+    def need(self, unit: int) -> None:
+        """A unit is needed."""
+        self.run(self.schedule.need(self.schedule.units[unit], self._phase, keeps=True))
+
+    def release(self, unit: int, repeats: int = 1) -> None:
+        """A unit, which stands for so many after a forward, is needed no longer."""
+        residency = self.schedule.units[unit]
+        if self._phase == "backward":
+            self.run(self.schedule.after_backward(residency))
+        else:
+            self.run(self.schedule.after_forward(residency, keeps=True), repeats)
+
+    def run(self, commands: Commands, repeats: int = 1) -> None:
+        """Execute `commands`, which count for so many equal units."""
+        for command in commands:
+            if command.op is Op.START:
+                self.meter.add(self.planned[command.unit].full)
+            elif command.op in RELEASES:
+                self.meter.live -= self.planned[command.unit].full
+            self.execute(command, repeats)
+
+    def execute(self, command: Command, repeats: int) -> None:
+        """Read one command: as bytes, or as jobs."""
+        raise NotImplementedError
 
 
 @dataclass(eq=False)
@@ -312,16 +385,9 @@ class Reduced:
     reduces are waited for is the schedule's to say.
     """
 
-    def __init__(
-        self,
-        units: list[UnitBytes],
-        exchange: TransportTraits,
-        schedule: Schedule,
-        meter: PlannedMeter,
-        pool_bytes: int,
-    ) -> None:
-        self._units, self._exchange, self._meter = units, exchange, meter
-        self._schedule = schedule
+    def __init__(self, replay: PlanReplay, exchange: TransportTraits) -> None:
+        self._units, self._exchange, self._meter = replay.planned, exchange, replay.meter
+        self._schedule, pool_bytes = replay.schedule, replay.pool_bytes
         page = 4096 if exchange.pages else 64
         self.pool = _PlannedPool(pool_bytes, page)
         # slices that arrive; of two levels the sums between them, slices of those, and decoded
@@ -357,7 +423,7 @@ class Reduced:
         """Forget what rests."""
         self._rest.clear()
 
-    def _group(self, key: tuple[int, int]) -> GroupBytes:
+    def _group(self, key: tuple[int, int]) -> PlannedGroup:
         return self._units[key[0]].groups[key[1]]
 
     def take(self, key: tuple[int, int], *, sync: bool) -> None:
@@ -433,7 +499,12 @@ class Reduced:
         if not group.bucket:
             return
         if group.is_encoded:
-            self._encode(made, group)
+            # the engine's own bucket is encoded, and goes where nothing that was enqueued reads it
+            self._lend(made, group.sums.sent)
+            self.passed += group.lost
+            if not self._exchange.enqueues:
+                self._end_own(made)
+                self.passed += group.bucket
         sums, inside = group.sums, group.waits is Scope.NODE_SHARD and not sync
         wanted = (sums.received, sums.column, sums.received_after, sums.decoded)
         for pool, num_bytes in zip(self._others, wanted[:1] if inside else wanted, strict=False):
@@ -445,14 +516,6 @@ class Reduced:
         self._flights[key] = made
         self._passing = [*self._passing[-2:], key]
         self._schedule.reduces.start(key, off_device=group.passing > 0)
-
-    def _encode(self, reduce: _Reduce, group: GroupBytes) -> None:
-        """The engine's own bucket is encoded, and goes where nothing that was enqueued reads it."""
-        self._lend(reduce, group.sums.sent)
-        self.passed += group.lost
-        if not self._exchange.enqueues:
-            self._end_own(reduce)
-            self.passed += group.bucket
 
     def _end_own(self, reduce: _Reduce) -> None:
         self.own -= reduce.num_bytes
